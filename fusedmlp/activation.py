@@ -1,0 +1,179 @@
+"""Activations: what they are called, what they compute, and their derivatives in plain torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import KW_ONLY, asdict, dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_QUICK_ALPHA = 1.702
+
+
+class _Kind(NamedTuple):
+    curve: str  # the scalar function: sigmoid, gelu, gelu_tanh, relu or relu2
+    gated: bool
+    alpha: float = 1.0  # default scale of the sigmoid's argument
+
+
+_KINDS = {
+    "swiglu": _Kind("sigmoid", True),
+    "geglu": _Kind("gelu", True),
+    "geglu_tanh": _Kind("gelu_tanh", True),
+    "quick_geglu": _Kind("sigmoid", True, _QUICK_ALPHA),
+    "reglu": _Kind("relu", True),
+    "silu": _Kind("sigmoid", False),
+    "gelu": _Kind("gelu", False),
+    "gelu_tanh": _Kind("gelu_tanh", False),
+    "quick_gelu": _Kind("sigmoid", False, _QUICK_ALPHA),
+    "relu": _Kind("relu", False),
+    "relu2": _Kind("relu2", False),
+}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation between fc1 and fc2.
+
+    Gated kinds (`swiglu`, `geglu`, `geglu_tanh`, `quick_geglu`, `reglu`) split the `2F` channels of fc1
+    into a gate `g` and a linear part `l` and compute `curve(g) * (l + linear_offset)`. Ungated kinds
+    (`silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `relu2`) compute `curve(h)` on `F` channels. With
+    the sigmoid curve (`swiglu`, `silu`, `quick_*`), `curve(g) = g * sigmoid(alpha * g)`.
+
+    Args:
+        name: one of the kinds above.
+        interleaved: gate and linear channels alternate (gate first); otherwise the first half is the gate.
+        limit: clamps the gate to `<= limit` and the linear part to `[-limit, limit]`. Gated kinds only.
+        alpha: scale of the sigmoid's argument; 1 for `swiglu` and `silu`, 1.702 for `quick_*` when None.
+        linear_offset: added to the (clamped) linear part. Gated kinds only.
+
+    Raises:
+        ValueError: an unknown name, or an option that the kind does not have.
+
+    Sources: GLU variants, Shazeer 2020 (arXiv 2002.05202); squared ReLU, So et al. 2021 (arXiv 2109.08668);
+    the clamped, offset swiglu is the one of gpt-oss.
+    """
+
+    name: str
+    _: KW_ONLY
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float | None = None
+    linear_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in _KINDS:
+            raise ValueError(f"activation: expected one of {', '.join(_KINDS)}; got {self.name!r}")
+        if not self.gated and (self.interleaved or self.limit is not None or self.linear_offset):
+            raise ValueError(
+                f"activation: interleaved, limit and linear_offset need a gated activation; got {self.name!r}"
+            )
+        if self.alpha is not None and self.curve != "sigmoid":
+            raise ValueError(
+                f"activation: alpha scales a sigmoid's argument; {self.name!r} has none; got alpha={self.alpha}"
+            )
+        if self.limit is not None and not self.limit > 0:
+            raise ValueError(f"activation: limit must be positive; got {self.limit}")
+
+    @property
+    def gated(self) -> bool:
+        """Whether fc1 has `2F` output channels."""
+        return _KINDS[self.name].gated
+
+    @property
+    def curve(self) -> str:
+        """Name of the scalar function."""
+        return _KINDS[self.name].curve
+
+    @property
+    def sigmoid_alpha(self) -> float:
+        """Scale of the sigmoid's argument (1 where there is no sigmoid)."""
+        return _KINDS[self.name].alpha if self.alpha is None else self.alpha
+
+    @cached_property
+    def encoded(self) -> str:
+        """This activation as text, the form in which operators take it."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def decode(encoded: str) -> Activation:
+        """Inverse of `encoded`."""
+        return Activation(**json.loads(encoded))
+
+    def split(self, h: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and linear views `[..., F]` of the pre-activation `[..., 2F]`."""
+        if self.interleaved:
+            return h[..., 0::2], h[..., 1::2]
+        gate, linear = h.chunk(2, dim=-1)
+        return gate, linear
+
+
+def forward(activation: Activation, h: Tensor) -> Tensor:
+    """`act(h)`: `[..., F1] -> [..., F]`, differentiable, in the dtype of `h`."""
+    curve, _ = _CURVES[activation.curve]
+    if not activation.gated:
+        return curve(h, activation.sigmoid_alpha)
+    gate, linear = activation.split(h)
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        linear = linear.clamp(-activation.limit, activation.limit)
+    if activation.linear_offset:
+        linear = linear + activation.linear_offset
+    return curve(gate, activation.sigmoid_alpha) * linear
+
+
+def backward(activation: Activation, h: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """`(act(h), dh)` for the gradient `grad` of `act(h)`, both recomputed from `h`, in its dtype.
+
+    With `a = c(g) * m`, `m = clamp(l) + offset`: `dg = grad * m * c'(g)` and `dl = grad * c(g)`, each zero
+    where its clamp is active (a value equal to the limit still passes, as in `torch.clamp`).
+    """
+    curve, curve_backward = _CURVES[activation.curve]
+    alpha = activation.sigmoid_alpha
+    if not activation.gated:
+        return curve(h, alpha), curve_backward(grad, h, alpha)
+    raw_gate, raw_linear = activation.split(h)
+    gate, linear, limit = raw_gate, raw_linear, activation.limit
+    if limit is not None:
+        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    if activation.linear_offset:
+        linear = linear + activation.linear_offset
+    c = curve(gate, alpha)
+    dh = torch.empty_like(h)
+    dgate, dlinear = activation.split(dh)
+    dgate.copy_(curve_backward(grad * linear, gate, alpha))
+    torch.mul(grad, c, out=dlinear)
+    if limit is not None:
+        dgate.masked_fill_(raw_gate > limit, 0)
+        dlinear.masked_fill_(raw_linear.abs() > limit, 0)
+    return c.mul_(linear), dh
+
+
+def _sigmoid(x: Tensor, alpha: float) -> Tensor:
+    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+
+
+def _sigmoid_backward(grad: Tensor, x: Tensor, alpha: float) -> Tensor:
+    # x * s(alpha x) = silu(alpha x) / alpha, so its derivative is silu'(alpha x).
+    return torch.ops.aten.silu_backward(grad, x if alpha == 1.0 else alpha * x)
+
+
+def _gelu_backward(approximate: str) -> Callable[[Tensor, Tensor, float], Tensor]:
+    return lambda grad, x, alpha: torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+
+
+_Curve = Callable[[Tensor, float], Tensor]
+_CurveBackward = Callable[[Tensor, Tensor, float], Tensor]
+_CURVES: dict[str, tuple[_Curve, _CurveBackward]] = {
+    "sigmoid": (_sigmoid, _sigmoid_backward),
+    "gelu": (lambda x, alpha: F.gelu(x), _gelu_backward("none")),
+    "gelu_tanh": (lambda x, alpha: F.gelu(x, approximate="tanh"), _gelu_backward("tanh")),
+    "relu": (lambda x, alpha: F.relu(x), lambda grad, x, alpha: grad * (x > 0)),
+    "relu2": (lambda x, alpha: F.relu(x).square(), lambda grad, x, alpha: grad * (2 * F.relu(x))),
+}

@@ -1,0 +1,174 @@
+"""The two `autograd.Function`s. They connect operators and the gradient contract, and compute nothing.
+
+Tensors arrive as `apply(call, *weights, *biases, x, offsets, ...)`: weights come first, so that weight `i` is the
+i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fusedmlp import main_grad, ops
+from fusedmlp.main_grad import Mode, Route
+from fusedmlp.mlp_types import MLPGrads, MLPOutput
+from fusedmlp.wgrad_queue import WgradQueue
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one call of a layer fixes besides its tensors."""
+
+    lengths: tuple[int, ...]  # how many tensors each weight and bias has: 1 packed, E per expert, 0 absent
+    transposed: bool  # weights are stored [in, out]
+    mode: Mode
+    queue: WgradQueue | None
+    overwrite: bool
+    impl: str
+    activation: str = ""
+
+    def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
+        """The groups that `lengths` counts, then a last one with the rest."""
+        groups, start = [], 0
+        for length in (*self.lengths, len(tensors) - sum(self.lengths)):
+            groups.append(list(tensors[start : start + length]))
+            start += length
+        return groups
+
+    def logical(self, weights: list[Tensor]) -> list[Tensor]:
+        """`[out, in]` views of weights, or of the outputs of their gradients."""
+        return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
+
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], *, again: bool) -> Route:
+        """Where the gradient of `weights` goes; `again`: this graph has already been run backward once."""
+        return main_grad.route(
+            name,
+            weights,
+            [node for node, _ in nodes],
+            self.mode,
+            overwrite=self.overwrite and not again,
+            delayed=self.queue is not None,
+        )
+
+    def finish(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor) -> list[Tensor | None]:
+        """What backward returns for a weight; queues its GEMM if it is delayed."""
+        if not route.wanted:
+            return [None] * len(route.params)
+        if not route.delayed:
+            return route.finish()
+        assert self.queue is not None
+        self.queue.put(route, dy, x, offsets, transposed=self.transposed, impl=self.impl)
+        return route.finish_in_backward()
+
+
+class GroupedLinear(torch.autograd.Function):
+    """`apply(call, *weight, *bias, x, offsets) -> y`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
+        """Run the GEMM; save its inputs."""
+        weight, bias, (x, offsets) = call.split(tensors)
+        ctx.save_for_backward(*tensors)
+        ctx.call, ctx.again = call, False
+        return ops.grouped_gemm(x, call.logical(weight), bias, offsets, call.impl)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of forward's arguments."""
+        call: Call = ctx.call
+        weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
+        weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
+        dy = dy.contiguous()
+        route = call.route("weight", weight, weight_nodes, again=ctx.again)
+        ctx.again = True
+        dx = None
+        if x_node[0] is not None:
+            transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
+            dx = ops.grouped_gemm(dy, transposed, [], offsets, call.impl)
+        db = _bias_grads(bias, bias_nodes)
+        if route.outs or db:
+            dw = call.logical(route.outs)
+            ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], route.accumulate, call.impl)
+        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
+
+
+class GroupedMLP(torch.autograd.Function):
+    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets[, probs]) -> y`."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
+        """Run both GEMMs; save the inputs and the pre-activation."""
+        fc1, fc2, bias1, bias2, (x, offsets, *probs) = call.split(tensors)
+        out = MLPOutput(
+            *ops.grouped_mlp(
+                x,
+                call.logical(fc1),
+                call.logical(fc2),
+                bias1,
+                bias2,
+                offsets,
+                probs[0] if probs else None,
+                call.activation,
+                call.impl,
+            )
+        )
+        ctx.save_for_backward(*tensors, out.h)
+        ctx.call, ctx.again = call, False
+        return out.y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients in the order of forward's arguments."""
+        call: Call = ctx.call
+        fc1, fc2, bias1, bias2, (x, offsets, *probs, h) = call.split(ctx.saved_tensors)
+        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
+        dy = dy.contiguous()
+        route1 = call.route("fc1_weight", fc1, nodes1, again=ctx.again)
+        route2 = call.route("fc2_weight", fc2, nodes2, again=ctx.again)
+        ctx.again = True
+        db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
+        grads = MLPGrads(
+            *ops.grouped_mlp_backward_(
+                call.logical(route1.outs),
+                call.logical(route2.outs),
+                db1,
+                db2,
+                dy,
+                x,
+                h,
+                call.logical(fc1),
+                call.logical(fc2),
+                bias2,
+                offsets,
+                probs[0] if probs else None,
+                call.activation,
+                route1.accumulate,
+                route2.accumulate,
+                x_node[0] is not None,
+                route1.delayed or route2.delayed,
+                call.impl,
+            )
+        )
+        dfc2 = call.finish(route2, dy, grads.act_probs, offsets)  # fc2 leaves a queue before fc1
+        dfc1 = call.finish(route1, grads.dh, x, offsets)
+        dx = grads.dx if x_node[0] is not None else None
+        dprobs = [grads.dprobs.to(p.dtype) for p in probs]
+        return (None, *dfc1, *dfc2, *_returned(db1, bias1), *_returned(db2, bias2), dx, None, *dprobs)
+
+
+def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
+    """Outputs for the bias gradients, which are always returned; none if no bias wants one."""
+    if all(node is None for node, _ in nodes):
+        return []
+    return [main_grad.fresh_like(b) for b in bias]
+
+
+def _returned(db: list[Tensor], bias: list[Tensor]) -> list[Tensor | None]:
+    return [*db] if db else [None] * len(bias)

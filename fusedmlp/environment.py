@@ -1,0 +1,29 @@
+"""Every environment switch of fusedmlp.
+
+| variable               | values | effect                                                                   |
+|------------------------|--------|--------------------------------------------------------------------------|
+| `FUSEDMLP_DENSE_DUMMY` | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
+|                        |        | writable tensor instead of an expanded scalar (see `main_grad.py`)       |
+| `TRITON_INTERPRET`     | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
+"""
+
+from __future__ import annotations
+
+import os
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}: expected 0 or 1; got {value!r}")
+    return value == "1"
+
+
+def dense_dummy() -> bool:
+    """Whether dummies are dense and writable."""
+    return _flag("FUSEDMLP_DENSE_DUMMY")
+
+
+def triton_interpret() -> bool:
+    """Whether Triton kernels run under the CPU interpreter."""
+    return _flag("TRITON_INTERPRET")

@@ -1,0 +1,184 @@
+"""The public functions. Letters used everywhere:
+
+`R` routed rows (sorted by expert), `E` experts, `H` hidden size, `F` expert ffn size, `G` (`F1` in docs): `2F` for
+gated activations, else `F`. Shape suffixes: `x_RH` is `[R, H]`. In files about one GEMM: `K` in, `N` out features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusedmlp import autograd, main_grad, ops, validate
+from fusedmlp.activation import Activation
+from fusedmlp.autograd import Call
+from fusedmlp.main_grad import Mode
+from fusedmlp.validate import Experts
+from fusedmlp.wgrad_queue import WgradQueue
+
+
+def grouped_mlp(
+    x: Tensor,
+    fc1_weight: Tensor | Sequence[Tensor],
+    fc2_weight: Tensor | Sequence[Tensor],
+    tokens_per_expert: Tensor | Sequence[int],
+    *,
+    probs: Tensor | None = None,
+    fc1_bias: Tensor | Sequence[Tensor] | None = None,
+    fc2_bias: Tensor | Sequence[Tensor] | None = None,
+    activation: str | Activation = "swiglu",
+    weight_layout: str = "out_in",
+    accumulate_wgrad: Mode = "auto",
+    wgrad_queue: WgradQueue | None = None,
+    is_first_microbatch: bool | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
+
+    `y[r] = probs[r] * (fc2_weight[e] @ act(fc1_weight[e] @ x[r] + fc1_bias[e]) + fc2_bias[e])` for row `r` of
+    expert `e`; without `probs` the factor is 1. Rows at and after `sum(tokens_per_expert)` are padding: never read
+    into a result, zero in `y` and in the gradients of `x` and `probs`.
+
+    Args:
+        x: `[R, H]`, float32, bfloat16 or float16; rows of expert 0 first, then expert 1, ...
+        fc1_weight: `[E, F1, H]`, or a sequence of E tensors `[F1, H]`, dtype of x.
+        fc2_weight: `[E, H, F]`, or a sequence of E tensors `[H, F]`, dtype of x.
+        tokens_per_expert: `[E]` integers: a tensor on any device, or a list. Never read on the host if it is on
+            a GPU.
+        probs: `[R]` or `[R, 1]`, routing probability of each row, any of the dtypes of x.
+        fc1_bias: `[E, F1]`, or a sequence of E tensors `[F1]`.
+        fc2_bias: `[E, H]`, or a sequence of E tensors `[H]`.
+        activation: a name, or an `Activation` with options.
+        weight_layout: "in_out": weights are `[E, H, F1]` and `[E, F, H]`.
+        accumulate_wgrad: "main_grad": add into `param.main_grad`; "grad": add into `param.grad` where there is
+            one; "off": return the gradient to autograd; "auto": "main_grad" where the parameter has it, else "off".
+            See `fusedmlp.main_grad` for what backward returns in each case.
+        wgrad_queue: put the weight gradients off until `wgrad_queue.run()`.
+        is_first_microbatch: True: overwrite `main_grad` instead of adding to it.
+        impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU.
+
+    Returns:
+        `[R, H]`, dtype of x.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
+        RuntimeError: gradient fusion asked for where it cannot be had; no triton, or no GPU for it.
+    """
+    if isinstance(activation, str):
+        activation = Activation(activation)
+    elif not isinstance(activation, Activation):
+        raise TypeError(f"activation: expected a name or a fusedmlp.Activation; got {activation!r}")
+    validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
+    x = validate.rows(x)
+    fc1 = validate.experts("fc1_weight", fc1_weight, weight_layout, x)
+    fc2 = validate.experts("fc2_weight", fc2_weight, weight_layout, x)
+    validate.size("fc1_weight", "in_features (H, the width of x)", x.shape[1], fc1.in_features)
+    validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.count, fc2.count)
+    validate.size("fc2_weight", "out_features (H, the width of x)", x.shape[1], fc2.out_features)
+    factor = 2 if activation.gated else 1
+    validate.size(
+        "fc1_weight",
+        f"out_features (F1) for {activation.name}, {factor} * F of fc2_weight,",
+        factor * fc2.in_features,
+        fc1.out_features,
+    )
+    probs = validate.probabilities(probs, x)
+    biases = [
+        validate.biases("fc1_bias", fc1_bias, fc1, x),
+        validate.biases("fc2_bias", fc2_bias, fc2, x),
+    ]
+    weights = {"fc1_weight": fc1, "fc2_weight": fc2}
+    # fmt: off
+    call, offsets = _prepare(
+        x, weights, biases, tokens_per_expert, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch,
+        impl, activation.encoded,
+    )
+    # fmt: on
+    rest = [x.contiguous(), offsets] + ([] if probs is None else [probs])
+    y: Tensor = autograd.GroupedMLP.apply(
+        call, *fc1.tensors, *fc2.tensors, *biases[0], *biases[1], *rest
+    )  # type: ignore[no-untyped-call]
+    return y
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor | Sequence[Tensor],
+    tokens_per_expert: Tensor | Sequence[int],
+    *,
+    bias: Tensor | Sequence[Tensor] | None = None,
+    weight_layout: str = "out_in",
+    accumulate_wgrad: Mode = "auto",
+    wgrad_queue: WgradQueue | None = None,
+    is_first_microbatch: bool | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`y[r] = weight[e] @ x[r] + bias[e]` for row `r` of expert `e`: one GEMM with the contract of `grouped_mlp`.
+
+    Args:
+        x: `[R, in]`, float32, bfloat16 or float16; rows of expert 0 first, then expert 1, ...
+        weight: `[E, out, in]`, or a sequence of E tensors `[out, in]`, dtype of x.
+        tokens_per_expert: as in `grouped_mlp`.
+        bias: `[E, out]`, or a sequence of E tensors `[out]`.
+        weight_layout: "in_out": the weight is `[E, in, out]`.
+        accumulate_wgrad: as in `grouped_mlp`.
+        wgrad_queue: as in `grouped_mlp`.
+        is_first_microbatch: as in `grouped_mlp`.
+        impl: as in `grouped_mlp`.
+
+    Returns:
+        `[R, out]`, dtype of x; zero at padding rows.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `grouped_mlp`.
+    """
+    validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
+    x = validate.rows(x)
+    experts = validate.experts("weight", weight, weight_layout, x)
+    validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
+    biases = [validate.biases("bias", bias, experts, x)]
+    # fmt: off
+    call, offsets = _prepare(
+        x, {"weight": experts}, biases, tokens_per_expert, weight_layout, accumulate_wgrad, wgrad_queue,
+        is_first_microbatch, impl, "",
+    )
+    # fmt: on
+    y: Tensor = autograd.GroupedLinear.apply(
+        call, *experts.tensors, *biases[0], x.contiguous(), offsets
+    )  # type: ignore[no-untyped-call]
+    return y
+
+
+def _prepare(
+    x: Tensor,
+    weights: dict[str, Experts],
+    biases: list[list[Tensor]],
+    tokens_per_expert: Tensor | Sequence[int],
+    weight_layout: str,
+    accumulate_wgrad: Mode,
+    wgrad_queue: WgradQueue | None,
+    is_first_microbatch: bool | None,
+    impl: str,
+    activation: str,
+) -> tuple[Call, Tensor]:
+    """The call's constants and its row offsets `[E + 1]`; checks what is common to both functions."""
+    impl = validate.implementation(impl, x.device)
+    num_experts = next(iter(weights.values())).count
+    counts = validate.counts(tokens_per_expert, num_experts)
+    for name, experts in weights.items():
+        main_grad.check_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
+    lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
+    call = Call(
+        tuple(lengths),
+        weight_layout == "in_out",
+        accumulate_wgrad,
+        wgrad_queue,
+        bool(is_first_microbatch),
+        impl,
+        activation,
+    )
+    # Offsets are made where the counts are: on the host their values can be checked, on a GPU nothing waits.
+    counts_impl = "torch" if counts.device.type == "cpu" else impl
+    offsets = ops.expert_offsets(counts, x.shape[0], counts_impl)
+    return call, offsets.to(x.device, non_blocking=True)

@@ -1,0 +1,355 @@
+"""The gradient contract: where a weight gradient goes, and what backward returns for it.
+
+| case                                               | returned | flag | GEMM                                |
+|----------------------------------------------------|----------|------|-------------------------------------|
+| plain                                              | wgrad    | -    | overwrite                           |
+| delayed                                            | None     | -    | later; adds to or sets `.grad`      |
+| `main_grad`, no `grad_added_to_main_grad`          | None     | -    | accumulate                          |
+| `main_grad`, has `grad_added_to_main_grad`         | dummy    | True | accumulate                          |
+| delayed + `main_grad`, no attribute                | None     | -    | accumulate, later                   |
+| delayed + `main_grad`, has the attribute           | dummy    | True | accumulate, later (flag right away) |
+| `overwrite_main_grad` or `is_first_microbatch=True`| as above | same | overwrite `main_grad`               |
+
+`accumulate_wgrad="grad"` adds to an existing `.grad` and returns None; without one it is the plain case. The
+presence of `grad_added_to_main_grad` decides, not its value (Megatron-core's convention).
+
+The dummy is a zero gradient in `.grad`, for owners whose hooks want one: an expanded scalar, put there during
+backward (which then returns None). It costs neither memory nor a kernel, but refuses in-place writes;
+`FUSEDMLP_DENSE_DUMMY=1` makes it dense.
+
+A gradient is fused (written to `main_grad` or `.grad`) only if the autograd engine will run the parameter's
+AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) somebody asked for the gradient
+itself, and gets it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fusedmlp import environment
+
+Mode = Literal["auto", "main_grad", "grad", "off"]
+MODES = ("auto", "main_grad", "grad", "off")
+
+
+class EngineUse(Enum):
+    """What the engine does, in the running backward, with a gradient for one weight."""
+
+    ACCUMULATE = "runs the leaf's AccumulateGrad"
+    CAPTURE = "hands it to somebody: autograd.grad, a non-leaf weight, distributed autograd"
+    DROP = "nothing: no gradient is wanted"
+
+
+def engine_use(node: Any) -> EngineUse:
+    """Read the engine's plan for the graph node that a weight's gradient flows to (None: needs no grad).
+
+    `torch._C._will_engine_execute_node` is private; `torch.autograd.graph` relies on it too. It raises for a
+    leaf whose gradient is captured instead of accumulated.
+    """
+    if node is None:
+        return EngineUse.DROP
+    try:
+        if not torch._C._will_engine_execute_node(node):
+            return EngineUse.DROP
+    except RuntimeError:
+        return EngineUse.CAPTURE
+    return EngineUse.ACCUMULATE if isinstance(node, torch._C._functions.AccumulateGrad) else EngineUse.CAPTURE
+
+
+@dataclass(eq=False)
+class Route:
+    """Where the wgrad GEMM of one weight (packed: one tensor; else one per expert) writes in one backward.
+
+    Run the GEMM into `outs`, adding to them if `accumulate`, then call `finish()` and return its result from
+    backward. If `delayed`, queue the route and return `finish_in_backward()`; the queue then calls `open()`, runs
+    the GEMM and calls `finish_delayed()`.
+    """
+
+    name: str
+    params: list[Tensor]
+    uses: list[EngineUse]
+    mode: Mode  # resolved: never "auto"
+    delayed: bool
+    overwrites: list[bool]  # per parameter: replace what main_grad holds
+    outs: list[Tensor] = field(default_factory=list)
+    accumulate: bool = False
+    _fused: list[bool] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any gradient of this weight is wanted at all."""
+        return any(use is not EngineUse.DROP for use in self.uses)
+
+    def target(self, i: int) -> Tensor | None:
+        """The existing tensor that parameter `i`'s gradient is added into, checked; None: a fresh one."""
+        if self.mode == "off" or self.uses[i] is not EngineUse.ACCUMULATE:
+            return None
+        return _existing_target(self.params[i], self.mode, self.label(i))
+
+    def label(self, i: int) -> str:
+        """Parameter `i` as error messages name it."""
+        return self.name if len(self.params) == 1 else f"{self.name}[{i}]"
+
+    def open(self) -> None:
+        """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter."""
+        targets = [self.target(i) for i in range(len(self.params))]
+        self._fused = [target is not None for target in targets]
+        dtypes = {t.dtype for t in targets if t is not None} or {_grad_dtype(self.params[0])}
+        if len(dtypes) > 1:
+            raise ValueError(f"{self.name}: expected all experts to accumulate in one dtype; got {dtypes}")
+        (dtype,) = dtypes
+        self.accumulate = any(
+            fused and not overwrite for fused, overwrite in zip(self._fused, self.overwrites, strict=True)
+        )
+        outs = []
+        for i, (param, target) in enumerate(zip(self.params, targets, strict=True)):
+            if target is None:
+                fresh = torch.zeros_like if self.accumulate else torch.empty_like
+                target = fresh(param, dtype=dtype, requires_grad=False)
+            elif not self.overwrites[i]:
+                _refuse_pending_overwrite(param, self.label(i))
+            elif self.accumulate:
+                target.zero_()
+            outs.append(target)
+        self.outs = outs
+
+    def finish(self) -> list[Tensor | None]:
+        """After the GEMM: set flags and dummies; the gradients that backward returns."""
+        grads: list[Tensor | None] = []
+        for param, use, fused, out in zip(self.params, self.uses, self._fused, self.outs, strict=True):
+            if fused and self.mode == "main_grad":
+                _mark_fused(param)
+            grads.append(None if fused or use is EngineUse.DROP else out)
+        self.outs = []  # the engine copies, instead of stealing, a gradient that something else refers to
+        return grads
+
+    def finish_in_backward(self) -> list[Tensor | None]:
+        """Of a delayed wgrad: what backward does and returns before the GEMM runs."""
+        for param, overwrite in zip(self.params, self.overwrites, strict=True):
+            if self.mode == "main_grad":
+                _mark_fused(param)
+            if overwrite:
+                _pending_overwrites[param] = weakref.ref(self)
+        return [None] * len(self.params)
+
+    def finish_delayed(self) -> None:
+        """Of a delayed wgrad, after the GEMM: `.grad` is set where there was none to add to."""
+        for param, overwrite, fused, out in zip(
+            self.params, self.overwrites, self._fused, self.outs, strict=True
+        ):
+            if overwrite:
+                _pending_overwrites.pop(param, None)
+            if not fused:
+                param.grad = out
+        self.outs = []
+
+
+def route(
+    name: str,
+    weights: Sequence[Tensor],
+    nodes: Sequence[Any],
+    mode: Mode,
+    *,
+    overwrite: bool,
+    delayed: bool,
+) -> Route:
+    """Decide, inside backward, where the gradient of one weight goes.
+
+    `nodes` are the graph nodes that the gradients of `weights` flow to. The parameter is taken from its node:
+    checkpointing and saved-tensor hooks hand back weights that have lost their attributes.
+    """
+    uses = [engine_use(node) for node in nodes]
+    params = [
+        node.variable if use is EngineUse.ACCUMULATE else weight
+        for node, use, weight in zip(nodes, uses, weights, strict=True)
+    ]
+    leaves = [param for param, use in zip(params, uses, strict=True) if use is EngineUse.ACCUMULATE]
+    if mode == "auto":
+        mode = _resolve_auto(name, leaves)
+    delayed = delayed and len(leaves) == len(params)
+    if delayed and mode == "off":
+        mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
+    overwrites = [
+        mode == "main_grad"
+        and use is EngineUse.ACCUMULATE
+        and (overwrite or bool(getattr(param, "overwrite_main_grad", False)))
+        and _first_overwrite_in_backward(param)
+        for param, use in zip(params, uses, strict=True)
+    ]
+    result = Route(name, params, uses, mode, delayed, overwrites)
+    if delayed:
+        for i, param in enumerate(params):
+            _refuse_tensor_hooks(param, result.label(i))
+            result.target(i)  # raises now rather than when the queue runs
+    elif result.wanted:
+        result.open()
+    return result
+
+
+def check_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> None:
+    """Raise, in forward, for what backward could not do: see the guards of each message."""
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "fusedmlp inside a torch.func transform (grad, vmap, jvp, ...): expected plain autograd; the transform "
+            "would bypass .grad and main_grad"
+        )
+    if not torch.is_grad_enabled():
+        return
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    managed = set() if ddp is None else {id(p) for p in ddp._module_parameters}
+    for i, weight in enumerate(weights):
+        if not weight.requires_grad:
+            continue
+        label = name if len(weights) == 1 else f"{name}[{i}]"
+        has_main_grad = _has_main_grad(weight)
+        fused = mode in ("main_grad", "grad") or (mode == "auto" and has_main_grad)
+        if fused and not weight.is_leaf:
+            raise RuntimeError(
+                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}"
+            )
+        if mode == "main_grad":
+            _existing_target(weight, mode, label)
+        if id(weight) in managed and (delayed or (fused and mode != "grad")):
+            raise RuntimeError(
+                f"{label}: DistributedDataParallel reduces this parameter's .grad when backward ends, and would miss "
+                f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without "
+                "delay, or leave the parameter out of DDP and reduce main_grad yourself"
+            )
+
+
+def fresh_like(param: Tensor) -> Tensor:
+    """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
+    return torch.empty_like(param, dtype=_grad_dtype(param), requires_grad=False)
+
+
+def _has_main_grad(param: Tensor) -> bool:
+    return hasattr(param, "__fsdp_param__") or getattr(param, "main_grad", None) is not None
+
+
+def _main_grad_of(param: Tensor) -> Tensor | None:
+    if hasattr(param, "__fsdp_param__"):  # Megatron-FSDP allocates it on demand
+        return param.get_main_grad()  # type: ignore[attr-defined, no-any-return]
+    return getattr(param, "main_grad", None)
+
+
+def _grad_dtype(param: Tensor) -> torch.dtype:
+    return (param.grad_dtype if param.is_leaf else None) or param.dtype
+
+
+def _resolve_auto(name: str, leaves: Sequence[Tensor]) -> Mode:
+    present = [_has_main_grad(param) for param in leaves]
+    if any(present) and not all(present):
+        raise ValueError(
+            f"{name}: expected main_grad on all experts or on none; experts {present.index(False)} and "
+            f"{present.index(True)} differ"
+        )
+    return "main_grad" if any(present) else "off"
+
+
+def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
+    if mode == "grad":
+        target, what = param.grad, ".grad"
+        if target is None:
+            return None
+    else:
+        target, what = _main_grad_of(param), "main_grad"
+        if target is None:
+            raise RuntimeError(
+                f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
+                "(attach one with fusedmlp.MainGradBuffer)"
+            )
+    _refuse_tensor_hooks(param, label)
+    if target.shape != param.shape:
+        raise ValueError(f"{label}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
+    if target.device != param.device:
+        raise ValueError(f"{label}: expected {what} on {param.device}; got {target.device}")
+    if target.dtype not in (torch.float32, param.dtype):
+        raise ValueError(f"{label}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
+    if target.requires_grad:
+        raise ValueError(f"{label}: expected {what} with requires_grad=False; got True")
+    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+        raise ValueError(
+            f"{label}: expected a writable {what}; got an expanded one with strides {target.stride()} (the dummy of "
+            "an earlier main_grad step? clear it with zero_grad(set_to_none=True))"
+        )
+    return target
+
+
+def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
+    if param._backward_hooks:
+        raise RuntimeError(
+            f"{label}: the parameter has a tensor hook (register_hook), which would see None instead of the gradient; "
+            "use register_post_accumulate_grad_hook, or accumulate_wgrad='off'"
+        )
+
+
+# Parameter -> id of the backward that last overwrote its main_grad: a tied weight used twice in one backward
+# overwrites once and then adds.
+_overwritten_in = WeakTensorKeyDictionary()
+# Parameter -> the delayed route that will overwrite its main_grad.
+_pending_overwrites = WeakTensorKeyDictionary()
+
+
+def _refuse_pending_overwrite(param: Tensor, label: str) -> None:
+    pending = _pending_overwrites.get(param)
+    if pending is not None and pending() is not None:
+        raise RuntimeError(
+            f"{label}: a queued gradient is going to overwrite main_grad, and would erase this one; run the queue "
+            "first"
+        )
+
+
+def _first_overwrite_in_backward(param: Tensor) -> bool:
+    backward = torch._C._current_graph_task_id()
+    if _overwritten_in.get(param) == backward:
+        return False
+    _overwritten_in[param] = backward
+    return True
+
+
+def _mark_fused(param: Tensor) -> None:
+    if hasattr(param, "grad_added_to_main_grad"):
+        param.grad_added_to_main_grad = True
+        if param.grad is None:
+            param.grad = _dummy(param)
+
+
+_scalar_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_dense_zeros: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
+
+
+def _dummy(param: Tensor) -> Tensor:
+    dtype = _grad_dtype(param)
+    if environment.dense_dummy():
+        return _dense_dummy(param.shape, dtype, param.device)
+    if param.numel() <= 1:  # an expanded scalar would be writable
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    key = (dtype, param.device)
+    zero = _scalar_zeros.get(key)
+    if zero is None or zero._version:  # somebody wrote to an element of a dummy
+        zero = _scalar_zeros[key] = torch.zeros((), dtype=dtype, device=param.device)
+    return zero.expand(param.shape)
+
+
+def _dense_dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A dense zero tensor: one that nobody else holds, zeroed again, or else a new one."""
+    pool = _dense_zeros.setdefault((shape, dtype, device), [])
+    for base, idle_references in pool:
+        if _storage_references(base) == idle_references:
+            return base.zero_().detach()
+    base = torch.zeros(shape, dtype=dtype, device=device)
+    pool.append((base, _storage_references(base)))
+    return base.detach()
+
+
+def _storage_references(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

@@ -1,0 +1,124 @@
+"""One flat gradient buffer for models that are not trained by Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
+_ALIGNMENT = 64
+
+
+class MainGradBuffer:
+    """Gives every parameter a `main_grad`: a view of one contiguous buffer.
+
+    A plain PyTorch loop steps from it like this:
+
+        buffer = fusedmlp.MainGradBuffer(model.parameters())
+        for batch in data:
+            buffer.zero_()
+            loss(model, batch).backward()       # as many micro-batches as you like
+            with buffer.as_grad():
+                optimizer.step()
+
+    Args:
+        params: leaf parameters on one device. Those that no fused layer uses keep their `.grad` as usual.
+        dtype: of the buffer: float32, or the parameters' own dtype.
+        grad_added_to_main_grad: also give parameters that attribute (False). A fused backward then sets it and
+            leaves a zero gradient in `.grad`, as Megatron's optimizers expect. See `fusedmlp.main_grad`.
+
+    Attributes:
+        flat: the 1-D buffer. Between views there may be padding, always zero.
+        params: the parameters, in order.
+
+    Raises:
+        ValueError: no parameters, several devices, a parameter given twice, a non-leaf, or one that has a main_grad.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        *,
+        dtype: torch.dtype = torch.float32,
+        grad_added_to_main_grad: bool = True,
+    ) -> None:
+        self.params = list(params)
+        self._check(dtype)
+        starts, end = [], 0
+        for param in self.params:
+            starts.append(end)
+            end += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
+        self.flat = torch.zeros(end, dtype=dtype, device=self.params[0].device)
+        for param, start in zip(self.params, starts, strict=True):
+            extended: Any = param
+            extended.main_grad = self.flat[start : start + param.numel()].view(param.shape)
+            if grad_added_to_main_grad:
+                extended.grad_added_to_main_grad = False
+
+    def _check(self, dtype: torch.dtype) -> None:
+        if not self.params:
+            raise ValueError("params: expected at least one parameter; got none")
+        if len({id(param) for param in self.params}) < len(self.params):
+            raise ValueError("params: expected each parameter once; got one twice")
+        for i, param in enumerate(self.params):
+            if not param.is_leaf or not param.requires_grad:
+                raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {param.grad_fn or param}")
+            if param.device != self.params[0].device:
+                raise ValueError(f"params[{i}]: expected device {self.params[0].device}; got {param.device}")
+            if dtype not in (torch.float32, param.dtype):
+                raise ValueError(f"dtype: expected torch.float32 or params[{i}]'s {param.dtype}; got {dtype}")
+            if getattr(param, "main_grad", None) is not None:
+                raise ValueError(f"params[{i}]: expected no main_grad yet; got one from another owner")
+
+    def zero_(self) -> None:
+        """Start a step: zero the buffer, clear every `grad_added_to_main_grad`, drop every `.grad`."""
+        self.flat.zero_()
+        for param in self.params:
+            param.grad = None
+            if hasattr(param, "grad_added_to_main_grad"):
+                param.grad_added_to_main_grad = False
+
+    def norm(self) -> Tensor:
+        """Total 2-norm of all gradients in the buffer, fp32, on the device."""
+        return torch.linalg.vector_norm(self.flat, dtype=torch.float32)
+
+    def clip_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that `norm()` is at most `max_norm`; the norm before, on the device."""
+        norm = self.norm()
+        self.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @contextmanager
+    def as_grad(self) -> Iterator[None]:
+        """Inside, `.grad` of every parameter is its `main_grad` (cast if `.grad` needs another dtype).
+
+        What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
+        `.grad` is None again, so that nothing is counted twice.
+        """
+        with torch.no_grad():
+            for param in self.params:
+                main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+                if param.grad is not None and not _is_dummy(param.grad):
+                    main_grad.add_(param.grad)
+                param.grad = main_grad.to(param.grad_dtype or param.dtype)
+        try:
+            yield
+        finally:
+            for param in self.params:
+                param.grad = None
+
+    def detach(self) -> None:
+        """Take `main_grad` and `grad_added_to_main_grad` off the parameters again; `flat` stays."""
+        for param in self.params:
+            for name in ("main_grad", "grad_added_to_main_grad"):
+                if hasattr(param, name):
+                    delattr(param, name)
+
+
+def _is_dummy(grad: Tensor) -> bool:
+    """An expanded zero, which it would be a waste to add."""
+    return grad.numel() > 1 and not any(grad.stride())

@@ -1,0 +1,212 @@
+"""`nn.Module`s: parameters, their initialisation and their state dicts around the public functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedmlp.activation import Activation
+from fusedmlp.functional import grouped_linear, grouped_mlp
+from fusedmlp.main_grad import Mode
+from fusedmlp.wgrad_queue import WgradQueue
+
+
+class GroupedLinear(nn.Module):
+    """One linear layer per expert: `y[r] = weight[e] @ x[r] + bias[e]`.
+
+    Args:
+        num_experts: `E`.
+        in_features: size of the rows of x.
+        out_features: size of the rows of y.
+        bias: add a bias.
+        packed: one parameter `weight` `[E, out, in]` (and `bias` `[E, out]`); otherwise one per expert, `weight0` ...
+            `weight{E-1}` `[out, in]` (and `bias0` ...). State dicts of both forms load into each other.
+        accumulate_wgrad: see `fusedmlp.grouped_mlp`.
+        delay_wgrad: put weight gradients off until `backward_dw()`.
+        impl: see `fusedmlp.grouped_mlp`.
+        device: of the parameters.
+        dtype: of the parameters: float32, bfloat16 or float16.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        packed: bool = True,
+        accumulate_wgrad: Mode = "auto",
+        delay_wgrad: bool = False,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
+        self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
+        self.wgrad_queue = WgradQueue() if delay_wgrad else None
+        self._groups = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        for group, shape in self._groups.items():
+            for name in self._names(group):
+                full = (num_experts, *shape) if packed else shape
+                self.register_parameter(name, nn.Parameter(torch.empty(full, device=device, dtype=dtype)))
+        self.register_load_state_dict_pre_hook(_convert_state)
+        self.reset_parameters()
+
+    def _names(self, group: str) -> list[str]:
+        return [group] if self.packed else _expert_names(group, self.num_experts)
+
+    def reset_parameters(self) -> None:
+        """Uniform in `+-1 / sqrt(in_features)`, as `nn.Linear`."""
+        bound = 1 / math.sqrt(self.in_features)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def tensors(self, group: str) -> Tensor | Sequence[Tensor] | None:
+        """The `"weight"` or `"bias"` as the public functions take it; None if there is none."""
+        if group not in self._groups:
+            return None
+        if self.packed:
+            return getattr(self, group)  # type: ignore[no-any-return]
+        return [getattr(self, name) for name in self._names(group)]
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens_per_expert: Tensor | Sequence[int],
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """`[R, in_features] -> [R, out_features]`; see `fusedmlp.grouped_linear`."""
+        weight = self.tensors("weight")
+        assert weight is not None
+        return grouped_linear(
+            x,
+            weight,
+            tokens_per_expert,
+            bias=self.tensors("bias"),
+            accumulate_wgrad=self.accumulate_wgrad,
+            wgrad_queue=self.wgrad_queue,
+            is_first_microbatch=is_first_microbatch,
+            impl=self.impl,
+        )
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that `delay_wgrad=True` put off."""
+        if self.wgrad_queue is not None:
+            self.wgrad_queue.run()
+
+    def extra_repr(self) -> str:
+        """Sizes and options, for `print(module)`."""
+        return (
+            f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={'bias' in self._groups}, packed={self.packed}, accumulate_wgrad={self.accumulate_wgrad!r}"
+        )
+
+
+class GroupedMLP(nn.Module):
+    """One MLP per expert: fc1, activation times routing probability, fc2; see `fusedmlp.grouped_mlp`.
+
+    Args:
+        num_experts: `E`.
+        hidden_size: `H`.
+        ffn_hidden_size: `F`; fc1 has `2F` outputs if the activation is gated.
+        activation: a name, or an `Activation` with options.
+        bias: fc1 and fc2 have biases.
+        packed: see `GroupedLinear`.
+        accumulate_wgrad: see `fusedmlp.grouped_mlp`.
+        delay_wgrad: put weight gradients off until `backward_dw()`.
+        impl: see `fusedmlp.grouped_mlp`.
+        device: of the parameters.
+        dtype: of the parameters: float32, bfloat16 or float16.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: str | Activation = "swiglu",
+        bias: bool = False,
+        packed: bool = True,
+        accumulate_wgrad: Mode = "auto",
+        delay_wgrad: bool = False,
+        impl: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.activation = Activation(activation) if isinstance(activation, str) else activation
+        self.accumulate_wgrad, self.impl = accumulate_wgrad, impl
+        self.wgrad_queue = WgradQueue() if delay_wgrad else None
+        fc1_size = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
+        # fmt: off
+        self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, bias=bias, packed=packed,
+                                 accumulate_wgrad=accumulate_wgrad, impl=impl, device=device, dtype=dtype)
+        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias=bias, packed=packed,
+                                 accumulate_wgrad=accumulate_wgrad, impl=impl, device=device, dtype=dtype)
+        # fmt: on
+
+    def forward(
+        self,
+        x: Tensor,
+        tokens_per_expert: Tensor | Sequence[int],
+        probs: Tensor | None = None,
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """`x [R, H]`, `tokens_per_expert [E]`, `probs [R]` `-> [R, H]`; see `fusedmlp.grouped_mlp`."""
+        fc1_weight, fc2_weight = self.fc1.tensors("weight"), self.fc2.tensors("weight")
+        assert fc1_weight is not None
+        assert fc2_weight is not None
+        return grouped_mlp(
+            x,
+            fc1_weight,
+            fc2_weight,
+            tokens_per_expert,
+            probs=probs,
+            fc1_bias=self.fc1.tensors("bias"),
+            fc2_bias=self.fc2.tensors("bias"),
+            activation=self.activation,
+            accumulate_wgrad=self.accumulate_wgrad,
+            wgrad_queue=self.wgrad_queue,
+            is_first_microbatch=is_first_microbatch,
+            impl=self.impl,
+        )
+
+    def backward_dw(self) -> None:
+        """Compute the weight gradients that `delay_wgrad=True` put off: of every backward, fc2 first, then fc1."""
+        if self.wgrad_queue is not None:
+            self.wgrad_queue.run()
+
+    def extra_repr(self) -> str:
+        """Options, for `print(module)`."""
+        return f"activation={self.activation}, delay_wgrad={self.wgrad_queue is not None}"
+
+
+def _expert_names(group: str, num_experts: int) -> list[str]:
+    return [f"{group}{e}" for e in range(num_experts)]
+
+
+def _convert_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Before loading: turn the packed form of a state dict into the module's unpacked form, or the reverse."""
+    assert isinstance(module, GroupedLinear)
+    for group in module._groups:
+        packed = prefix + group
+        split = [prefix + name for name in _expert_names(group, module.num_experts)]
+        if module.packed and packed not in state_dict and all(name in state_dict for name in split):
+            state_dict[packed] = torch.stack([state_dict.pop(name) for name in split])
+        elif not module.packed and packed in state_dict and split[0] not in state_dict:
+            tensor = state_dict.pop(packed)
+            if tensor.shape[0] == module.num_experts:
+                state_dict.update(zip(split, tensor.unbind(0), strict=True))
+            else:
+                state_dict[packed] = tensor  # torch reports it as unexpected

@@ -1,0 +1,178 @@
+"""Checks of the public functions' arguments. Each error names the argument, what was expected, what came."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmlp import environment
+from fusedmlp.main_grad import MODES
+from fusedmlp.wgrad_queue import WgradQueue
+
+WEIGHT_LAYOUTS = ("out_in", "in_out")
+IMPLS = ("auto", "triton", "torch")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Experts(NamedTuple):
+    """A weight as a list of tensors (one packed, or one per expert), and its logical sizes."""
+
+    tensors: list[Tensor]
+    count: int
+    out_features: int
+    in_features: int
+
+
+def options(accumulate_wgrad: str, weight_layout: str, wgrad_queue: object) -> None:
+    """Check the arguments that are not tensors."""
+    _one_of("accumulate_wgrad", accumulate_wgrad, MODES)
+    _one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
+    if wgrad_queue is not None and not isinstance(wgrad_queue, WgradQueue):
+        raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(wgrad_queue)}")
+
+
+def rows(x: object) -> Tensor:
+    """`x` as `[R, in]`, of a supported dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x: expected a tensor; got {_kind(x)}")
+    if x.dim() != 2:
+        raise ValueError(f"x: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
+    if x.dtype not in _DTYPES:
+        raise TypeError(f"x: expected dtype {_names(_DTYPES)}; got {x.dtype}")
+    return x
+
+
+def experts(name: str, weight: object, weight_layout: str, x: Tensor) -> Experts:
+    """A weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
+    tensors, packed = _group(name, weight)
+    _same_kind(name, tensors, x, 3 if packed else 2)
+    count = tensors[0].shape[0] if packed else len(tensors)
+    if count == 0:
+        raise ValueError(f"{name}: expected at least one expert; got shape {tuple(tensors[0].shape)}")
+    out_features, in_features = tensors[0].shape[-2:]
+    if weight_layout == "in_out":
+        out_features, in_features = in_features, out_features
+    return Experts(tensors, count, out_features, in_features)
+
+
+def biases(name: str, bias: object, weight: Experts, x: Tensor) -> list[Tensor]:
+    """A bias: None, `[E, out]` or E times `[out]`."""
+    if bias is None:
+        return []
+    tensors, packed = _group(name, bias)
+    _same_kind(name, tensors, x, 2 if packed else 1)
+    count = tensors[0].shape[0] if packed else len(tensors)
+    if (count, tensors[0].shape[-1]) != (weight.count, weight.out_features):
+        raise ValueError(
+            f"{name}: expected {weight.count} experts of {weight.out_features} features; got {count} of "
+            f"{tensors[0].shape[-1]}"
+        )
+    return tensors
+
+
+def size(name: str, what: str, expected: int, got: int) -> None:
+    """Check one size of an argument against another argument's."""
+    if expected != got:
+        raise ValueError(f"{name}: expected {what} = {expected}; got {got}")
+
+
+def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
+    """`tokens_per_expert` as an integer tensor `[E]`; its values are checked by the operator."""
+    name = "tokens_per_expert"
+    if isinstance(tokens_per_expert, Tensor):
+        if tokens_per_expert.dtype not in _INTEGER_DTYPES:
+            raise TypeError(f"{name}: expected an integer dtype; got {tokens_per_expert.dtype}")
+        tensor = tokens_per_expert
+    elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
+        tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
+    else:
+        raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
+    if tuple(tensor.shape) != (num_experts,):
+        raise ValueError(
+            f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}"
+        )
+    return tensor
+
+
+def probabilities(probs: object, x: Tensor) -> Tensor | None:
+    """`probs` as `[R]`."""
+    if probs is None:
+        return None
+    if not isinstance(probs, Tensor):
+        raise TypeError(f"probs: expected a tensor or None; got {_kind(probs)}")
+    num_rows = x.shape[0]
+    if tuple(probs.shape) not in ((num_rows,), (num_rows, 1)):
+        raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}")
+    if probs.dtype not in _DTYPES:
+        raise TypeError(f"probs: expected dtype {_names(_DTYPES)}; got {probs.dtype}")
+    if probs.device != x.device:
+        raise ValueError(f"probs: expected device {x.device}, that of x; got {probs.device}")
+    return probs.reshape(-1)
+
+
+def implementation(impl: str, device: torch.device) -> str:
+    """Resolve `impl` to "triton" or "torch" for tensors on `device`."""
+    _one_of("impl", impl, IMPLS)
+    if impl == "auto":
+        impl = "torch" if device.type == "cpu" else "triton"
+    if impl == "triton":
+        if not _has_triton():
+            raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
+        if device.type == "cpu" and not environment.triton_interpret():
+            raise RuntimeError(
+                'impl="triton": expected tensors on a GPU, or TRITON_INTERPRET=1 in the environment before fusedmlp '
+                "is imported; got tensors on the CPU without it"
+            )
+    return impl
+
+
+@cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _group(name: str, value: object) -> tuple[list[Tensor], bool]:
+    """The tensors of a packed (True) or per-expert (False) argument."""
+    if isinstance(value, Tensor):
+        return [value], True
+    if isinstance(value, Sequence | torch.nn.ParameterList):
+        tensors = list(value)
+        if tensors and all(isinstance(t, Tensor) for t in tensors):
+            return tensors, False
+    raise TypeError(f"{name}: expected a tensor or a sequence of one tensor per expert; got {_kind(value)}")
+
+
+def _same_kind(name: str, tensors: list[Tensor], x: Tensor, dim: int) -> None:
+    """All of one shape with `dim` dimensions, of the dtype and device of x."""
+    shape = tensors[0].shape
+    for i, tensor in enumerate(tensors):
+        label = name if len(tensors) == 1 else f"{name}[{i}]"
+        if tensor.dim() != dim:
+            raise ValueError(f"{label}: expected {dim} dimensions; got shape {tuple(tensor.shape)}")
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}"
+            )
+        if tensor.dtype != x.dtype:
+            raise TypeError(f"{label}: expected dtype {x.dtype}, that of x; got {tensor.dtype}")
+        if tensor.device != x.device:
+            raise ValueError(f"{label}: expected device {x.device}, that of x; got {tensor.device}")
+
+
+def _kind(value: object) -> str:
+    return f"{type(value).__name__} {value!r}"[:120]
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return " or ".join(str(d) for d in dtypes)

@@ -1,0 +1,99 @@
+"""Weight gradients put off until later, so that their GEMMs can overlap communication."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmlp import ops
+from fusedmlp.main_grad import Route
+
+
+class _Delayed(NamedTuple):
+    route: Route
+    transposed: bool  # the weight is stored [in, out]
+    dy: Tensor
+    x: Tensor
+    offsets: Tensor
+    versions: tuple[int, int]
+    impl: str
+
+
+class WgradQueue:
+    """First in, first out queue of delayed weight gradients.
+
+    A layer called with `wgrad_queue=queue` computes everything but its weight gradients in backward and puts
+    those here; `run()` computes them into `main_grad`, or into `.grad`, which it sets where it is None. The queue
+    keeps the layer's input, pre-activation gradient and output gradient alive until then.
+
+    Args:
+        fuse_microbatches: compute all queued gradients of one weight in one launch, which reads and writes
+            `main_grad` once instead of once per micro-batch. Equal to `False` within fp32 rounding.
+    """
+
+    def __init__(self, *, fuse_microbatches: bool = False) -> None:
+        self.fuse_microbatches = fuse_microbatches
+        self._pending: deque[_Delayed] = deque()
+
+    def __len__(self) -> int:
+        """Number of weight gradients waiting."""
+        return len(self._pending)
+
+    def put(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str) -> None:
+        """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
+        self._pending.append(_Delayed(route, transposed, dy, x, offsets, (dy._version, x._version), impl))
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Compute everything queued; a no-op when empty.
+
+        A gradient leaves the queue once it has been added. If one raises before its GEMM started (a `main_grad`
+        that was swapped for a wrong one, say), it and those behind it are still queued.
+
+        Raises:
+            RuntimeError: a tensor that a queued gradient needs was modified in place after backward.
+        """
+        while self._pending:
+            batch = list(self._next_batch())
+            _run(batch)
+            done = {id(delayed) for delayed in batch}
+            self._pending = deque(d for d in self._pending if id(d) not in done)
+
+    def _next_batch(self) -> Iterator[_Delayed]:
+        """The first gradient and, if fusing, those of the same weight up to one that overwrites."""
+        first = self._pending[0]
+        yield first
+        if not self.fuse_microbatches:
+            return
+        weight = [id(param) for param in first.route.params]
+        for delayed in list(self._pending)[1:]:
+            if [id(param) for param in delayed.route.params] == weight:
+                if any(delayed.route.overwrites):
+                    return
+                yield delayed
+
+
+def _run(batch: list[_Delayed]) -> None:
+    for delayed in batch:
+        if (delayed.dy._version, delayed.x._version) != delayed.versions:
+            raise RuntimeError(
+                f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
+                "backward and the run of the queue"
+            )
+    first = batch[0]
+    first.route.open()
+    outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
+    ops.grouped_wgrad_(
+        outs,
+        [],
+        [d.dy for d in batch],
+        [d.x for d in batch],
+        [d.offsets for d in batch],
+        first.route.accumulate,
+        first.impl,
+    )
+    first.route.finish_delayed()
