@@ -1,15 +1,12 @@
-"""Activations: what they are called, what they compute, and their derivatives in plain torch."""
+"""Activations: what they are called and what their options mean."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import KW_ONLY, asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 _QUICK_ALPHA = 1.702
@@ -112,68 +109,3 @@ class Activation:
             return h[..., 0::2], h[..., 1::2]
         gate, linear = h.chunk(2, dim=-1)
         return gate, linear
-
-
-def forward(activation: Activation, h: Tensor) -> Tensor:
-    """`act(h)`: `[..., F1] -> [..., F]`, differentiable, in the dtype of `h`."""
-    curve, _ = _CURVES[activation.curve]
-    if not activation.gated:
-        return curve(h, activation.sigmoid_alpha)
-    gate, linear = activation.split(h)
-    if activation.limit is not None:
-        gate = gate.clamp(max=activation.limit)
-        linear = linear.clamp(-activation.limit, activation.limit)
-    if activation.linear_offset:
-        linear = linear + activation.linear_offset
-    return curve(gate, activation.sigmoid_alpha) * linear
-
-
-def backward(activation: Activation, h: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """`(act(h), dh)` for the gradient `grad` of `act(h)`, both recomputed from `h`, in its dtype.
-
-    With `a = c(g) * m`, `m = clamp(l) + offset`: `dg = grad * m * c'(g)` and `dl = grad * c(g)`, each zero
-    where its clamp is active (a value equal to the limit still passes, as in `torch.clamp`).
-    """
-    curve, curve_backward = _CURVES[activation.curve]
-    alpha = activation.sigmoid_alpha
-    if not activation.gated:
-        return curve(h, alpha), curve_backward(grad, h, alpha)
-    raw_gate, raw_linear = activation.split(h)
-    gate, linear, limit = raw_gate, raw_linear, activation.limit
-    if limit is not None:
-        gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-    if activation.linear_offset:
-        linear = linear + activation.linear_offset
-    c = curve(gate, alpha)
-    dh = torch.empty_like(h)
-    dgate, dlinear = activation.split(dh)
-    dgate.copy_(curve_backward(grad * linear, gate, alpha))
-    torch.mul(grad, c, out=dlinear)
-    if limit is not None:
-        dgate.masked_fill_(raw_gate > limit, 0)
-        dlinear.masked_fill_(raw_linear.abs() > limit, 0)
-    return c.mul_(linear), dh
-
-
-def _sigmoid(x: Tensor, alpha: float) -> Tensor:
-    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
-
-
-def _sigmoid_backward(grad: Tensor, x: Tensor, alpha: float) -> Tensor:
-    # x * s(alpha x) = silu(alpha x) / alpha, so its derivative is silu'(alpha x).
-    return torch.ops.aten.silu_backward(grad, x if alpha == 1.0 else alpha * x)
-
-
-def _gelu_backward(approximate: str) -> Callable[[Tensor, Tensor, float], Tensor]:
-    return lambda grad, x, alpha: torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
-
-
-_Curve = Callable[[Tensor, float], Tensor]
-_CurveBackward = Callable[[Tensor, Tensor, float], Tensor]
-_CURVES: dict[str, tuple[_Curve, _CurveBackward]] = {
-    "sigmoid": (_sigmoid, _sigmoid_backward),
-    "gelu": (lambda x, alpha: F.gelu(x), _gelu_backward("none")),
-    "gelu_tanh": (lambda x, alpha: F.gelu(x, approximate="tanh"), _gelu_backward("tanh")),
-    "relu": (lambda x, alpha: F.relu(x), lambda grad, x, alpha: grad * (x > 0)),
-    "relu2": (lambda x, alpha: F.relu(x).square(), lambda grad, x, alpha: grad * (2 * F.relu(x))),
-}

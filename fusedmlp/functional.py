@@ -96,9 +96,7 @@ def grouped_mlp(
     )
     # fmt: on
     rest = [x.contiguous(), offsets] + ([] if probs is None else [probs])
-    y: Tensor = autograd.GroupedMLP.apply(
-        call, *fc1.tensors, *fc2.tensors, *biases[0], *biases[1], *rest
-    )  # type: ignore[no-untyped-call]
+    y: Tensor = autograd.GroupedMLP.apply(call, *fc1.tensors, *fc2.tensors, *biases[0], *biases[1], *rest)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -144,9 +142,7 @@ def grouped_linear(
         is_first_microbatch, impl, "",
     )
     # fmt: on
-    y: Tensor = autograd.GroupedLinear.apply(
-        call, *experts.tensors, *biases[0], x.contiguous(), offsets
-    )  # type: ignore[no-untyped-call]
+    y: Tensor = autograd.GroupedLinear.apply(call, *experts.tensors, *biases[0], x.contiguous(), offsets)  # type: ignore[no-untyped-call]
     return y
 
 

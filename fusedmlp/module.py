@@ -194,9 +194,7 @@ def _expert_names(group: str, num_experts: int) -> list[str]:
     return [f"{group}{e}" for e in range(num_experts)]
 
 
-def _convert_state(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
-) -> None:
+def _convert_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
     """Before loading: turn the packed form of a state dict into the module's unpacked form, or the reverse."""
     assert isinstance(module, GroupedLinear)
     for group in module._groups:

@@ -92,7 +92,9 @@ def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
     elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
         tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
     else:
-        raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
+        raise TypeError(
+            f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}"
+        )
     if tuple(tensor.shape) != (num_experts,):
         raise ValueError(
             f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}"

@@ -1,0 +1,97 @@
+"""Activations and their derivatives for the `torch` implementation: into given outputs, without temporaries.
+
+`c` is the scalar curve, `g` the gate, `m = clamp(l) + linear_offset` the linear factor: `act = c(g) * m`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmlp.activation import Activation
+
+_aten = torch.ops.aten
+
+
+def forward(activation: Activation, h: Tensor, out: Tensor) -> Tensor:
+    """`act(h)`: `[R, F1] -> [R, F]`, into `out`."""
+    curve = _CURVES[activation.curve]
+    if not activation.gated:
+        return curve.forward(h, activation.sigmoid_alpha, out)
+    gate, linear = _factors(activation, h)
+    return curve.forward(gate, activation.sigmoid_alpha, out).mul_(linear)
+
+
+def backward(activation: Activation, h: Tensor, grad: Tensor, act: Tensor, dh: Tensor) -> None:
+    """Writes `act(h)` and `dh`, for the gradient `grad` of `act(h)`; nothing else needs to be saved.
+
+    `dg = grad * m * c'(g)` and `dl = grad * c(g)`, each zero where its clamp is active (a value equal to the limit
+    passes, as in `torch.clamp`).
+    """
+    curve, alpha = _CURVES[activation.curve], activation.sigmoid_alpha
+    if not activation.gated:
+        curve.forward(h, alpha, act)
+        curve.backward_(dh.copy_(grad), h, alpha)
+        return
+    gate, linear = _factors(activation, h)
+    dgate, dlinear = activation.split(dh)
+    curve.forward(gate, alpha, act)
+    torch.mul(grad, act, out=dlinear)
+    curve.backward_(torch.mul(grad, linear, out=dgate), gate, alpha)
+    act.mul_(linear)
+    if activation.limit is not None:
+        raw_gate, raw_linear = activation.split(h)
+        dgate.masked_fill_(raw_gate > activation.limit, 0)
+        dlinear.masked_fill_(raw_linear.abs() > activation.limit, 0)
+
+
+def _factors(activation: Activation, h: Tensor) -> tuple[Tensor, Tensor]:
+    gate, linear = activation.split(h)
+    if activation.limit is not None:
+        gate, linear = gate.clamp(max=activation.limit), linear.clamp(-activation.limit, activation.limit)
+    if activation.linear_offset:
+        linear = linear + activation.linear_offset
+    return gate, linear
+
+
+class _Curve(NamedTuple):
+    forward: Callable[[Tensor, float, Tensor], Tensor]  # (x, alpha, out) -> out = c(x)
+    backward_: Callable[[Tensor, Tensor, float], object]  # (grad, x, alpha): grad *= c'(x)
+
+
+def _sigmoid(x: Tensor, alpha: float, out: Tensor) -> Tensor:
+    if alpha == 1.0:
+        return _aten.silu.out(x, out=out)
+    return torch.mul(x, torch.sigmoid(alpha * x), out=out)
+
+
+def _sigmoid_backward_(grad: Tensor, x: Tensor, alpha: float) -> None:
+    # x * sigmoid(alpha * x) = silu(alpha * x) / alpha, so its derivative is silu'(alpha * x).
+    _aten.silu_backward.grad_input(grad, x if alpha == 1.0 else alpha * x, grad_input=grad)
+
+
+def _gelu(approximate: str) -> _Curve:
+    return _Curve(
+        lambda x, alpha, out: _aten.gelu.out(x, approximate=approximate, out=out),
+        lambda grad, x, alpha: _aten.gelu_backward.grad_input(
+            grad, x, approximate=approximate, grad_input=grad
+        ),
+    )
+
+
+_CURVES = {
+    "sigmoid": _Curve(_sigmoid, _sigmoid_backward_),
+    "gelu": _gelu("none"),
+    "gelu_tanh": _gelu("tanh"),
+    "relu": _Curve(
+        lambda x, alpha, out: torch.clamp(x, min=0, out=out),
+        lambda grad, x, alpha: grad.masked_fill_(x <= 0, 0),
+    ),
+    "relu2": _Curve(
+        lambda x, alpha, out: torch.clamp(x, min=0, out=out).square_(),
+        lambda grad, x, alpha: grad.mul_(x.clamp(min=0).mul_(2)),
+    ),
+}
