@@ -133,9 +133,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> di
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=5.0, help="time spent on each row")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     arguments = parser.parse_args()

@@ -143,9 +143,7 @@ class Route:
 
     def finish_delayed(self) -> None:
         """Of a delayed wgrad, after the GEMM: `.grad` is set where there was none to add to."""
-        for param, overwrite, fused, out in zip(
-            self.params, self.overwrites, self._fused, self.outs, strict=True
-        ):
+        for param, overwrite, fused, out in zip(self.params, self.overwrites, self._fused, self.outs, strict=True):
             if overwrite:
                 _pending_overwrites.pop(param, None)
             if not fused:
@@ -303,8 +301,7 @@ def _refuse_pending_overwrite(param: Tensor, label: str) -> None:
     pending = _pending_overwrites.get(param)
     if pending is not None and pending() is not None:
         raise RuntimeError(
-            f"{label}: a queued gradient is going to overwrite main_grad, and would erase this one; run the queue "
-            "first"
+            f"{label}: a queued gradient is going to overwrite main_grad, and would erase this one; run the queue first"
         )
 
 

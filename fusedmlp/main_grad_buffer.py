@@ -66,9 +66,7 @@ class MainGradBuffer:
             raise ValueError("params: expected each parameter once; got one twice")
         for i, param in enumerate(self.params):
             if not param.is_leaf or not param.requires_grad:
-                raise ValueError(
-                    f"params[{i}]: expected a leaf that requires grad; got {param.grad_fn or param}"
-                )
+                raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {param.grad_fn or param}")
             if param.device != self.params[0].device:
                 raise ValueError(f"params[{i}]: expected device {self.params[0].device}; got {param.device}")
             if dtype not in (torch.float32, param.dtype):

@@ -24,9 +24,7 @@ class MLPGrads(NamedTuple):
     act_probs: Tensor  # [R, F]: kept for a delayed gradient of fc2
 
     @staticmethod
-    def empty(
-        x_RH: Tensor, h_RG: Tensor, ffn_size: int, probs_R: Tensor | None, need_dx: bool, keep: bool
-    ) -> MLPGrads:
+    def empty(x_RH: Tensor, h_RG: Tensor, ffn_size: int, probs_R: Tensor | None, need_dx: bool, keep: bool) -> MLPGrads:
         """Uninitialised results of the right shapes."""
         num_rows = x_RH.shape[0]
         return MLPGrads(

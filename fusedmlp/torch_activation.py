@@ -76,9 +76,7 @@ def _sigmoid_backward_(grad: Tensor, x: Tensor, alpha: float) -> None:
 def _gelu(approximate: str) -> _Curve:
     return _Curve(
         lambda x, alpha, out: _aten.gelu.out(x, approximate=approximate, out=out),
-        lambda grad, x, alpha: _aten.gelu_backward.grad_input(
-            grad, x, approximate=approximate, grad_input=grad
-        ),
+        lambda grad, x, alpha: _aten.gelu_backward.grad_input(grad, x, approximate=approximate, grad_input=grad),
     )
 
 

@@ -25,9 +25,7 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
     if any(n < 0 for n in sizes):
         raise ValueError(f"tokens_per_expert: expected no negative count; got {sizes}")
     if sum(sizes) > num_rows:
-        raise ValueError(
-            f"tokens_per_expert: expected a sum of at most {num_rows} (rows of x); got {sum(sizes)}"
-        )
+        raise ValueError(f"tokens_per_expert: expected a sum of at most {num_rows} (rows of x); got {sum(sizes)}")
     return torch.tensor([0, *running_sum(sizes)], dtype=torch.int32, device=counts.device)
 
 

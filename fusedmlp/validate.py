@@ -92,13 +92,9 @@ def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
     elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
         tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
     else:
-        raise TypeError(
-            f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}"
-        )
+        raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
     if tuple(tensor.shape) != (num_experts,):
-        raise ValueError(
-            f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
     return tensor
 
 
@@ -163,9 +159,7 @@ def _same_kind(name: str, tensors: list[Tensor], x: Tensor, dim: int) -> None:
         if tensor.dim() != dim:
             raise ValueError(f"{label}: expected {dim} dimensions; got shape {tuple(tensor.shape)}")
         if tensor.shape != shape:
-            raise ValueError(
-                f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}")
         if tensor.dtype != x.dtype:
             raise TypeError(f"{label}: expected dtype {x.dtype}, that of x; got {tensor.dtype}")
         if tensor.device != x.device:

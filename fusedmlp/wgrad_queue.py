@@ -43,9 +43,7 @@ class WgradQueue:
         """Number of weight gradients waiting."""
         return len(self._pending)
 
-    def put(
-        self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str
-    ) -> None:
+    def put(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str) -> None:
         """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
         self._pending.append(_Delayed(route, transposed, dy, x, offsets, (dy._version, x._version), impl))
 
