@@ -1,0 +1,167 @@
+"""The `triton` implementation: launches the kernels pass by pass, allocates their outputs, and never waits.
+
+Letters as in `functional.py`. What the operators mean is written in `ops.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmlp.activation import Activation
+from fusedmlp.kernels import schedule
+from fusedmlp.kernels.activation import Options
+from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
+from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.kernels.grouped_gemm import grouped_gemm_
+from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
+from fusedmlp.mlp_types import MLPGrads, MLPOutput
+
+
+def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Launch on the device of the tensors; Triton launches on the current one."""
+
+    @wraps(function)
+    def run(*args: Any) -> Any:
+        flat = (t for arg in args for t in (arg if isinstance(arg, list) else [arg]))
+        device = next(t.device for t in flat if isinstance(t, Tensor))
+        if device.type == "cpu" or device.index == torch.get_device_module(device).current_device():
+            return function(*args)
+        with torch.get_device_module(device).device(device):
+            return function(*args)
+
+    return run
+
+
+@_on_own_device
+def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
+    """`[E]` rows per expert to `[E + 1]` int32 first rows; wrong counts fail an assertion on the device."""
+    offsets, valid = schedule.expert_offsets(counts, num_rows)
+    torch._assert_async(
+        valid, f"tokens_per_expert: expected no negative count and a sum of at most {num_rows} (rows of x)"
+    )
+    return offsets
+
+
+@_on_own_device
+def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
+    y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
+    grouped_gemm_(y_RN, x_RK, ExpertTensors.of(w, 2), offsets, bias_EN=_optional(bias, 1))
+    return y_RN
+
+
+@_on_own_device
+def grouped_mlp(
+    x_RH: Tensor,
+    fc1: Sequence[Tensor],
+    fc2: Sequence[Tensor],
+    bias1: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    offsets: Tensor,
+    probs_R: Tensor | None,
+    activation: str,
+) -> MLPOutput:
+    """Passes (1) and (2): `(y, h)`."""
+    num_rows = x_RH.shape[0]
+    h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), torch.empty_like(x_RH)
+    a_RF = x_RH.new_empty(num_rows, fc2[0].shape[-1])
+    grouped_fc1_act_(
+        h_RG,
+        a_RF,
+        x_RH,
+        ExpertTensors.of(fc1, 2),
+        offsets,
+        _options(activation),
+        bias_EG=_optional(bias1, 1),
+        probs_R=probs_R,
+    )
+    scale_R = probs_R if bias2 else None
+    grouped_gemm_(y_RH, a_RF, ExpertTensors.of(fc2, 2), offsets, bias_EN=_optional(bias2, 1), scale_R=scale_R)
+    return MLPOutput(y_RH, h_RG)
+
+
+@_on_own_device
+def grouped_mlp_backward_(
+    dw1: Sequence[Tensor],
+    dw2: Sequence[Tensor],
+    db1: Sequence[Tensor],
+    db2: Sequence[Tensor],
+    dy_RH: Tensor,
+    x_RH: Tensor,
+    h_RG: Tensor,
+    fc1: Sequence[Tensor],
+    fc2: Sequence[Tensor],
+    bias2: Sequence[Tensor],
+    offsets: Tensor,
+    probs_R: Tensor | None,
+    activation: str,
+    accumulate1: bool,
+    accumulate2: bool,
+    need_dx: bool,
+    keep: bool,
+) -> MLPGrads:
+    """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
+    F = fc2[0].shape[-1]
+    grads = MLPGrads.empty(x_RH, h_RG, F, probs_R, need_dx, keep)
+    dh_RG = grads.dh if keep else torch.empty_like(h_RG)
+    a_RF = grads.act_probs if keep else h_RG.new_empty(h_RG.shape[0], F)
+    dprobs_R = grouped_dgrad_act_(
+        dh_RG,
+        a_RF,
+        dy_RH,
+        h_RG,
+        ExpertTensors.of(fc2, 2),
+        offsets,
+        _options(activation),
+        bias_EH=_optional(bias2, 1) if probs_R is not None else None,
+        probs_R=probs_R,
+    )
+    if need_dx:
+        fc1_T = ExpertTensors.of([w.transpose(-1, -2) for w in fc1], 2)
+        grouped_gemm_(grads.dx, dh_RG, fc1_T, offsets)
+    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], accumulate2, probs_R)
+    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], accumulate1, None)
+    return grads if dprobs_R is None else grads._replace(dprobs=dprobs_R)
+
+
+@_on_own_device
+def grouped_wgrad_(
+    dw: Sequence[Tensor],
+    db: Sequence[Tensor],
+    dy: Sequence[Tensor],
+    x: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    accumulate: bool,
+) -> None:
+    """Passes (5) and (6) alone, over one or several segments."""
+    _wgrad_(dw, db, dy, x, offsets, accumulate, None)
+
+
+def _wgrad_(
+    dw: Sequence[Tensor],
+    db: Sequence[Tensor],
+    dy: Sequence[Tensor],
+    x: Sequence[Tensor],
+    offsets: Sequence[Tensor],
+    accumulate: bool,
+    scale_R: Tensor | None,
+) -> None:
+    if dw or db:
+        outputs = (ExpertTensors.of(dw, 2) if dw else None, _optional(db, 1))
+        launch_grouped_wgrad_(*outputs, dy, x, offsets, accumulate=accumulate, scale_R=scale_R)
+
+
+def _optional(group: Sequence[Tensor], dim: int) -> ExpertTensors | None:
+    return ExpertTensors.of(group, dim) if group else None
+
+
+def _options(encoded: str) -> Options:
+    act = Activation.decode(encoded)
+    step = 2 if act.interleaved else 1
+    return Options(act.gated, step, act.curve, act.sigmoid_alpha, act.limit, act.linear_offset)

@@ -1,0 +1,73 @@
+"""Activations as device functions. `c` is the scalar curve, `g` the gate, `l` the linear part:
+`act = c(min(g, LIMIT)) * (clamp(l, -LIMIT, LIMIT) + OFFSET)`, or `c(g)` where there is no linear part.
+
+CURVE is "sigmoid" (`x * sigmoid(ALPHA * x)`), "gelu", "gelu_tanh", "relu" or "relu2"; LIMIT is None for no clamp.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+_INV_SQRT_2 = tl.constexpr(0.7071067811865476)
+_INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+_GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
+    """`(c(x), c'(x))`, fp32."""
+    if CURVE == "sigmoid":
+        s = tl.sigmoid(x * ALPHA)
+        c = x * s
+        slope = s + c * (1 - s) * ALPHA  # (x s(ax))' = s + x a s (1 - s)
+    elif CURVE == "gelu":
+        cdf = 0.5 * (1 + tl.erf(x * _INV_SQRT_2))
+        c = x * cdf
+        slope = cdf + x * tl.exp(-0.5 * x * x) * _INV_SQRT_2PI
+    elif CURVE == "gelu_tanh":
+        # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+        cubic = x * x * _GELU_CUBIC
+        s = tl.sigmoid((x + x * cubic) * _SQRT_8_OVER_PI)
+        c = x * s
+        slope = s + c * (1 - s) * (1 + 3 * cubic) * _SQRT_8_OVER_PI
+    elif CURVE == "relu":
+        c = tl.maximum(x, 0)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    else:
+        tl.static_assert(CURVE == "relu2")
+        c = tl.maximum(x, 0)
+        slope = 2 * c
+        c = c * c
+    return c, slope
+
+
+@triton.jit
+def gated(g, l, CURVE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
+    """`(act, d act / dg, d act / dl)`. A value equal to its limit still passes a gradient, as in torch.clamp."""
+    g_slope = 1.0
+    l_slope = 1.0
+    if LIMIT is not None:
+        g_slope = tl.where(g <= LIMIT, 1.0, 0.0)
+        l_slope = tl.where((l >= -LIMIT) & (l <= LIMIT), 1.0, 0.0)
+        g = tl.minimum(g, LIMIT)
+        l = tl.minimum(tl.maximum(l, -LIMIT), LIMIT)
+    c, slope = curve(g, CURVE, ALPHA)
+    m = l + OFFSET
+    return c * m, slope * m * g_slope, c * l_slope
+
+
+class Options(NamedTuple):
+    """The constexprs that kernels take, in their order."""
+
+    GATED: bool
+    CHANNEL_STEP: int  # 2 where gate and linear channels alternate
+    CURVE: str
+    ALPHA: float
+    LIMIT: float | None
+    OFFSET: float
+
+    def linear_start(self, ffn_size: int) -> int:
+        """Column of the first linear channel."""
+        return 1 if self.CHANNEL_STEP == 2 else ffn_size
