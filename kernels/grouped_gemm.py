@@ -66,7 +66,7 @@ def _grouped_gemm_kernel(
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
         bias_1N = tl.load(bias + n, mask=n_mask & owned, other=0.0).to(tl.float32)[None, :]
         if scale_ptr is not None:
-            bias_1N = bias_1N * tl.load(scale_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+            bias_1N = bias_1N * tl.load(scale_ptr + rows, mask=row_mask & owned, other=0.0).to(tl.float32)[:, None]
         acc += bias_1N
     y = y_ptr + rows[:, None] * stride_y_r + n[None, :]
     tl.store(y, round_to(acc, y_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])

@@ -1,0 +1,70 @@
+"""The oracle: a grouped MLP in plain autograd, one expert at a time, in any dtype; shares no code with the library."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+
+def activate(name, h, *, interleaved=False, limit=None, alpha=None, linear_offset=0.0):
+    def sigmoid_curve(default):
+        scale = default if alpha is None else alpha
+        return lambda t: t * torch.sigmoid(scale * t)
+
+    curves = {
+        "swiglu": sigmoid_curve(1.0),
+        "silu": sigmoid_curve(1.0),
+        "quick_geglu": sigmoid_curve(1.702),
+        "quick_gelu": sigmoid_curve(1.702),
+        "geglu": lambda t: 0.5 * t * (1 + torch.erf(t / math.sqrt(2))),
+        "gelu": lambda t: 0.5 * t * (1 + torch.erf(t / math.sqrt(2))),
+        "geglu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "reglu": F.relu,
+        "relu": F.relu,
+        "relu2": lambda t: F.relu(t) ** 2,
+    }
+    if name not in ("swiglu", "quick_geglu", "geglu", "geglu_tanh", "reglu"):
+        return curves[name](h)
+    if interleaved:
+        gate, linear = h[:, 0::2], h[:, 1::2]
+    else:
+        half = h.shape[1] // 2
+        gate, linear = h[:, :half], h[:, half:]
+    if limit is not None:
+        gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
+    return curves[name](gate) * (linear + linear_offset)
+
+
+def grouped_mlp(inputs, dtype):
+    """Results of the case's forward and backward, computed in `dtype`; keys as `factory.run` returns them."""
+    case = inputs.case
+    leaf = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in inputs.tensors().items()}
+    ys, row = [], 0
+    for e, n in enumerate(case.counts):
+        x = leaf["x"][row : row + n]
+        fc1, fc2 = leaf["fc1"][e], leaf["fc2"][e]
+        if case.layout == "in_out":
+            fc1, fc2 = fc1.T, fc2.T
+        h = x @ fc1.T
+        if case.bias:
+            h = h + leaf["bias1"][e]
+        a = activate(case.activation, h, **case.options)
+        y = a @ fc2.T
+        if case.bias:
+            y = y + leaf["bias2"][e]
+        if case.probs:
+            y = (y * leaf["probs"][row : row + n, None]).to(dtype)
+        ys.append(y)
+        row += n
+    ys.append(torch.zeros(inputs.x.shape[0] - row, inputs.x.shape[1], dtype=dtype))
+    y = torch.cat(ys)
+    y[:row].backward(inputs.dy[:row].to(dtype))
+    results = {"y": y.detach()}
+    names = {"x": "dx", "probs": "dprobs", "fc1": "fc1", "fc2": "fc2", "bias1": "dbias1", "bias2": "dbias2"}
+    for name, tensor in leaf.items():
+        grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        if name in ("fc1", "fc2"):
+            grad = grad.double() + inputs.initial_main_grad
+        results[names[name]] = grad
+    return {name: t.double() for name, t in results.items()}

@@ -1,0 +1,177 @@
+"""Both implementations against a float64 reference: every option, ragged, single-row, empty and padded loads."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import factory, reference
+from support.factory import Case, Inputs
+from support.tolerance import assert_close
+
+import fusedmlp
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ("torch", "triton")
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def check(case, impls=IMPLS):
+    inputs = Inputs(case)
+    expected = reference.grouped_mlp(inputs, torch.float64)
+    low_precision = reference.grouped_mlp(inputs, case.dtype)
+    dtypes = {case.dtype, case.main_grad_dtype}
+    for impl in impls:
+        widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, widest)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_case(seed):
+    check(factory.random_case(seed))
+
+
+@pytest.mark.parametrize("activation", factory.GATED + factory.UNGATED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_activation(activation, dtype):
+    check(Case(counts=(4, 0, 9), activation=activation, dtype=dtype, bias=True))
+
+
+def test_gpt_oss_activation():
+    options = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "linear_offset": 1.0}
+    check(Case(counts=(19, 3), H=24, F=20, activation="swiglu", options=options, bias=True))
+
+
+loads = st.lists(st.integers(0, 40), min_size=1, max_size=7)
+sizes = st.integers(1, 40)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(counts=loads, padding=st.integers(0, 20), H=sizes, F=sizes, packed=st.booleans())
+def test_any_shape_and_load_torch(counts, padding, H, F, packed):
+    check(Case(counts=tuple(counts), padding=padding, H=H, F=F, packed=packed, bias=True), ["torch"])
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(counts=loads, padding=st.integers(0, 20), H=sizes, F=sizes, packed=st.booleans())
+def test_any_shape_and_load_triton(counts, padding, H, F, packed):
+    check(Case(counts=tuple(counts), padding=padding, H=H, F=F, packed=packed, bias=True), ["triton"])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_non_finite_values_of_one_expert_stay_there(impl):
+    # 0 * Inf = NaN: a mask on one operand only would let a neighbour's row through.
+    inputs = Inputs(Case(counts=(5, 3, 7), padding=0, bias=True))
+    inputs.x[5:8], inputs.dy[5:8], inputs.probs[5:8] = float("inf"), float("nan"), float("inf")
+    got = factory.run(inputs, impl, DEVICE)
+    for name, tensor in got.items():
+        mine = tensor[[0, 2]] if name[:2] in ("fc", "db") else torch.cat([tensor[:5], tensor[8:]])
+        assert torch.isfinite(mine).all(), name
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
+def test_incoming_gradient_of_any_strides(impl, kind):
+    inputs = Inputs(Case(counts=(5, 3), padding=0, H=8))
+    dy = {
+        "expanded": torch.tensor(0.7).expand(8, 8),
+        "transposed": torch.randn(8, 8).t(),
+        "sliced": torch.randn(8, 20)[:, 3:11],
+    }[kind]
+    inputs.dy = dy.contiguous()
+    expected = reference.grouped_mlp(inputs, torch.float64)
+    low_precision = reference.grouped_mlp(inputs, torch.float32)
+    inputs.dy = dy
+    assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, torch.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("counts_as", ["list", torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_counts_of_any_kind(impl, counts_as):
+    x, weight = torch.randn(9, 4, device=DEVICE), torch.randn(3, 5, 4, device=DEVICE)
+    counts = [2, 0, 6] if counts_as == "list" else torch.tensor([2, 0, 6], dtype=counts_as)
+    y = fusedmlp.grouped_linear(x, weight, counts, impl=impl)
+    expected = torch.cat([x[:2] @ weight[0].T, x[2:8] @ weight[2].T, torch.zeros(1, 5, device=DEVICE)])
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("probs_shape", [(9,), (9, 1)])
+def test_probs_gradient_has_the_shape_and_dtype_of_probs(impl, probs_shape):
+    x = torch.randn(9, 4, device=DEVICE)
+    fc1, fc2 = torch.randn(2, 6, 4, device=DEVICE), torch.randn(2, 4, 3, device=DEVICE)
+    probs = torch.rand(probs_shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    y = fusedmlp.grouped_mlp(x, fc1, fc2, [4, 5], probs=probs, impl=impl)
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    with torch.no_grad():
+        unscaled = fusedmlp.grouped_mlp(x, fc1, fc2, [4, 5], impl=impl)
+    expected = (dy * unscaled).sum(1).reshape(probs_shape)
+    assert probs.grad.shape == probs_shape
+    torch.testing.assert_close(probs.grad, expected.to(torch.bfloat16), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("delayed", [True, False])
+def test_grouped_linear(impl, packed, layout, delayed):
+    torch.manual_seed(0)
+    counts, N, K = (5, 0, 17, 1), 20, 35
+    x, dy = torch.randn(25, K, dtype=torch.float64), torch.randn(25, N, dtype=torch.float64)
+    weight, bias = torch.randn(4, N, K, dtype=torch.float64), torch.randn(4, N, dtype=torch.float64)
+    expected = {"y": torch.zeros(25, N), "dx": torch.zeros(25, K), "w": torch.full((4, N, K), 0.5)}
+    expected = {name: t.double() for name, t in expected.items()} | {"db": torch.zeros(4, N, dtype=torch.float64)}
+    row = 0
+    for e, n in enumerate(counts):
+        rows = slice(row, row + n)
+        expected["y"][rows] = x[rows] @ weight[e].T + bias[e]
+        expected["dx"][rows] = dy[rows] @ weight[e]
+        expected["w"][e] += dy[rows].T @ x[rows]
+        expected["db"][e] = dy[rows].sum(0)
+        row += n
+    stored = weight.float() if layout == "out_in" else weight.float().transpose(1, 2)
+    stored = [stored.contiguous()] if packed else list(stored.contiguous())
+    params = [torch.nn.Parameter(t.clone().to(DEVICE)) for t in stored]
+    biases = [torch.nn.Parameter(t.clone().to(DEVICE)) for t in ([bias.float()] if packed else bias.float())]
+    buffer = fusedmlp.MainGradBuffer(params)
+    buffer.flat.fill_(0.5)
+    leaf = x.float().to(DEVICE).requires_grad_()
+    queue = fusedmlp.WgradQueue() if delayed else None
+    y = fusedmlp.grouped_linear(
+        leaf,
+        params[0] if packed else params,
+        counts,
+        bias=biases[0] if packed else biases,
+        weight_layout=layout,
+        wgrad_queue=queue,
+        impl=impl,
+    )
+    y.backward(dy.float().to(DEVICE))
+    if queue is not None:
+        queue.run()
+    main_grad = params[0].main_grad if packed else torch.stack([p.main_grad for p in params])
+    db = biases[0].grad if packed else torch.stack([b.grad for b in biases])
+    got = {
+        "y": y.detach(),
+        "dx": leaf.grad,
+        "w": main_grad if layout == "out_in" else main_grad.transpose(1, 2),
+        "db": db,
+    }
+    low_precision = {name: t.float().double() for name, t in expected.items()}
+    for name in expected:  # rounding alone: sums of up to 35 products of unit normals
+        error = (got[name].cpu().double() - expected[name]).abs().max()
+        assert error <= 2 * (35 * torch.finfo(torch.float32).eps * expected[name].abs().max()), (name, error)
+    assert low_precision.keys() == got.keys()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_no_rows_at_all(impl):
+    fc1 = torch.nn.Parameter(torch.randn(2, 6, 4, device=DEVICE))
+    fc2 = torch.nn.Parameter(torch.randn(2, 4, 3, device=DEVICE))
+    x = torch.empty(0, 4, device=DEVICE, requires_grad=True)
+    y = fusedmlp.grouped_mlp(x, fc1, fc2, [0, 0], impl=impl)
+    assert y.shape == (0, 4)
+    y.sum().backward()
+    assert fc1.grad.count_nonzero() == 0
+    assert fc2.grad.count_nonzero() == 0
+    assert x.grad.shape == (0, 4)
