@@ -20,7 +20,7 @@ def round_to(value, DTYPE: tl.constexpr):
     """fp32 to the nearest DTYPE. The interpreter truncates to bfloat16, so there it is rounded first."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = value.to(tl.int32, bitcast=True)
-        value = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return value.to(DTYPE)
 
 

@@ -1,5 +1,6 @@
 """Both implementations against a float64 reference: every option, ragged, single-row, empty and padded loads."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,7 +63,8 @@ def test_non_finite_values_of_one_expert_stay_there(impl):
     # 0 * Inf = NaN: a mask on one operand only would let a neighbour's row through.
     inputs = Inputs(Case(counts=(5, 3, 7), padding=0, bias=True))
     inputs.x[5:8], inputs.dy[5:8], inputs.probs[5:8] = float("inf"), float("nan"), float("inf")
-    got = factory.run(inputs, impl, DEVICE)
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy
+        got = factory.run(inputs, impl, DEVICE)
     for name, tensor in got.items():
         mine = tensor[[0, 2]] if name[:2] in ("fc", "db") else torch.cat([tensor[:5], tensor[8:]])
         assert torch.isfinite(mine).all(), name
@@ -157,11 +159,9 @@ def test_grouped_linear(impl, packed, layout, delayed):
         "w": main_grad if layout == "out_in" else main_grad.transpose(1, 2),
         "db": db,
     }
-    low_precision = {name: t.float().double() for name, t in expected.items()}
-    for name in expected:  # rounding alone: sums of up to 35 products of unit normals
-        error = (got[name].cpu().double() - expected[name]).abs().max()
-        assert error <= 2 * (35 * torch.finfo(torch.float32).eps * expected[name].abs().max()), (name, error)
-    assert low_precision.keys() == got.keys()
+    for name, reference_value in expected.items():  # rounding alone: sums of at most 35 products of unit normals
+        bound = 2 * 35 * torch.finfo(torch.float32).eps * reference_value.abs().max()
+        assert (got[name].cpu().double() - reference_value).abs().max() <= bound, name
 
 
 @pytest.mark.parametrize("impl", IMPLS)
