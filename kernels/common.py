@@ -28,8 +28,10 @@ def round_to(value, DTYPE: tl.constexpr):
 def expert_base(ptr, table_ptr, stride_e, expert):
     """Where one expert's tensor starts: at a uniform stride, or at an address in a table of int64."""
     if table_ptr is None:
-        return ptr + expert.to(tl.int64) * stride_e
-    return tl.load(table_ptr + expert).to(tl.pointer_type(ptr.dtype.element_ty))
+        base = ptr + expert.to(tl.int64) * stride_e
+    else:
+        base = tl.load(table_ptr + expert).to(tl.pointer_type(ptr.dtype.element_ty))
+    return base
 
 
 @triton.jit

@@ -24,10 +24,10 @@ _INTERPRETER = {name: Tile(16, 32, 32, 1, 1) for name in ("fc1_act", "gemm", "dg
 
 # Not tuned yet: sizes that compile everywhere without spilling (pointer loads, no bulk copies).
 _PORTABLE = {
-    "fc1_act": Tile(64, 64, 32, 4, 3),
-    "gemm": Tile(64, 128, 32, 4, 3),
-    "dgrad_act": Tile(64, 64, 32, 4, 3),
-    "wgrad": Tile(32, 128, 64, 4, 3),
+    "fc1_act": Tile(64, 64, 32, 8, 3),
+    "gemm": Tile(64, 128, 32, 8, 3),
+    "dgrad_act": Tile(64, 64, 32, 8, 3),
+    "wgrad": Tile(32, 64, 64, 4, 3),
 }
 
 
@@ -39,7 +39,7 @@ def select(kernel: str, device: torch.device) -> Tile:
 
 
 def dot_precision(dtype: torch.dtype) -> str:
-    """How fp32 products are computed: exactly, unless torch's global setting allows TF32."""
-    if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+    """How fp32 products are computed: exactly, unless torch's global setting allows TF32 and the GPU is NVIDIA's."""
+    if dtype == torch.float32 and torch.version.hip is None and torch.get_float32_matmul_precision() != "highest":
         return "tf32"
     return "ieee"

@@ -1,0 +1,58 @@
+"""The device-built schedule against a plain Python one."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusedmlp.kernels import schedule
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def expected_tiles(offsets, num_rows, block):
+    tiles = []
+    groups = [*zip(offsets, offsets[1:], strict=False), (offsets[-1], num_rows)]
+    for group, (first, end) in enumerate(groups):
+        tiles += [(group, row, end) for row in range(first, end, block)]
+    return tiles
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.integers(0, 70), min_size=1, max_size=40), st.integers(0, 50), st.sampled_from([16, 64]))
+def test_every_row_is_in_exactly_one_tile(counts, padding, block):
+    num_rows = sum(counts) + padding
+    if num_rows == 0:
+        return
+    offsets, valid = schedule.expert_offsets(torch.tensor(counts, device=DEVICE), num_rows)
+    assert valid.item()
+    assert offsets.tolist() == [sum(counts[:e]) for e in range(len(counts) + 1)]
+    tiles = schedule.tile_schedule(offsets, num_rows, block).T.tolist()
+    used = [tuple(tile) for tile in tiles if tile[0] >= 0]
+    assert used == expected_tiles(offsets.tolist(), num_rows, block)
+    assert all(tile[0] == -1 for tile in tiles[len(used) :])
+
+
+def test_the_worst_load_needs_exactly_the_bound():
+    counts, block = [1, 1, 1, 33], 16  # three short tiles, then three for 33 rows
+    offsets, _ = schedule.expert_offsets(torch.tensor(counts, device=DEVICE), sum(counts))
+    tiles = schedule.tile_schedule(offsets, sum(counts), block)
+    assert tiles.shape[1] >= 6
+    assert (tiles[0] >= 0).sum() == 6
+    assert schedule.max_tiles(36, 3, 16) == 6  # four groups with the padding: 3 + ceil(33 / 16)
+
+
+@pytest.mark.parametrize(
+    ("counts", "num_rows", "offsets"),
+    [([3, 9], 10, [0, 3, 10]), ([-2, 4], 10, [0, 0, 4]), ([20, 1, 1], 5, [0, 5, 5, 5])],
+)
+def test_wrong_counts_are_reported_and_stay_in_bounds(counts, num_rows, offsets):
+    got, valid = schedule.expert_offsets(torch.tensor(counts, device=DEVICE), num_rows)
+    assert not valid.item()
+    assert got.tolist() == offsets
+
+
+def test_counts_larger_than_int32_do_not_wrap():
+    got, valid = schedule.expert_offsets(torch.tensor([2**31, 2**31, 2**33], device=DEVICE), 7)
+    assert not valid.item()
+    assert got.tolist() == [0, 7, 7, 7]
