@@ -78,7 +78,7 @@ class GroupedLinear(torch.autograd.Function):
         return ops.grouped_gemm(x, call.logical(weight), bias, offsets, call.impl)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
@@ -123,7 +123,7 @@ class GroupedMLP(torch.autograd.Function):
         return out.y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call

@@ -74,7 +74,7 @@ def grouped_mlp(
     fc1 = validate.experts("fc1_weight", fc1_weight, weight_layout, x)
     fc2 = validate.experts("fc2_weight", fc2_weight, weight_layout, x)
     validate.size("fc1_weight", "in_features (H, the width of x)", x.shape[1], fc1.in_features)
-    validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.count, fc2.count)
+    validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.num_experts, fc2.num_experts)
     validate.size("fc2_weight", "out_features (H, the width of x)", x.shape[1], fc2.out_features)
     factor = 2 if activation.gated else 1
     validate.size(
@@ -160,7 +160,7 @@ def _prepare(
 ) -> tuple[Call, Tensor]:
     """The call's constants and its row offsets `[E + 1]`; checks what is common to both functions."""
     impl = validate.implementation(impl, x.device)
-    num_experts = next(iter(weights.values())).count
+    num_experts = next(iter(weights.values())).num_experts
     counts = validate.counts(tokens_per_expert, num_experts)
     for name, experts in weights.items():
         main_grad.check_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)

@@ -38,6 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fusedmlp import environment
 
 Mode = Literal["auto", "main_grad", "grad", "off"]
+_AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 MODES = ("auto", "main_grad", "grad", "off")
 
 
@@ -62,7 +63,7 @@ def engine_use(node: Any) -> EngineUse:
             return EngineUse.DROP
     except RuntimeError:
         return EngineUse.CAPTURE
-    return EngineUse.ACCUMULATE if isinstance(node, torch._C._functions.AccumulateGrad) else EngineUse.CAPTURE
+    return EngineUse.ACCUMULATE if isinstance(node, _AccumulateGrad) else EngineUse.CAPTURE
 
 
 @dataclass(eq=False)

@@ -84,7 +84,8 @@ class MainGradBuffer:
 
     def norm(self) -> Tensor:
         """Total 2-norm of all gradients in the buffer, fp32, on the device."""
-        return torch.linalg.vector_norm(self.flat, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(self.flat, dtype=torch.float32)
+        return norm
 
     def clip_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that `norm()` is at most `max_norm`; the norm before, on the device."""

@@ -55,7 +55,7 @@ class GroupedLinear(nn.Module):
             for name in self._names(group):
                 full = (num_experts, *shape) if packed else shape
                 self.register_parameter(name, nn.Parameter(torch.empty(full, device=device, dtype=dtype)))
-        self.register_load_state_dict_pre_hook(_convert_state)
+        self.register_load_state_dict_pre_hook(_convert_state)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def _names(self, group: str) -> list[str]:

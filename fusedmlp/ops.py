@@ -9,7 +9,7 @@ for "none". Nothing is validated here (see `validate.py`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,12 +21,10 @@ from fusedmlp.mlp_types import MLPGrads, MLPOutput
 _library = torch.library.Library("fusedmlp", "DEF")
 
 
-def _implementation(impl: str) -> ModuleType:
+def _implementation(impl: str) -> Any:
     if impl == "torch":
         return torch_impl
-    from fusedmlp import triton_impl  # imports triton, which the torch implementation does without
-
-    return triton_impl
+    return import_module("fusedmlp.triton_impl")  # imports triton, which the torch implementation does without
 
 
 def _register(schema: str, fake: Callable[..., Any]) -> Any:

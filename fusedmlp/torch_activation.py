@@ -64,7 +64,8 @@ class _Curve(NamedTuple):
 
 def _sigmoid(x: Tensor, alpha: float, out: Tensor) -> Tensor:
     if alpha == 1.0:
-        return _aten.silu.out(x, out=out)
+        _aten.silu.out(x, out=out)
+        return out
     return torch.mul(x, torch.sigmoid(alpha * x), out=out)
 
 

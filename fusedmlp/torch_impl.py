@@ -74,7 +74,8 @@ def grouped_mlp(
             bias_e1H = chunk.of(bias2, 1).unsqueeze(1)
             y_eCH.add_(bias_e1H if probs_eC1 is None else probs_eC1 * bias_e1H)
         chunk.store(y_eCH, y_RH)
-    y_RH[chunks.total :].zero_()
+    for padded in (h_RG, y_RH):
+        padded[chunks.total :].zero_()
     return MLPOutput(y_RH, h_RG)
 
 
@@ -105,9 +106,8 @@ def grouped_mlp_backward_(
     kind, dtype = Activation.decode(activation), x_RH.dtype
     ffn_size = fc2[0].shape[-1]
     grads = MLPGrads.empty(x_RH, h_RG, ffn_size, probs_R, need_dx, keep)
-    # fmt: off
-    chunks = Chunks(offsets, x_RH.device, h_RG.shape[1], (fc1, 2), (fc2, 2), (bias2, 1), (dw1, 2), (dw2, 2), (db1, 1), (db2, 1))
-    # fmt: on
+    matrices, vectors = (fc1, fc2, dw1, dw2), (bias2, db1, db2)
+    chunks = Chunks(offsets, x_RH.device, h_RG.shape[1], *[(t, 2) for t in matrices], *[(t, 1) for t in vectors])
     for chunk in chunks:
         dy_eCH = chunk.pad("dy", dy_RH)
         da_eCF = chunk.buffer("da low", ffn_size, dtype)
@@ -144,7 +144,7 @@ def grouped_mlp_backward_(
             chunk.store(dh_eCG, grads.dh, always=True)
             chunk.store(a_eCF, grads.act_probs, always=True)
     chunks.clear_empty_experts_(dw1 if not accumulate1 else [], dw2 if not accumulate2 else [], db1, db2)
-    for padded in (grads.dx, grads.dprobs):
+    for padded in grads:
         padded[chunks.total :].zero_()
     return grads
 

@@ -24,7 +24,7 @@ class Experts(NamedTuple):
     """A weight as a list of tensors (one packed, or one per expert), and its logical sizes."""
 
     tensors: list[Tensor]
-    count: int
+    num_experts: int
     out_features: int
     in_features: int
 
@@ -68,9 +68,9 @@ def biases(name: str, bias: object, weight: Experts, x: Tensor) -> list[Tensor]:
     tensors, packed = _group(name, bias)
     _same_kind(name, tensors, x, 2 if packed else 1)
     count = tensors[0].shape[0] if packed else len(tensors)
-    if (count, tensors[0].shape[-1]) != (weight.count, weight.out_features):
+    if (count, tensors[0].shape[-1]) != (weight.num_experts, weight.out_features):
         raise ValueError(
-            f"{name}: expected {weight.count} experts of {weight.out_features} features; got {count} of "
+            f"{name}: expected {weight.num_experts} experts of {weight.out_features} features; got {count} of "
             f"{tensors[0].shape[-1]}"
         )
     return tensors

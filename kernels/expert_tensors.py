@@ -31,7 +31,9 @@ class ExpertTensors(NamedTuple):
         strides = first.stride()
         for e, tensor in enumerate(group):
             if tensor.stride() != strides:
-                raise ValueError(f"experts: expected the strides of expert 0, {strides}; expert {e} has {tensor.stride()}")
+                raise ValueError(
+                    f"experts: expected the strides of expert 0, {strides}; expert {e} has {tensor.stride()}"
+                )
         addresses = tuple(tensor.data_ptr() for tensor in group)
         step = addresses[1] - addresses[0] if len(group) > 1 else 0
         even = all(b - a == step for a, b in zip(addresses, addresses[1:], strict=False))

@@ -63,12 +63,12 @@ def _grouped_dgrad_act_kernel(
     expert, first, end = load_tile(tiles_ptr, num_tiles, tl.program_id(0) // num_f)
     if expert < 0:
         return
-    owned = expert < num_experts
+    owned = expert < num_experts  # at padding rows da = 0 and h = 0, so everything stored is zero
     expert = tl.minimum(expert, num_experts - 1)
     rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
     f = (f_tile * BLOCK_F + tl.arange(0, BLOCK_F)).to(tl.int64)
     row_mask, f_mask = rows < end, f < F
-    mask = row_mask[:, None] & f_mask[None, :] & owned
+    mask = row_mask[:, None] & f_mask[None, :]
     gate, linear = f * CHANNEL_STEP, linear_start + f * CHANNEL_STEP
 
     w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert)
@@ -90,9 +90,9 @@ def _grouped_dgrad_act_kernel(
 
     h_row = h_ptr + rows[:, None] * stride_h_r
     dh_row = dh_ptr + rows[:, None] * stride_h_r
-    g = tl.load(h_row + gate[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(h_row + gate[None, :], mask=mask & owned, other=0.0).to(tl.float32)
     if GATED:
-        l = tl.load(h_row + linear[None, :], mask=mask, other=0.0).to(tl.float32)
+        l = tl.load(h_row + linear[None, :], mask=mask & owned, other=0.0).to(tl.float32)
         act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
     else:
         act, by_gate = activation.curve(g, CURVE, ALPHA)
@@ -120,7 +120,7 @@ def grouped_dgrad_act_(
     bias_EH: ExpertTensors | None = None,
     probs_R: Tensor | None = None,
 ) -> Tensor | None:
-    """Writes `dh` and `a` of all rows but padding; returns `dprobs [R]` in fp32, zero at padding rows, or None.
+    """Writes all of `dh` and `a`, zeros at padding rows; returns `dprobs [R]` in fp32, zero at padding rows, or None.
 
     Activations have unit column stride, and `dh` the strides of `h`.
     """

@@ -54,8 +54,10 @@ def _grouped_fc1_act_kernel(
 ):
     num_f = tl.cdiv(F, BLOCK_F)
     expert, first, end = load_tile(tiles_ptr, num_tiles, tl.program_id(0) // num_f)
-    if (expert < 0) | (expert == num_experts):
+    if expert < 0:
         return
+    owned = expert < num_experts  # padding rows: h = 0, and act(0) = 0
+    expert = tl.minimum(expert, num_experts - 1)
     rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
     f = ((tl.program_id(0) % num_f) * BLOCK_F + tl.arange(0, BLOCK_F)).to(tl.int64)
     row_mask, f_mask = rows < end, f < F
@@ -65,7 +67,7 @@ def _grouped_fc1_act_kernel(
     w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert)
     acc_gate = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
     acc_linear = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
-    for start in range(0, H, BLOCK_H):
+    for start in range(0, tl.where(owned, H, 0), BLOCK_H):
         h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
         x = tl.load(
             x_ptr + rows[:, None] * stride_x_r + h[None, :], mask=row_mask[:, None] & (h < H)[None, :], other=0.0
@@ -78,9 +80,9 @@ def _grouped_fc1_act_kernel(
 
     if bias_ptr is not None:
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-        acc_gate += tl.load(bias + gate, mask=f_mask, other=0.0).to(tl.float32)[None, :]
+        acc_gate += tl.load(bias + gate, mask=f_mask & owned, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            acc_linear += tl.load(bias + linear, mask=f_mask, other=0.0).to(tl.float32)[None, :]
+            acc_linear += tl.load(bias + linear, mask=f_mask & owned, other=0.0).to(tl.float32)[None, :]
     h_row = h_ptr + rows[:, None] * stride_h_r
     stored_gate = round_to(acc_gate, h_ptr.dtype.element_ty)
     tl.store(h_row + gate[None, :], stored_gate, mask=mask)
@@ -93,7 +95,7 @@ def _grouped_fc1_act_kernel(
     else:
         a, _ = activation.curve(stored_gate.to(tl.float32), CURVE, ALPHA)
     if probs_ptr is not None:
-        a *= tl.load(probs_ptr + rows, mask=row_mask, other=0.0).to(tl.float32)[:, None]
+        a *= tl.load(probs_ptr + rows, mask=row_mask & owned, other=0.0).to(tl.float32)[:, None]
     tl.store(a_ptr + rows[:, None] * stride_a_r + f[None, :], round_to(a, a_ptr.dtype.element_ty), mask=mask)
 
 
@@ -108,7 +110,7 @@ def grouped_fc1_act_(
     bias_EG: ExpertTensors | None = None,
     probs_R: Tensor | None = None,
 ) -> None:
-    """Writes `h` and `a` of all rows but padding. Activations have unit column stride."""
+    """Writes all of `h` and `a`, zeros at padding rows. Activations have unit column stride."""
     num_rows, F = a_RF.shape
     if a_RF.numel() == 0:
         return

@@ -14,9 +14,7 @@ def assert_close(actual, expected, low_precision, dtype):
     """
     assert actual.keys() == expected.keys()
     scales = {name: reference.abs().max() for name, reference in expected.items() if reference.numel()}
-    errors = [
-        (low_precision[name] - expected[name]).abs().max() / scale for name, scale in scales.items() if scale > 0
-    ]
+    errors = [(low_precision[name] - expected[name]).abs().max() / scale for name, scale in scales.items() if scale > 0]
     relative = 2 * (max(errors, default=0.0) + ROUNDING_BAND * torch.finfo(dtype).eps)
     for name, scale in scales.items():
         assert actual[name].shape == expected[name].shape, name

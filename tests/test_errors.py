@@ -1,0 +1,213 @@
+"""Every error names the argument, what was expected and what came."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fusedmlp
+from fusedmlp import GroupedMLP, MainGradBuffer, grouped_linear, grouped_mlp
+
+X, FC1, FC2 = torch.randn(6, 4), torch.randn(2, 10, 4), torch.randn(2, 4, 5)
+COUNTS = [2, 4]
+META = torch.device("meta")
+
+CASES = {
+    "x rank": ({"x": X[0]}, ValueError, r"x: expected 2 dimensions.*got shape \(4,\)"),
+    "x type": ({"x": [1.0]}, TypeError, r"x: expected a tensor; got list"),
+    "x dtype": ({"x": X.double()}, TypeError, r"x: expected dtype .*; got torch.float64"),
+    "fc1 rank": ({"fc1_weight": FC1[0]}, ValueError, r"fc1_weight: expected 3 dimensions; got shape \(10, 4\)"),
+    "fc1 in": (
+        {"fc1_weight": torch.randn(2, 10, 3)},
+        ValueError,
+        r"fc1_weight: expected in_features \(H, the width of x\) = 4; got 3",
+    ),
+    "fc1 out": (
+        {"fc1_weight": torch.randn(2, 5, 4)},
+        ValueError,
+        r"fc1_weight: expected out_features \(F1\) for swiglu, 2 \* F of fc2_weight, = 10; got 5",
+    ),
+    "fc1 not gated": ({"activation": "gelu"}, ValueError, r"fc1_weight: .* gelu, 1 \* F of fc2_weight, = 5; got 10"),
+    "fc2 experts": (
+        {"fc2_weight": torch.randn(3, 4, 5)},
+        ValueError,
+        r"fc2_weight: expected experts, those of fc1_weight, = 2; got 3",
+    ),
+    "fc2 out": ({"fc2_weight": torch.randn(2, 3, 5)}, ValueError, r"fc2_weight: expected out_features .*= 4; got 3"),
+    "fc2 dtype": (
+        {"fc2_weight": FC2.bfloat16()},
+        TypeError,
+        r"fc2_weight: expected dtype torch.float32, that of x; got torch.bfloat16",
+    ),
+    "fc2 device": (
+        {"fc2_weight": FC2.to(META)},
+        ValueError,
+        r"fc2_weight: expected device cpu, that of x; got meta",
+    ),
+    "list shapes": (
+        {"fc1_weight": [FC1[0], FC1[1][:8]]},
+        ValueError,
+        r"fc1_weight\[1\]: expected shape \(10, 4\), that of fc1_weight\[0\]; got \(8, 4\)",
+    ),
+    "list type": ({"fc1_weight": [FC1[0], None]}, TypeError, r"fc1_weight: expected a tensor or a sequence"),
+    "empty list": ({"fc1_weight": []}, TypeError, r"fc1_weight: expected a tensor or a sequence"),
+    "no experts": (
+        {"fc1_weight": FC1[:0], "fc2_weight": FC2[:0], "tokens_per_expert": []},
+        ValueError,
+        r"fc1_weight: expected at least one expert",
+    ),
+    "bias rank": ({"fc1_bias": torch.randn(10)}, ValueError, r"fc1_bias: expected 2 dimensions; got shape \(10,\)"),
+    "bias size": (
+        {"fc2_bias": torch.randn(2, 5)},
+        ValueError,
+        r"fc2_bias: expected 2 experts of 4 features; got 2 of 5",
+    ),
+    "counts length": (
+        {"tokens_per_expert": [1, 2, 3]},
+        ValueError,
+        r"tokens_per_expert: expected shape \(2,\), a count for each expert; got \(3,\)",
+    ),
+    "counts rank": ({"tokens_per_expert": torch.tensor([[2, 4]])}, ValueError, r"tokens_per_expert: .*got \(1, 2\)"),
+    "counts dtype": (
+        {"tokens_per_expert": torch.tensor([2.0, 4.0])},
+        TypeError,
+        r"tokens_per_expert: expected an integer dtype; got torch.float32",
+    ),
+    "counts bool": ({"tokens_per_expert": torch.tensor([True, False])}, TypeError, r"got torch.bool"),
+    "counts list": ({"tokens_per_expert": [2, 4.0]}, TypeError, r"tokens_per_expert: expected an integer tensor"),
+    "counts sum": (
+        {"tokens_per_expert": [3, 4]},
+        ValueError,
+        r"tokens_per_expert: expected a sum of at most 6 \(rows of x\); got 7",
+    ),
+    "counts negative": (
+        {"tokens_per_expert": [-1, 4]},
+        ValueError,
+        r"tokens_per_expert: expected no negative count; got \[-1, 4\]",
+    ),
+    "probs shape": (
+        {"probs": torch.rand(5)},
+        ValueError,
+        r"probs: expected shape \(6,\) or \(6, 1\); got \(5,\)",
+    ),
+    "probs dtype": ({"probs": torch.ones(6, dtype=torch.int32)}, TypeError, r"probs: expected dtype .*torch.int32"),
+    "probs type": ({"probs": 1.0}, TypeError, r"probs: expected a tensor or None; got float"),
+    "probs device": ({"probs": torch.rand(6, device=META)}, ValueError, r"probs: expected device cpu.*got meta"),
+    "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of swiglu, .*; got 'tanh'"),
+    "activation type": ({"activation": torch.relu}, TypeError, r"activation: expected a name or a fusedmlp.Activation"),
+    "layout": (
+        {"weight_layout": "oi"},
+        ValueError,
+        r"weight_layout: expected one of 'out_in', 'in_out'; got 'oi'",
+    ),
+    "mode": ({"accumulate_wgrad": "yes"}, ValueError, r"accumulate_wgrad: expected one of 'auto', .*; got 'yes'"),
+    "queue": ({"wgrad_queue": []}, TypeError, r"wgrad_queue: expected a fusedmlp.WgradQueue or None; got list"),
+    "impl": ({"impl": "cuda"}, ValueError, r"impl: expected one of 'auto', 'triton', 'torch'; got 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_argument(case):
+    changed, error, message = CASES[case]
+    arguments = {"x": X, "fc1_weight": FC1, "fc2_weight": FC2, "tokens_per_expert": COUNTS} | changed
+    with pytest.raises(error, match=message):
+        grouped_mlp(**arguments)
+
+
+def test_grouped_linear_names_its_own_arguments():
+    with pytest.raises(ValueError, match=r"weight: expected in_features \(the width of x\) = 4; got 5"):
+        grouped_linear(X, FC2, COUNTS)
+    with pytest.raises(ValueError, match=r"bias: expected 2 experts of 10 features; got 2 of 9"):
+        grouped_linear(X, FC1, COUNTS, bias=torch.randn(2, 9))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "gelu", "limit": 1.0}, "need a gated activation; got 'gelu'"),
+        ({"name": "silu", "interleaved": True}, "need a gated activation"),
+        ({"name": "relu", "linear_offset": 1.0}, "need a gated activation"),
+        ({"name": "geglu", "alpha": 1.0}, "'geglu' has none; got alpha=1.0"),
+        ({"name": "swiglu", "limit": 0.0}, "limit must be positive; got 0.0"),
+    ],
+)
+def test_activation_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        fusedmlp.Activation(**options)
+
+
+def bad_main_grad(main_grad):
+    fc1 = torch.nn.Parameter(FC1.clone())
+    fc1.main_grad = main_grad
+    return fc1
+
+
+@pytest.mark.parametrize(
+    ("main_grad", "message"),
+    [
+        (torch.zeros(2, 10, 3), r"expected main_grad of shape \(2, 10, 4\); got \(2, 10, 3\)"),
+        (torch.zeros(2, 10, 4, dtype=torch.float16), r"in torch.float32 or torch.float32; got torch.float16"),
+        (torch.zeros(2, 10, 4, device=META), r"expected main_grad on cpu; got meta"),
+        (torch.zeros(2, 10, 4, requires_grad=True), r"with requires_grad=False; got True"),
+        (torch.zeros(()).expand(2, 10, 4), r"expected a writable main_grad; got an expanded one"),
+    ],
+)
+def test_main_grad(main_grad, message):
+    with pytest.raises(ValueError, match="fc1_weight: .*" + message):
+        grouped_mlp(X, bad_main_grad(main_grad), FC2, COUNTS, accumulate_wgrad="main_grad")
+    y = grouped_mlp(X, bad_main_grad(main_grad), FC2, COUNTS)  # "auto" finds out in backward
+    with pytest.raises(ValueError, match="fc1_weight: .*" + message):
+        y.sum().backward()
+
+
+def test_fusion_that_cannot_be_had():
+    fc1 = torch.nn.Parameter(FC1.clone())
+    with pytest.raises(RuntimeError, match=r'fc1_weight: accumulate_wgrad="main_grad" expects a main_grad'):
+        grouped_mlp(X, fc1, FC2, COUNTS, accumulate_wgrad="main_grad")
+    with pytest.raises(RuntimeError, match=r"fc1_weight: accumulate_wgrad='grad' needs a leaf parameter; got the"):
+        grouped_mlp(X, fc1 * 1, FC2, COUNTS, accumulate_wgrad="grad")
+
+
+def test_triton_on_the_cpu_says_what_it_needs(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("tensors here are on a GPU")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match="expected tensors on a GPU, or TRITON_INTERPRET=1"):
+        grouped_mlp(X, FC1, FC2, COUNTS, impl="triton")
+
+
+def test_switches_take_0_or_1(monkeypatch):
+    monkeypatch.setenv("FUSEDMLP_DENSE_DUMMY", "yes")
+    module = GroupedMLP(2, 4, 5)
+    MainGradBuffer(module.parameters())
+    with pytest.raises(ValueError, match="FUSEDMLP_DENSE_DUMMY: expected 0 or 1; got 'yes'"):
+        module(X, COUNTS).sum().backward()
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_the_device_assertion_for_counts_it_may_not_read(impl):
+    # What a GPU does with counts that are wrong, on the interpreter: the assertion fails, nothing is out of bounds.
+    error = ValueError if impl == "torch" else RuntimeError
+    with pytest.raises(error, match="tokens_per_expert: expected"):
+        torch.ops.fusedmlp.expert_offsets(torch.tensor([3, 9]), 10, impl)
+
+
+def test_without_triton_the_torch_implementation_works():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, fusedmlp
+module = fusedmlp.GroupedMLP(2, 4, 5)
+module(torch.randn(6, 4), [2, 4]).sum().backward()
+assert module.fc1.weight.grad.count_nonzero() > 0
+try:
+    module.impl = "triton"
+    module(torch.randn(6, 4), [2, 4])
+except RuntimeError as error:
+    assert "expected triton to be installed" in str(error), error
+else:
+    raise SystemExit("triton was found")
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,106 @@
+"""GroupedMLP and GroupedLinear: state dicts, initialisation, delayed gradients, printing."""
+
+import math
+
+import pytest
+import torch
+
+from fusedmlp import Activation, GroupedLinear, GroupedMLP
+
+
+def make(packed, **options):
+    torch.manual_seed(3)
+    return GroupedMLP(3, 4, 5, packed=packed, bias=True, **options)
+
+
+def test_parameter_names_and_shapes():
+    packed = {name: tuple(p.shape) for name, p in make(True).named_parameters()}
+    assert packed == {
+        "fc1.weight": (3, 10, 4),
+        "fc1.bias": (3, 10),
+        "fc2.weight": (3, 4, 5),
+        "fc2.bias": (3, 4),
+    }
+    unpacked = {name: tuple(p.shape) for name, p in make(False).named_parameters()}
+    assert unpacked["fc1.weight2"] == (10, 4)
+    assert unpacked["fc2.bias0"] == (4,)
+    assert len(unpacked) == 12
+    assert tuple(make(True, activation="gelu").fc1.weight.shape) == (3, 5, 4)
+
+
+@pytest.mark.parametrize("source", [True, False])
+@pytest.mark.parametrize("target", [True, False])
+def test_state_dicts_of_both_forms_load_into_each_other(source, target):
+    one, other = make(source), make(target)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    saved = one.state_dict()
+    keys = set(saved)
+    assert str(other.load_state_dict(saved)) == "<All keys matched successfully>"
+    assert set(saved) == keys
+    x, probs = torch.randn(6, 4), torch.rand(6)
+    assert torch.equal(one(x, [1, 2, 3], probs), other(x, [1, 2, 3], probs))
+
+
+def test_loading_reports_what_is_wrong():
+    with pytest.raises(RuntimeError, match=r"fc1\.weight"):
+        make(False).load_state_dict({k: v[:2] for k, v in make(True).state_dict().items()})
+    incomplete = make(False).state_dict()
+    del incomplete["fc2.weight1"]
+    with pytest.raises(RuntimeError, match=r"fc2\.weight"):
+        make(True).load_state_dict(incomplete)
+
+
+def test_initialisation_is_that_of_linear():
+    layer = GroupedLinear(4, 100, 50, bias=True)
+    bound = 1 / math.sqrt(100)
+    for parameter in layer.parameters():
+        assert parameter.abs().max() <= bound
+        assert parameter.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.1)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_delay_wgrad(packed):
+    now, later = make(packed), make(packed, delay_wgrad=True)
+    later.load_state_dict(now.state_dict())
+    x, dy = torch.randn(6, 4), torch.randn(6, 4)
+    for module in (now, later):
+        module(x, [1, 0, 5]).backward(dy)
+    weights = [name for name, _ in later.named_parameters() if "weight" in name]
+    assert all(later.get_parameter(name).grad is None for name in weights)
+    assert all(p.grad is not None for name, p in later.named_parameters() if "bias" in name)
+    later.backward_dw()
+    for name, parameter in later.named_parameters():
+        torch.testing.assert_close(parameter.grad, now.get_parameter(name).grad, msg=name)
+    later.backward_dw()  # nothing left: a no-op
+    torch.testing.assert_close(later.get_parameter(weights[0]).grad, now.get_parameter(weights[0]).grad)
+
+
+def test_grouped_linear_delay_wgrad():
+    now, later = (GroupedLinear(2, 4, 3, delay_wgrad=delay) for delay in (False, True))
+    later.load_state_dict(now.state_dict())
+    x = torch.randn(5, 4)
+    for layer in (now, later):
+        layer(x, [2, 3]).square().sum().backward()
+    assert later.weight.grad is None
+    later.backward_dw()
+    torch.testing.assert_close(later.weight.grad, now.weight.grad)
+
+
+def test_options_reach_the_function():
+    act = Activation("swiglu", interleaved=True, limit=0.1)
+    module = make(True, activation=act)
+    plain = make(True)
+    plain.load_state_dict(module.state_dict())
+    x = torch.randn(6, 4)
+    assert not torch.allclose(module(x, [2, 2, 2]), plain(x, [2, 2, 2]))
+    assert "interleaved=True" in repr(module)
+    assert "num_experts=3, in_features=4, out_features=10, bias=True, packed=True" in repr(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_and_device(dtype):
+    module = GroupedMLP(2, 4, 5, dtype=dtype, device="cpu")
+    assert module(torch.randn(3, 4, dtype=dtype), [1, 2]).dtype == dtype
+    assert GroupedMLP(2, 4, 5, device="meta").fc1.weight.is_meta

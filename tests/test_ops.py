@@ -1,0 +1,114 @@
+"""The operators as `torch.library` sees them: schema, mutation, fakes."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import fusedmlp
+from fusedmlp.mlp_types import MLPGrads
+
+OPS = torch.ops.fusedmlp
+SWIGLU = fusedmlp.Activation("swiglu").encoded
+IMPLS = ("torch", "triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def tensors():
+    torch.manual_seed(0)
+    sizes = {
+        "x": (7, 4),
+        "dy": (7, 4),
+        "h": (7, 6),
+        "fc1": (2, 6, 4),
+        "fc2": (2, 4, 3),
+        "bias1": (2, 6),
+        "bias2": (2, 4),
+        "probs": (7,),
+    }
+    made = {name: torch.randn(size, device=DEVICE) for name, size in sizes.items()}
+    return made | {"offsets": torch.tensor([0, 4, 6], dtype=torch.int32, device=DEVICE)}
+
+
+def check(op, arguments):
+    results = opcheck(op.default, arguments)
+    assert set(results.values()) == {"SUCCESS"}
+    return op(*arguments)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_expert_offsets(impl):
+    offsets = check(OPS.expert_offsets, (torch.tensor([4, 2], device=DEVICE), 7, impl))
+    assert offsets.tolist() == [0, 4, 6]
+    assert offsets.dtype == torch.int32
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_grouped_gemm(tensors, impl, packed):
+    weight, bias = tensors["fc1"], tensors["bias1"]
+    groups = ([weight], [bias]) if packed else (list(weight.unbind()), list(bias.unbind()))
+    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], impl))
+    torch.testing.assert_close(y[4:6], tensors["x"][4:6] @ weight[1].T + bias[1])
+    assert y[6].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_grouped_wgrad(tensors, impl, packed, accumulate):
+    dw, db = torch.ones(2, 4, 4, device=DEVICE), torch.empty(2, 4, device=DEVICE).zero_()
+    outs = ([dw], [db]) if packed else (list(dw.unbind()), list(db.unbind()))
+    dy, x = tensors["dy"], tensors["x"]
+    arguments = (*outs, [dy], [x], [tensors["offsets"]], accumulate, impl)
+    assert opcheck(OPS.grouped_wgrad_.default, arguments)["test_schema"] == "SUCCESS"
+    dw.fill_(1)
+    OPS.grouped_wgrad_(*arguments)
+    torch.testing.assert_close(dw[0], dy[:4].T @ x[:4] + int(accumulate))
+    torch.testing.assert_close(db[1], dy[4:6].sum(0))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("with_probs", [True, False])
+def test_grouped_mlp(tensors, impl, with_probs):
+    t = tensors
+    probs = t["probs"] if with_probs else None
+    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], probs, SWIGLU, impl)
+    y, h = check(OPS.grouped_mlp, forward)
+    assert y.shape == (7, 4)
+    assert h.shape == (7, 6)
+    outs = [torch.zeros_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
+    for need_dx, keep in ((True, False), (False, True)):
+        backward = (
+            *[[out] for out in outs],
+            t["dy"],
+            t["x"],
+            h,
+            [t["fc1"]],
+            [t["fc2"]],
+            [t["bias2"]],
+            t["offsets"],
+            probs,
+            SWIGLU,
+            True,
+            False,
+            need_dx,
+            keep,
+            impl,
+        )
+        grads = MLPGrads(*check(OPS.grouped_mlp_backward_, backward))
+        assert grads.dx.shape == ((7, 4) if need_dx else (0,))
+        assert grads.dprobs.shape == ((7,) if with_probs else (0,))
+        assert grads.act_probs.shape == ((7, 3) if keep else (0,))
+
+
+def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):
+    seen = []
+    original = fusedmlp.ops.grouped_mlp_backward_
+    monkeypatch.setattr(fusedmlp.ops, "grouped_mlp_backward_", lambda *a: (seen.append(a), original(*a))[1])
+    fc1 = torch.nn.Parameter(tensors["fc1"])
+    y = fusedmlp.grouped_mlp(tensors["x"], fc1, tensors["fc2"], [4, 2])
+    y.sum().backward()
+    dw1, dw2, db1, db2 = seen[0][:4]
+    assert [len(group) for group in (dw1, dw2, db1, db2)] == [1, 0, 0, 0]
+    assert seen[0][-3] is False  # x needs no gradient
