@@ -6,18 +6,20 @@ i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fusedmlp import main_grad, ops
 from fusedmlp.main_grad import Mode, Route
 from fusedmlp.mlp_types import MLPGrads, MLPOutput
 from fusedmlp.wgrad_queue import WgradQueue
+
+_Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,14 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], *, again: bool) -> Route:
-        """Where the gradient of `weights` goes; `again`: this graph has already been run backward once."""
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any]) -> Route:
+        """Where the gradient of `weights` goes."""
         return main_grad.route(
             name,
             weights,
             [node for node, _ in nodes],
             self.mode,
-            overwrite=self.overwrite and not again,
+            overwrite=self.overwrite,
             delayed=self.queue is not None,
         )
 
@@ -66,6 +68,27 @@ class Call:
         return route.finish_in_backward()
 
 
+def _first_order_only(backward: _Backward) -> _Backward:
+    """Run a backward without recording it; differentiating its results again is an error, never a silent zero.
+
+    `torch.autograd.function.once_differentiable` lets results through as constants if the incoming gradient is one
+    (as for `y.sum()`), which would drop a gradient penalty's own gradient.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            grads = backward(ctx, dy)
+        if not torch.is_grad_enabled():
+            return grads
+        message = b"fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"
+        live = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
+        mark: Any = torch._C._functions.DelayedError(message, len(live))
+        return tuple(mark(*live))
+
+    return run
+
+
 class GroupedLinear(torch.autograd.Function):
     """`apply(call, *weight, *bias, x, offsets) -> y`."""
 
@@ -74,19 +97,18 @@ class GroupedLinear(torch.autograd.Function):
         """Run the GEMM; save its inputs."""
         weight, bias, (x, offsets) = call.split(tensors)
         ctx.save_for_backward(*tensors)
-        ctx.call, ctx.again = call, False
+        ctx.call = call
         return ops.grouped_gemm(x, call.logical(weight), bias, offsets, call.impl)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @_first_order_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
         weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
         dy = dy.contiguous()
-        route = call.route("weight", weight, weight_nodes, again=ctx.again)
-        ctx.again = True
+        route = call.route("weight", weight, weight_nodes)
         dx = None
         if x_node[0] is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
@@ -119,20 +141,19 @@ class GroupedMLP(torch.autograd.Function):
             )
         )
         ctx.save_for_backward(*tensors, out.h)
-        ctx.call, ctx.again = call, False
+        ctx.call = call
         return out.y
 
     @staticmethod
-    @once_differentiable
+    @_first_order_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, *probs, h) = call.split(ctx.saved_tensors)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
         dy = dy.contiguous()
-        route1 = call.route("fc1_weight", fc1, nodes1, again=ctx.again)
-        route2 = call.route("fc2_weight", fc2, nodes2, again=ctx.again)
-        ctx.again = True
+        route2 = call.route("fc2_weight", fc2, nodes2)  # first, as its GEMM is: they could be one parameter
+        route1 = call.route("fc1_weight", fc1, nodes1)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(

@@ -163,7 +163,13 @@ def _prepare(
     num_experts = next(iter(weights.values())).num_experts
     counts = validate.counts(tokens_per_expert, num_experts)
     for name, experts in weights.items():
-        main_grad.check_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
+        main_grad.enter_forward(
+            name,
+            experts.tensors,
+            accumulate_wgrad,
+            overwrite=bool(is_first_microbatch),
+            delayed=wgrad_queue is not None,
+        )
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     call = Call(
         tuple(lengths),

@@ -24,6 +24,7 @@ itself, and gets it.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -84,6 +85,8 @@ class Route:
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
     _fused: list[bool] = field(default_factory=list)
+    _owners: list[int] = field(default_factory=list)  # per parameter: the first expert that has the same one
+    _order: int = field(default_factory=itertools.count().__next__)
 
     @property
     def wanted(self) -> bool:
@@ -104,6 +107,7 @@ class Route:
         """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter."""
         targets = [self.target(i) for i in range(len(self.params))]
         self._fused = [target is not None for target in targets]
+        self._owners = self._find_owners()
         dtypes = {t.dtype for t in targets if t is not None} or {_grad_dtype(self.params[0])}
         if len(dtypes) > 1:
             raise ValueError(f"{self.name}: expected all experts to accumulate in one dtype; got {dtypes}")
@@ -111,26 +115,43 @@ class Route:
         self.accumulate = any(
             fused and not overwrite for fused, overwrite in zip(self._fused, self.overwrites, strict=True)
         )
-        outs = []
+        outs: list[Tensor] = []
         for i, (param, target) in enumerate(zip(self.params, targets, strict=True)):
-            if target is None:
+            if self._fused[i]:
+                _refuse_pending_overwrite(param, self._order, self.label(i))
+            if target is None or self._owners[i] != i:
                 fresh = torch.zeros_like if self.accumulate else torch.empty_like
                 target = fresh(param, dtype=dtype, requires_grad=False)
-            elif not self.overwrites[i]:
-                _refuse_pending_overwrite(param, self.label(i))
-            elif self.accumulate:
+            elif self.overwrites[i] and self.accumulate:
                 target.zero_()
             outs.append(target)
         self.outs = outs
 
+    def _find_owners(self) -> list[int]:
+        """Experts may share a parameter: later ones get their own output, which is added to the first one's."""
+        first: dict[int, int] = {}
+        # What is returned for one parameter several times, autograd adds up.
+        added_here = [fused or self.delayed for fused in self._fused]
+        return [
+            first.setdefault(id(param), i) if here else i
+            for i, (param, here) in enumerate(zip(self.params, added_here, strict=True))
+        ]
+
+    def _close(self) -> list[Tensor]:
+        """Forget the outputs, after adding up those of experts that share a parameter."""
+        outs, self.outs = self.outs, []
+        for i, owner in enumerate(self._owners):
+            if owner != i:
+                outs[owner].add_(outs[i])
+        return outs
+
     def finish(self) -> list[Tensor | None]:
         """After the GEMM: set flags and dummies; the gradients that backward returns."""
         grads: list[Tensor | None] = []
-        for param, use, fused, out in zip(self.params, self.uses, self._fused, self.outs, strict=True):
+        for param, use, fused, out in zip(self.params, self.uses, self._fused, self._close(), strict=True):
             if fused and self.mode == "main_grad":
                 _mark_fused(param)
             grads.append(None if fused or use is EngineUse.DROP else out)
-        self.outs = []  # the engine copies, instead of stealing, a gradient that something else refers to
         return grads
 
     def finish_in_backward(self) -> list[Tensor | None]:
@@ -139,17 +160,17 @@ class Route:
             if self.mode == "main_grad":
                 _mark_fused(param)
             if overwrite:
-                _pending_overwrites[param] = weakref.ref(self)
+                _pending_overwrites.setdefault(param, {})[self._order] = weakref.ref(self)
         return [None] * len(self.params)
 
     def finish_delayed(self) -> None:
         """Of a delayed wgrad, after the GEMM: `.grad` is set where there was none to add to."""
-        for param, overwrite, fused, out in zip(self.params, self.overwrites, self._fused, self.outs, strict=True):
-            if overwrite:
-                _pending_overwrites.pop(param, None)
-            if not fused:
+        for i, out in enumerate(self._close()):
+            param = self.params[i]
+            if self.overwrites[i]:
+                del _pending_overwrites[param][self._order]
+            if not self._fused[i] and self._owners[i] == i:
                 param.grad = out
-        self.outs = []
 
 
 def route(
@@ -178,10 +199,7 @@ def route(
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
     overwrites = [
-        mode == "main_grad"
-        and use is EngineUse.ACCUMULATE
-        and (overwrite or bool(getattr(param, "overwrite_main_grad", False)))
-        and _first_overwrite_in_backward(param)
+        mode == "main_grad" and use is EngineUse.ACCUMULATE and _overwrites(param, overwrite)
         for param, use in zip(params, uses, strict=True)
     ]
     result = Route(name, params, uses, mode, delayed, overwrites)
@@ -194,13 +212,16 @@ def route(
     return result
 
 
-def check_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> None:
-    """Raise, in forward, for what backward could not do: see the guards of each message."""
+def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite: bool, delayed: bool) -> None:
+    """In forward: raise for what backward could not do, and note that `main_grad` is to be overwritten."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "fusedmlp inside a torch.func transform (grad, vmap, jvp, ...): expected plain autograd; the transform "
             "would bypass .grad and main_grad"
         )
+    if overwrite and torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward
+        for weight in weights:
+            _to_overwrite[weight] = True
     if not torch.is_grad_enabled():
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -291,27 +312,35 @@ def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
         )
 
 
-# Parameter -> id of the backward that last overwrote its main_grad: a tied weight used twice in one backward
-# overwrites once and then adds.
+# Parameters whose next gradient overwrites main_grad, because a forward outside of any backward said so. The first
+# gradient takes the parameter out: a tied weight, a second backward through one graph, a checkpoint inside the
+# backward all add.
+_to_overwrite = WeakTensorKeyDictionary()
+# Parameter with `overwrite_main_grad` -> the backward that last overwrote its main_grad. Its owner hands it a new
+# main_grad for every backward.
 _overwritten_in = WeakTensorKeyDictionary()
-# Parameter -> the delayed route that will overwrite its main_grad.
+# Parameter -> the queued routes that will overwrite its main_grad, by order of creation.
 _pending_overwrites = WeakTensorKeyDictionary()
 
 
-def _refuse_pending_overwrite(param: Tensor, label: str) -> None:
-    pending = _pending_overwrites.get(param)
-    if pending is not None and pending() is not None:
+def _overwrites(param: Tensor, first_microbatch: bool) -> bool:
+    """Whether the gradient at hand replaces what main_grad holds."""
+    if getattr(param, "overwrite_main_grad", False):
+        backward = torch._C._current_graph_task_id()
+        first = _overwritten_in.get(param) != backward
+        _overwritten_in[param] = backward
+        return first
+    armed: bool = first_microbatch and _to_overwrite.pop(param, False)
+    return armed
+
+
+def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
+    pending = _pending_overwrites.get(param, {})
+    if any(other < order and alive() is not None for other, alive in pending.items()):
         raise RuntimeError(
-            f"{label}: a queued gradient is going to overwrite main_grad, and would erase this one; run the queue first"
+            f"{label}: a queued gradient is going to overwrite main_grad, and would erase this one, which came later; "
+            "run its queue first"
         )
-
-
-def _first_overwrite_in_backward(param: Tensor) -> bool:
-    backward = torch._C._current_graph_task_id()
-    if _overwritten_in.get(param) == backward:
-        return False
-    _overwritten_in[param] = backward
-    return True
 
 
 def _mark_fused(param: Tensor) -> None:
@@ -321,7 +350,7 @@ def _mark_fused(param: Tensor) -> None:
             param.grad = _dummy(param)
 
 
-_scalar_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+_scalar_zeros = WeakTensorKeyDictionary()  # parameter -> its zero
 _dense_zeros: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[Tensor, int]]] = {}
 
 
@@ -331,11 +360,15 @@ def _dummy(param: Tensor) -> Tensor:
         return _dense_dummy(param.shape, dtype, param.device)
     if param.numel() <= 1:  # an expanded scalar would be writable
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    key = (dtype, param.device)
-    zero = _scalar_zeros.get(key)
-    if zero is None or zero._version:  # somebody wrote to an element of a dummy
-        zero = _scalar_zeros[key] = torch.zeros((), dtype=dtype, device=param.device)
+    zero: Tensor | None = _scalar_zeros.get(param)
+    if zero is None or zero.dtype != dtype or zero.device != param.device or _was_written(zero):
+        zero = _scalar_zeros[param] = torch.zeros((), dtype=dtype, device=param.device)
     return zero.expand(param.shape)
+
+
+def _was_written(zero: Tensor) -> bool:
+    """Whether somebody wrote to an element of a dummy; through `.data`, only a CPU can tell without waiting."""
+    return zero._version != 0 or (zero.device.type == "cpu" and bool(zero))
 
 
 def _dense_dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

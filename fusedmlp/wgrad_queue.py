@@ -22,6 +22,15 @@ class _Delayed(NamedTuple):
     versions: tuple[int, int]
     impl: str
 
+    def shares_launch(self, other: _Delayed) -> bool:
+        """Whether both gradients go to the same place in the same way."""
+        return (
+            [id(param) for param in self.route.params] == [id(param) for param in other.route.params]
+            and self.route.mode == other.route.mode
+            and self.transposed == other.transposed
+            and self.impl == other.impl
+        )
+
 
 class WgradQueue:
     """First in, first out queue of delayed weight gradients.
@@ -69,11 +78,14 @@ class WgradQueue:
         yield first
         if not self.fuse_microbatches:
             return
-        weight = [id(param) for param in first.route.params]
+        weight = {id(param) for param in first.route.params}
         for delayed in list(self._pending)[1:]:
-            if [id(param) for param in delayed.route.params] == weight:
-                if any(delayed.route.overwrites):
-                    return
+            if any(
+                overwrite and id(param) in weight
+                for param, overwrite in zip(delayed.route.params, delayed.route.overwrites, strict=True)
+            ):
+                return
+            if delayed.shares_launch(first):
                 yield delayed
 
 

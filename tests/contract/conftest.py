@@ -1,0 +1,188 @@
+"""One small grouped layer, and the same layer as a loop over experts in plain PyTorch and float64.
+
+Sizes: 3 experts, of which the middle one gets no tokens; the last 2 of 7 rows are padding and hold NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import fusedmlp
+from fusedmlp import ops
+
+COUNTS, ROWS = (3, 0, 2), 7
+
+
+class Layer:
+    """`grouped_mlp` ("mlp") or `grouped_linear` ("linear") with its weights.
+
+    `params` are all weights (packed: one each for fc1 and fc2, else one per expert), `biases` likewise.
+    """
+
+    def __init__(
+        self,
+        kind: str = "mlp",
+        packed: bool = True,
+        *,
+        layout: str = "out_in",
+        dtype: torch.dtype = torch.float32,
+        bias: bool = False,
+        hidden: int = 4,
+        ffn: int = 5,
+    ) -> None:
+        self.kind, self.packed, self.layout, self.dtype = kind, packed, layout, dtype
+        self._widths = (hidden, hidden if kind == "mlp" else ffn)
+        self._generator = torch.Generator().manual_seed(0)
+        shapes = [(2 * ffn, hidden), (hidden, ffn)] if kind == "mlp" else [(ffn, hidden)]
+        self.groups = [self._group(shape if layout == "out_in" else shape[::-1]) for shape in shapes]
+        self.bias_groups = [self._group(shape[:1]) for shape in shapes] if bias else []
+        self.params = [p for group in self.groups for p in group]
+        self.biases = [p for group in self.bias_groups for p in group]
+        self.probs = self._random(ROWS).abs()
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(self.dtype)
+
+    def _group(self, shape: tuple[int, ...]) -> list[Parameter]:
+        if self.packed:
+            return [Parameter(self._random(len(COUNTS), *shape))]
+        return [Parameter(self._random(*shape)) for _ in COUNTS]
+
+    def batch(self, seed: int) -> tuple[Tensor, Tensor]:
+        """A random x, NaN in its padding rows, and a random gradient of y."""
+        generator = torch.Generator().manual_seed(100 + seed)
+        x, dy = (torch.randn(ROWS, width, generator=generator).to(self.dtype) for width in self._widths)
+        x[sum(COUNTS) :] = float("nan")
+        return x, dy
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        """Run the layer of the library."""
+        weights = [group[0] if self.packed else group for group in self.groups]
+        names = ("fc1_bias", "fc2_bias") if self.kind == "mlp" else ("bias",)
+        if self.bias_groups:
+            groups = [group[0] if self.packed else group for group in self.bias_groups]
+            options |= dict(zip(names, groups, strict=True))
+        if self.kind == "mlp":
+            return fusedmlp.grouped_mlp(x, *weights, COUNTS, probs=self.probs, weight_layout=self.layout, **options)
+        return fusedmlp.grouped_linear(x, *weights, COUNTS, weight_layout=self.layout, **options)
+
+    def backward(self, *seeds: int, **options: Any) -> None:
+        """Forward and backward of the library, one micro-batch per seed (default: 1)."""
+        for seed in seeds or (1,):
+            x, dy = self.batch(seed)
+            self(x, **options).backward(dy)
+
+    def loop(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The layer as a loop over experts; `tensors` stand for `params + biases`. Rows without padding."""
+        experts, rest = [], list(tensors)
+        for group in self.groups + self.bias_groups:
+            mine, rest = rest[: len(group)], rest[len(group) :]
+            experts.append(list(mine[0]) if self.packed else mine)
+        weights, biases = experts[: len(self.groups)], experts[len(self.groups) :]
+        if self.layout == "in_out":
+            weights = [[w.T for w in group] for group in weights]
+        outputs, start = [], 0
+        for e, count in enumerate(COUNTS):
+            rows = slice(start, start + count)
+            y = x[rows] @ weights[0][e].T
+            y = y + biases[0][e] if biases else y
+            if self.kind == "mlp":
+                gate, linear = y.chunk(2, dim=1)
+                y = (torch.nn.functional.silu(gate) * linear) @ weights[1][e].T
+                y = y + biases[1][e] if biases else y
+                y = y * self.probs[rows].to(y.dtype).unsqueeze(1)
+            outputs.append(y)
+            start += count
+        return torch.cat(outputs)
+
+    def wgrads(self, *seeds: int) -> list[Tensor]:
+        """What plain autograd finds for `params + biases`, in float64, summed over micro-batches (default: 1)."""
+        tensors = [p.detach().double().requires_grad_() for p in self.params + self.biases]
+        for seed in seeds or (1,):
+            x, dy = self.batch(seed)
+            self.loop(x.double(), tensors).backward(dy.double()[: sum(COUNTS)])
+        return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
+
+    def attach(self, attribute: bool | None = None, *, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Give every weight a random main_grad, and the flag unless None; returns copies of what they hold."""
+        for param in self.params:
+            param.main_grad = self._random(*param.shape).to(dtype or torch.float32)
+            if attribute is not None:
+                param.grad_added_to_main_grad = attribute
+        return [param.main_grad.clone() for param in self.params]
+
+    def main_grads(self) -> list[Tensor]:
+        return [param.main_grad for param in self.params]
+
+    def grads(self) -> list[Tensor | None]:
+        return [param.grad for param in self.params]
+
+
+def _assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], *, dtype: torch.dtype | None = None) -> None:
+    assert len(actual) == len(expected)
+    for got, want in zip(actual, expected, strict=False):
+        assert got is not None
+        assert got.shape == want.shape
+        error = (got.double() - want.double()).abs().max()
+        bound = 16 * torch.finfo(dtype or got.dtype).eps * want.double().abs().max().clamp(min=1.0)
+        assert error <= bound, f"off by {error}, allowed {bound}:\n{got}\n{want}"  # NaN fails
+
+
+@pytest.fixture
+def make_layer() -> type[Layer]:
+    return Layer
+
+
+@pytest.fixture
+def assert_close() -> Callable[..., None]:
+    """Compare lists of tensors with float64 references, within 16 roundings of the largest number."""
+    return _assert_close
+
+
+@pytest.fixture
+def nan_in_empty() -> Iterator[None]:
+    """`torch.empty` returns NaN, so that nothing uninitialised passes for zero."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+class Recorder:
+    """Every weight-gradient GEMM of the library: where it wrote, and whether it added."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int], bool]] = []
+
+    @property
+    def pointers(self) -> list[int]:
+        return [pointer for _, pointers, _ in self.calls for pointer in pointers]
+
+
+@pytest.fixture
+def wgrad_gemms(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder = Recorder()
+    linear, mlp = ops.grouped_wgrad_, ops.grouped_mlp_backward_
+
+    def record(name: str, outputs: Sequence[Tensor], accumulate: bool) -> None:
+        if outputs:
+            recorder.calls.append((name, [t.data_ptr() for t in outputs], accumulate))
+
+    def grouped_wgrad_(*args: Any) -> Any:
+        record("wgrad", args[0], args[5])
+        return linear(*args)
+
+    def grouped_mlp_backward_(*args: Any) -> Any:
+        record("fc1", args[0], args[13])
+        record("fc2", args[1], args[14])
+        return mlp(*args)
+
+    monkeypatch.setattr(ops, "grouped_wgrad_", grouped_wgrad_)
+    monkeypatch.setattr(ops, "grouped_mlp_backward_", grouped_mlp_backward_)
+    return recorder

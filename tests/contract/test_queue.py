@@ -1,0 +1,298 @@
+"""WgradQueue: order, numbers, and what it refuses."""
+
+import pytest
+import torch
+
+import fusedmlp
+from fusedmlp import ops
+
+LAYERS = pytest.mark.parametrize(
+    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+)
+FUSE = pytest.mark.parametrize("fuse", [False, True])
+
+
+def plus(before, wgrads):
+    return [b + w for b, w in zip(before, wgrads, strict=True)]
+
+
+def names(layers, recorder):
+    """The GEMMs that ran, as (layer, weight) indices found by where they wrote."""
+    owners = {
+        group[0].main_grad.data_ptr(): (i, j) for i, layer in enumerate(layers) for j, group in enumerate(layer.groups)
+    }
+    return [owners[pointers[0]] for _, pointers, _ in recorder.calls]
+
+
+def two_layers(make_layer, packed):
+    layers = [make_layer("mlp", packed), make_layer("mlp", packed)]
+    for layer in layers:
+        layer.attach()
+    return layers
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_first_in_first_out_and_fc2_before_fc1(packed, wgrad_gemms, make_layer):
+    layers, queue = two_layers(make_layer, packed), fusedmlp.WgradQueue()
+    for layer, seed in ((layers[1], 1), (layers[0], 2), (layers[1], 3)):
+        layer.backward(seed, wgrad_queue=queue)
+    assert wgrad_gemms.calls == []
+    queue.run()
+    assert names(layers, wgrad_gemms) == [(1, 1), (1, 0), (0, 1), (0, 0), (1, 1), (1, 0)]
+
+
+def test_fused_micro_batches_keep_the_order_of_their_first(wgrad_gemms, make_layer):
+    layers, queue = two_layers(make_layer, True), fusedmlp.WgradQueue(fuse_microbatches=True)
+    for layer, seed in ((layers[1], 1), (layers[0], 2), (layers[1], 3)):
+        layer.backward(seed, wgrad_queue=queue)
+    queue.run()
+    assert names(layers, wgrad_gemms) == [(1, 1), (1, 0), (0, 1), (0, 0)]
+
+
+@LAYERS
+def test_length(kind, packed, make_layer):
+    layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue()
+    assert len(queue) == 0
+    x, dy = layer.batch(1)
+    y = layer(x, wgrad_queue=queue)
+    assert len(queue) == 0
+    y.backward(dy)
+    assert len(queue) == len(layer.groups)
+    layer.backward(2, wgrad_queue=queue)
+    assert len(queue) == 2 * len(layer.groups)
+    queue.run()
+    assert len(queue) == 0
+
+
+@FUSE
+def test_an_empty_run_is_a_no_op(fuse, wgrad_gemms, make_layer, assert_close):
+    layer, queue = make_layer(), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = layer.attach(False)
+    queue.run()
+    layer.backward(wgrad_queue=queue)
+    queue.run()
+    ran = len(wgrad_gemms.calls)
+    queue.run()
+    assert len(wgrad_gemms.calls) == ran == 2
+    assert_close(layer.main_grads(), plus(before, layer.wgrads()))
+
+
+@LAYERS
+@FUSE
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("case", ["grad", "grad, existing", "main_grad", "main_grad, first"])
+def test_micro_batches_equal_plain_autograd(case, layout, fuse, kind, packed, wgrad_gemms, make_layer, assert_close):
+    layer, queue = make_layer(kind, packed, layout=layout), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = [torch.zeros_like(p) for p in layer.params]
+    if case == "grad, existing":
+        before = [torch.full_like(p, 2.0) for p in layer.params]
+        for param, grad in zip(layer.params, before, strict=True):
+            param.grad = grad.clone()
+    elif "main_grad" in case:
+        initial = layer.attach(False)
+        before = before if "first" in case else initial
+    for seed in (1, 2, 3):
+        layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in case and seed == 1)
+    queue.run()
+    assert_close(layer.main_grads() if "main_grad" in case else layer.grads(), plus(before, layer.wgrads(1, 2, 3)))
+    assert len(wgrad_gemms.calls) == len(layer.groups) * (1 if fuse else 3)
+
+
+@FUSE
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bf16_weights(dtype, fuse, make_layer, assert_close):
+    layer, queue = make_layer(dtype=torch.bfloat16), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = layer.attach(dtype=dtype)
+    layer.backward(1, 2, wgrad_queue=queue)
+    queue.run()
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2)), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False)])
+@FUSE
+@pytest.mark.parametrize("by", ["call", "parameter"])
+@pytest.mark.parametrize(("overwriting", "left"), [((1, 3), (3, 4)), ((1, 2), (2, 3, 4)), ((3,), (3, 4)), ((4,), (4,))])
+def test_an_overwrite_amid_a_queue_erases_what_came_before(
+    overwriting, left, by, fuse, kind, packed, make_layer, assert_close
+):
+    layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    layer.attach()
+    for main in layer.main_grads():
+        main.fill_(float("nan"))
+    for seed in (1, 2, 3, 4):
+        for param in layer.params:
+            param.overwrite_main_grad = by == "parameter" and seed in overwriting
+        layer.backward(seed, wgrad_queue=queue, is_first_microbatch=by == "call" and seed in overwriting)
+    queue.run()
+    assert_close(layer.main_grads(), layer.wgrads(*left))
+
+
+@FUSE
+def test_some_experts_overwrite_amid_a_queue(fuse, make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = layer.attach()
+    layer.backward(1, wgrad_queue=queue)
+    layer.params[2].overwrite_main_grad = True
+    layer.backward(2, wgrad_queue=queue)
+    layer.params[2].overwrite_main_grad = False
+    layer.backward(3, wgrad_queue=queue)
+    queue.run()
+    expected = plus(before, layer.wgrads(1, 2, 3))
+    expected[2] = layer.wgrads(2, 3)[2]
+    assert_close(layer.main_grads(), expected)
+
+
+@FUSE
+def test_one_weight_used_in_both_layouts(fuse, assert_close):
+    """A tied encoder and decoder; square, so that no shape gives a mix-up away."""
+    queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(2, 4, 4, generator=generator))
+    weight.main_grad = torch.ones_like(weight)
+    x, dy = torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
+    h = fusedmlp.grouped_linear(x, weight, [3, 2], wgrad_queue=queue)
+    fusedmlp.grouped_linear(h, weight, [3, 2], weight_layout="in_out", wgrad_queue=queue).backward(dy)
+    queue.run()
+    wide = weight.detach().double().requires_grad_()
+    torch.cat([rows @ wide[e].T @ wide[e] for e, rows in enumerate(x.double().split([3, 2]))]).backward(dy.double())
+    assert_close([weight.main_grad], [1 + wide.grad])
+
+
+@FUSE
+def test_one_weight_fused_into_grad_and_into_main_grad(fuse, make_layer, assert_close):
+    layer, queue = make_layer("linear"), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = layer.attach()
+    layer.backward(1, wgrad_queue=queue, accumulate_wgrad="main_grad")
+    layer.backward(2, wgrad_queue=queue, accumulate_wgrad="grad")
+    queue.run()
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1)))
+    assert_close(layer.grads(), layer.wgrads(2))
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("which", ["x", "dy"])
+def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_layer):
+    layer, queue = make_layer(kind), fusedmlp.WgradQueue()
+    before = layer.attach()
+    x, dy = layer.batch(1)
+    layer(x, wgrad_queue=queue).backward(dy)
+    (x if which == "x" else dy).mul_(2)
+    with pytest.raises(RuntimeError, match=r"weight: .*modified in place between backward and the run"):
+        queue.run()
+    name = {"mlp": "fc1" if which == "x" else "fc2"}.get(kind, "weight")
+    index = 0 if name in ("fc1", "weight") else 1
+    assert torch.equal(layer.main_grads()[index], before[index])
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_addition_that_a_queued_overwrite_would_erase_is_refused(packed, make_layer, assert_close):
+    layer, queue = make_layer("mlp", packed), fusedmlp.WgradQueue()
+    layer.attach()
+    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad"):
+        layer.backward(2)
+    queue.run()
+    layer.backward(2)
+    assert_close(layer.main_grads(), layer.wgrads(1, 2))
+
+
+def test_the_second_of_two_queued_overwrites_is_still_guarded(make_layer):
+    layer, queues = make_layer(), [fusedmlp.WgradQueue(), fusedmlp.WgradQueue()]
+    layer.attach()
+    for seed, queue in enumerate(queues):
+        layer.backward(seed, wgrad_queue=queue, is_first_microbatch=True)
+    queues[0].run()
+    with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad"):
+        layer.backward(2)
+
+
+def test_a_dropped_queue_overwrites_nothing(make_layer, assert_close):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    before = layer.attach()
+    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    del queue
+    layer.backward(2)
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(2)))
+
+
+@pytest.mark.parametrize("target", ["grad", "main_grad"])
+def test_run_is_under_no_grad(target, make_layer):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    if target == "main_grad":
+        layer.attach()
+    layer.backward(wgrad_queue=queue)
+    seen, gemm = [], ops.grouped_wgrad_
+    with pytest.MonkeyPatch.context() as patch, torch.enable_grad():
+        patch.setattr(ops, "grouped_wgrad_", lambda *args: seen.append(torch.is_grad_enabled()) or gemm(*args))
+        queue.run()
+        assert torch.is_grad_enabled()
+    assert seen == [False, False]
+    found = layer.main_grads() if target == "main_grad" else layer.grads()
+    assert not any(t.requires_grad or t.grad_fn for t in found)
+
+
+@FUSE
+@pytest.mark.parametrize("target", ["grad", "main_grad", "main_grad, first"])
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_after_an_exception_the_run_can_be_repeated(failing, target, fuse, monkeypatch, make_layer, assert_close):
+    layer, queue = make_layer(), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = [torch.zeros_like(p) for p in layer.params]
+    if "main_grad" in target:
+        before = before if "first" in target and layer.attach() else layer.attach()
+    for seed in (1, 2):
+        layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in target and seed == 1)
+    gemm, calls = ops.grouped_wgrad_, []
+
+    def breaks(*args):
+        calls.append(args)
+        if len(calls) == failing + 1:
+            raise MemoryError("no room")
+        return gemm(*args)
+
+    monkeypatch.setattr(ops, "grouped_wgrad_", breaks)
+    if failing < (2 if fuse else 4):
+        with pytest.raises(MemoryError, match="no room"):
+            queue.run()
+        assert len(queue) == 4 - failing * (2 if fuse else 1)
+    queue.run()
+    assert len(queue) == 0
+    found = layer.main_grads() if "main_grad" in target else layer.grads()
+    assert_close(found, plus(before, layer.wgrads(1, 2)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("kind", ["GroupedMLP", "GroupedLinear"])
+def test_backward_dw_of_the_modules(kind, attached, packed, assert_close):
+    options = {"packed": packed, "bias": True}
+    make = getattr(fusedmlp, kind)
+    delayed, plain = make(3, 4, 5, delay_wgrad=True, **options), make(3, 4, 5, accumulate_wgrad="off", **options)
+    plain.load_state_dict(delayed.state_dict())
+    weights = {n: p for n, p in delayed.named_parameters() if "weight" in n}
+    if attached:
+        fusedmlp.MainGradBuffer(weights.values())
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(2):
+        x = torch.randn(5, 4, generator=generator)
+        for module in (delayed, plain):
+            module(x, [3, 0, 2]).square().sum().backward()
+    for name, weight in weights.items():
+        assert weight.grad is None or (attached and not weight.grad.any()), name
+        assert not attached or not weight.main_grad.any()
+    delayed.backward_dw()
+    for (name, got), want in zip(delayed.named_parameters(), plain.parameters(), strict=True):
+        assert_close([got.main_grad if attached and name in weights else got.grad], [want.grad])
+    assert len(delayed.wgrad_queue) == 0
+
+
+@LAYERS
+@pytest.mark.parametrize("attached", [False, True])
+def test_autograd_grad_gets_a_delayed_gradient_at_once(kind, packed, attached, make_layer, assert_close):
+    layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue()
+    before = layer.attach(False) if attached else []
+    x, dy = layer.batch(1)
+    grads = torch.autograd.grad(layer(x, wgrad_queue=queue), layer.params, dy)
+    assert_close(grads, layer.wgrads())
+    assert len(queue) == 0
+    assert all(p.grad is None for p in layer.params)
+    assert all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=False))
