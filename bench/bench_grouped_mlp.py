@@ -2,7 +2,8 @@
 
     python -m bench.bench_grouped_mlp [--json] [--seconds 3]
 
-Both sides run the same layer on the same tensors, in turns, in one process:
+Both sides run the same layer on the same tensors, in turns, in one process, with the same number of rows for every
+expert ("even") or as many as random routing gives them ("random"):
 - fusedmlp: `grouped_mlp`, whose backward adds into `main_grad`;
 - grouped_mm: `torch.nn.functional.grouped_mm` and autograd, then `main_grad.add_(grad)` for both weights.
 
@@ -17,6 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ SHAPES = (Shape(64, 512, 256, 4096), Shape(128, 256, 128, 4096), Shape(8, 512, 1
 class Case:
     """One layer's tensors and the two ways to run it."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, load: str, device: str) -> None:
         torch.manual_seed(0)
         options = {"dtype": dtype, "device": device}
         self.x = torch.randn(shape.R, shape.H, **options, requires_grad=True)
@@ -49,7 +51,8 @@ class Case:
         self.fc1 = nn.Parameter(torch.randn(shape.E, 2 * shape.F, shape.H, **options) * shape.H**-0.5)
         self.fc2 = nn.Parameter(torch.randn(shape.E, shape.H, shape.F, **options) * shape.F**-0.5)
         self.dy = torch.randn(shape.R, shape.H, **options)
-        self.counts = torch.full((shape.E,), shape.R // shape.E, device=device)
+        experts = torch.arange(shape.R) % shape.E if load == "even" else torch.randint(shape.E, (shape.R,))
+        self.counts = experts.bincount(minlength=shape.E).to(device)
         self.ends = self.counts.cumsum(0).to(torch.int32)
         self.buffer = fusedmlp.MainGradBuffer([self.fc1, self.fc2])
         self.runs: dict[str, Callable[[], Callable[[], None]]] = {
@@ -103,9 +106,9 @@ class Case:
         return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
-def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> dict[str, object]:
+def measure(shape: Shape, dtype: torch.dtype, load: str, device: str, seconds: float) -> dict[str, object]:
     """One row of the table."""
-    case = Case(shape, dtype, device)
+    case = Case(shape, dtype, load, device)
     case.check()
     times: dict[str, list[float]] = {name: [] for name in case.runs}
     deadline = time.perf_counter() + seconds
@@ -122,6 +125,7 @@ def measure(shape: Shape, dtype: torch.dtype, device: str, seconds: float) -> di
     return {
         **shape._asdict(),
         "dtype": str(dtype).removeprefix("torch."),
+        "load": load,
         "fusedmlp_ms": round(ours, 2),
         "grouped_mm_ms": round(theirs, 2),
         "speedup": round(theirs / ours, 2),
@@ -139,13 +143,12 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
-    for shape in SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            rows.append(measure(shape, dtype, device, arguments.seconds))
-            if not arguments.json:
-                if len(rows) == 1:
-                    print("  ".join(rows[0]))
-                print("  ".join(str(value).rjust(len(key)) for key, value in rows[-1].items()), flush=True)
+    for shape, dtype, load in product(SHAPES, (torch.float32, torch.bfloat16), ("even", "random")):
+        rows.append(measure(shape, dtype, load, device, arguments.seconds))
+        if not arguments.json:
+            if len(rows) == 1:
+                print("  ".join(name.rjust(8) for name in rows[0]))
+            print("  ".join(str(value).rjust(max(8, len(name))) for name, value in rows[-1].items()), flush=True)
     if arguments.json:
         print(json.dumps(rows, indent=1))
 

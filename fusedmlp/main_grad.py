@@ -327,11 +327,10 @@ def _overwrites(param: Tensor, first_microbatch: bool) -> bool:
     """Whether the gradient at hand replaces what main_grad holds."""
     if getattr(param, "overwrite_main_grad", False):
         backward = torch._C._current_graph_task_id()
-        first = _overwritten_in.get(param) != backward
+        first: bool = _overwritten_in.get(param) != backward
         _overwritten_in[param] = backward
         return first
-    armed: bool = first_microbatch and _to_overwrite.pop(param, False)
-    return armed
+    return first_microbatch and bool(_to_overwrite.pop(param, False))
 
 
 def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 # Elements of a chunk's widest activation and of its weight gradient (4 MiB in fp32), measured best on 2 MiB of L2.
 _CHUNK_ELEMENTS = 1 << 20
 # Rows after padding, relative to those before, up to which batching is worth it.
-_MAX_PADDING = 1.25
+_MAX_PADDING = 1.5
 
 # Tensors of all experts (packed, or a list), and the number of dimensions of one expert's.
 Group = tuple[Sequence[Tensor], int]
