@@ -77,6 +77,7 @@ def test_grouped_mlp(tensors, impl, with_probs):
     y, h = check(OPS.grouped_mlp, forward)
     assert y.shape == (7, 4)
     assert h.shape == (7, 6)
+    assert h[6].count_nonzero() == y[6].count_nonzero() == 0  # padding
     outs = [torch.zeros_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
     for need_dx, keep in ((True, False), (False, True)):
         backward = (
@@ -100,6 +101,8 @@ def test_grouped_mlp(tensors, impl, with_probs):
         assert grads.dx.shape == ((7, 4) if need_dx else (0,))
         assert grads.dprobs.shape == ((7,) if with_probs else (0,))
         assert grads.act_probs.shape == ((7, 3) if keep else (0,))
+        for kept in (grads.dh, grads.act_probs) if keep else (grads.dx,):
+            assert kept[6].count_nonzero() == 0
 
 
 def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):

@@ -1,0 +1,100 @@
+"""What the demo shows: a table, a picture and a JSON file."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+from fusedmlp.demo.compare import Measured, Results
+from fusedmlp.version import __version__
+
+_PLAIN, _FUSED = "plain autograd", "fusedmlp"
+_PALE, _DARK, _BOUND = "#9ecae1", "#08306b", "#d94801"
+
+
+def table(results: Results) -> str:
+    """The two columns, the verdict on the loss curves, and what the numbers are."""
+    plain, fused = _cells(results.plain), _cells(results.fused)
+    rows = [("", _PLAIN, _FUSED), *((name, plain[name], fused[name]) for name in plain)]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = [f"{name:<{widths[0]}}  {a:>{widths[1]}}  {b:>{widths[2]}}" for name, a, b in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    return "\n".join([*lines, "", verdict(results)])
+
+
+def _cells(column: Measured) -> dict[str, str]:
+    return {
+        "final training loss, nats/byte": f"{column.final_loss:.4f}",
+        "held-out loss, nats/byte": f"{column.held_out_loss:.4f}",
+        "ms per step, median": f"{column.ms:.1f}",
+        "peak weight-gradient memory, bytes": f"{column.step.peak_bytes:,}",
+        "AccumulateGrad copies of expert weights per step": str(column.step.copies),
+        "AccumulateGrad adds to expert weights per step": str(column.step.adds),
+    }
+
+
+def verdict(results: Results) -> str:
+    """One line: how far the curves are apart, and whether that is rounding."""
+    curves = results.agreement
+    step = curves.worst_step
+    says = "agree to rounding" if curves.agree else "DO NOT AGREE"
+    return (
+        f"The loss curves {says}: largest difference {curves.difference[step]:.1e} nats/byte, at step {step + 1}, "
+        f"where the bound is {curves.bound[step]:.1e} (10x what moving the initial weights by one ulp does)."
+    )
+
+
+def as_json(results: Results) -> str:
+    """All results; `losses` are nats per byte, one per step."""
+    curves = results.agreement
+    document = {
+        "versions": {"fusedmlp": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        "settings": asdict(results.settings),
+        "columns": {_PLAIN: asdict(results.plain), _FUSED: asdict(results.fused)},
+        "curves": {
+            "agree": curves.agree,
+            "largest_difference": curves.difference[curves.worst_step],
+            "at_step": curves.worst_step + 1,
+            "bound_there": curves.bound[curves.worst_step],
+            "bound": curves.bound,
+        },
+        "losses": results.losses,
+        "passed": results.passed,
+    }
+    return json.dumps(document, indent=2)
+
+
+def draw(results: Results, path: Path) -> None:
+    """Write the picture: both loss curves, and below, their difference next to its bound."""
+    steps = range(1, results.settings.steps + 1)
+    figure = Figure(figsize=(8, 6.5), dpi=120, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[2.2, 1])
+
+    model = results.settings.model
+    figure.suptitle(
+        f"Byte-level MoE language model ({model.layers} layers, {model.experts} experts): same loss with and without "
+        "gradient fusion",
+        fontsize=11,
+    )
+    upper.plot(steps, results.losses["plain"], color=_PALE, linewidth=6, solid_capstyle="round", label=_PLAIN)
+    upper.plot(steps, results.losses["fused"], color=_DARK, linewidth=1.3, linestyle=(0, (4, 2)), label=_FUSED)
+    upper.set_ylabel("training loss (nats per byte)")
+    upper.legend(frameon=False)
+
+    curves = results.agreement
+    visible = [d if d > 0 else float("nan") for d in curves.difference]
+    lower.plot(steps, curves.bound, color=_BOUND, linewidth=1.5, label="bound: 10x the drift caused by one ulp")
+    lower.plot(steps, visible, color=_DARK, linewidth=0.8, marker=".", markersize=3, label="difference (if not 0)")
+    lower.set_yscale("log")
+    lower.set_ylabel("|difference|\n(nats per byte)")
+    lower.set_xlabel("optimizer step")
+    lower.legend(frameon=False, loc="lower right")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

@@ -1,0 +1,145 @@
+"""Three training runs that differ in one thing each, from the same seed, on the same bytes in the same order.
+
+`plain`: PyTorch accumulates the gradients of the micro-batches in `.grad`. `fused`: the backward of the experts
+accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output rounds at other
+places than a GEMM followed by an add, and training amplifies any such difference. How far, `control` measures: it
+is `plain` again with every initial weight moved by one unit in the last place, the smallest change there is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pydoc_data.topics import topics
+from statistics import fmean
+from typing import Literal
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from fusedmlp.demo.model import LanguageModel, ModelConfig
+from fusedmlp.main_grad_buffer import MainGradBuffer
+
+Column = Literal["plain", "fused", "control"]
+MICRO_BATCHES = 2
+_BALANCE_WEIGHT = 0.01
+_WARMUP = 20  # steps; then the learning rate falls linearly
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the runs have in common."""
+
+    steps: int = 200
+    micro_batch: int = 8
+    learning_rate: float = 4e-3
+    seed: int = 0
+    device: str = "cpu"
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@cache
+def text() -> tuple[Tensor, Tensor]:
+    """CPython's language reference as byte values (int64, on the CPU): the first 90% and the held-out rest."""
+    everything = torch.frombuffer(bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8).long()
+    split = len(everything) * 9 // 10
+    return everything[:split], everything[split:]
+
+
+class Trainer:
+    """A model, its optimizer, its data, and one step of the loop.
+
+    Args:
+        settings: of the run.
+        column: which run. Only what depends on it may differ between runs.
+    """
+
+    def __init__(self, settings: Settings, column: Column) -> None:
+        self.settings, self.column = settings, column
+        torch.manual_seed(settings.seed)
+        self.model = LanguageModel(settings.model, "main_grad" if column == "fused" else "off")
+        if column == "control":
+            _perturb_(self.model)
+        self.model.to(settings.device)
+        self.buffer: MainGradBuffer | None = None
+        if column == "fused":
+            # Nothing in this loop reads the flag that Megatron's hooks read, so it is not asked for.
+            self.buffer = MainGradBuffer(self.model.expert_weights(), grad_added_to_main_grad=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: min((step + 1) / _WARMUP, max(1 - step / settings.steps, 0))
+        )
+        self._order = torch.Generator().manual_seed(settings.seed)
+        self._train, self._held_out = (part.to(settings.device) for part in text())
+
+    def _windows(self, data: Tensor, starts: Tensor) -> Tensor:
+        window = torch.arange(self.settings.model.context + 1)
+        return data[(starts[:, None] + window).to(data.device)]
+
+    def step(self) -> Tensor:
+        """One optimizer step on new data; the loss before it, mean over the micro-batches, on the device.
+
+        `is_first_microbatch=True` makes the first backward of a step overwrite `main_grad`. Every expert weight is
+        in every backward, so all of the buffer is overwritten and need not be zeroed.
+        """
+        losses = []
+        for i in range(MICRO_BATCHES):
+            last = len(self._train) - self.settings.model.context
+            starts = torch.randint(last, (self.settings.micro_batch,), generator=self._order)
+            loss, balance = self.model(self._windows(self._train, starts), is_first_microbatch=i == 0)
+            ((loss + _BALANCE_WEIGHT * balance) / MICRO_BATCHES).backward()
+            losses.append(loss.detach())
+        if self.buffer is None:
+            self.optimizer.step()
+        else:
+            with self.buffer.as_grad():
+                self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Nats per byte over windows spread evenly over the held-out text."""
+        last = len(self._held_out) - self.settings.model.context - 1
+        starts = torch.linspace(0, last, 8 * self.settings.micro_batch).long()
+        batches = torch.split(self._windows(self._held_out, starts), self.settings.micro_batch)
+        return fmean(float(self.model(batch)[0]) for batch in batches)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run measured; `losses` in nats per byte, `ms` per step."""
+
+    losses: list[float]
+    ms: list[float]
+    held_out: float
+
+
+def train(trainer: Trainer) -> Run:
+    """All steps, with a progress bar on stderr."""
+    losses, ms = [], []
+    with tqdm(_timed_steps(trainer), desc=f"{trainer.column:8}", total=trainer.settings.steps, unit="step") as bar:
+        for loss, seconds in bar:
+            losses.append(loss)
+            ms.append(1e3 * seconds)
+            bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+    return Run(losses, ms, trainer.held_out_loss())
+
+
+def _timed_steps(trainer: Trainer) -> Iterator[tuple[float, float]]:
+    for _ in range(trainer.settings.steps):
+        start = time.perf_counter()
+        loss = float(trainer.step())  # waits for the device
+        yield loss, time.perf_counter() - start
+
+
+@torch.no_grad()
+def _perturb_(model: torch.nn.Module) -> None:
+    """Move every weight up or down, at random, to the next number that its dtype can represent."""
+    for parameter in model.parameters():
+        direction = torch.randint_like(parameter, 2).mul_(2).sub_(1).mul_(torch.inf)
+        parameter.copy_(torch.nextafter(parameter, direction))

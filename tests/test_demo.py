@@ -1,0 +1,165 @@
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+
+from fusedmlp import __main__ as cli
+from fusedmlp.demo import compare, report
+from fusedmlp.demo.count import count_step
+from fusedmlp.demo.model import ModelConfig
+from fusedmlp.demo.train import Settings, Trainer, text
+
+TINY = Settings(steps=4, micro_batch=2, model=ModelConfig(hidden=32, ffn=48, experts=4, context=16))
+EXPERT_WEIGHTS = 4  # two layers, fc1 and fc2 each
+FC1_BYTES, FC2_BYTES = 4 * 4 * 96 * 32, 4 * 4 * 32 * 48
+ALL_BYTES = 2 * (FC1_BYTES + FC2_BYTES)
+
+
+@pytest.fixture(scope="module")
+def results():
+    return compare.compare(TINY)
+
+
+def test_the_text_is_the_language_reference():
+    train, held_out = text()
+    assert len(train) > 400_000
+    assert len(held_out) == pytest.approx(len(train) / 9, abs=9)
+    assert b'The "assert" statement' in bytes(train.tolist()) + bytes(held_out.tolist())
+
+
+def test_no_other_parameter_has_the_shape_of_an_expert_weight():
+    model = Trainer(TINY, "plain").model
+    experts = {id(p) for p in model.expert_weights()}
+    assert len(experts) == EXPERT_WEIGHTS
+    shapes = {p.shape for p in model.expert_weights()}
+    assert not [name for name, p in model.named_parameters() if id(p) not in experts and p.shape in shapes]
+
+
+def test_plain_autograd_adds_once_per_expert_weight_and_fusedmlp_never(results):
+    assert (results.plain.step.copies, results.plain.step.adds) == (0, EXPERT_WEIGHTS)
+    assert (results.fused.step.copies, results.fused.step.adds) == (0, 0)
+
+
+def test_copies_are_counted():
+    trainer = Trainer(TINY, "plain")
+    for weight in trainer.model.expert_weights():  # a gradient whose strides are not the weight's is not stolen
+        weight.register_hook(lambda grad: grad.transpose(1, 2).contiguous().transpose(1, 2))
+    assert count_step(trainer).copies == EXPERT_WEIGHTS
+
+
+def test_peak_memory_is_the_gradients_plus_what_the_second_micro_batch_of_a_layer_needs(results):
+    assert results.fused.step.peak_bytes == ALL_BYTES
+    assert results.plain.step.peak_bytes == ALL_BYTES + FC1_BYTES + FC2_BYTES
+
+
+def test_the_first_micro_batch_overwrites_what_the_last_step_left():
+    losses = []
+    for stale in (0.0, 1e3):
+        trainer = Trainer(TINY, "fused")
+        trainer.buffer.flat.fill_(stale)
+        losses.append([float(trainer.step()) for _ in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_the_curves_agree_and_the_loss_falls(results):
+    assert results.agreement.agree
+    assert results.agreement.difference[0] == 0  # the same weights and bytes
+    assert max(results.agreement.bound) < 1e-3
+    assert results.losses["fused"][-1] < results.losses["fused"][0] - 0.01
+    assert results.passed
+
+
+def test_a_lost_micro_batch_does_not_agree(results):
+    trainer = Trainer(TINY, "fused")
+    forward = trainer.model.forward
+    trainer.model.forward = lambda batch, **_: forward(batch, is_first_microbatch=True)
+    losses = [float(trainer.step()) for _ in range(TINY.steps)]
+    curves = compare.agreement(results.losses["plain"], losses, results.losses["control"])
+    assert not curves.agree
+    assert curves.difference[1] > curves.bound[1]
+
+
+def test_the_control_run_starts_one_unit_in_the_last_place_away():
+    plain, control = (list(Trainer(TINY, column).model.parameters()) for column in ("plain", "control"))
+    for p, c in zip(plain, control, strict=True):
+        up, down = (torch.nextafter(p, torch.full_like(p, sign * torch.inf)) for sign in (1, -1))
+        assert ((c == up) | (c == down)).all()
+        assert (c == up).any()
+        assert (c == down).any()
+
+
+def test_the_bound_follows_the_control_run_and_refuses_nan():
+    plain, control = [1.0, 1.0, 1.0], [1.0, 1.001, 1.0]
+    curves = compare.agreement(plain, plain, control)
+    assert curves.bound == pytest.approx([10 * 2**-23, 1e-2, 1e-2])
+    assert compare.agreement(plain, [1.0, 1.009, 0.991], control).agree
+    assert not compare.agreement(plain, [1.0, 1.0, 1.011], control).agree
+    nan = compare.agreement(plain, [1.0, float("nan"), 1.011], control)
+    assert not nan.agree
+    assert nan.worst_step == 1
+
+
+def test_table_and_json_say_what_was_measured(results):
+    shown = report.table(results)
+    assert re.search(r"plain autograd +fusedmlp\n", shown)
+    assert re.search(rf"adds to expert weights per step +{EXPERT_WEIGHTS} +0\n", shown)
+    assert re.search(rf"memory, bytes +{ALL_BYTES + FC1_BYTES + FC2_BYTES:,} +{ALL_BYTES:,}\n", shown)
+    assert "The loss curves agree to rounding: largest difference" in shown
+    document = json.loads(report.as_json(results))
+    assert document["losses"]["fused"] == results.losses["fused"]
+    assert document["columns"]["plain autograd"]["step"]["adds"] == EXPERT_WEIGHTS
+    assert document["curves"]["largest_difference"] == max(results.agreement.difference)
+
+
+def disagreeing(results):
+    agreement = dataclasses.replace(results.agreement, difference=[1.0] * TINY.steps)
+    return dataclasses.replace(results, agreement=agreement)
+
+
+def adding(results):
+    step = dataclasses.replace(results.fused.step, adds=1)
+    return dataclasses.replace(results, fused=dataclasses.replace(results.fused, step=step))
+
+
+def copying(results):
+    step = dataclasses.replace(results.fused.step, copies=1)
+    return dataclasses.replace(results, fused=dataclasses.replace(results.fused, step=step))
+
+
+@pytest.mark.parametrize(
+    ("change", "status"), [(lambda results: results, 0), (disagreeing, 1), (adding, 1), (copying, 1)]
+)
+def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "compare", lambda settings: change(results))
+    assert cli.main(["demo", "--out", str(tmp_path / "new" / "folder")]) == status
+    shown = capsys.readouterr().out
+    assert ("DO NOT AGREE" in shown) == (change is disagreeing)
+    written = tmp_path / "new" / "folder"
+    assert (written / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((written / "results.json").read_text())["passed"] == (status == 0)
+
+
+def test_command_line(tmp_path):
+    command = [sys.executable, "-m", "fusedmlp", "demo", "--steps", "3", "--json", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=Path(__file__).parents[1])
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document == json.loads((tmp_path / "results.json").read_text())
+    assert document["settings"]["steps"] == len(document["losses"]["plain"]) == 3
+    assert document["columns"]["fusedmlp"]["step"]["adds"] == 0
+    assert "fused" in done.stderr  # the progress bars
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--steps", "0"]])
+def test_wrong_arguments_are_refused(arguments):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code == 2
