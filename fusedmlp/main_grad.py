@@ -236,7 +236,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
             raise RuntimeError(
                 f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}"
             )
-        if mode == "main_grad":
+        if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
             _existing_target(weight, mode, label)
         if id(weight) in managed and (delayed or (fused and mode != "grad")):
             raise RuntimeError(

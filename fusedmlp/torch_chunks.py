@@ -89,12 +89,14 @@ class Chunk:
         self._experts = slice(first, last)
         self._rows = slice(chunks._bounds[first], chunks._bounds[last])
         self._shape = (last - first, longest)
-        sizes = chunks._sizes[first:last]
-        self._slots: Tensor | None = None  # where each row stands in the padded form; None: no padding
-        if len(set(sizes)) > 1:
-            shifts = [e * longest - (chunks._bounds[first + e] - self._rows.start) for e in range(len(sizes))]
-            rows = torch.arange(self._rows.stop - self._rows.start)
-            self._slots = rows + torch.tensor(shifts).repeat_interleave(torch.tensor(sizes))
+        sizes = torch.tensor(chunks._sizes[first:last])
+        # Padded form and rows, as indices into each other; None where every expert has `longest` rows.
+        self._slots: Tensor | None = None  # of every row: its place in the padded form
+        if len(set(chunks._sizes[first:last])) > 1:
+            places = torch.arange(longest) < sizes.unsqueeze(1)  # [e, C]: has a row
+            self._slots = places.flatten().nonzero().squeeze(1).to(chunks.device)
+            self._sources = (places.flatten().cumsum(0) - 1).clamp(min=0).to(chunks.device)  # of every place: a row
+            self._empty = (~places).flatten().nonzero().squeeze(1).to(chunks.device)
 
     def of(self, group: Sequence[Tensor], dim: int) -> Tensor:
         """This chunk's part of a packed tensor or of a list, `[e, ...]`."""
@@ -107,8 +109,10 @@ class Chunk:
         rows = t_RN[self._rows]
         if self._slots is None:
             return rows.view(*self._shape, -1)
-        padded = self.buffer(name, t_RN.shape[1], t_RN.dtype).zero_()
-        padded.flatten(0, 1).index_copy_(0, self._slots.to(rows.device), rows)
+        padded = self.buffer(name, t_RN.shape[1], t_RN.dtype)
+        places = padded.flatten(0, 1)
+        torch.index_select(rows, 0, self._sources, out=places)
+        places.index_fill_(0, self._empty, 0)
         return padded
 
     def target(self, name: str, out_RN: Tensor) -> Tensor:
@@ -121,7 +125,7 @@ class Chunk:
         """Put `[e, C, N]` into the rows of `out`; `always`: even without padding (it is not `out`'s own memory)."""
         rows = out_RN[self._rows]
         if self._slots is not None:
-            torch.index_select(t_eCN.flatten(0, 1), 0, self._slots.to(rows.device), out=rows)
+            torch.index_select(t_eCN.flatten(0, 1), 0, self._slots, out=rows)
         elif always:
             rows.copy_(t_eCN.flatten(0, 1))
 

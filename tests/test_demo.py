@@ -15,7 +15,7 @@ from fusedmlp import __main__ as cli
 from fusedmlp.demo import compare, report
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
-from fusedmlp.demo.train import Settings, Trainer, text
+from fusedmlp.demo.train import Settings, Trainer, perturb_, text
 
 TINY = Settings(steps=4, micro_batch=2, model=ModelConfig(hidden=32, ffn=48, experts=4, context=16))
 EXPERT_WEIGHTS = 4  # two layers, fc1 and fc2 each
@@ -87,22 +87,30 @@ def test_a_lost_micro_batch_does_not_agree(results):
     assert curves.difference[1] > curves.bound[1]
 
 
-def test_the_control_run_starts_one_unit_in_the_last_place_away():
-    plain, control = (list(Trainer(TINY, column).model.parameters()) for column in ("plain", "control"))
-    for p, c in zip(plain, control, strict=True):
+def test_the_control_run_moves_every_weight_by_one_unit_in_the_last_place(results):
+    trainer = Trainer(TINY, "control")
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    perturb_(trainer.model)
+    for p, moved in zip(before, trainer.model.parameters(), strict=True):
         up, down = (torch.nextafter(p, torch.full_like(p, sign * torch.inf)) for sign in (1, -1))
-        assert ((c == up) | (c == down)).all()
-        assert (c == up).any()
-        assert (c == down).any()
+        assert ((moved == up) | (moved == down)).all()
+        assert (moved == up).any()
+        assert (moved == down).any()
+    plain = Trainer(TINY, "plain")
+    for t in (trainer, plain):
+        t.step()
+    weights = zip(trainer.model.parameters(), plain.model.parameters(), strict=True)
+    assert all((a != b).any() for a, b in weights)
 
 
 def test_the_bound_follows_the_control_run_and_refuses_nan():
-    plain, control = [1.0, 1.0, 1.0], [1.0, 1.001, 1.0]
+    plain, control = [1.0] * 8, [1.0, 1.0, 1.001, 1.0, 1.0, 1.0, 1.01, 1.0]
     curves = compare.agreement(plain, plain, control)
-    assert curves.bound == pytest.approx([10 * 2**-23, 1e-2, 1e-2])
-    assert compare.agreement(plain, [1.0, 1.009, 0.991], control).agree
-    assert not compare.agreement(plain, [1.0, 1.0, 1.011], control).agree
-    nan = compare.agreement(plain, [1.0, float("nan"), 1.011], control)
+    assert curves.bound == pytest.approx([4 * 2**-23] * 2 + [4e-3] * 3 + [4e-2] * 3)
+    assert compare.agreement(plain, [1.0, 1.0, 1.0039, 1.0, 1.0, 1.039, 1.0, 1.0], control).agree
+    assert not compare.agreement(plain, [1.0, 1.0, 1.0, 0.995, 1.0, 1.0, 1.0, 1.0], control).agree
+    assert not compare.agreement(plain, [1.0] * 7 + [1.041], control).agree
+    nan = compare.agreement(plain, [1.0, float("nan"), 1.041, *plain[3:]], control)
     assert not nan.agree
     assert nan.worst_step == 1
 

@@ -10,8 +10,10 @@ from statistics import fmean, median
 from fusedmlp.demo.count import StepCount, count_step
 from fusedmlp.demo.train import Column, Run, Settings, Trainer, train
 
-# How far two runs that differ only in rounding can be apart, in units of how far two others are: see `agreement`.
-_SLACK = 10
+# How far two runs that differ only in rounding may be apart, in units of how far two others are, and the number of
+# steps in which rounding is not yet amplified: see `agreement`.
+SLACK = 4
+_EARLY = 5
 _FP32_EPSILON = 2**-23
 
 
@@ -80,17 +82,21 @@ def _measured(run: Run, step: StepCount) -> Measured:
 def agreement(plain: list[float], fused: list[float], control: list[float]) -> Agreement:
     """Compare the curves of `plain` and `fused` with a bound that is measured, not chosen.
 
-    Two runs that differ only in rounding drift apart, exponentially at first: every step amplifies what came
-    before, and a rounding difference can send a token to another expert. `control` is `plain` with all initial
-    weights one unit in the last place away, so `|control - plain|` shows how far rounding alone has carried the loss
-    by each step. `fused` may be ten times as far from `plain` as `control` has been up to that step: two drifts of
-    one kind differ by a random factor. Up to the first visible drift, the unit in the last place of the loss
-    stands in for it. An error in a gradient (a lost micro-batch, a wrong scale) shows in the second step, where
-    the bound is still near 1e-6.
+    Two runs that differ only in rounding stay within a few units in the last place of each other until the first
+    token goes to another expert, and then drift apart visibly. `control` is `plain` with every weight moved by one
+    such unit before every step, so `|control - plain|` shows how far rounding alone carries the loss. Two drifts of
+    one kind differ by a random factor, for which `SLACK` allows, and by chance in the step where they begin. So the
+    bound is `SLACK` times the largest drift of the whole control run, except in the first five steps: there it is
+    `SLACK` times the drift up to that step, or the unit in the last place of the loss if that is more. (Of 8 seeds,
+    the largest difference in the first 8 steps was 1.4 such units.)
+
+    The first steps are what finds an error: a lost or stale gradient shows in the second or third step, at
+    hundreds of times the bound. The later ones find what depends on the state of training.
     """
     drift = [max(abs(c - p), _FP32_EPSILON * abs(p)) for c, p in zip(control, plain, strict=True)]
     difference = [abs(f - p) for f, p in zip(fused, plain, strict=True)]
-    return Agreement(difference, [_SLACK * d for d in accumulate(drift, max)])
+    running = list(accumulate(drift, max))
+    return Agreement(difference, [SLACK * (d if i < _EARLY else running[-1]) for i, d in enumerate(running)])
 
 
 def _nan_is_largest(value: float) -> float:

@@ -1,9 +1,10 @@
 """Three training runs that differ in one thing each, from the same seed, on the same bytes in the same order.
 
 `plain`: PyTorch accumulates the gradients of the micro-batches in `.grad`. `fused`: the backward of the experts
-accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output rounds at other
+accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output may round at other
 places than a GEMM followed by an add, and training amplifies any such difference. How far, `control` measures: it
-is `plain` again with every initial weight moved by one unit in the last place, the smallest change there is.
+is `plain` again with every weight moved, before every step, by one unit in the last place (ulp), up or down at
+random, as if every step had rounded otherwise.
 """
 
 from __future__ import annotations
@@ -61,8 +62,6 @@ class Trainer:
         self.settings, self.column = settings, column
         torch.manual_seed(settings.seed)
         self.model = LanguageModel(settings.model, "main_grad" if column == "fused" else "off")
-        if column == "control":
-            _perturb_(self.model)
         self.model.to(settings.device)
         self.buffer: MainGradBuffer | None = None
         if column == "fused":
@@ -85,6 +84,8 @@ class Trainer:
         `is_first_microbatch=True` makes the first backward of a step overwrite `main_grad`. Every expert weight is
         in every backward, so all of the buffer is overwritten and need not be zeroed.
         """
+        if self.column == "control":
+            perturb_(self.model)
         losses = []
         for i in range(MICRO_BATCHES):
             last = len(self._train) - self.settings.model.context
@@ -138,7 +139,7 @@ def _timed_steps(trainer: Trainer) -> Iterator[tuple[float, float]]:
 
 
 @torch.no_grad()
-def _perturb_(model: torch.nn.Module) -> None:
+def perturb_(model: torch.nn.Module) -> None:
     """Move every weight up or down, at random, to the next number that its dtype can represent."""
     for parameter in model.parameters():
         direction = torch.randint_like(parameter, 2).mul_(2).sub_(1).mul_(torch.inf)
