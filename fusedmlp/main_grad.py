@@ -108,7 +108,7 @@ class Route:
         targets = [self.target(i) for i in range(len(self.params))]
         self._fused = [target is not None for target in targets]
         self._owners = self._find_owners()
-        dtypes = {t.dtype for t in targets if t is not None} or {_grad_dtype(self.params[0])}
+        dtypes = {t.dtype for t in targets if t is not None} or {grad_dtype(self.params[0])}
         if len(dtypes) > 1:
             raise ValueError(f"{self.name}: expected all experts to accumulate in one dtype; got {dtypes}")
         (dtype,) = dtypes
@@ -248,7 +248,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
 
 def fresh_like(param: Tensor) -> Tensor:
     """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
-    return torch.empty_like(param, dtype=_grad_dtype(param), requires_grad=False)
+    return torch.empty_like(param, dtype=grad_dtype(param), requires_grad=False)
 
 
 def _has_main_grad(param: Tensor) -> bool:
@@ -261,8 +261,10 @@ def _main_grad_of(param: Tensor) -> Tensor | None:
     return getattr(param, "main_grad", None)
 
 
-def _grad_dtype(param: Tensor) -> torch.dtype:
-    return (param.grad_dtype if param.is_leaf else None) or param.dtype
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """The dtype that `.grad` of a parameter must have."""
+    chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
+    return chosen or param.dtype
 
 
 def _resolve_auto(name: str, leaves: Sequence[Tensor]) -> Mode:
@@ -354,7 +356,7 @@ _dense_zeros: dict[tuple[torch.Size, torch.dtype, torch.device], list[tuple[Tens
 
 
 def _dummy(param: Tensor) -> Tensor:
-    dtype = _grad_dtype(param)
+    dtype = grad_dtype(param)
     if environment.dense_dummy():
         return _dense_dummy(param.shape, dtype, param.device)
     if param.numel() <= 1:  # an expanded scalar would be writable

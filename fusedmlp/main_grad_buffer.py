@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmlp.main_grad import grad_dtype
+
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
 
@@ -105,7 +107,7 @@ class MainGradBuffer:
                 main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
                 if param.grad is not None and not _is_dummy(param.grad):
                     main_grad.add_(param.grad)
-                param.grad = main_grad.to(param.grad_dtype or param.dtype)
+                param.grad = main_grad.to(grad_dtype(param))
         try:
             yield
         finally:
