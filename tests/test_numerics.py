@@ -70,20 +70,35 @@ def test_non_finite_values_of_one_expert_stay_there(impl):
         assert torch.isfinite(mine).all(), name
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
-def test_incoming_gradient_of_any_strides(impl, kind):
-    inputs = Inputs(Case(counts=(5, 3), padding=0, H=8))
-    dy = {
+def strided(kind):
+    """An incoming gradient `[8, 8]` as operators before a layer may leave it."""
+    return {
         "expanded": torch.tensor(0.7).expand(8, 8),
         "transposed": torch.randn(8, 8).t(),
         "sliced": torch.randn(8, 20)[:, 3:11],
     }[kind]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
+def test_incoming_gradient_of_any_strides(impl, kind):
+    inputs = Inputs(Case(counts=(5, 3), padding=0, H=8))
+    dy = strided(kind)
     inputs.dy = dy.contiguous()
     expected = reference.grouped_mlp(inputs, torch.float64)
     low_precision = reference.grouped_mlp(inputs, torch.float32)
     inputs.dy = dy
     assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, torch.float32)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
+def test_incoming_gradient_and_input_of_any_strides_of_grouped_linear(impl, kind):
+    dy, weight = strided(kind).to(DEVICE), torch.randn(2, 8, 4, device=DEVICE, requires_grad=True)
+    x = torch.randn(4, 8, device=DEVICE).t().requires_grad_()
+    fusedmlp.grouped_linear(x, weight, [5, 3], impl=impl).backward(dy)
+    torch.testing.assert_close(weight.grad, torch.stack([dy[:5].T @ x[:5], dy[5:].T @ x[5:]]).detach())
+    torch.testing.assert_close(x.grad, torch.cat([dy[:5] @ weight[0], dy[5:] @ weight[1]]).detach())
 
 
 @pytest.mark.parametrize("impl", IMPLS)
