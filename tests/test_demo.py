@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("matplotlib")
-pytest.importorskip("tqdm")
-
 from fusedmlp import __main__ as cli
 from fusedmlp.demo import compare, report
 from fusedmlp.demo.count import count_step
