@@ -25,9 +25,9 @@ _INTERPRETER = {name: Tile(16, 32, 32, 1, 1) for name in ("fc1_act", "gemm", "dg
 # Not tuned yet: sizes that compile everywhere without spilling (pointer loads, no bulk copies).
 _PORTABLE = {
     "fc1_act": Tile(64, 64, 32, 8, 3),
-    "gemm": Tile(64, 128, 32, 8, 3),
+    "gemm": Tile(64, 64, 32, 4, 3),
     "dgrad_act": Tile(64, 32, 32, 4, 3),
-    "wgrad": Tile(32, 64, 64, 4, 3),
+    "wgrad": Tile(32, 64, 32, 4, 3),
 }
 
 

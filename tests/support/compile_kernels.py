@@ -28,8 +28,15 @@ POINTERS = {
     "dw_ptr": "*fp32",
     "w_table_ptr": "*i64",
     "dw_table_ptr": "*i64",
+    "db_table_ptr": "*i64",
+    "bias_table_ptr": "*i64",
+    "segments_ptr": "*i64",
 }
-ABSENT = ("bias_table_ptr", "db_table_ptr", "segments_ptr")
+NO_TABLES = dict.fromkeys(("w_table_ptr", "dw_table_ptr", "db_table_ptr", "bias_table_ptr", "segments_ptr"))
+NO_BIAS = dict.fromkeys(
+    ("bias_ptr", "bias_table_ptr", "db_ptr", "db_table_ptr", "scale_ptr", "probs_ptr", "partial_ptr")
+)
+NO_DW = dict.fromkeys(("dw_ptr", "dw_table_ptr", "x_ptr", "segments_ptr"))
 
 
 def tile_constants(name, dtype, backend):
@@ -54,6 +61,12 @@ def variants(backend):
             ("dgrad_act", grouped_dgrad_act._grouped_dgrad_act_kernel, ACT | {"CURVE": "gelu_tanh"}),
             ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": True}),
             ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": False}),
+            ("gemm", grouped_gemm._grouped_gemm_kernel, NO_TABLES),
+            ("gemm", grouped_gemm._grouped_gemm_kernel, NO_TABLES | NO_BIAS),
+            ("fc1_act", grouped_fc1_act._grouped_fc1_act_kernel, ACT | NO_TABLES | NO_BIAS),
+            ("dgrad_act", grouped_dgrad_act._grouped_dgrad_act_kernel, ACT | NO_TABLES | NO_BIAS),
+            ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": True} | NO_TABLES | NO_BIAS),
+            ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": False} | NO_DW),
         ):
             constants, options = tile_constants(name, dtype, backend)
             yield name, kernel, constants | extra, options, dtype
@@ -62,8 +75,8 @@ def variants(backend):
 def compile_variant(kernel, constants, options, dtype, target):
     signature, values = {}, {}
     for name in kernel.arg_names:
-        if name in constants or name in ABSENT:
-            signature[name], values[name] = "constexpr", constants.get(name)
+        if name in constants:
+            signature[name], values[name] = "constexpr", constants[name]
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
         elif name.endswith(("_r", "_e", "_n", "_k", "_h", "_g", "_f")) and name.startswith("stride"):
