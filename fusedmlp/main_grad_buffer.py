@@ -85,7 +85,8 @@ class MainGradBuffer:
                 param.grad_added_to_main_grad = False
 
     def norm(self) -> Tensor:
-        """Total 2-norm of all gradients in the buffer, fp32, on the device."""
+        """Total 2-norm of all gradients, fp32, on the device; what is in `.grad` is moved into the buffer first."""
+        self._absorb()
         norm: Tensor = torch.linalg.vector_norm(self.flat, dtype=torch.float32)
         return norm
 
@@ -95,6 +96,14 @@ class MainGradBuffer:
         self.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
+    @torch.no_grad()
+    def _absorb(self) -> None:
+        """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
+        for param in self.params:
+            if param.grad is not None and not _is_dummy(param.grad):
+                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
+                param.grad = None
+
     @contextmanager
     def as_grad(self) -> Iterator[None]:
         """Inside, `.grad` of every parameter is its `main_grad` (cast if `.grad` needs another dtype).
@@ -102,11 +111,10 @@ class MainGradBuffer:
         What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
         `.grad` is None again, so that nothing is counted twice.
         """
+        self._absorb()
         with torch.no_grad():
             for param in self.params:
                 main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-                if param.grad is not None and not _is_dummy(param.grad):
-                    main_grad.add_(param.grad)
                 param.grad = main_grad.to(grad_dtype(param))
         try:
             yield

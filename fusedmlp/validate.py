@@ -73,7 +73,7 @@ def biases(name: str, bias: object, weight: Experts, x: Tensor) -> list[Tensor]:
             f"{name}: expected {weight.num_experts} experts of {weight.out_features} features; got {count} of "
             f"{tensors[0].shape[-1]}"
         )
-    return tensors
+    return [tensor.contiguous() for tensor in tensors]
 
 
 def size(name: str, what: str, expected: int, got: int) -> None:
@@ -95,7 +95,7 @@ def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
         raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
     if tuple(tensor.shape) != (num_experts,):
         raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
-    return tensor
+    return tensor.contiguous()
 
 
 def probabilities(probs: object, x: Tensor) -> Tensor | None:
@@ -111,7 +111,7 @@ def probabilities(probs: object, x: Tensor) -> Tensor | None:
         raise TypeError(f"probs: expected dtype {_names(_DTYPES)}; got {probs.dtype}")
     if probs.device != x.device:
         raise ValueError(f"probs: expected device {x.device}, that of x; got {probs.device}")
-    return probs.reshape(-1)
+    return probs.reshape(-1).contiguous()
 
 
 def implementation(impl: str, device: torch.device) -> str:

@@ -33,11 +33,11 @@ def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
         c = x * s
         slope = s + c * (1 - s) * (1 + 3 * cubic) * _SQRT_8_OVER_PI
     elif CURVE == "relu":
-        c = tl.maximum(x, 0)
+        c = tl.where(x <= 0, 0.0, x)
         slope = tl.where(x > 0, 1.0, 0.0)
     else:
         tl.static_assert(CURVE == "relu2")
-        c = tl.maximum(x, 0)
+        c = tl.where(x <= 0, 0.0, x)
         slope = 2 * c
         c = c * c
     return c, slope
@@ -51,8 +51,9 @@ def gated(g, l, CURVE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, O
     if LIMIT is not None:
         g_slope = tl.where(g <= LIMIT, 1.0, 0.0)
         l_slope = tl.where((l >= -LIMIT) & (l <= LIMIT), 1.0, 0.0)
-        g = tl.minimum(g, LIMIT)
-        l = tl.minimum(tl.maximum(l, -LIMIT), LIMIT)
+        # Not tl.minimum, which on a GPU turns NaN into the limit.
+        g = tl.where(g > LIMIT, LIMIT, g)
+        l = tl.where(l > LIMIT, LIMIT, tl.where(l < -LIMIT, -LIMIT, l))
     c, slope = curve(g, CURVE, ALPHA)
     m = l + OFFSET
     return c * m, slope * m * g_slope, c * l_slope

@@ -132,7 +132,7 @@ def grouped_wgrad_(
         dw_ENK.stride_e if dw_ENK else 0,
         *(dw_ENK.strides if dw_ENK else (0, 0)),
         db_EN.stride_e if db_EN else 0,
-        dy_RN[0].stride(0),
+        N,
         K,
         accumulate,
         tile.BLOCK_M,

@@ -121,3 +121,13 @@ def test_wrong_dtype_and_second_owner():
     MainGradBuffer([param])
     with pytest.raises(ValueError, match="got one from another owner"):
         MainGradBuffer([param])
+
+
+def test_norm_and_clipping_see_what_is_in_grad():
+    module = GroupedMLP(2, 4, 5, bias=True)
+    buffer = MainGradBuffer(module.parameters())
+    (module(torch.randn(6, 4), [2, 4]).sum() * 1000).backward()
+    assert buffer.clip_norm_(1.0) > 1
+    with buffer.as_grad():
+        total = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    torch.testing.assert_close(total, torch.tensor(1.0))

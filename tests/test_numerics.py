@@ -190,3 +190,39 @@ def test_no_rows_at_all(impl):
     assert fc1.grad.count_nonzero() == 0
     assert fc2.grad.count_nonzero() == 0
     assert x.grad.shape == (0, 4)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["column", "expanded"])
+def test_probs_biases_and_counts_of_any_strides(impl, kind):
+    x, fc1, fc2 = torch.randn(6, 4), torch.randn(2, 6, 4), torch.randn(2, 4, 3)
+    probs = torch.rand(6, 3)[:, 1] if kind == "column" else torch.tensor(0.5).expand(6)
+    biases = torch.randn(6, 2).t().requires_grad_(), torch.randn(4, 2).t().requires_grad_()
+    dense = [b.detach().contiguous().requires_grad_() for b in biases]
+    counts = torch.tensor([[2, 9], [4, 9]])[:, 0]
+    tensors = [t.to(DEVICE) for t in (x, fc1, fc2, counts)]
+    dy = torch.randn(6, 4, device=DEVICE)
+    ys = []
+    for p, (b1, b2) in ((probs, biases), (probs.contiguous(), dense)):
+        y = fusedmlp.grouped_mlp(
+            *tensors, probs=p.to(DEVICE), fc1_bias=b1.to(DEVICE), fc2_bias=b2.to(DEVICE), impl=impl
+        )
+        y.backward(dy)
+        ys.append(y.detach())
+    torch.testing.assert_close(*ys)
+    for b, d in zip(biases, dense, strict=True):
+        torch.testing.assert_close(b.grad, d.grad)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_queued_micro_batch_of_one_row_with_any_row_stride(impl):
+    queue = fusedmlp.WgradQueue(fuse_microbatches=True)
+    weight = torch.randn(2, 4, 3, device=DEVICE, requires_grad=True)
+    expected = torch.zeros(2, 4, 3, device=DEVICE)
+    for counts in ([1, 0], [2, 3]):
+        x, dy = torch.randn(sum(counts), 3, device=DEVICE), torch.randn(sum(counts), 9, device=DEVICE)[:, :4]
+        fusedmlp.grouped_linear(x, weight, counts, wgrad_queue=queue, impl=impl).backward(dy)
+        n = counts[0]
+        expected += torch.stack([dy[:n].T @ x[:n], dy[n:].T @ x[n:]])
+    queue.run()
+    torch.testing.assert_close(weight.grad, expected)
