@@ -1,12 +1,23 @@
-"""Tile sizes as data: one table per architecture. `M` rows, `N` output and `K` input features of an M-ragged GEMM;
-for wgrad `BLOCK_K` is the tile of input features and `BLOCK_M` the rows taken per step."""
+"""Tile sizes as data: one table per architecture.
+
+`M` rows, `N` output and `K` input features of an M-ragged GEMM; for wgrad `BLOCK_K` is the tile of input features
+and `BLOCK_M` the rows taken per step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 import triton
+
+Path = Literal["tma", "pointer"]
+ShapeClass = Literal["short", "long"]
+# Mean rows per expert below which a shape is "short".
+SHORT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -18,24 +29,87 @@ class Tile:
     BLOCK_K: int
     num_warps: int
     num_stages: int
+    SUBTILES: int = 1  # column subtiles of the epilogue
+    GROUP_M: int = 1  # M-tiles that share a weight tile while it is in L2
 
 
-_INTERPRETER = {name: Tile(16, 32, 32, 1, 1) for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")}
+class Key(NamedTuple):
+    """What a tile is chosen by, besides the architecture."""
 
-# Not tuned yet: sizes that compile everywhere without spilling (pointer loads, no bulk copies).
-_PORTABLE = {
-    "fc1_act": Tile(64, 64, 32, 8, 3),
-    "gemm": Tile(64, 64, 32, 4, 3),
-    "dgrad_act": Tile(64, 32, 32, 4, 3),
-    "wgrad": Tile(32, 64, 32, 4, 3),
+    kernel: str
+    path: Path
+    bits: int  # of one element of the activations: 16 or 32
+    shape: ShapeClass
+
+
+def _both(short: Tile, long: Tile | None = None) -> dict[ShapeClass, Tile]:
+    return {"short": short, "long": long or short}
+
+
+_Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
+
+# Pointer loads; sizes that compile everywhere without spilling.
+_POINTER: _Rows = {
+    (kernel, "pointer", bits): _both(tile)
+    for bits in (16, 32)
+    for kernel, tile in {
+        "fc1_act": Tile(64, 64, 32, 8, 3),
+        "gemm": Tile(64, 64, 32, 4, 3),
+        "dgrad_act": Tile(64, 32, 32, 4, 3),
+        "wgrad": Tile(32, 64, 32, 4, 3),
+    }.items()
+}
+
+_SM_90: _Rows = {}
+_SM_100: _Rows = {}
+
+TABLES: dict[str, _Rows] = {
+    "sm_80": _POINTER,
+    "sm_90": _POINTER | _SM_90,
+    "sm_100": _POINTER | _SM_100,
+    "sm_120": _POINTER,
+    "gfx942": _POINTER,
+    "gfx950": _POINTER,
+    "interpreter": {
+        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, SUBTILES=2 if path == "tma" else 1, GROUP_M=2))
+        for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
+        for path in ("tma", "pointer")
+        for bits in (16, 32)
+    },
 }
 
 
-def select(kernel: str, device: torch.device) -> Tile:
-    """The configuration of `kernel` on `device`."""
+def shipped(architecture: str) -> Iterator[tuple[Key, Tile]]:
+    """Every configuration of one architecture."""
+    for (kernel, path, bits), by_shape in TABLES[architecture].items():
+        for shape, tile in by_shape.items():
+            yield Key(kernel, path, bits, shape), tile
+
+
+@lru_cache
+def architecture(device: torch.device) -> str:
+    """The table that serves a device: its own, or that of the newest older GPU of its kind."""
     if triton.knobs.runtime.interpret:
-        return _INTERPRETER[kernel]
-    return _PORTABLE[kernel]
+        return "interpreter"
+    if torch.version.hip is not None:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        return name if name in TABLES else "gfx942"
+    major, minor = torch.cuda.get_device_capability(device)
+    older = [n for n in (80, 90, 100, 120) if n <= 10 * major + minor]
+    if not older:
+        raise RuntimeError(f"device: expected compute capability 8.0 or newer; got {major}.{minor} ({device})")
+    return f"sm_{older[-1]}"
+
+
+def has_path(kernel: str, dtype: torch.dtype, device: torch.device, path: Path) -> bool:
+    """Whether the device's table has a configuration with that way of moving tiles."""
+    return (kernel, path, 8 * dtype.itemsize) in TABLES[architecture(device)]
+
+
+def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, rows_per_expert: float) -> Tile:
+    """The configuration of `kernel` for activations of `dtype`."""
+    shape: ShapeClass = "short" if rows_per_expert < SHORT_ROWS else "long"
+    return TABLES[architecture(device)][kernel, path, 8 * dtype.itemsize][shape]
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -125,7 +125,7 @@ def grouped_dgrad_act_(
     Activations have unit column stride, and `dh` the strides of `h`.
     """
     num_rows, F = a_RF.shape
-    tile = select("dgrad_act", dy_RH.device)
+    tile = select("dgrad_act", dy_RH.dtype, dy_RH.device, "pointer", num_rows / (offsets.shape[0] - 1))
     num_f = triton.cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
     if num_rows:

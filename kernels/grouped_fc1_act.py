@@ -114,7 +114,7 @@ def grouped_fc1_act_(
     num_rows, F = a_RF.shape
     if a_RF.numel() == 0:
         return
-    tile = select("fc1_act", x_RH.device)
+    tile = select("fc1_act", x_RH.dtype, x_RH.device, "pointer", num_rows / (offsets.shape[0] - 1))
     tiles = tile_schedule(offsets, num_rows, tile.BLOCK_M)
     num_tiles = tiles.shape[1]
     _grouped_fc1_act_kernel[(num_tiles * triton.cdiv(F, tile.BLOCK_N),)](

@@ -85,7 +85,7 @@ def grouped_gemm_(
     num_rows, N = y_RN.shape
     if y_RN.numel() == 0:
         return
-    tile = select("gemm", x_RK.device)
+    tile = select("gemm", x_RK.dtype, x_RK.device, "pointer", num_rows / (offsets.shape[0] - 1))
     tiles = tile_schedule(offsets, num_rows, tile.BLOCK_M)
     num_tiles = tiles.shape[1]
     _grouped_gemm_kernel[(num_tiles * triton.cdiv(N, tile.BLOCK_N),)](

@@ -110,7 +110,7 @@ def grouped_wgrad_(
     """
     num_experts, N = offsets[0].shape[0] - 1, dy_RN[0].shape[1]
     K = x_RK[0].shape[1] if dw_ENK else 1
-    tile = select("wgrad", dy_RN[0].device)
+    tile = select("wgrad", dy_RN[0].dtype, dy_RN[0].device, "pointer", dy_RN[0].shape[0] / num_experts)
     segments = None
     if len(dy_RN) > 1:
         addresses = [t.data_ptr() for group in zip(dy_RN, x_RK, offsets, strict=True) for t in group]

@@ -40,7 +40,7 @@ NO_DW = dict.fromkeys(("dw_ptr", "dw_table_ptr", "x_ptr", "segments_ptr"))
 
 
 def tile_constants(name, dtype, backend):
-    tile = configs._PORTABLE[name]
+    tile = configs._POINTER[name, "pointer", 16]["long"]
     sizes = {"gemm": "MNK", "fc1_act": "MFH", "dgrad_act": "MFH", "wgrad": "RNK"}[name]
     blocks = (tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K)
     constants = {f"BLOCK_{letter}": size for letter, size in zip(sizes, blocks, strict=True)}
