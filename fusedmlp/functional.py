@@ -54,9 +54,12 @@ def grouped_mlp(
         accumulate_wgrad: "main_grad": add into `param.main_grad`; "grad": add into `param.grad` where there is
             one; "off": return the gradient to autograd; "auto": "main_grad" where the parameter has it, else "off".
             See `fusedmlp.main_grad` for what backward returns in each case.
-        wgrad_queue: put the weight gradients off until `wgrad_queue.run()`.
-        is_first_microbatch: True: overwrite `main_grad` instead of adding to it.
-        impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU.
+        wgrad_queue: put the weight gradients off until `wgrad_queue.run()`. A gradient that somebody asks for
+            (`torch.autograd.grad`, a weight that is not a leaf) is not put off.
+        is_first_microbatch: True: a step begins, and `main_grad` is stale: the first gradient to arrive, whichever
+            micro-batch it is of, overwrites it. Leave it out of evaluation.
+        impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU. "torch" rounds a bfloat16
+            or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`.
 
     Returns:
         `[R, H]`, dtype of x.

@@ -15,7 +15,9 @@ presence of `grad_added_to_main_grad` decides, not its value (Megatron-core's co
 
 The dummy is a zero gradient in `.grad`, for owners whose hooks want one: an expanded scalar, put there during
 backward (which then returns None). It costs neither memory nor a kernel, but refuses in-place writes;
-`FUSEDMLP_DENSE_DUMMY=1` makes it dense.
+`FUSEDMLP_DENSE_DUMMY=1` makes it dense. Where plain PyTorch uses the same parameter in the same backward, its
+gradient goes to `main_grad` too, as an owner may drop `.grad`; with Megatron's `zero_out_wgrad`, whose owner adds
+`.grad` itself, it stays there.
 
 A gradient is fused (written to `main_grad` or `.grad`) only if the autograd engine will run the parameter's
 AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) somebody asked for the gradient
@@ -78,6 +80,7 @@ class Route:
 
     name: str
     params: list[Tensor]
+    nodes: list[Any]  # per parameter: the graph node that its gradient flows to
     uses: list[EngineUse]
     mode: Mode  # resolved: never "auto"
     delayed: bool
@@ -116,15 +119,23 @@ class Route:
             fused and not overwrite for fused, overwrite in zip(self._fused, self.overwrites, strict=True)
         )
         outs: list[Tensor] = []
+        existing = next((target for target in targets if target is not None), None)
         for i, (param, target) in enumerate(zip(self.params, targets, strict=True)):
             if self._fused[i]:
                 _refuse_pending_overwrite(param, self._order, self.label(i))
             if target is None or self._owners[i] != i:
-                fresh = torch.zeros_like if self.accumulate else torch.empty_like
-                target = fresh(param, dtype=dtype, requires_grad=False)
+                target = _fresh(param if existing is None else existing, dtype)
+                if self.accumulate:
+                    target.zero_()
             elif self.overwrites[i] and self.accumulate:
                 target.zero_()
             outs.append(target)
+        for i, out in enumerate(outs):
+            if not same_strides(out, outs[0]):
+                raise ValueError(
+                    f"{self.label(i)}: expected a gradient with the strides of expert 0's, {outs[0].stride()}; got "
+                    f"{out.stride()}"
+                )
         self.outs = outs
 
     def _find_owners(self) -> list[int]:
@@ -148,17 +159,19 @@ class Route:
     def finish(self) -> list[Tensor | None]:
         """After the GEMM: set flags and dummies; the gradients that backward returns."""
         grads: list[Tensor | None] = []
-        for param, use, fused, out in zip(self.params, self.uses, self._fused, self._close(), strict=True):
+        for param, node, use, fused, out in zip(
+            self.params, self.nodes, self.uses, self._fused, self._close(), strict=True
+        ):
             if fused and self.mode == "main_grad":
-                _mark_fused(param)
+                _mark_fused(param, node)
             grads.append(None if fused or use is EngineUse.DROP else out)
         return grads
 
     def finish_in_backward(self) -> list[Tensor | None]:
         """Of a delayed wgrad: what backward does and returns before the GEMM runs."""
-        for param, overwrite in zip(self.params, self.overwrites, strict=True):
-            if self.mode == "main_grad":
-                _mark_fused(param)
+        for param, node, use, overwrite in zip(self.params, self.nodes, self.uses, self.overwrites, strict=True):
+            if self.mode == "main_grad" and use is EngineUse.ACCUMULATE:
+                _mark_fused(param, node)
             if overwrite:
                 _pending_overwrites.setdefault(param, {})[self._order] = weakref.ref(self)
         return [None] * len(self.params)
@@ -169,7 +182,7 @@ class Route:
             param = self.params[i]
             if self.overwrites[i]:
                 del _pending_overwrites[param][self._order]
-            if not self._fused[i] and self._owners[i] == i:
+            if not self._fused[i] and self._owners[i] == i and self.uses[i] is EngineUse.ACCUMULATE:
                 param.grad = out
 
 
@@ -185,7 +198,8 @@ def route(
     """Decide, inside backward, where the gradient of one weight goes.
 
     `nodes` are the graph nodes that the gradients of `weights` flow to. The parameter is taken from its node:
-    checkpointing and saved-tensor hooks hand back weights that have lost their attributes.
+    checkpointing and saved-tensor hooks hand back weights that have lost their attributes. A gradient that somebody
+    asked for (CAPTURE) is never delayed, nor are those of the same list.
     """
     uses = [engine_use(node) for node in nodes]
     params = [
@@ -195,14 +209,14 @@ def route(
     leaves = [param for param, use in zip(params, uses, strict=True) if use is EngineUse.ACCUMULATE]
     if mode == "auto":
         mode = _resolve_auto(name, leaves)
-    delayed = delayed and len(leaves) == len(params)
+    delayed = delayed and bool(leaves) and EngineUse.CAPTURE not in uses
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
     overwrites = [
-        mode == "main_grad" and use is EngineUse.ACCUMULATE and _overwrites(param, overwrite)
+        mode == "main_grad" and use is EngineUse.ACCUMULATE and _overwrites(param, overwrite, name)
         for param, use in zip(params, uses, strict=True)
     ]
-    result = Route(name, params, uses, mode, delayed, overwrites)
+    result = Route(name, params, list(nodes), uses, mode, delayed, overwrites)
     if delayed:
         for i, param in enumerate(params):
             _refuse_tensor_hooks(param, result.label(i))
@@ -219,9 +233,12 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
             "fusedmlp inside a torch.func transform (grad, vmap, jvp, ...): expected plain autograd; the transform "
             "would bypass .grad and main_grad"
         )
-    if overwrite and torch._C._current_graph_task_id() == -1:  # not a checkpoint's second forward
+    if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
+        _outermost_backward()
+    elif overwrite:
         for weight in weights:
-            _to_overwrite[weight] = True
+            if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and _has_main_grad(weight))):
+                _to_overwrite[weight] = torch.is_grad_enabled()
     if not torch.is_grad_enabled():
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -248,7 +265,18 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
 
 def fresh_like(param: Tensor) -> Tensor:
     """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
-    return torch.empty_like(param, dtype=grad_dtype(param), requires_grad=False)
+    return _fresh(param, grad_dtype(param))
+
+
+def _fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+
+def same_strides(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, where those matter."""
+    return a.stride() == b.stride() or all(
+        size == 1 or i == j for size, i, j in zip(a.shape, a.stride(), b.stride(), strict=True)
+    )
 
 
 def _has_main_grad(param: Tensor) -> bool:
@@ -314,25 +342,64 @@ def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
         )
 
 
-# Parameters whose next gradient overwrites main_grad, because a forward outside of any backward said so. The first
-# gradient takes the parameter out: a tied weight, a second backward through one graph, a checkpoint inside the
-# backward all add.
+# Parameters whose next gradient overwrites main_grad, because a forward outside of any backward said so (True; False:
+# it ran under no_grad). The first gradient that arrives takes the parameter out, whichever micro-batch it is of: a
+# tied weight, a second backward through one graph, a checkpoint inside the backward all add.
 _to_overwrite = WeakTensorKeyDictionary()
-# Parameter with `overwrite_main_grad` -> the backward that last overwrote its main_grad. Its owner hands it a new
-# main_grad for every backward.
+# Parameter with `overwrite_main_grad` -> the backward that last overwrote its main_grad, weakly. Its owner hands it a
+# new main_grad for every backward.
 _overwritten_in = WeakTensorKeyDictionary()
 # Parameter -> the queued routes that will overwrite its main_grad, by order of creation.
 _pending_overwrites = WeakTensorKeyDictionary()
 
 
-def _overwrites(param: Tensor, first_microbatch: bool) -> bool:
+class _Backward:
+    """Lives as long as a backward runs: the engine holds it, as a callback for its end."""
+
+    def __call__(self) -> None:
+        """Nothing to do."""
+
+
+_running: dict[int, weakref.ref[_Backward]] = {}  # by graph task, in the order in which they were met
+
+
+def _outermost_backward() -> _Backward:
+    """The backward that runs now; of nested ones (reentrant checkpoints), which are one to the user, the outermost.
+
+    Nested backwards have graph tasks of their own. Ours are known to be nested because a checkpoint's second forward,
+    inside the outer one, came here before.
+    """
+    task = torch._C._current_graph_task_id()
+    for ended in [other for other, backward in _running.items() if backward() is None]:
+        del _running[ended]
+    if task not in _running:
+        backward = _Backward()
+        engine: Any = torch.autograd.Variable._execution_engine
+        engine.queue_callback(backward)
+        _running[task] = weakref.ref(backward)
+    outermost = next(iter(_running.values()))()
+    assert outermost is not None
+    return outermost
+
+
+def _overwrites(param: Tensor, first_microbatch: bool, label: str) -> bool:
     """Whether the gradient at hand replaces what main_grad holds."""
     if getattr(param, "overwrite_main_grad", False):
-        backward = torch._C._current_graph_task_id()
-        first: bool = _overwritten_in.get(param) != backward
-        _overwritten_in[param] = backward
-        return first
-    return first_microbatch and bool(_to_overwrite.pop(param, False))
+        backward = _outermost_backward()
+        last: weakref.ref[_Backward] | None = _overwritten_in.get(param)
+        _overwritten_in[param] = weakref.ref(backward)
+        return last is None or last() is not backward
+    recorded = _to_overwrite.get(param)
+    if recorded is None:
+        return False
+    if not recorded and not first_microbatch:
+        raise RuntimeError(
+            f"{label}: a forward under torch.no_grad() had is_first_microbatch=True, and now a gradient of another "
+            "micro-batch comes; expected that of a checkpoint around the first one (for evaluation, leave "
+            "is_first_microbatch out)"
+        )
+    del _to_overwrite[param]
+    return True
 
 
 def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
@@ -344,11 +411,45 @@ def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
         )
 
 
-def _mark_fused(param: Tensor) -> None:
+def _mark_fused(param: Tensor, node: Any) -> None:
     if hasattr(param, "grad_added_to_main_grad"):
         param.grad_added_to_main_grad = True
         if param.grad is None:
             param.grad = _dummy(param)
+        _catch_plain_gradient(param, node)
+
+
+def _catch_plain_gradient(param: Tensor, node: Any) -> None:
+    """See that what plain PyTorch makes of a fused parameter in this backward is not lost.
+
+    `node` accumulates it after our backward. Left alone, it would add into the dummy (an error, if that is expanded),
+    and the owner, seeing the flag, would drop the sum.
+    """
+
+    def run(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
+        handle.remove()
+        (grad,) = grads
+        if grad is None:
+            return None
+        if getattr(param, "zero_out_wgrad", False):
+            if param.grad is not None and is_dummy(param.grad):
+                param.grad = None
+            return None
+        if any(alive() is not None for alive in _pending_overwrites.get(param, {}).values()):
+            raise RuntimeError(
+                "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
+                "and by plain PyTorch, whose gradient it would erase; expected only the former"
+            )
+        with torch.no_grad():
+            _main_grad_of(param).add_(grad)  # type: ignore[union-attr]
+        return (None,)
+
+    handle = node.register_prehook(run)
+
+
+def is_dummy(grad: Tensor) -> bool:
+    """Whether a gradient is an expanded zero."""
+    return grad.numel() > 1 and not any(grad.stride())
 
 
 _scalar_zeros = WeakTensorKeyDictionary()  # parameter -> its zero
@@ -361,6 +462,9 @@ def _dummy(param: Tensor) -> Tensor:
         return _dense_dummy(param.shape, dtype, param.device)
     if param.numel() <= 1:  # an expanded scalar would be writable
         return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    if param.is_cuda and torch.cuda.is_current_stream_capturing():
+        # Its memory belongs to the graph, and holds zero only once that is replayed: not to be kept.
+        return torch.zeros((), dtype=dtype, device=param.device).expand(param.shape)
     zero: Tensor | None = _scalar_zeros.get(param)
     if zero is None or zero.dtype != dtype or zero.device != param.device or _was_written(zero):
         zero = _scalar_zeros[param] = torch.zeros((), dtype=dtype, device=param.device)
@@ -374,6 +478,8 @@ def _was_written(zero: Tensor) -> bool:
 
 def _dense_dummy(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A dense zero tensor: one that nobody else holds, zeroed again, or else a new one."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(shape, dtype=dtype, device=device)
     pool = _dense_zeros.setdefault((shape, dtype, device), [])
     for base, idle_references in pool:
         if _storage_references(base) == idle_references:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp.main_grad import grad_dtype
+from fusedmlp.main_grad import grad_dtype, is_dummy
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
@@ -49,6 +49,7 @@ class MainGradBuffer:
         grad_added_to_main_grad: bool = True,
     ) -> None:
         self.params = list(params)
+        self._lent = False  # inside as_grad
         self._check(dtype)
         starts, end = [], 0
         for param in self.params:
@@ -78,6 +79,7 @@ class MainGradBuffer:
 
     def zero_(self) -> None:
         """Start a step: zero the buffer, clear every `grad_added_to_main_grad`, drop every `.grad`."""
+        self._refuse_lent("zero_()")
         self.flat.zero_()
         for param in self.params:
             param.grad = None
@@ -86,6 +88,7 @@ class MainGradBuffer:
 
     def norm(self) -> Tensor:
         """Total 2-norm of all gradients, fp32, on the device; what is in `.grad` is moved into the buffer first."""
+        self._refuse_lent("norm() and clip_norm_()")
         self._absorb()
         norm: Tensor = torch.linalg.vector_norm(self.flat, dtype=torch.float32)
         return norm
@@ -100,7 +103,7 @@ class MainGradBuffer:
     def _absorb(self) -> None:
         """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
         for param in self.params:
-            if param.grad is not None and not _is_dummy(param.grad):
+            if param.grad is not None and not is_dummy(param.grad):
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
 
@@ -109,9 +112,15 @@ class MainGradBuffer:
         """Inside, `.grad` of every parameter is its `main_grad` (cast if `.grad` needs another dtype).
 
         What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
-        `.grad` is None again, so that nothing is counted twice.
+        `.grad` is None again, so that nothing is counted twice. A parameter without any gradient has a zero one, which
+        an optimizer with weight decay or momentum still steps by; leave such parameters out of the buffer.
+
+        Raises:
+            RuntimeError: inside, from `zero_()`, `norm()`, `clip_norm_()` and `as_grad()`: clip before.
         """
+        self._refuse_lent("as_grad()")
         self._absorb()
+        self._lent = True
         with torch.no_grad():
             for param in self.params:
                 main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
@@ -119,17 +128,21 @@ class MainGradBuffer:
         try:
             yield
         finally:
+            self._lent = False
             for param in self.params:
                 param.grad = None
 
+    def _refuse_lent(self, what: str) -> None:
+        if self._lent:
+            raise RuntimeError(
+                f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
+            )
+
     def detach(self) -> None:
-        """Take `main_grad` and `grad_added_to_main_grad` off the parameters again; `flat` stays."""
+        """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays."""
         for param in self.params:
+            if param.grad is not None and is_dummy(param.grad):
+                param.grad = None
             for name in ("main_grad", "grad_added_to_main_grad"):
                 if hasattr(param, name):
                     delattr(param, name)
-
-
-def _is_dummy(grad: Tensor) -> bool:
-    """An expanded zero, which it would be a waste to add."""
-    return grad.numel() > 1 and not any(grad.stride())

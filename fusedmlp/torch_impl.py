@@ -124,7 +124,9 @@ def grouped_mlp_backward_(
             torch_activation.backward(kind, h_eCG, dact_eCF, a_eCF, dh_eCG)
             dprobs_eC1 = da_eCF.mul_(a_eCF).sum(2, keepdim=True)
             if bias2:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
-                dprobs_eC1 += chunk.cast("dy wide", dy_eCH) @ chunk.of(bias2, 1).float().unsqueeze(2)
+                bias_eH1 = chunk.of(bias2, 1).float().unsqueeze(2)
+                # With `out`, as all products here: autocast leaves those alone.
+                dprobs_eC1 += torch.bmm(chunk.cast("dy wide", dy_eCH), bias_eH1, out=chunk.buffer("dy.bias", 1))
             chunk.store(dprobs_eC1, grads.dprobs.unsqueeze(1), always=True)
             a_eCF.mul_(probs_eC1)
         a_eCF, dh_eCG = chunk.cast("a low", a_eCF, dtype), chunk.cast("dh low", dh_eCG, dtype)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.main_grad import MODES
+from fusedmlp.main_grad import MODES, same_strides
 from fusedmlp.wgrad_queue import WgradQueue
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # few operators take these
 
 
 class Experts(NamedTuple):
@@ -52,6 +53,11 @@ def experts(name: str, weight: object, weight_layout: str, x: Tensor) -> Experts
     """A weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
     tensors, packed = _group(name, weight)
     _same_kind(name, tensors, x, 3 if packed else 2)
+    for i, tensor in enumerate(tensors):
+        if not same_strides(tensor, tensors[0]):
+            raise ValueError(
+                f"{name}[{i}]: expected the strides of {name}[0], {tensors[0].stride()}; got {tensor.stride()}"
+            )
     count = tensors[0].shape[0] if packed else len(tensors)
     if count == 0:
         raise ValueError(f"{name}: expected at least one expert; got shape {tuple(tensors[0].shape)}")
@@ -86,9 +92,9 @@ def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
     """`tokens_per_expert` as an integer tensor `[E]`; its values are checked by the operator."""
     name = "tokens_per_expert"
     if isinstance(tokens_per_expert, Tensor):
-        if tokens_per_expert.dtype not in _INTEGER_DTYPES:
-            raise TypeError(f"{name}: expected an integer dtype; got {tokens_per_expert.dtype}")
-        tensor = tokens_per_expert
+        tensor = tokens_per_expert.long() if tokens_per_expert.dtype in _WIDE_UNSIGNED else tokens_per_expert
+        if tensor.dtype not in _INTEGER_DTYPES:
+            raise TypeError(f"{name}: expected an integer dtype; got {tensor.dtype}")
     elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
         tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
     else:

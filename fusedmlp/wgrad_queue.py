@@ -41,7 +41,8 @@ class WgradQueue:
 
     Args:
         fuse_microbatches: compute all queued gradients of one weight in one launch, which reads and writes
-            `main_grad` once instead of once per micro-batch. Equal to `False` within fp32 rounding.
+            `main_grad` once instead of once per micro-batch. Equal to `False` within the rounding of `main_grad`, or
+            of `.grad`. With `impl="torch"` it runs and rounds as `False`.
     """
 
     def __init__(self, *, fuse_microbatches: bool = False) -> None:

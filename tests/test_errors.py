@@ -50,6 +50,11 @@ CASES = {
         ValueError,
         r"fc1_weight\[1\]: expected shape \(10, 4\), that of fc1_weight\[0\]; got \(8, 4\)",
     ),
+    "list strides": (
+        {"fc1_weight": [FC1[0], FC1[1].t().contiguous().t()]},
+        ValueError,
+        r"fc1_weight\[1\]: expected the strides of fc1_weight\[0\], \(4, 1\); got \(1, 10\)",
+    ),
     "list type": ({"fc1_weight": [FC1[0], None]}, TypeError, r"fc1_weight: expected a tensor or a sequence"),
     "empty list": ({"fc1_weight": []}, TypeError, r"fc1_weight: expected a tensor or a sequence"),
     "no experts": (

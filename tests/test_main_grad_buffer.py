@@ -99,6 +99,27 @@ def test_low_precision_parameters_get_gradients_of_their_dtype():
     assert MainGradBuffer([param], dtype=torch.bfloat16).flat.dtype == torch.bfloat16
 
 
+def test_what_would_change_the_gradients_under_as_grad_is_refused():
+    param = Parameter(torch.zeros(4))
+    buffer = MainGradBuffer([param])
+    param.main_grad.fill_(3)
+    for method in (buffer.zero_, buffer.norm, lambda: buffer.clip_norm_(1.0), lambda: buffer.as_grad().__enter__()):
+        with buffer.as_grad(), pytest.raises(RuntimeError, match=r"expected outside of as_grad\(\)"):
+            method()
+        assert (param.main_grad == 3).all()
+    buffer.clip_norm_(3.0)
+    torch.testing.assert_close(param.main_grad, torch.full((4,), 1.5))
+
+
+def test_detach_takes_dummies_away_but_no_gradient():
+    dummy, real = Parameter(torch.zeros(4)), Parameter(torch.zeros(4))
+    buffer = MainGradBuffer([dummy, real])
+    dummy.grad, real.grad = torch.zeros(()).expand(4), torch.ones(4)
+    buffer.detach()
+    assert dummy.grad is None
+    assert (real.grad == 1).all()
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [

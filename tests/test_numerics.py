@@ -102,13 +102,25 @@ def test_incoming_gradient_and_input_of_any_strides_of_grouped_linear(impl, kind
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("counts_as", ["list", torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+@pytest.mark.parametrize(
+    "counts_as", ["list", *(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64))]
+)
 def test_counts_of_any_kind(impl, counts_as):
     x, weight = torch.randn(9, 4, device=DEVICE), torch.randn(3, 5, 4, device=DEVICE)
     counts = [2, 0, 6] if counts_as == "list" else torch.tensor([2, 0, 6], dtype=counts_as)
     y = fusedmlp.grouped_linear(x, weight, counts, impl=impl)
     expected = torch.cat([x[:2] @ weight[0].T, x[2:8] @ weight[2].T, torch.zeros(1, 5, device=DEVICE)])
     torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_backward_under_autocast_computes_as_without(impl):
+    case = Case(bias=True)
+    plain = factory.run(Inputs(case), impl, DEVICE)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        under = factory.run(Inputs(case), impl, DEVICE)
+    for name, tensor in plain.items():
+        assert torch.equal(under[name], tensor), name
 
 
 @pytest.mark.parametrize("impl", IMPLS)

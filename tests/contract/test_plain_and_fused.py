@@ -1,0 +1,93 @@
+"""Guard 10 where one of the two uses of a weight is plain PyTorch's."""
+
+import pytest
+import torch
+
+import fusedmlp
+
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
+
+@pytest.fixture(params=[False, True], ids=["expanded dummy", "dense dummy"])
+def dense(request, monkeypatch):
+    monkeypatch.setenv("FUSEDMLP_DENSE_DUMMY", str(int(request.param)))
+
+
+def loss(layer, seed, **options):
+    """The fused layer and a plain use of every weight, in either order of the graph."""
+    x, dy = layer.batch(seed)
+    fused = (layer(x, **options) * dy).nansum()
+    plain = sum((seed * p.square()).sum() for p in layer.params)
+    return fused + plain if seed % 2 else plain + fused
+
+
+def expected(layer, *seeds):
+    return [
+        g + sum(2 * seed * p.detach() for seed in seeds)
+        for g, p in zip(layer.wgrads(*seeds), layer.params, strict=True)
+    ]
+
+
+@pytest.mark.usefixtures("dense")
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("case", ["now", "delayed", "overwrite"])
+def test_both_land_in_main_grad(case, packed, make_layer, assert_close):
+    layer = make_layer(packed=packed)
+    before = layer.attach(False)
+    queue = fusedmlp.WgradQueue() if case == "delayed" else None
+    for seed in (1, 2):
+        loss(layer, seed, wgrad_queue=queue, is_first_microbatch=case == "overwrite" and seed == 1).backward()
+    if queue:
+        queue.run()
+    start = [torch.zeros_like(b) if case == "overwrite" else b for b in before]
+    assert_close(layer.main_grads(), [b + g for b, g in zip(start, expected(layer, 1, 2), strict=True)])
+    assert all(p.grad is None or not p.grad.any() for p in layer.params)
+
+
+@pytest.mark.usefixtures("dense")
+def test_an_owner_that_adds_grad_itself_finds_the_plain_gradient_there(make_layer, assert_close):
+    layer = make_layer()
+    before = layer.attach(False)
+    for param in layer.params:
+        param.zero_out_wgrad = True
+    loss(layer, 1).backward()
+    assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1), strict=True)])
+    assert_close(layer.grads(), [2 * p.detach() for p in layer.params])
+
+
+def test_without_the_attribute_the_plain_gradient_is_in_grad(make_layer, assert_close):
+    layer = make_layer()
+    before = layer.attach(None)
+    loss(layer, 1).backward()
+    assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1), strict=True)])
+    assert_close(layer.grads(), [2 * p.detach() for p in layer.params])
+
+
+def test_a_plain_gradient_that_a_queue_would_erase(make_layer):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    layer.attach(False)
+    with pytest.raises(
+        RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
+    ):
+        loss(layer, 1, wgrad_queue=queue, is_first_microbatch=True).backward()
+
+
+def test_nothing_of_the_catch_is_left_for_the_next_backward(make_layer, assert_close):
+    layer = make_layer()
+    before = layer.attach(False)
+    accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in layer.params]  # as Megatron keeps them
+    layer.backward(1)
+    for param in layer.params:
+        param.grad = None
+    sum(p.square().sum() for p in layer.params).backward()
+    assert_close(layer.grads(), [2 * p.detach() for p in layer.params])
+    assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1), strict=True)])
+    assert len(accumulators) == 2
+
+
+def test_the_buffer_steps_with_both(make_layer, assert_close):
+    layer = make_layer()
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    loss(layer, 1).backward()
+    with buffer.as_grad():
+        assert_close(layer.grads(), expected(layer, 1))
