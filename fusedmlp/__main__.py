@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo,):
+    for add in (_add_demo, _add_tune):
         add(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
@@ -62,6 +62,42 @@ def _demo(args: argparse.Namespace) -> int:
     data.write_text(document + "\n", encoding="utf-8")
     print(document if args.json else f"\n{report.table(results)}\n\nWrote {picture} and {data}.")
     return 0 if results.passed else 1
+
+
+def _add_tune(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "tune",
+        help="look for faster tiles on this GPU",
+        description="Time the kernels' tiles for one layer on this GPU, on scratch tensors, and keep the fastest for "
+        "FUSEDMLP_TUNED=1. The shipped tiles need no tuning.",
+    )
+    for name, default in (("experts", 128), ("hidden", 2048), ("ffn", 768), ("rows", 65536)):
+        parser.add_argument(f"--{name}", type=_positive, default=default, help=f"default: {default}")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON instead of a table")
+    parser.set_defaults(run=_tune)
+
+
+def _tune(args: argparse.Namespace) -> int:
+    import torch
+
+    device = torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("tune: expected a GPU to time kernels on; this machine has none", file=sys.stderr)
+        return 2
+    from fusedmlp import autotune
+
+    dtype = getattr(torch, args.dtype)
+    problem = autotune.Problem(args.experts, args.hidden, args.ffn, args.rows, dtype, device)
+    found = autotune.tune_with_progress(problem)
+    path = autotune.save(found, device)
+    print(
+        autotune.as_json(found)
+        if args.json
+        else f"{autotune.table(found)}\n\nWrote {path}; use it with FUSEDMLP_TUNED=1."
+    )
+    return 0
 
 
 def _positive(argument: str) -> int:

@@ -4,12 +4,15 @@
 |------------------------|--------|--------------------------------------------------------------------------|
 | `FUSEDMLP_DENSE_DUMMY` | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
 |                        |        | writable tensor instead of an expanded scalar (see `main_grad.py`)       |
+| `FUSEDMLP_TUNED`       | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
+| `FUSEDMLP_CACHE`       | folder | where those are kept; default `~/.cache/fusedmlp`                        |
 | `TRITON_INTERPRET`     | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
 """
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 
 def _flag(name: str) -> bool:
@@ -22,6 +25,16 @@ def _flag(name: str) -> bool:
 def dense_dummy() -> bool:
     """Whether dummies are dense and writable."""
     return _flag("FUSEDMLP_DENSE_DUMMY")
+
+
+def tuned() -> bool:
+    """Whether tiles tuned on this machine are used."""
+    return _flag("FUSEDMLP_TUNED")
+
+
+def cache_folder() -> Path:
+    """Where tuned tiles are kept."""
+    return Path(os.environ.get("FUSEDMLP_CACHE") or Path.home() / ".cache" / "fusedmlp")
 
 
 def triton_interpret() -> bool:

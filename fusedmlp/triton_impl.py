@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmlp import autotune, environment
 from fusedmlp.activation import Activation
 from fusedmlp.kernels import schedule
 from fusedmlp.kernels.activation import Options
@@ -21,6 +22,9 @@ from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.mlp_types import MLPGrads, MLPOutput
+
+if environment.tuned():
+    autotune.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -79,6 +79,10 @@ TABLES: dict[str, _Rows] = {
 }
 
 
+# Tiles tuned on this machine, which go before the tables.
+TUNED: dict[Key, Tile] = {}
+
+
 def shipped(architecture: str) -> Iterator[tuple[Key, Tile]]:
     """Every configuration of one architecture."""
     for (kernel, path, bits), by_shape in TABLES[architecture].items():
@@ -106,10 +110,15 @@ def has_path(kernel: str, dtype: torch.dtype, device: torch.device, path: Path) 
     return (kernel, path, 8 * dtype.itemsize) in TABLES[architecture(device)]
 
 
+def shape_class(rows_per_expert: float) -> ShapeClass:
+    """The class of a load, by its mean."""
+    return "short" if rows_per_expert < SHORT_ROWS else "long"
+
+
 def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, rows_per_expert: float) -> Tile:
     """The configuration of `kernel` for activations of `dtype`."""
-    shape: ShapeClass = "short" if rows_per_expert < SHORT_ROWS else "long"
-    return TABLES[architecture(device)][kernel, path, 8 * dtype.itemsize][shape]
+    key = Key(kernel, path, 8 * dtype.itemsize, shape_class(rows_per_expert))
+    return TUNED.get(key) or TABLES[architecture(device)][key.kernel, key.path, key.bits][key.shape]
 
 
 def dot_precision(dtype: torch.dtype) -> str:

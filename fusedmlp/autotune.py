@@ -1,0 +1,266 @@
+"""Opt-in tuning of tile sizes: `python -m fusedmlp tune`, then `FUSEDMLP_TUNED=1`.
+
+The tables in `kernels/configs.py` need no tuning. For one GPU and shape there may be something better: from the
+table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
+accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
+or gives other results than the table's is not taken.
+
+What was found is kept in a file for each GPU and Triton version, by kernel, path, element size and shape class.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from fusedmlp import environment, ops
+from fusedmlp.activation import Activation
+from fusedmlp.kernels import configs
+from fusedmlp.kernels.configs import Key, Tile
+
+_CHOICES: dict[str, tuple[int, ...]] = {
+    "BLOCK_M": (16, 32, 64, 128, 256),
+    "BLOCK_N": (32, 64, 128, 256),
+    "BLOCK_K": (32, 64, 128, 256),
+    "num_warps": (4, 8),
+    "num_stages": (2, 3, 4, 5),
+    "SUBTILES": (1, 2, 4),
+    "GROUP_M": (1, 4, 8, 16),
+}
+# A change must save that share of the time, or it is noise.
+_WORTH = 0.01
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The layer to tune for: even loads, packed weights, swiglu."""
+
+    experts: int
+    hidden: int
+    ffn: int
+    rows: int  # routed rows: tokens x top-k
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One tile tried; `ms` is None if it failed, and `note` says how."""
+
+    key: Key
+    tile: Tile
+    ms: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best tile of one kernel."""
+
+    key: Key
+    shipped: Tile
+    shipped_ms: float
+    tile: Tile
+    ms: float
+
+
+Timer = Callable[[Callable[[], object]], float]  # milliseconds that a call takes
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    """A call that runs one kernel on tensors of its own, and what sets those back to where they were."""
+
+    kernel: str
+    run: Callable[[], list[Tensor]]
+    reset: Callable[[], object] = lambda: None
+
+    def results(self) -> list[Tensor]:
+        self.reset()
+        return [t.clone() for t in self.run()]
+
+
+def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found]:
+    """Tunes every kernel: each trial as it is made, and each kernel's result, which later kernels' runs use."""
+    for scratch in _scratch_calls(problem):
+        found = yield from _descend(_key(scratch.kernel, problem), scratch, problem.device, timer or _gpu_timer)
+        configs.TUNED[found.key] = found.tile
+        yield found
+
+
+def _descend(key: Key, scratch: _Scratch, device: torch.device, timer: Timer) -> Generator[Trial, None, Found]:
+    shipped = configs.TABLES[configs.architecture(device)][key.kernel, key.path, key.bits][key.shape]
+    configs.TUNED[key] = best = shipped
+    expected = scratch.results()
+    best_ms = shipped_ms = timer(scratch.run)
+    tried = {shipped}
+    while candidate := next((tile for tile in _neighbours(best) if tile not in tried), None):
+        tried.add(candidate)
+        configs.TUNED[key] = candidate
+        try:
+            results = scratch.results()
+            ms = timer(scratch.run)
+        except Exception as error:  # whatever the compiler and the launcher raise
+            yield Trial(key, candidate, None, type(error).__name__)
+            continue
+        if not _agree(results, expected):
+            yield Trial(key, candidate, None, "other results than the shipped tile's")
+            continue
+        yield Trial(key, candidate, ms)
+        if ms < (1 - _WORTH) * best_ms:
+            best, best_ms = candidate, ms
+    return Found(key, shipped, shipped_ms, best, best_ms)
+
+
+def _neighbours(tile: Tile) -> Iterator[Tile]:
+    """Tiles that differ in one number, by one step."""
+    for name, choices in _CHOICES.items():
+        value = getattr(tile, name)
+        yield from (
+            replace(tile, **{name: c}) for c in choices if c < value and not any(c < d < value for d in choices)
+        )
+        yield from (
+            replace(tile, **{name: c}) for c in choices if c > value and not any(value < d < c for d in choices)
+        )
+
+
+def _agree(results: list[Tensor], expected: list[Tensor]) -> bool:
+    """Equal but for rounding in another order: within 1% of the largest value."""
+    return all(
+        bool((a.double() - b.double()).abs().max() <= 0.01 * b.double().abs().max())
+        for a, b in zip(results, expected, strict=True)
+    )
+
+
+def _key(kernel: str, problem: Problem) -> Key:
+    path: configs.Path = "tma" if configs.has_path(kernel, problem.dtype, problem.device, "tma") else "pointer"
+    shape = configs.shape_class(problem.rows / problem.experts)
+    return Key(kernel, path, 8 * problem.dtype.itemsize, shape)
+
+
+def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
+    """A call for every kernel. That of fc1_act also runs gemm, which is tuned by then."""
+    E, H, F, R = problem.experts, problem.hidden, problem.ffn, problem.rows
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=problem.dtype, device=problem.device).div_(shape[-1] ** 0.5)
+
+    x, dy, a, h = random(R, H), random(R, H), random(R, F), random(R, 2 * F)
+    fc1, fc2, probs = random(E, 2 * F, H), random(E, H, F), torch.rand(R, device=problem.device)
+    counts = torch.tensor([R // E + (e < R % E) for e in range(E)], device=problem.device)
+    offsets = ops.expert_offsets(counts, R, "triton")
+    dw = torch.zeros(E, H, F, device=problem.device)
+    act = Activation("swiglu").encoded
+
+    def wgrad() -> list[Tensor]:
+        ops.grouped_wgrad_([dw], [], [dy], [a], [offsets], True, "triton")
+        return [dw]
+
+    def dgrad_act() -> list[Tensor]:
+        weights: list[list[Tensor]] = [[fc1], [fc2], []]
+        flags = (False, False, False, True)  # add to neither weight gradient, no dx; keep dh and act_probs
+        return list(
+            ops.grouped_mlp_backward_([], [], [], [], dy, x, h, *weights, offsets, probs, act, *flags, "triton")
+        )[1:]
+
+    yield _Scratch("gemm", lambda: [ops.grouped_gemm(a, [fc2], [], offsets, "triton")])
+    yield _Scratch("fc1_act", lambda: list(ops.grouped_mlp(x, [fc1], [fc2], [], [], offsets, probs, act, "triton")))
+    yield _Scratch("dgrad_act", dgrad_act)
+    yield _Scratch("wgrad", wgrad, dw.zero_)
+
+
+def _gpu_timer(run: Callable[[], object]) -> float:
+    ms: float = triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median")
+    return ms
+
+
+def cache_file(device: torch.device) -> Path:
+    """Where tiles for this GPU and Triton are kept."""
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return environment.cache_folder() / f"{name.replace(' ', '-').replace('/', '-')}-triton-{triton.__version__}.json"
+
+
+def save(found: list[Found], device: torch.device) -> Path:
+    """Keeps what was found, beside what was found for other keys; the file."""
+    path = cache_file(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = read(path) if path.exists() else {}
+    kept |= {f.key: f.tile for f in found}
+    rows = [{"key": key._asdict(), "tile": asdict(tile)} for key, tile in kept.items()]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)  # a reader never sees half a file
+    return path
+
+
+def read(path: Path) -> dict[Key, Tile]:
+    """The tiles in a cache file.
+
+    Raises:
+        ValueError: the file was not written by `save` of this version.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return {Key(**row["key"]): Tile(**row["tile"]) for row in rows}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: expected tiles as `python -m fusedmlp tune` writes them; got {error!r}") from error
+
+
+def load(device: torch.device) -> None:
+    """Use the tiles tuned for this GPU.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    path = cache_file(device)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"FUSEDMLP_TUNED=1: expected {path}, which `python -m fusedmlp tune` writes; it is not there"
+        )
+    configs.TUNED.update(read(path))
+
+
+def tune_with_progress(problem: Problem, timer: Timer | None = None) -> list[Found]:
+    """`tune`, with a line on stderr for every kernel that grows with its trials (a bar, if tqdm is installed)."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        tqdm = None
+    found: list[Found] = []
+    bar = None if tqdm is None else tqdm(unit="tile", file=sys.stderr, disable=None)
+    for step in tune(problem, timer):
+        if isinstance(step, Found):
+            found.append(step)
+            print(f"{step.key.kernel}: {step.shipped_ms:.4f} -> {step.ms:.4f} ms", file=sys.stderr)
+        elif bar is not None:
+            bar.update()
+            outcome = step.note if step.ms is None else f"{step.ms:.4f} ms"
+            bar.set_description(f"{step.key.kernel}: {_short(step.tile)}: {outcome}")
+    if bar is not None:
+        bar.close()
+    return found
+
+
+def _short(tile: Tile) -> str:
+    return " ".join(
+        f"{f.name.removeprefix('BLOCK_').removeprefix('num_')}={getattr(tile, f.name)}" for f in fields(tile)
+    )
+
+
+def table(found: list[Found]) -> str:
+    """What was found, a kernel a line."""
+    header = f"{'kernel':10} {'path':8} {'shipped, ms':>12} {'tuned, ms':>12}  tile"
+    lines = [f"{f.key.kernel:10} {f.key.path:8} {f.shipped_ms:12.4f} {f.ms:12.4f}  {_short(f.tile)}" for f in found]
+    return "\n".join([header, *lines])
+
+
+def as_json(found: list[Found]) -> str:
+    """What was found: a list of objects with the fields of `Found`."""
+    return json.dumps([asdict(f) | {"key": f.key._asdict()} for f in found], indent=1)

@@ -1,0 +1,107 @@
+"""The tuner, on the interpreter and with an invented clock: what it keeps, what it refuses, and the file."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fusedmlp import __main__ as cli
+from fusedmlp import autotune
+from fusedmlp.kernels import configs
+from fusedmlp.kernels.configs import Key, Tile
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
+PROBLEM = autotune.Problem(3, 32, 32, 64, torch.float32, torch.device("cpu"))
+KERNELS = ("gemm", "fc1_act", "dgrad_act", "wgrad")
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path))
+    monkeypatch.setattr(configs, "TUNED", {})
+    monkeypatch.setattr(autotune, "_CHOICES", {"BLOCK_M": (16, 32), "BLOCK_K": (16, 32), "num_warps": (1, 2, 4)})
+
+
+def clock(run):
+    """The more warps and the larger BLOCK_M the faster, whatever runs; small BLOCK_K costs nothing: noise."""
+    run()
+    tile = list(configs.TUNED.values())[-1]
+    return 10.0 / (tile.num_warps + tile.BLOCK_M / 16)
+
+
+def test_finds_the_fastest_tile_of_every_kernel():
+    found = [step for step in autotune.tune(PROBLEM, clock) if isinstance(step, autotune.Found)]
+    assert [f.key.kernel for f in found] == list(KERNELS)
+    for f in found:
+        assert (f.tile.num_warps, f.tile.BLOCK_M) == (4, 32)
+        assert f.tile.BLOCK_K == f.shipped.BLOCK_K
+        assert (f.shipped_ms, f.ms) == (5.0, 10 / 6)
+        assert configs.select(f.key.kernel, torch.float32, PROBLEM.device, f.key.path, 64 / 3) == f.tile
+
+
+def test_tiles_that_fail_or_compute_something_else_are_not_taken(monkeypatch):
+    def run():
+        tile = configs.TUNED[key]
+        if tile.num_warps == 2:
+            raise RuntimeError("does not fit")
+        return [torch.full((2,), 1.0 if tile.BLOCK_M == 16 else 1.1)]
+
+    key = Key("gemm", "pointer", 32, "short")
+    monkeypatch.setattr(autotune, "_scratch_calls", lambda _: iter([autotune._Scratch("gemm", run)]))
+    monkeypatch.setattr(autotune, "_key", lambda *_: key)
+    *trials, found = autotune.tune(PROBLEM, clock)
+    notes = {(t.tile.num_warps, t.tile.BLOCK_M): t.note for t in trials}
+    assert notes[2, 16] == "RuntimeError"
+    assert notes[1, 32] == "other results than the shipped tile's"
+    assert found.tile == found.shipped
+
+
+def test_an_accumulating_kernel_is_compared_from_the_same_start():
+    (wgrad,) = [s for s in autotune._scratch_calls(PROBLEM) if s.kernel == "wgrad"]
+    first = wgrad.results()
+    wgrad.run()
+    assert all(torch.equal(a, b) for a, b in zip(wgrad.results(), first, strict=True))
+    assert first[0].any()
+
+
+def test_what_is_kept_is_read_again_and_extended():
+    device = torch.device("cpu")
+    a, b = Key("gemm", "tma", 16, "long"), Key("wgrad", "pointer", 32, "short")
+    tiles = [Tile(16, 32, 32, 1, 1), Tile(32, 32, 64, 4, 3, SUBTILES=2)]
+    autotune.save([autotune.Found(a, tiles[0], 2.0, tiles[0], 1.0)], device)
+    path = autotune.save([autotune.Found(b, tiles[0], 2.0, tiles[1], 1.0)], device)
+    assert autotune.read(path) == {a: tiles[0], b: tiles[1]}
+    autotune.load(device)
+    assert {a: tiles[0], b: tiles[1]} == configs.TUNED
+    path.write_text('[{"key": {}}]')
+    with pytest.raises(ValueError, match="expected tiles as `python -m fusedmlp tune` writes them"):
+        autotune.load(device)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_the_switch_loads_them(there, tmp_path):
+    if there:
+        tile = Tile(16, 64, 32, 1, 1)
+        autotune.save([autotune.Found(Key("gemm", "pointer", 32, "long"), tile, 2.0, tile, 1.0)], torch.device("cpu"))
+    code = "import fusedmlp.triton_impl; from fusedmlp.kernels.configs import TUNED; print(len(TUNED))"
+    env = {"FUSEDMLP_TUNED": "1", "FUSEDMLP_CACHE": str(tmp_path), "PATH": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    if there:
+        assert done.stdout == "1\n", done.stderr
+    else:
+        assert "FUSEDMLP_TUNED=1: expected" in done.stderr
+
+
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(autotune, "_gpu_timer", clock)
+    sizes = ["--experts", "3", "--hidden", "32", "--ffn", "32", "--rows", "64", "--dtype", "float32"]
+    assert cli.main(["tune", *sizes]) == 2
+    assert "expected a GPU" in capsys.readouterr().err
+    assert cli.main(["tune", *sizes, "--device", "cpu", "--json"]) == 0
+    out = capsys.readouterr()
+    assert [row["key"]["kernel"] for row in json.loads(out.out)] == list(KERNELS)
+    assert "wgrad: 5.0000 -> 1.6667 ms" in out.err
+    assert cli.main(["tune", *sizes, "--device", "cpu"]) == 0
+    assert "use it with FUSEDMLP_TUNED=1" in capsys.readouterr().out
