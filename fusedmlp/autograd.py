@@ -77,7 +77,7 @@ def _first_order_only(backward: _Backward) -> _Backward:
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad():
+        with torch.no_grad(), main_grad.layer_backward():
             grads = backward(ctx, dy)
         if not torch.is_grad_enabled():
             return grads

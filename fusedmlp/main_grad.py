@@ -27,8 +27,10 @@ itself, and gets it.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal
@@ -111,7 +113,8 @@ class Route:
         targets = [self.target(i) for i in range(len(self.params))]
         self._fused = [target is not None for target in targets]
         self._owners = self._find_owners()
-        dtypes = {t.dtype for t in targets if t is not None} or {grad_dtype(self.params[0])}
+        accumulated = (p for p, use in zip(self.params, self.uses, strict=True) if use is EngineUse.ACCUMULATE)
+        dtypes = {t.dtype for t in targets if t is not None} or {grad_dtype(next(accumulated, self.params[0]))}
         if len(dtypes) > 1:
             raise ValueError(f"{self.name}: expected all experts to accumulate in one dtype; got {dtypes}")
         (dtype,) = dtypes
@@ -124,12 +127,17 @@ class Route:
             if self._fused[i]:
                 _refuse_pending_overwrite(param, self._order, self.label(i))
             if target is None or self._owners[i] != i:
-                target = _fresh(param if existing is None else existing, dtype)
+                if existing is None:
+                    target = _fresh(param, dtype)
+                else:  # all outputs need the same strides, gaps included
+                    target = torch.empty_strided(param.shape, existing.stride(), dtype=dtype, device=param.device)
                 if self.accumulate:
                     target.zero_()
             elif self.overwrites[i] and self.accumulate:
                 target.zero_()
             outs.append(target)
+        if any(self._fused) and outs[0].is_cuda:
+            _outermost_backward().streams.add(torch.cuda.current_stream(outs[0].device))
         for i, out in enumerate(outs):
             if not same_strides(out, outs[0]):
                 raise ValueError(
@@ -219,8 +227,9 @@ def route(
     result = Route(name, params, list(nodes), uses, mode, delayed, overwrites)
     if delayed:
         for i, param in enumerate(params):
-            _refuse_tensor_hooks(param, result.label(i))
-            result.target(i)  # raises now rather than when the queue runs
+            if uses[i] is EngineUse.ACCUMULATE:
+                _refuse_tensor_hooks(param, result.label(i))
+                result.target(i)  # raises now rather than when the queue runs
     elif result.wanted:
         result.open()
     return result
@@ -238,7 +247,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
     elif overwrite:
         for weight in weights:
             if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and _has_main_grad(weight))):
-                _to_overwrite[weight] = torch.is_grad_enabled()
+                _to_overwrite[weight] = torch.is_grad_enabled() or _to_overwrite.get(weight, False)
     if not torch.is_grad_enabled():
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -274,8 +283,10 @@ def _fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def same_strides(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of one shape have the same strides, where those matter."""
-    return a.stride() == b.stride() or all(
-        size == 1 or i == j for size, i, j in zip(a.shape, a.stride(), b.stride(), strict=True)
+    return (
+        a.stride() == b.stride()
+        or a.numel() == 0
+        or all(size == 1 or i == j for size, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
     )
 
 
@@ -347,37 +358,55 @@ def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
 # tied weight, a second backward through one graph, a checkpoint inside the backward all add.
 _to_overwrite = WeakTensorKeyDictionary()
 # Parameter with `overwrite_main_grad` -> the backward that last overwrote its main_grad, weakly. Its owner hands it a
-# new main_grad for every backward.
+# new main_grad for every backward, or more often, and then clears `grad_added_to_main_grad`.
 _overwritten_in = WeakTensorKeyDictionary()
 # Parameter -> the queued routes that will overwrite its main_grad, by order of creation.
 _pending_overwrites = WeakTensorKeyDictionary()
 
 
 class _Backward:
-    """Lives as long as a backward runs: the engine holds it, as a callback for its end."""
+    """Lives as long as a backward runs: the engine holds it, as a callback for its end, and lets go if that fails."""
+
+    def __init__(self) -> None:
+        self.streams: set[torch.cuda.Stream] = set()  # that wrote gradients of which the engine knows nothing
+        self.hooks: list[Any] = []  # to be removed
 
     def __call__(self) -> None:
-        """Nothing to do."""
+        """On the streams from which backward was called, as the engine does for the gradients that it knows."""
+        for stream in self.streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def __del__(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
 
 
-_running: dict[int, weakref.ref[_Backward]] = {}  # by graph task, in the order in which they were met
+class _Running(threading.local):
+    """The backwards that run in this thread, by graph task, in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.backwards: dict[int, weakref.ref[_Backward]] = {}
+        self.taken: list[Tensor] = []  # parameters that the layer at hand took out of `_to_overwrite`
+
+
+_running = _Running()
 
 
 def _outermost_backward() -> _Backward:
     """The backward that runs now; of nested ones (reentrant checkpoints), which are one to the user, the outermost.
 
     Nested backwards have graph tasks of their own. Ours are known to be nested because a checkpoint's second forward,
-    inside the outer one, came here before.
+    inside the outer one, came here before. One through a graph from before would not be.
     """
-    task = torch._C._current_graph_task_id()
-    for ended in [other for other, backward in _running.items() if backward() is None]:
-        del _running[ended]
-    if task not in _running:
+    task, running = torch._C._current_graph_task_id(), _running.backwards
+    for ended in [other for other, backward in running.items() if backward() is None]:
+        del running[ended]
+    if task not in running:
         backward = _Backward()
         engine: Any = torch.autograd.Variable._execution_engine
         engine.queue_callback(backward)
-        _running[task] = weakref.ref(backward)
-    outermost = next(iter(_running.values()))()
+        running[task] = weakref.ref(backward)
+    outermost = next(iter(running.values()))()
     assert outermost is not None
     return outermost
 
@@ -388,18 +417,36 @@ def _overwrites(param: Tensor, first_microbatch: bool, label: str) -> bool:
         backward = _outermost_backward()
         last: weakref.ref[_Backward] | None = _overwritten_in.get(param)
         _overwritten_in[param] = weakref.ref(backward)
-        return last is None or last() is not backward
+        handed_over = not getattr(param, "grad_added_to_main_grad", True)
+        if handed_over:
+            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        return handed_over or last is None or last() is not backward
     recorded = _to_overwrite.get(param)
     if recorded is None:
         return False
     if not recorded and not first_microbatch:
         raise RuntimeError(
             f"{label}: a forward under torch.no_grad() had is_first_microbatch=True, and now a gradient of another "
-            "micro-batch comes; expected that of a checkpoint around the first one (for evaluation, leave "
-            "is_first_microbatch out)"
+            "micro-batch comes; expected the first one's, from a reentrant checkpoint around it (leave "
+            "is_first_microbatch out of evaluation; use_reentrant=False allows any order)"
         )
     del _to_overwrite[param]
+    _running.taken.append(param)
     return True
+
+
+@contextmanager
+def layer_backward() -> Iterator[None]:
+    """Around the backward of one layer: if it fails, the first gradient is still to arrive."""
+    _running.taken = []
+    try:
+        yield
+    except BaseException:
+        for param in _running.taken:
+            _to_overwrite[param] = True
+        raise
+    finally:
+        _running.taken = []
 
 
 def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
@@ -430,26 +477,31 @@ def _catch_plain_gradient(param: Tensor, node: Any) -> None:
     `node` accumulates it after our backward. Left alone, it would add into the dummy (an error, if that is expanded),
     and the owner, seeing the flag, would drop the sum.
     """
+    stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
 
     def run(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
-        handle.remove()
         (grad,) = grads
         if grad is None:
             return None
-        if getattr(param, "zero_out_wgrad", False):
+        owner_adds = getattr(param, "zero_out_wgrad", False)
+        after_the_queue = owner_adds and getattr(param, "skip_backward_post_hook", False)
+        pending = any(alive() is not None for alive in _pending_overwrites.get(param, {}).values())
+        if owner_adds and (after_the_queue or not pending):
             if param.grad is not None and is_dummy(param.grad):
                 param.grad = None
             return None
-        if any(alive() is not None for alive in _pending_overwrites.get(param, {}).values()):
+        if pending:
             raise RuntimeError(
                 "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
                 "and by plain PyTorch, whose gradient it would erase; expected only the former"
             )
+        if stream is not None:  # the engine does not know that our GEMM may still write there
+            torch.cuda.current_stream(param.device).wait_stream(stream)
         with torch.no_grad():
             _main_grad_of(param).add_(grad)  # type: ignore[union-attr]
         return (None,)
 
-    handle = node.register_prehook(run)
+    _outermost_backward().hooks.append(node.register_prehook(run))
 
 
 def is_dummy(grad: Tensor) -> bool:

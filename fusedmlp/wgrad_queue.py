@@ -26,6 +26,7 @@ class _Delayed(NamedTuple):
         """Whether both gradients go to the same place in the same way."""
         return (
             [id(param) for param in self.route.params] == [id(param) for param in other.route.params]
+            and self.route.uses == other.route.uses
             and self.route.mode == other.route.mode
             and self.transposed == other.transposed
             and self.impl == other.impl

@@ -1,10 +1,13 @@
 """Which gradient overwrites `main_grad`: the first to arrive of a step (`is_first_microbatch`), or of a backward."""
 
+import threading
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -65,6 +68,81 @@ def test_an_evaluation_before_the_first_micro_batch_changes_nothing(make_layer, 
     layer.backward(1, is_first_microbatch=True)
     layer.backward(2)
     assert_close(layer.main_grads(), layer.wgrads(1, 2))
+
+
+def test_an_evaluation_between_forward_and_backward_changes_nothing(make_layer, assert_close):
+    layer = make_layer()
+    stale(layer)
+    y1, dy1 = forward(layer, 1, is_first_microbatch=True)
+    with torch.no_grad():
+        forward(layer, 3, is_first_microbatch=True)
+    layer.backward(2)
+    y1.backward(dy1)
+    assert_close(layer.main_grads(), layer.wgrads(1, 2))
+
+
+def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(monkeypatch, make_layer, assert_close):
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    layer = make_layer()
+    stale(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "grouped_mlp_backward_", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.backward(1, is_first_microbatch=True)
+    layer.backward(2)
+    layer.backward(3)
+    assert_close(layer.main_grads(), layer.wgrads(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_an_owner_that_takes_main_grad_away_within_a_backward(make_layer, assert_close):
+    layer = make_layer("linear")
+    stale(layer)
+    (param,) = layer.params
+    param.overwrite_main_grad, total = True, torch.zeros_like(param)
+
+    def hand_over(_):
+        total.add_(param.main_grad)
+        param.main_grad = torch.full_like(param.main_grad, float("nan"))
+        param.grad, param.grad_added_to_main_grad = None, False
+
+    param.register_post_accumulate_grad_hook(hand_over)
+    outputs, dys = [], []
+    for x, dy in map(layer.batch, (1, 2)):
+        outputs.append(checkpoint(layer, x.requires_grad_(), use_reentrant=True))
+        dys.append(dy)
+    torch.autograd.backward(outputs, dys)
+    assert_close([total], layer.wgrads(1, 2))
+
+
+def test_a_backward_in_another_thread_is_not_an_outer_one(make_layer, assert_close):
+    other, layer = make_layer(), make_layer()
+    inside, done = threading.Event(), threading.Event()
+    for each in (other, layer):
+        stale(each)
+        for param in each.params:
+            param.overwrite_main_grad = True
+            del param.grad_added_to_main_grad
+
+    def wait(_):
+        inside.set()
+        done.wait(60)
+
+    def run():
+        x, dy = other.batch(1)
+        x.requires_grad_().register_hook(wait)
+        other(x).backward(dy)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert inside.wait(60)
+    for seed in (1, 2, 3):
+        layer.backward(seed)
+        assert_close(layer.main_grads(), layer.wgrads(seed))
+    done.set()
+    thread.join()
 
 
 @pytest.mark.parametrize("mode", ["off", "grad"])

@@ -69,3 +69,53 @@ def test_a_list_with_a_computed_expert_is_not_delayed(make_layer, assert_close):
     assert len(queue) == 0
     wgrads = layer.wgrads(1)
     assert_close([layer.params[0].grad, layer.params[1].grad, leaf.grad], [*wgrads[:2], 2 * wgrads[2]])
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("attached", [True, False])
+def test_micro_batches_of_other_experts_do_not_share_a_launch(attached, order, make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue(fuse_microbatches=True)
+    before = layer.attach(False) if attached else [torch.zeros_like(p) for p in layer.params]
+    for inputs in [(layer.params[:1], None)[i] for i in order]:
+        x, dy = layer.batch(1)
+        layer(x, wgrad_queue=queue).backward(dy, inputs=inputs)
+    queue.run()
+    times = [2, 1, 1]
+    wgrads = [b + n * g for b, n, g in zip(before, times, layer.wgrads(1), strict=True)]
+    assert_close(layer.main_grads() if attached else layer.grads(), wgrads)
+
+
+def test_the_frozen_expert_does_not_decide_the_dtype(make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False, dtype=torch.bfloat16), fusedmlp.WgradQueue()
+    layer.params[0].requires_grad_(False)
+    for param in layer.params[1:]:
+        param.grad_dtype = torch.float32
+    layer.backward(1, wgrad_queue=queue)
+    queue.run()
+    assert [p.grad.dtype for p in layer.params[1:]] == [torch.float32] * 2
+    assert_close([p.grad for p in layer.params[1:]], layer.wgrads(1)[1:], dtype=torch.bfloat16)
+
+
+@IMPLS
+def test_main_grads_with_gaps_between_rows(impl, make_layer, assert_close):
+    layer = make_layer("linear", packed=False)
+    layer.attach(False)
+    rows, columns = layer.params[0].shape
+    buffer = torch.ones(3, rows, columns + 3)
+    for i, param in enumerate(layer.params):
+        param.main_grad = buffer[i, :, :columns]
+    layer.params[1].requires_grad_(False)
+    layer.backward(1, impl=impl)
+    expected = [1 + (g if i != 1 else torch.zeros_like(g)) for i, g in enumerate(layer.wgrads(1))]
+    assert_close(layer.main_grads(), expected)
+    assert (buffer[:, :, columns:] == 1).all()
+
+
+def test_a_hook_on_an_expert_without_gradient_is_no_reason_to_refuse(make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
+    before = layer.attach(False)
+    layer.params[1].register_hook(lambda g: g)
+    layer.params[1].requires_grad_(False)
+    layer.backward(1, wgrad_queue=queue)
+    queue.run()
+    assert_close(layer.main_grads()[:1], [before[0] + layer.wgrads(1)[0]])

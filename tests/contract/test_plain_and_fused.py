@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 
@@ -83,6 +84,58 @@ def test_nothing_of_the_catch_is_left_for_the_next_backward(make_layer, assert_c
     assert_close(layer.grads(), [2 * p.detach() for p in layer.params])
     assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1), strict=True)])
     assert len(accumulators) == 2
+
+
+def test_nothing_of_the_catch_is_left_by_a_backward_that_failed(make_layer, assert_close):
+    def fail(_):
+        raise ZeroDivisionError
+
+    layer = make_layer()
+    before = layer.attach(False)
+    accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in layer.params]
+    x, dy = layer.batch(1)
+    x = (x.nan_to_num() * layer.params[0].sum() * 0 + x).requires_grad_()  # a plain use, upstream
+    x.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        layer(x).backward(dy)
+    for param in layer.params:
+        param.main_grad.zero_()
+        param.grad = None
+    layer.backward(1, accumulate_wgrad="off")
+    assert_close(layer.grads(), layer.wgrads(1))
+    assert not any(g.any() for g in layer.main_grads())
+    assert len(accumulators) == len(before) == 2
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.usefixtures("dense")
+def test_plain_uses_inside_and_outside_of_a_checkpoint_all_land(make_layer, assert_close):
+    layer = make_layer()
+    before = layer.attach(False)
+    one, (x, dy) = torch.ones((), requires_grad=True), layer.batch(1)
+
+    def plain(scale):
+        return sum(p.sum() for p in layer.params) * scale
+
+    inside = checkpoint(plain, one, use_reentrant=True)
+    (plain(1) + inside + (layer(x) * dy).nansum()).backward()
+    assert_close(layer.main_grads(), [b + g + 2 for b, g in zip(before, layer.wgrads(1), strict=True)])
+    assert all(p.grad is None or not p.grad.any() for p in layer.params)
+
+
+def test_an_owner_that_adds_grad_before_a_queue_would_overwrite(make_layer):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    layer.attach(False)
+    for param in layer.params:
+        param.zero_out_wgrad = True
+    with pytest.raises(
+        RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
+    ):
+        loss(layer, 1, wgrad_queue=queue, is_first_microbatch=True).backward()
+    for param in layer.params:
+        param.skip_backward_post_hook = True  # the owner adds after the queue has run
+        param.grad = None
+    loss(layer, 2, wgrad_queue=queue, is_first_microbatch=True).backward()
 
 
 def test_the_buffer_steps_with_both(make_layer, assert_close):
