@@ -65,6 +65,7 @@ class ExpertLinear(MegatronModule):
         self.use_bias: bool = config.add_bias_linear
         self.delay_wgrad_compute: bool = config.delay_wgrad_compute
         self._hooks: list[Callable[[], object]] = []
+        self.register_load_state_dict_pre_hook(_drop_other_extra_states)  # type: ignore[no-untyped-call]
         full = [out_features, in_features]
         shape = list(full)
         tp_size = groups.expt_tp.size()
@@ -180,6 +181,12 @@ class ExpertLinear(MegatronModule):
         for shard in result.values():  # (pipeline, tensor, data): experts are replicated over their own data group
             shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
         return result
+
+
+def _drop_other_extra_states(module: ExpertLinear, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Sharded checkpoints hold one for each expert; modules have one."""
+    for i in range(1, module.num_local_experts):
+        module.set_extra_state(state_dict.pop(f"{prefix}_extra_state{i}", None))
 
 
 class FusedGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
