@@ -31,6 +31,7 @@ class Tile:
     num_stages: int
     SUBTILES: int = 1  # column subtiles of the epilogue
     GROUP_M: int = 1  # M-tiles that share a weight tile while it is in L2
+    PER_SM: int = 0  # persistent programs on one multiprocessor; 0: one program for each tile
 
 
 class Key(NamedTuple):
@@ -71,7 +72,7 @@ TABLES: dict[str, _Rows] = {
     "gfx942": _POINTER,
     "gfx950": _POINTER,
     "interpreter": {
-        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, SUBTILES=2 if path == "tma" else 1, GROUP_M=2))
+        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path == "tma" else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
         for path in ("tma", "pointer")
         for bits in (16, 32)
@@ -110,6 +111,27 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
     """The configuration of `kernel` for activations of `dtype`."""
     shape: ShapeClass = "short" if rows_per_expert < SHORT_ROWS else "long"
     return TABLES[architecture(device)][kernel, path, 8 * dtype.itemsize][shape]
+
+
+def choose(
+    kernel: str, dtype: torch.dtype, device: torch.device, tma_fits: bool, rows_per_expert: float
+) -> tuple[Path, Tile]:
+    """`select` with the best path that the tensors and the device allow."""
+    path: Path = "tma" if tma_fits and has_path(kernel, dtype, device, "tma") else "pointer"
+    return path, select(kernel, dtype, device, path, rows_per_expert)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if triton.knobs.runtime.interpret:
+        return 3  # few, so that tests see programs with several tiles
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:
+    """How many programs to launch for at most that many tiles."""
+    return min(tiles, tile.PER_SM * _multiprocessors(device)) if tile.PER_SM else tiles
 
 
 def dot_precision(dtype: torch.dtype) -> str:
