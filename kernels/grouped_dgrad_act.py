@@ -24,6 +24,16 @@ from .launches import Launch
 from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
+@triton.jit
+def _load_h(h_M1, mask_M1, column, F, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
+    """A subtile of gates and one of linear channels; one of both where they are interleaved."""
+    g = load_rows(None, h_M1, 0, 0, mask_M1, column * CHANNEL_STEP, F * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
+    l = g
+    if GATED and CHANNEL_STEP == 1:
+        l = load_rows(None, h_M1, 0, 0, mask_M1, F + column, 2 * F, WIDTH)
+    return g, l
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
@@ -35,7 +45,6 @@ def _grouped_dgrad_act_kernel(
     bias_table_ptr,
     probs_ptr,
     h_ptr,
-    h_desc,
     dh_ptr,
     dh_desc,
     dh_linear_desc,
@@ -68,17 +77,16 @@ def _grouped_dgrad_act_kernel(
     BLOCK_H: tl.constexpr,
     SUBTILES: tl.constexpr,
     GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
-    tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     end_g = F * CHANNEL_STEP  # of the gates
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
-    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
+    # Not one loop with that over H (`flatten`): the registers of both would not be enough.
+    for place in range(tl.program_id(0), num_m * num_f, tl.num_programs(0)):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         f, mask_M1 = f_tile * BLOCK_F, row_M1 < rows
@@ -86,13 +94,15 @@ def _grouped_dgrad_act_kernel(
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
+        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time.
+        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
+        g_next, l_next = _load_h(h_M1, mask_M1, f, F, WIDTH, GATED, CHANNEL_STEP)
         da = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
         for k in range(0, H, BLOCK_H):
             dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
             w_HF = load_weight(w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS)
             da = dot(dy_MH, w_HF, da, PRECISION)
 
-        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
@@ -103,19 +113,17 @@ def _grouped_dgrad_act_kernel(
             da_MF = parts[s]
             column = f + s * WIDTH
             column_g = column * CHANNEL_STEP
-            g = load_rows(h_desc, h_M1, first, rows, mask_M1, column_g, end_g, WIDTH_G).to(tl.float32)
-            if TWO:
-                l = load_rows(h_desc, h_M1, first, rows, mask_M1, F + column, 2 * F, WIDTH).to(tl.float32)
-            elif GATED:
+            g, l = g_next.to(tl.float32), l_next.to(tl.float32)
+            if s + 1 < SUBTILES:
+                g_next, l_next = _load_h(h_M1, mask_M1, column + WIDTH, F, WIDTH, GATED, CHANNEL_STEP)
+            if GATED and CHANNEL_STEP == 2:
                 g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
             if GATED:
                 act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
             else:
                 act, by_gate = activation.curve(g, CURVE, ALPHA)
             if probs_ptr is not None:
-                # Columns past the last are no part of the sum, whatever a tile of `h` holds there.
-                inside = (column + tl.arange(0, WIDTH))[None, :] < F
-                dprobs_M1 += tl.sum(tl.where(inside, da_MF * act, 0.0), axis=1, keep_dims=True)
+                dprobs_M1 += tl.sum(da_MF * act, axis=1, keep_dims=True)
                 da_MF *= probs_M1
                 act *= probs_M1
             dh_MG = da_MF * by_gate
@@ -170,12 +178,11 @@ def grouped_dgrad_act_(
     if not num_rows:
         return None if partial is None else partial.sum(0)
     k_contiguous = w_EFH.strides[1] == 1
-    dy_desc = w_desc = h_desc = dh_desc = dh_linear_desc = a_desc = None
+    dy_desc = w_desc = dh_desc = dh_linear_desc = a_desc = None
     if path == "tma":
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
         dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
-        h_desc = descriptors.ragged_rows(h_RG, block_m, width * act.CHANNEL_STEP)
         dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
@@ -191,7 +198,6 @@ def grouped_dgrad_act_(
         bias_EH.table if bias_EH else None,
         probs_R,
         h_RG,
-        h_desc,
         dh_RG,
         dh_desc,
         dh_linear_desc,
@@ -218,7 +224,6 @@ def grouped_dgrad_act_(
         BLOCK_H=tile.BLOCK_K,
         SUBTILES=tile.SUBTILES,
         GROUP_M=tile.GROUP_M,
-        FLATTEN=tile.PER_SM > 0,
         PRECISION=dot_precision(dy_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
