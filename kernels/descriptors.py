@@ -49,7 +49,7 @@ def matrices(w: ExpertTensors, num_experts: int, size: tuple[int, int]) -> Tenso
     shape, strides = (num_experts, *size), (abs(stride_e), stride_n, stride_k)
     if stride_k != 1:
         shape, strides = (num_experts, size[1], size[0]), (abs(stride_e), stride_k, stride_n)
-    start = w.base.data_ptr() + (offset - w.base.storage_offset()) * itemsize
+    start = int(w.base.data_ptr() + (offset - w.base.storage_offset()) * itemsize)
     return w.base.as_strided(shape, strides, offset) if fits(start, itemsize, shape, strides) else None
 
 

@@ -179,7 +179,7 @@ def grouped_dgrad_act_(
         return None if partial is None else partial.sum(0)
     k_contiguous = w_EFH.strides[1] == 1
     dy_desc = w_desc = dh_desc = dh_linear_desc = a_desc = None
-    if path == "tma":
+    if path == "tma" and w_view is not None:
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
         dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)

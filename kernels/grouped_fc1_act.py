@@ -159,7 +159,7 @@ def grouped_fc1_act_(
     path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, schedule.rows_per_expert)
     k_contiguous = w_EGH.strides[1] == 1
     x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
-    if path == "tma":
+    if path == "tma" and w_view is not None:
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
         if rows_R is None:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
@@ -175,7 +175,7 @@ def grouped_fc1_act_(
         rows_R,
         w_EGH.base,
         w_desc,
-            w_EGH.table,
+        w_EGH.table,
         bias_EG.base if bias_EG else None,
         bias_EG.table if bias_EG else None,
         probs_R,

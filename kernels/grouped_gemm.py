@@ -104,7 +104,7 @@ def grouped_gemm_(
     path, tile = choose("gemm", x_RK.dtype, x_RK.device, use_tma, schedule.rows_per_expert)
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
-    if path == "tma":
+    if path == "tma" and w_view is not None:
         x_desc = descriptors.ragged_rows(x_RK, tile.BLOCK_M, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         y_desc = descriptors.ragged_rows(y_RN, tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES)

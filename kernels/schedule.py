@@ -85,9 +85,7 @@ def load_tile(tiles_ptr, tile):
 
 
 @triton.jit
-def zero_padding(
-    y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def zero_padding(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Zeros in the rows of `y` that no expert owns; all programs of a launch share the work."""
     owned, used = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     for tile in range(owned + tl.program_id(0), used, tl.num_programs(0)):

@@ -114,12 +114,12 @@ def test_places_of_weights_and_biases(where, layout):
     check(case, where, fits=where in ("packed", "reversed"))
 
 
-@pytest.mark.parametrize(("H", "F", "fits"), [(1, 1, False), (7, 5, False), (33, 35, False), (8, 4, False), (8, 40, True)])
+@pytest.mark.parametrize(("H", "F"), [(1, 1), (7, 5), (33, 35), (8, 4), (8, 40)])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_odd_sizes(H, F, fits, kind):
+def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
-    check(case, fits=fits)
+    check(case, fits=F == 40)  # what the others have is not a multiple of 16 bytes
 
 
 @pytest.mark.parametrize("bias", [True, False])
