@@ -56,3 +56,20 @@ def test_counts_larger_than_int32_do_not_wrap():
     got, valid = schedule.expert_offsets(torch.tensor([2**31, 2**31, 2**33], device=DEVICE), 7)
     assert not valid.item()
     assert got.tolist() == [0, 7, 7, 7]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(1, 40), st.integers(1, 12), st.sampled_from([1, 2, 8]))
+def test_the_order_of_work_visits_every_tile_once_and_in_groups(num_m, num_n, group):
+    order = [schedule.tile_at.fn(place, num_m, num_n, group) for place in range(num_m * num_n)]
+    assert sorted(order) == [(m, n) for m in range(num_m) for n in range(num_n)]
+    assert {m // group for m, _ in order[: group * num_n]} == {0}
+    assert len({n for _, n in order[: min(group, num_m)]}) == 1  # neighbours share a weight tile
+
+
+def test_tiles_are_built_once_for_each_size():
+    offsets = torch.tensor([0, 3, 9], dtype=torch.int32, device=DEVICE)
+    tiles = schedule.Schedule(offsets, 9)
+    assert tiles.tiles(16) is tiles.tiles(16)
+    assert tiles.tiles(32) is not tiles.tiles(16)
+    assert tiles.load() == (9, 2)
