@@ -17,6 +17,7 @@ class ExpertTensors(NamedTuple):
     table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced
     stride_e: int
     strides: tuple[int, ...]
+    aligned: bool = False  # every address in the table is a multiple of 16 bytes
 
     @staticmethod
     def of(group: Sequence[Tensor], dim: int) -> ExpertTensors:
@@ -39,7 +40,8 @@ class ExpertTensors(NamedTuple):
         even = all(b - a == step for a, b in zip(addresses, addresses[1:], strict=False))
         if even and step % first.element_size() == 0:
             return ExpertTensors(first, None, step // first.element_size(), strides)
-        return ExpertTensors(first, address_table(addresses, first.device), 0, strides)
+        aligned = all(address % 16 == 0 for address in addresses)
+        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned)
 
 
 @lru_cache(maxsize=1024)

@@ -8,8 +8,8 @@ from fusedmlp.kernels.expert_tensors import ExpertTensors, address_table
 
 def test_packed():
     t = torch.empty(3, 4, 5)
-    assert ExpertTensors.of([t], 2)[1:] == (None, 20, (5, 1))
-    assert ExpertTensors.of([t.transpose(1, 2)], 2)[1:] == (None, 20, (1, 5))
+    assert ExpertTensors.of([t], 2)[1:4] == (None, 20, (5, 1))
+    assert ExpertTensors.of([t.transpose(1, 2)], 2)[1:4] == (None, 20, (1, 5))
 
 
 def test_evenly_spaced_in_reverse_order():
@@ -26,12 +26,14 @@ def test_scattered_experts_get_a_table():
     experts = [flat[start : start + 20].view(4, 5) for start in (0, 20, 60)]
     described = ExpertTensors.of(experts, 2)
     assert described.table.tolist() == [t.data_ptr() for t in experts]
+    assert described.aligned
+    assert not ExpertTensors.of([flat[start : start + 20].view(4, 5) for start in (0, 21, 60)], 2).aligned
 
 
 def test_one_expert():
     t = torch.empty(4, 5)
-    assert ExpertTensors.of([t], 2)[1:] == (None, 0, (5, 1))
-    assert ExpertTensors.of([torch.empty(4)], 1)[1:] == (None, 0, (1,))
+    assert ExpertTensors.of([t], 2)[1:4] == (None, 0, (5, 1))
+    assert ExpertTensors.of([torch.empty(4)], 1)[1:4] == (None, 0, (1,))
 
 
 def test_different_strides_are_refused():
