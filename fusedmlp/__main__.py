@@ -73,7 +73,9 @@ def _add_kernels(commands: Commands) -> None:
         "any kernel spills, needs more shared memory than its GPU has, or lacks the instructions that it should "
         "have (GEMMs in exact fp32 need no tensor cores); 2 if kernels cannot be compiled in this process.",
     )
-    parser.add_argument("--target", action="append", help="sm_80, sm_90, sm_100, sm_120, gfx942 or gfx950; may be repeated")
+    parser.add_argument(
+        "--target", action="append", help="sm_80, sm_90, sm_100, sm_120, gfx942 or gfx950; may be repeated"
+    )
     parser.add_argument("--jobs", type=_positive, help="processes that compile; default: as many as there are cores")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.set_defaults(run=_kernels)

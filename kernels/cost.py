@@ -1,7 +1,7 @@
 """What each pass costs at least: FLOPs, and bytes with every operand read and every result written once.
 
-`rows` is the number of rows of each expert, over all segments. Weights of experts without rows are not read, and their
-gradients, if added to, not touched. `itemsize` is of the activations and weights, in bytes. FLOPs are those of the GEMM.
+`rows` is the number of rows of each expert, over all segments. Weights of experts without rows are not read, and
+their gradients, if added to, not touched. `itemsize` is of activations and weights, in bytes. FLOPs are the GEMM's.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ def fc1_act(
     return Launch("fc1_act", 2 * R * G * H, itemsize * elements + _FP32 * R * probs)
 
 
-def gemm(
-    rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: bool = False
-) -> Launch:
+def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: bool = False) -> Launch:
     """Passes (2) and (4): reads x `[R, K]` and w `[E, N, K]`, writes y `[R, N]`."""
     R, E = sum(rows), _used(rows)
     elements = R * (N + K) + E * N * (K + bias)

@@ -20,7 +20,14 @@ class GPU:
 GPUS = (
     GPU("H100 SXM", "sm_90", 989.4e12, 3.35e12, 132, "NVIDIA H100 datasheet: 1,979 TFLOP/s with sparsity; 3.35 TB/s"),
     GPU("H200 SXM", "sm_90", 989.4e12, 4.8e12, 132, "NVIDIA H200 datasheet: 1,979 TFLOP/s with sparsity; 4.8 TB/s"),
-    GPU("B200", "sm_100", 2250e12, 8.0e12, 148, "NVIDIA Blackwell datasheet, HGX B200: 4.5 PFLOP/s with sparsity; 8 TB/s"),
+    GPU(
+        "B200",
+        "sm_100",
+        2250e12,
+        8.0e12,
+        148,
+        "NVIDIA Blackwell datasheet, HGX B200: 4.5 PFLOP/s with sparsity; 8 TB/s",
+    ),
     GPU("MI300X", "gfx942", 1307.4e12, 5.3e12, 304, "AMD Instinct MI300X datasheet: 1,307.4 TFLOP/s; 5.3 TB/s"),
 )
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -107,6 +109,9 @@ def recording(target: Target, shape: configs.ShapeClass, *, with_tma: bool) -> I
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         stack.enter_context(mock.patch.object(configs, "architecture", lambda device: target.name))
         stack.enter_context(mock.patch.dict(configs.TABLES, {target.name: _Table(rows, record.chosen)}))
+        # How many programs a launch has changes nothing in a kernel.
+        properties = SimpleNamespace(multi_processor_count=100)
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties))
         stack.callback(driver.set_active, active)
         driver.set_active(_AbsentGPU(target))
         yield record
