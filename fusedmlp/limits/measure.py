@@ -19,6 +19,7 @@ from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
 
 # Kernels of a step in the order of their launches, by the names that `roofline.passes` gives them.
 STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
+_WAIT = 8_000_000  # cycles: about 4 ms
 
 
 class Ceilings(NamedTuple):
@@ -61,12 +62,16 @@ class Layer:
 
 
 def time_ms(run: Callable[[], object], repetitions: int = 20) -> float:
-    """Median of the device's time for one run, each after the L2 cache was filled with something else."""
+    """Median of the device's time for one run, each with an L2 cache full of something else.
+
+    The GPU waits before each, so that launches queue up and the host's time does not count.
+    """
     run()
     flush = torch.empty(512 * 2**20, dtype=torch.int8, device="cuda")
     times: list[float] = []
     for _ in range(repetitions):
         flush.zero_()
+        torch.cuda._sleep(_WAIT)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
@@ -112,7 +117,7 @@ def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, f
     step()
     samples: dict[str, list[float]] = {name: [] for name in STEP}
     for _ in range(repetitions):
-        torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
+        torch.cuda._sleep(_WAIT)
         with kernel_times() as launches:
             step()
         torch.cuda.synchronize()

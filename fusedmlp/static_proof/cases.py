@@ -20,6 +20,7 @@ from fusedmlp.kernels import schedule
 
 Cases = dict[str, Callable[[torch.dtype], None]]
 
+_SWIGLU = Activation("swiglu")
 _GPT_OSS = Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear_offset=1.0)
 
 
@@ -27,7 +28,7 @@ _GPT_OSS = Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear
 class Layer:
     """One layer's forward and backward."""
 
-    activation: Activation = Activation("swiglu")
+    activation: Activation = _SWIGLU
     biases: bool = False
     probs: bool = True
     experts: str = "packed"  # or "apart" (a table of addresses), or "reversed" (a negative stride)

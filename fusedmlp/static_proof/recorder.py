@@ -107,11 +107,11 @@ def recording(target: Target, shape: configs.ShapeClass, *, with_tma: bool) -> I
     active = driver._active
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
-        stack.enter_context(mock.patch.object(configs, "architecture", lambda device: target.name))
+        stack.enter_context(mock.patch.object(configs, "architecture", return_value=target.name))
         stack.enter_context(mock.patch.dict(configs.TABLES, {target.name: _Table(rows, record.chosen)}))
         # How many programs a launch has changes nothing in a kernel.
         properties = SimpleNamespace(multi_processor_count=100)
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties))
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         stack.callback(driver.set_active, active)
         driver.set_active(_AbsentGPU(target))
         yield record
