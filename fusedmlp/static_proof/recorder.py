@@ -38,7 +38,7 @@ class Launch:
     @property
     def tile(self) -> str:
         """Tile sizes and options, as text."""
-        blocks = {name: value for name, value in self.arguments.items() if name.startswith("BLOCK_")}
+        blocks = {name: value for name, value in self.arguments.items() if name.startswith("BLOCK")}
         named = {"s": "SUBTILES", "w": "num_warps", "p": "num_stages"}
         text = "x".join(str(value) for value in blocks.values())
         return text + "".join(f" {letter}{self.arguments[k]}" for letter, k in named.items() if k in self.arguments)
