@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -135,8 +134,8 @@ def judge(launch: Launch, case: str, task: Task) -> Row:
     """The row of one launch."""
     config = f"{launch.path} {launch.tile}; {case}"
     if isinstance(launch.compiled, Exception):
-        lines = traceback.format_exception_only(launch.compiled)
-        return Row(launch.kernel, config, *task, problems=(f"does not compile: {lines[-1].strip()}",))
+        text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
+        return Row(launch.kernel, config, *task, problems=(f"does not compile: {text[:200]}",))
     used = resources.of(launch.compiled)
     only_sums = launch.kernel.startswith("grouped_wgrad") and case == cases.BIASES_ALONE
     is_gemm = launch.kernel.startswith("grouped_") and not only_sums
