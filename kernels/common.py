@@ -25,12 +25,17 @@ def round_to(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def expert_base(ptr, table_ptr, stride_e, expert):
-    """Where one expert's tensor starts: at a uniform stride, or at an address in a table of int64."""
+def expert_base(ptr, table_ptr, stride_e, expert, ALIGNED: tl.constexpr = False):
+    """Where one expert's tensor starts: at a uniform stride, or at an address in a table of int64.
+
+    ALIGNED: all addresses in the table are multiples of 16 bytes, without which loads would not be vectors.
+    """
     if table_ptr is None:
         base = ptr + expert.to(tl.int64) * stride_e
     else:
         base = tl.load(table_ptr + expert).to(tl.pointer_type(ptr.dtype.element_ty))
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
     return base
 
 

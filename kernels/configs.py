@@ -31,6 +31,7 @@ class Tile:
     num_stages: int
     SUBTILES: int = 1  # column subtiles of the epilogue
     GROUP_M: int = 1  # M-tiles that share a weight tile while it is in L2
+    PER_SM: int = 0  # persistent programs on one multiprocessor; 0: one program for each tile
 
 
 class Key(NamedTuple):
@@ -56,22 +57,41 @@ _POINTER: _Rows = {
         "fc1_act": Tile(64, 64, 32, 8, 3),
         "gemm": Tile(64, 64, 32, 4, 3),
         "dgrad_act": Tile(64, 32, 32, 4, 3),
-        "wgrad": Tile(32, 64, 32, 4, 3),
     }.items()
+}
+_POINTER |= {
+    ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+}
+_GFX: _Rows = {
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
 
 _SM_90: _Rows = {}
 _SM_100: _Rows = {}
+
+# Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
+# while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands.
+_WGRAD_TMA: _Rows = {
+    ("wgrad", "tma", 16): _both(
+        Tile(64, 128, 128, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=2),
+        Tile(64, 128, 256, 8, 4, SUBTILES=2, GROUP_M=16, PER_SM=1),
+    ),
+    ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=1)),
+}
+_SM_90 |= _WGRAD_TMA
+_SM_100 |= _WGRAD_TMA
 
 TABLES: dict[str, _Rows] = {
     "sm_80": _POINTER,
     "sm_90": _POINTER | _SM_90,
     "sm_100": _POINTER | _SM_100,
     "sm_120": _POINTER,
-    "gfx942": _POINTER,
-    "gfx950": _POINTER,
+    "gfx942": _POINTER | _GFX,
+    "gfx950": _POINTER | _GFX,
     "interpreter": {
-        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, SUBTILES=2 if path == "tma" else 1, GROUP_M=2))
+        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path == "tma" else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
         for path in ("tma", "pointer")
         for bits in (16, 32)
@@ -110,6 +130,19 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
     """The configuration of `kernel` for activations of `dtype`."""
     shape: ShapeClass = "short" if rows_per_expert < SHORT_ROWS else "long"
     return TABLES[architecture(device)][kernel, path, 8 * dtype.itemsize][shape]
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if triton.knobs.runtime.interpret:
+        return 3  # few, so that tests see programs with several tiles
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:
+    """How many programs to launch for at most that many tiles."""
+    return min(tiles, tile.PER_SM * _multiprocessors(device)) if tile.PER_SM else tiles
 
 
 def dot_precision(dtype: torch.dtype) -> str:

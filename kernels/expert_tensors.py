@@ -17,8 +17,8 @@ class ExpertTensors(NamedTuple):
     table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced
     stride_e: int
     strides: tuple[int, ...]  # 1 where there is but one element
-    lowest: Tensor  # starts at the lowest address of all
     aligned: bool  # every expert starts at a multiple of 16 bytes
+    lowest: Tensor  # starts at the lowest address of all
 
     @staticmethod
     def of(group: Sequence[Tensor], dim: int) -> ExpertTensors:
@@ -32,7 +32,7 @@ class ExpertTensors(NamedTuple):
         if len(group) == 1 and first.dim() > dim:
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
-            return ExpertTensors(first, None, stride_e, strides, first, aligned)
+            return ExpertTensors(first, None, stride_e, strides, aligned, first)
         for e, tensor in enumerate(group):
             if _strides(tensor) != strides:
                 raise ValueError(
@@ -46,8 +46,8 @@ class ExpertTensors(NamedTuple):
             # Any two are; but a distance between allocations means nothing, and differs from run to run.
             even = group[0].untyped_storage().data_ptr() == group[1].untyped_storage().data_ptr()
         if even and step % size == 0:
-            return ExpertTensors(first, None, step // size, strides, group[-1] if step < 0 else first, aligned)
-        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, first, aligned)
+            return ExpertTensors(first, None, step // size, strides, aligned, group[-1] if step < 0 else first)
+        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first)
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

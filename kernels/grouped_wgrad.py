@@ -20,52 +20,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import launches
-from .common import INTERPRETED, dot, expert_base, round_to
-from .configs import Tile, dot_precision, has_path, select
+from .common import dot, expert_base, round_to
+from .configs import Path, Tile, dot_precision, has_path, num_programs, select
 from .descriptors import fits
 from .expert_tensors import ExpertTensors, device_table
 from .launches import Launch
-from .schedule import expert_order, num_programs, wgrad_tile
-from .segments import load_rows, one_descriptor
-
-
-@triton.jit
-def _add_to_descriptor(dw_desc, expert, n, k, acc_NK, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
-    """Halves the columns until they are SUBTILES tiles: a whole fp32 tile does not fit beside the operands' stages."""
-    BLOCK_N: tl.constexpr = acc_NK.shape[0]
-    BLOCK_K: tl.constexpr = acc_NK.shape[1]
-    if SUBTILES > 1:
-        low, high = tl.split(tl.permute(tl.reshape(acc_NK, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
-        _add_to_descriptor(dw_desc, expert, n, k, low, ACCUMULATE, SUBTILES // 2)
-        _add_to_descriptor(dw_desc, expert, n, k + BLOCK_K // 2, high, ACCUMULATE, SUBTILES // 2)
-    else:
-        tile = tl.reshape(acc_NK, (1, BLOCK_N, BLOCK_K))
-        # The reduce-add needs no registers for the old values. Not for 16 bits, which must round once, from fp32.
-        if ACCUMULATE and dw_desc.dtype == tl.float32 and not INTERPRETED:
-            dw_desc.atomic_add([expert, n, k], tile)
-        else:
-            if ACCUMULATE:
-                tile += dw_desc.load([expert, n, k]).to(tl.float32)
-            dw_desc.store([expert, n, k], round_to(tile, dw_desc.dtype))
-
-
-@triton.jit
-def _add_to_pointers(
-    dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr
-):
-    BLOCK_N: tl.constexpr = acc_NK.shape[0]
-    BLOCK_K: tl.constexpr = acc_NK.shape[1]
-    if SUBTILES > 1:
-        low, high = tl.split(tl.permute(tl.reshape(acc_NK, (BLOCK_N, 2, BLOCK_K // 2)), (0, 2, 1)))
-        _add_to_pointers(dw, n, k, low, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES // 2)
-        _add_to_pointers(dw, n, k + BLOCK_K // 2, high, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES // 2)
-    else:
-        rows, columns = n + tl.arange(0, BLOCK_N), k + tl.arange(0, BLOCK_K)
-        mask = (rows < N)[:, None] & (columns < K)[None, :]
-        at = dw + rows.to(tl.int64)[:, None] * stride_dw_n + columns.to(tl.int64)[None, :] * stride_dw_k
-        if ACCUMULATE:
-            acc_NK += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(at, round_to(acc_NK, dw.dtype.element_ty), mask=mask)
+from .schedule import expert_order, wgrad_tile
+from .segments import load_rows_of, one_descriptor
+from .wgrad_epilogue import add_to_descriptor, add_to_pointers
 
 
 @triton.jit
@@ -76,8 +38,7 @@ def _column_sums(
     offsets_ptr,
     expert,
     column,
-    NUM_COLUMNS,
-    stride_dy_r,
+    num_columns,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -86,7 +47,7 @@ def _column_sums(
     first = tl.load(offsets_ptr + expert)
     size = tl.load(offsets_ptr + expert + 1) - first
     for start in tl.range(0, size, ROWS, num_stages=3):  # without a dot, loads are pipelined on demand only
-        wide = load_rows(dy_desc, dy_ptr, first, size, start, column, NUM_COLUMNS, stride_dy_r, ROWS, COLUMNS)
+        wide = load_rows_of(dy_desc, dy_ptr, first, size, start, column, num_columns, ROWS, COLUMNS)
         wide = wide.to(tl.float32)
         if scale_ptr is not None:
             rows = start + tl.arange(0, ROWS)
@@ -114,8 +75,6 @@ def _grouped_wgrad_kernel(
     num_experts,
     N,
     K,
-    stride_left_r,
-    stride_right_r,
     stride_dw_e,
     stride_dw_n,
     stride_dw_k,
@@ -141,27 +100,22 @@ def _grouped_wgrad_kernel(
     num_tiles = num_used * num_n * num_k
     # A program takes the next tile when it is free, whatever else runs on the GPU. Who computes a tile changes no bit.
     next_ptr = order_ptr + num_experts + 1
-    tile = tl.atomic_add(next_ptr, 1)
+    tile = tl.atomic_add(next_ptr, 1, sem="relaxed")
     while tile < num_tiles:
-        next_tile = tl.atomic_add(next_ptr, 1)  # this early, to hide its latency
         rank, n_tile, k_tile = wgrad_tile(tile, num_n, num_k, GROUP_N)
         expert = tl.load(order_ptr + rank)
+        next_tile = tl.atomic_add(next_ptr, 1, sem="relaxed")  # while the expert is on its way
         n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
-        if db_ptr is not None:
+        if db_ptr is not None and (n_tile if SWAPPED else k_tile) == 0:
             # A loop of its own: sums inside the GEMM's would move every tile of dy through registers, in all programs.
-            if (n_tile if SWAPPED else k_tile) == 0:
-                if SWAPPED:
-                    sums = _column_sums(
-                        right_desc, right_ptr, scale_ptr, offsets_ptr, expert, k, K, stride_right_r, BLOCK_R, BLOCK_K
-                    )
-                    column, columns = k + tl.arange(0, BLOCK_K), K
-                else:
-                    sums = _column_sums(
-                        left_desc, left_ptr, scale_ptr, offsets_ptr, expert, n, N, stride_left_r, BLOCK_R, BLOCK_N
-                    )
-                    column, columns = n + tl.arange(0, BLOCK_N), N
-                db = expert_base(db_ptr, db_table_ptr, stride_db_e, expert)
-                tl.store(db + column, round_to(sums, db_ptr.dtype.element_ty), mask=column < columns)
+            if SWAPPED:
+                sums = _column_sums(right_desc, right_ptr, scale_ptr, offsets_ptr, expert, k, K, BLOCK_R, BLOCK_K)
+                column, columns = k + tl.arange(0, BLOCK_K), K
+            else:
+                sums = _column_sums(left_desc, left_ptr, scale_ptr, offsets_ptr, expert, n, N, BLOCK_R, BLOCK_N)
+                column, columns = n + tl.arange(0, BLOCK_N), N
+            db = expert_base(db_ptr, db_table_ptr, stride_db_e, expert)
+            tl.store(db + column, round_to(sums, db_ptr.dtype.element_ty), mask=column < columns)
 
         if HAS_DW:
             acc_NK = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
@@ -182,20 +136,18 @@ def _grouped_wgrad_kernel(
                 size = tl.load(offsets + expert + 1) - first
                 num_rows += size
                 for start in range(0, size, BLOCK_R):
-                    left_RN = load_rows(left_desc, left, first, size, start, n, N, stride_left_r, BLOCK_R, BLOCK_N)
-                    right_RK = load_rows(right_desc, right, first, size, start, k, K, stride_right_r, BLOCK_R, BLOCK_K)
+                    left_RN = load_rows_of(left_desc, left, first, size, start, n, N, BLOCK_R, BLOCK_N)
+                    right_RK = load_rows_of(right_desc, right, first, size, start, k, K, BLOCK_R, BLOCK_K)
                     acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
 
             # With a bias, experts without rows are visited for its sake.
             if not ACCUMULATE or db_ptr is None or num_rows > 0:
                 if dw_desc is not None:
                     place = num_experts - 1 - expert if REVERSED else expert
-                    _add_to_descriptor(dw_desc, place, n, k, acc_NK, ACCUMULATE, SUBTILES)
+                    add_to_descriptor(dw_desc, place, n, k, acc_NK, ACCUMULATE, SUBTILES)
                 else:
-                    dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert)
-                    if DW_ALIGNED:
-                        dw = tl.multiple_of(dw, 16)
-                    _add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
+                    dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
+                    add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
         tile = next_tile
 
 
@@ -217,10 +169,8 @@ def _path(dw_ENK: ExpertTensors | None, left: Sequence[Tensor], right: Sequence[
         tile = select("wgrad", dtype, device, "tma", rows_per_expert)
         shape = [num_experts, left[0].shape[1], right[0].shape[1]]
         strides = [abs(dw_ENK.stride_e), *dw_ENK.strides]
-        lefts, rights = (
-            one_descriptor(left, tile.BLOCK_M, tile.BLOCK_N),
-            one_descriptor(right, tile.BLOCK_M, tile.BLOCK_K),
-        )
+        lefts = one_descriptor(left, tile.BLOCK_M, tile.BLOCK_N)
+        rights = one_descriptor(right, tile.BLOCK_M, tile.BLOCK_K)
         if lefts and rights and fits(dw_ENK.lowest.data_ptr(), dw_ENK.lowest.element_size(), shape, strides):
             block = [1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES]
             dw_desc = TensorDescriptor(dw_ENK.lowest, shape, strides, block)
@@ -243,10 +193,11 @@ def grouped_wgrad_(
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets [E + 1]`. Without `dw`, `x` is unused.
     """
     num_experts, device = offsets[0].shape[0] - 1, dy_RN[0].device
-    swapped = dw_ENK is not None and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]
-    left, right = (x_RK, dy_RN) if swapped else (dy_RN, x_RK)
-    if swapped:
+    left, right, swapped = dy_RN, x_RK, False
+    if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
+        left, right, swapped = x_RK, dy_RN, True
         dw_ENK = dw_ENK._replace(strides=dw_ENK.strides[::-1])
+    N, K = left[0].shape[1], right[0].shape[1] if dw_ENK else 1
     path = _path(dw_ENK, left, right, num_experts)
     tile, by_pointer = path.tile, path.dw is None
     segments = None
@@ -254,12 +205,13 @@ def grouped_wgrad_(
         places = path.coordinates or tuple(t.data_ptr() for t in (*left, *right))
         segments = device_table((*places, *(t.data_ptr() for t in offsets)), device)
     order = expert_order(offsets[0], None if segments is None else segments[2 * len(offsets) :])
-    _grouped_wgrad_kernel[(num_programs(device),)](
+    num_tiles = num_experts * triton.cdiv(N, tile.BLOCK_N) * triton.cdiv(K, tile.BLOCK_K)
+    _grouped_wgrad_kernel[(num_programs(tile, device, num_tiles),)](
         left[0] if by_pointer else None,
         path.left,
         right[0] if by_pointer and dw_ENK else None,
         path.right,
-        dw_ENK.base if dw_ENK and by_pointer else None,
+        dw_ENK.base if by_pointer and dw_ENK else None,
         dw_ENK.table if dw_ENK else None,
         path.dw,
         db_EN.base if db_EN else None,
@@ -270,10 +222,8 @@ def grouped_wgrad_(
         order,
         len(offsets),
         num_experts,
-        left[0].shape[1],
-        right[0].shape[1] if dw_ENK else 1,
-        left[0].shape[1],
-        right[0].shape[1] if dw_ENK else 1,
+        N,
+        K,
         dw_ENK.stride_e if dw_ENK else 0,
         *(dw_ENK.strides if dw_ENK else (0, 0)),
         db_EN.stride_e if db_EN else 0,
@@ -281,7 +231,7 @@ def grouped_wgrad_(
         swapped,
         dw_ENK is not None and dw_ENK.stride_e < 0,
         dw_ENK is not None and dw_ENK.aligned,
-        all(t.data_ptr() % 16 == 0 for t in (*left, *right)) if segments is not None else False,
+        segments is not None and all(t.data_ptr() % 16 == 0 for t in (*left, *right)),
         tile.BLOCK_M,
         tile.BLOCK_N,
         tile.BLOCK_K,
@@ -291,7 +241,9 @@ def grouped_wgrad_(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    launches.report(lambda: _cost(dw_ENK, db_EN, dy_RN, x_RK, offsets, accumulate, scale_R))
+    launches.report(
+        lambda: _cost(dw_ENK, db_EN, dy_RN, x_RK, offsets, accumulate, scale_R, "pointer" if by_pointer else "tma")
+    )
 
 
 def _cost(
@@ -302,18 +254,19 @@ def _cost(
     offsets: Sequence[Tensor],
     accumulate: bool,
     scale_R: Tensor | None,
+    path: Path,
 ) -> Launch:
     """Operands once; `dw` once to write it, twice to add, and then only the experts that have rows."""
     rows_E = torch.stack([t.diff() for t in offsets]).sum(0)
-    num_rows, num_used = int(rows_E.sum()), int((rows_E > 0).sum())
+    num_rows, num_used, num_experts = int(rows_E.sum()), int((rows_E > 0).sum()), rows_E.shape[0]
     N, itemsize = dy_RN[0].shape[1], dy_RN[0].element_size()
     flops, num_bytes, grad_bytes = 0, num_rows * N * itemsize, 0
     if dw_ENK:
         K = x_RK[0].shape[1]
-        written = N * K * dw_ENK.base.element_size()
-        grad_bytes = 2 * num_used * written if accumulate else rows_E.shape[0] * written
+        grad_bytes = (2 * num_used if accumulate else num_experts) * N * K * dw_ENK.base.element_size()
         flops, num_bytes = 2 * num_rows * N * K, num_bytes + num_rows * K * itemsize + grad_bytes
     if db_EN:
-        num_bytes += rows_E.shape[0] * N * db_EN.base.element_size()
+        flops += (1 if scale_R is None else 2) * num_rows * N
+        num_bytes += num_experts * N * db_EN.base.element_size()
         num_bytes += 0 if scale_R is None else num_rows * scale_R.element_size()
-    return Launch("wgrad", flops, num_bytes, grad_bytes)
+    return Launch("wgrad", flops, num_bytes, grad_bytes, path)

@@ -10,8 +10,6 @@ one list, the longest first, each when it is free: the greedy rule, at most one 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -161,13 +159,3 @@ def expert_order(offsets: Tensor, segment_offsets: Tensor | None) -> Tensor:
         triton.next_power_of_2(num_experts),
     )
     return order
-
-
-@lru_cache
-def num_programs(device: torch.device) -> int:
-    """How many programs to launch that take tiles from a list: enough to fill the device; the rest find none left."""
-    if device.type == "cpu":
-        return 3
-    programs_per_processor = 4
-    processors: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return programs_per_processor * processors

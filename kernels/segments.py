@@ -23,7 +23,7 @@ _MAX_ROWS = 2**30
 
 
 @triton.jit
-def load_rows(desc, base, first, size, start, column, NUM_COLUMNS, stride_r, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def load_rows_of(desc, base, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
 
     `base`: with a descriptor, None or the segment's coordinate; without, a pointer.
@@ -31,8 +31,8 @@ def load_rows(desc, base, first, size, start, column, NUM_COLUMNS, stride_r, ROW
     if desc is None:
         rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
         columns = column + tl.arange(0, COLUMNS)
-        mask = (rows < first + size)[:, None] & (columns < NUM_COLUMNS)[None, :]
-        tile = tl.load(base + rows[:, None] * stride_r + columns[None, :], mask=mask, other=0.0)
+        mask = (rows < first + size)[:, None] & (columns < num_columns)[None, :]
+        tile = tl.load(base + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
     elif base is None:
         tile = load_ragged(desc, first, size, [start, column])
     else:
@@ -43,12 +43,13 @@ def load_rows(desc, base, first, size, start, column, NUM_COLUMNS, stride_r, ROW
 
 def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[TensorDescriptor, list[int]] | None:
     """A descriptor of all segments, for tiles of `[rows, columns]`, and each segment's coordinate; None: impossible."""
-    if not all(fits_tensor(t) and t.shape[0] <= _MAX_ROWS for t in segments_RC):
+    filled = [t for t in segments_RC if t.shape[0] > 0]  # of the others nothing is read
+    if not filled or not all(fits_tensor(t) and t.shape[0] <= _MAX_ROWS for t in filled):
         return None
     if len(segments_RC) == 1:
-        return ragged_rows(segments_RC[0], rows, columns), [0]
-    lowest = min(segments_RC, key=Tensor.data_ptr)
-    distances = [t.data_ptr() - lowest.data_ptr() for t in segments_RC]
+        return ragged_rows(filled[0], rows, columns), [0]
+    lowest = min(filled, key=Tensor.data_ptr)
+    distances = [t.data_ptr() - lowest.data_ptr() if t.shape[0] > 0 else 0 for t in segments_RC]
     unit = gcd(2**20, *distances)  # bytes; at least 16, as every address is a multiple of that
     if max(distances) // unit >= _MAX_COORDINATE:
         return None

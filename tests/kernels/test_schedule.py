@@ -1,11 +1,15 @@
 """The device-built schedule against a plain Python one."""
 
+import heapq
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmlp.kernels import schedule
+from fusedmlp.kernels import configs, schedule
+from fusedmlp.kernels.expert_tensors import device_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -56,3 +60,88 @@ def test_counts_larger_than_int32_do_not_wrap():
     got, valid = schedule.expert_offsets(torch.tensor([2**31, 2**31, 2**33], device=DEVICE), 7)
     assert not valid.item()
     assert got.tolist() == [0, 7, 7, 7]
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=20, max_size=20), min_size=1, max_size=3), st.integers(1, 20))
+def test_experts_with_most_rows_come_first(counts_of_segments, num_experts):
+    segments = [counts[:num_experts] for counts in counts_of_segments]
+    offsets = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in segments]
+    table = device_table(tuple(t.data_ptr() for t in offsets), offsets[0].device) if len(segments) > 1 else None
+    rows = [sum(counts) for counts in zip(*segments, strict=True)]
+    by_rows = sorted(range(num_experts), key=lambda e: (-rows[e], e))
+    used = sum(n > 0 for n in rows)
+    assert schedule.expert_order(offsets[0], table).tolist() == [*by_rows, used, 0]
+
+
+@pytest.mark.parametrize(("num_n", "num_k", "group"), [(1, 1, 4), (5, 3, 2), (4, 7, 4), (3, 2, 16), (12, 8, 5)])
+def test_every_tile_is_in_the_list_once(num_n, num_k, group):
+    listed = [schedule.wgrad_tile.fn(i, num_n, num_k, group) for i in range(3 * num_n * num_k)]
+    assert sorted(listed) == [(e, n, k) for e in range(3) for n in range(num_n) for k in range(num_k)]
+    assert [e for e, _, _ in listed] == sorted(e for e, _, _ in listed)
+
+
+def test_tiles_that_run_together_share_operands():
+    num_n, num_k, processors = 32, 16, 132
+    tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
+    together = [schedule.wgrad_tile.fn(i, num_n, num_k, tile.GROUP_M) for i in range(processors)]
+    rows, columns = {n for _, n, _ in together}, {k for _, _, k in together}
+    loaded = len(rows) * tile.BLOCK_N + len(columns) * tile.BLOCK_K
+    square = 2 * (processors * tile.BLOCK_N * tile.BLOCK_K) ** 0.5  # the least that so many tiles can need
+    assert loaded <= 1.1 * square
+
+
+# E, H, F, experts per token, tokens
+SHAPES = {
+    "qwen3-30b": (128, 2048, 768, 8, 8192),
+    "qwen3-30b, 32768 tokens": (128, 2048, 768, 8, 32768),
+    "sonic-a": (128, 1536, 256, 8, 24576),
+    "sonic-b": (256, 4096, 256, 16, 32768),
+    "sonic-c": (64, 4096, 1024, 4, 32768),
+    "sonic-d": (64, 4096, 2048, 4, 32768),
+    "mixtral": (8, 4096, 14336, 2, 8192),
+    "deepseek-ep": (8, 7168, 2048, 1, 32768),
+    "gpt-oss-20b": (32, 2880, 2880, 4, 8192),
+    "qwen3.5": (512, 4096, 1024, 10, 8192),
+}
+
+
+def rows_per_expert(load, num_experts, top_k, tokens):
+    """A token goes to an expert at most once, which bounds the largest."""
+    rows, most = tokens * top_k, tokens if top_k > 1 else tokens * num_experts
+    shares = {
+        "even": [1.0] * num_experts,
+        "a quarter empty": [float(4 * e >= num_experts) for e in range(num_experts)],
+        "Zipf": [1 / (e + 1) for e in range(num_experts)],
+    }[load]
+    random.Random(0).shuffle(shares)
+    scale = rows / sum(shares)
+    while sum(min(most, scale * share) for share in shares) < 0.999 * rows:
+        scale *= 1.001
+    return [int(min(most, scale * share)) for share in shares]
+
+
+def idle_share(counts, N, K, tile, processors):
+    """Of processors that take tiles from wgrad's list when they are free, until the last has finished."""
+    num_n, num_k = -(-N // tile.BLOCK_N), -(-K // tile.BLOCK_K)
+    falling = sorted(counts, reverse=True)
+    # In steps of BLOCK_M rows. Adding a tile to main_grad moves 8 bytes an element: at 3.35 TB/s and 989 TFLOP/s, both
+    # shared by all processors, 18 steps of the long tile's arithmetic. Half of it is taken to be hidden.
+    adding = 9
+    clocks, work = [0] * processors, 0
+    for i in range(num_n * num_k * sum(n > 0 for n in counts)):
+        rank, _, _ = schedule.wgrad_tile.fn(i, num_n, num_k, tile.GROUP_M)
+        cost = -(-falling[rank] // tile.BLOCK_M) + adding
+        work += cost
+        heapq.heappush(clocks, heapq.heappop(clocks) + cost)
+    return 1 - work / processors / max(clocks)
+
+
+@pytest.mark.parametrize("load", ["even", "Zipf", "a quarter empty"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_multiprocessors_are_busy(shape, load):
+    num_experts, hidden, ffn, top_k, tokens = SHAPES[shape]
+    counts = rows_per_expert(load, num_experts, top_k, tokens)
+    tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
+    for N, K in ((2 * ffn, hidden), (hidden, ffn)):
+        assert idle_share(counts, N, K, tile, 132) <= 0.07
