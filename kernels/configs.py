@@ -82,6 +82,10 @@ _WGRAD_TMA: _Rows = {
 }
 _SM_90 |= _WGRAD_TMA
 _SM_100 |= _WGRAD_TMA
+_SM_100 |= {
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+}
 
 TABLES: dict[str, _Rows] = {
     "sm_80": _POINTER,

@@ -31,25 +31,63 @@ POINTERS = {
     "db_table_ptr": "*i64",
     "bias_table_ptr": "*i64",
     "segments_ptr": "*i64",
+    "segment_offsets_ptr": "*i64",
+    "order_ptr": "*i32",
 }
 NO_TABLES = dict.fromkeys(("w_table_ptr", "dw_table_ptr", "db_table_ptr", "bias_table_ptr", "segments_ptr"))
 NO_BIAS = dict.fromkeys(
     ("bias_ptr", "bias_table_ptr", "db_ptr", "db_table_ptr", "scale_ptr", "probs_ptr", "partial_ptr")
 )
-NO_DW = dict.fromkeys(("dw_ptr", "dw_table_ptr", "x_ptr", "segments_ptr"))
+NO_DW = dict.fromkeys(("dw_ptr", "dw_table_ptr", "right_ptr", "segments_ptr"))
 
 
 def tile_constants(name, dtype, backend):
     tile = configs._POINTER[name, "pointer", 16]["long"]
-    sizes = {"gemm": "MNK", "fc1_act": "MFH", "dgrad_act": "MFH", "wgrad": "RNK"}[name]
+    sizes = {"gemm": "MNK", "fc1_act": "MFH", "dgrad_act": "MFH"}[name]
     blocks = (tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K)
     constants = {f"BLOCK_{letter}": size for letter, size in zip(sizes, blocks, strict=True)}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return constants | {"PRECISION": "tf32" if dtype == "fp32" and backend == "cuda" else "ieee"}, options
 
 
-def variants(backend):
+def wgrad_variants(target, backend):
+    """Every shipped tile with everything that can be asked of it, as `(kernel constants, options, dtype)`."""
+    for key, tile in configs.shipped(target):
+        if key.kernel != "wgrad":
+            continue
+        dtype = "bf16" if key.bits == 16 else "fp32"
+        constants = {"BLOCK_R": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "BLOCK_K": tile.BLOCK_K, "GROUP_N": tile.GROUP_M}
+        constants |= {
+            "SUBTILES": tile.SUBTILES,
+            "PRECISION": "tf32" if key.bits == 32 and backend == "cuda" else "ieee",
+        }
+        constants |= {"REVERSED": False, "DW_ALIGNED": True, "SEGMENTS_ALIGNED": True}
+        constants |= dict.fromkeys(("left_desc", "right_desc", "dw_desc", "dw_table_ptr", "db_table_ptr"))
+        bias, segments = {"segments_ptr": None, "SWAPPED": False}, NO_BIAS | {"SWAPPED": False}
+        swapped = bias | {"SWAPPED": True}
+        for accumulate in (True, False):
+            for extra in (bias, segments, swapped):
+                variant = constants | {"ACCUMULATE": accumulate} | extra
+                if key.path == "tma":
+                    rank = "1, 1, 1" if extra is segments else "1, 1"
+                    for name, block in (("left", tile.BLOCK_N), ("right", tile.BLOCK_K)):
+                        variant[f"{name}_desc"] = f"tensordesc<{dtype}[{rank}, {tile.BLOCK_M}, {block}]>"
+                    dw_dtype = "fp32" if accumulate else dtype
+                    variant["dw_desc"] = f"tensordesc<{dw_dtype}[1, {tile.BLOCK_N}, {tile.BLOCK_K // tile.SUBTILES}]>"
+                    variant |= dict.fromkeys(("left_ptr", "right_ptr", "dw_ptr"))
+                elif extra is segments:
+                    del variant["dw_table_ptr"]
+                yield variant, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, dtype
+        if key.path == "pointer":
+            yield constants | {"ACCUMULATE": False} | bias | NO_DW, {"num_warps": tile.num_warps}, dtype
+
+
+def variants(target, backend):
     schedule_constants = {"NUM_EXPERTS": 128, "BLOCK_M": 64, "BLOCK_E": 128, "BLOCK_G": 256, "BLOCK_T": 32}
+    order_constants = {"NUM_EXPERTS": 512, "BLOCK_E": 16, "BLOCK_ALL": 512}
+    yield "expert_order", schedule._expert_order_kernel, order_constants, {}, "bf16"
+    for constants, options, dtype in wgrad_variants(target, backend):
+        yield "wgrad", grouped_wgrad._grouped_wgrad_kernel, constants, options, dtype
     yield "expert_offsets", schedule._expert_offsets_kernel, schedule_constants, {}, "bf16"
     yield "tile_schedule", schedule._tile_schedule_kernel, schedule_constants, {}, "bf16"
     for dtype in ("bf16", "fp32"):
@@ -59,14 +97,10 @@ def variants(backend):
             ("fc1_act", grouped_fc1_act._grouped_fc1_act_kernel, ACT | {"GATED": False, "CURVE": "gelu"}),
             ("dgrad_act", grouped_dgrad_act._grouped_dgrad_act_kernel, ACT | {"LIMIT": 7.0, "OFFSET": 1.0}),
             ("dgrad_act", grouped_dgrad_act._grouped_dgrad_act_kernel, ACT | {"CURVE": "gelu_tanh"}),
-            ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": True}),
-            ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": False}),
             ("gemm", grouped_gemm._grouped_gemm_kernel, NO_TABLES),
             ("gemm", grouped_gemm._grouped_gemm_kernel, NO_TABLES | NO_BIAS),
             ("fc1_act", grouped_fc1_act._grouped_fc1_act_kernel, ACT | NO_TABLES | NO_BIAS),
             ("dgrad_act", grouped_dgrad_act._grouped_dgrad_act_kernel, ACT | NO_TABLES | NO_BIAS),
-            ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": True} | NO_TABLES | NO_BIAS),
-            ("wgrad", grouped_wgrad._grouped_wgrad_kernel, {"ACCUMULATE": False} | NO_DW),
         ):
             constants, options = tile_constants(name, dtype, backend)
             yield name, kernel, constants | extra, options, dtype
@@ -75,7 +109,9 @@ def variants(backend):
 def compile_variant(kernel, constants, options, dtype, target):
     signature, values = {}, {}
     for name in kernel.arg_names:
-        if name in constants:
+        if name.endswith("_desc") and constants[name] is not None:
+            signature[name] = constants[name]
+        elif name in constants:
             signature[name], values[name] = "constexpr", constants[name]
         elif name.endswith("_ptr"):
             signature[name] = POINTERS.get(name, f"*{dtype}")
@@ -87,7 +123,9 @@ def compile_variant(kernel, constants, options, dtype, target):
         else:
             signature[name] = "i32"
     attributes = {
-        (i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if signature[name] != "constexpr"
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(kernel.arg_names)
+        if signature[name] != "constexpr" and not name.endswith("_desc")
     }
     source = ASTSource(kernel, signature, values, attributes)
     return triton.compile(source, target=target, options=options)
@@ -113,7 +151,7 @@ def main(name):
     else:
         target = GPUTarget("cuda", int(name.removeprefix("sm_")), 32)
     rows = []
-    for kernel_name, kernel, constants, options, dtype in variants(target.backend):
+    for kernel_name, kernel, constants, options, dtype in variants(name, target.backend):
         compiled = compile_variant(kernel, constants, options, dtype, target)
         registers, spill = resources(compiled)
         shared = compiled.metadata.shared
