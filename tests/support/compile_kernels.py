@@ -57,10 +57,7 @@ def wgrad_variants(target, backend):
             continue
         dtype = "bf16" if key.bits == 16 else "fp32"
         constants = {"BLOCK_R": tile.BLOCK_M, "BLOCK_N": tile.BLOCK_N, "BLOCK_K": tile.BLOCK_K, "GROUP_N": tile.GROUP_M}
-        constants |= {
-            "SUBTILES": tile.SUBTILES,
-            "PRECISION": "tf32" if key.bits == 32 and backend == "cuda" else "ieee",
-        }
+        constants["SUBTILES"] = tile.SUBTILES
         constants |= {"REVERSED": False, "DW_ALIGNED": True, "SEGMENTS_ALIGNED": True}
         constants |= dict.fromkeys(("left_desc", "right_desc", "dw_desc", "dw_table_ptr", "db_table_ptr"))
         bias, segments = {"segments_ptr": None, "SWAPPED": False}, NO_BIAS | {"SWAPPED": False}
@@ -77,9 +74,15 @@ def wgrad_variants(target, backend):
                     variant |= dict.fromkeys(("left_ptr", "right_ptr", "dw_ptr"))
                 elif extra is segments:
                     del variant["dw_table_ptr"]
-                yield variant, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}, dtype
+                for precision in ("ieee", "tf32") if key.bits == 32 and backend == "cuda" else ("ieee",):
+                    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+                    yield variant | {"PRECISION": precision}, options, dtype
         if key.path == "pointer":
-            yield constants | {"ACCUMULATE": False} | bias | NO_DW, {"num_warps": tile.num_warps}, dtype
+            yield (
+                constants | {"ACCUMULATE": False, "PRECISION": "ieee"} | bias | NO_DW,
+                {"num_warps": tile.num_warps},
+                dtype,
+            )
 
 
 def variants(target, backend):
