@@ -71,9 +71,9 @@ _GFX: _Rows = {
 _SM_90: _Rows = {}
 _SM_100: _Rows = {}
 
-# A subtile's staging comes on top of the stages in Triton 3.9, which leaves room for a quarter of the tile. Few rows per
-# expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
-# while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands.
+# Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
+# while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. Triton 3.9 stages a
+# subtile beside the operands, which leaves room for a quarter of the tile.
 _WGRAD_TMA: _Rows = {
     ("wgrad", "tma", 16): _both(
         Tile(64, 128, 128, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=2),
@@ -84,7 +84,7 @@ _WGRAD_TMA: _Rows = {
 _SM_90 |= _WGRAD_TMA
 _SM_100 |= _WGRAD_TMA
 _SM_100 |= {
-    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=2, GROUP_M=8, PER_SM=2)),
 }
 
