@@ -97,6 +97,7 @@ def _tune(args: argparse.Namespace) -> int:
         if args.json
         else f"{autotune.table(found)}\n\nWrote {path}; use it with FUSEDMLP_TUNED=1."
     )
+    return 0
 
 
 def _add_kernels(commands: Commands) -> None:

@@ -57,8 +57,15 @@ _POINTER: _Rows = {
         "fc1_act": Tile(64, 64, 32, 8, 3),
         "gemm": Tile(64, 64, 32, 4, 3),
         "dgrad_act": Tile(64, 32, 32, 4, 3),
-        "wgrad": Tile(32, 64, 32, 4, 3),
     }.items()
+}
+_POINTER |= {
+    ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+}
+_GFX: _Rows = {
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
 
 # M-ragged passes by pointers. One program for each tile: two or three share a multiprocessor and cover each other's
@@ -88,13 +95,30 @@ _SM_100: _Rows = {
     ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
 }
 
+# Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
+# while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. Triton 3.9 stages a
+# subtile beside the operands, which leaves room for a quarter of the tile.
+_WGRAD_TMA: _Rows = {
+    ("wgrad", "tma", 16): _both(
+        Tile(64, 128, 128, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=2),
+        Tile(64, 128, 256, 8, 4, SUBTILES=4, GROUP_M=16, PER_SM=1),
+    ),
+    ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=1)),
+}
+_SM_90 |= _WGRAD_TMA
+_SM_100 |= _WGRAD_TMA
+_SM_100 |= {
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+}
+
 TABLES: dict[str, _Rows] = {
     "sm_80": _POINTER | _NVIDIA_RAGGED,
     "sm_90": _POINTER | _NVIDIA_RAGGED | _SM_90,
     "sm_100": _POINTER | _NVIDIA_RAGGED | _SM_100,
     "sm_120": _POINTER | _NVIDIA_RAGGED,
-    "gfx942": _POINTER | _AMD_RAGGED,
-    "gfx950": _POINTER | _AMD_RAGGED,
+    "gfx942": _POINTER | _AMD_RAGGED | _GFX,
+    "gfx950": _POINTER | _AMD_RAGGED | _GFX,
     "interpreter": {
         (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path == "tma" else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")

@@ -4,6 +4,9 @@ An M-ragged pass runs over tiles of BLOCK_M rows that never cross experts. Their
 at most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes the table and the grid by that;
 how many there are is the table's first element, where programs stop. Rows that no expert owns (padding) form a last
 group, `E`, for which kernels store zeros.
+
+wgrad has equally many tiles for every expert, but a tile takes as long as its expert has rows. Programs take tiles from
+one list, the longest first, each when it is free: the greedy rule, at most one short tile away from even shares.
 """
 
 from __future__ import annotations
@@ -160,3 +163,74 @@ class Schedule:
         """Rows that experts own, and experts that have rows; reads them from the device."""
         bounds = self.offsets.tolist()
         return bounds[-1], len(set(bounds)) - 1
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _expert_order_kernel(
+    offsets_ptr,
+    segment_offsets_ptr,
+    order_ptr,
+    num_segments,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
+):
+    own = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    others = tl.arange(0, BLOCK_ALL)
+    own_rows = tl.zeros((BLOCK_E,), tl.int32)
+    rows = tl.zeros((BLOCK_ALL,), tl.int32)
+    for s in range(0, 1 if segment_offsets_ptr is None else num_segments):
+        offsets = offsets_ptr
+        if segment_offsets_ptr is not None:
+            offsets = tl.load(segment_offsets_ptr + s).to(tl.pointer_type(tl.int32))
+        own_rows += _rows_of(offsets, own, NUM_EXPERTS)
+        rows += _rows_of(offsets, others, NUM_EXPERTS)
+    before = (rows[None, :] > own_rows[:, None]) | (
+        (rows[None, :] == own_rows[:, None]) & (others[None, :] < own[:, None])
+    )
+    rank = tl.sum((before & (others < NUM_EXPERTS)[None, :]).to(tl.int32), axis=1)
+    tl.store(order_ptr + rank, own, mask=own < NUM_EXPERTS)
+    tl.store(order_ptr + NUM_EXPERTS, tl.sum((rows > 0).to(tl.int32), axis=0))
+    tl.store(order_ptr + NUM_EXPERTS + 1, 0)
+
+
+@triton.jit
+def _rows_of(offsets_ptr, experts, NUM_EXPERTS: tl.constexpr):
+    mask = experts < NUM_EXPERTS
+    first = tl.load(offsets_ptr + experts, mask=mask, other=0)
+    return tl.load(offsets_ptr + experts + 1, mask=mask, other=0) - first
+
+
+@triton.jit
+def wgrad_tile(tile, num_n, num_k, GROUP_N):
+    """`(rank of the expert, row tile, column tile)` of the tile at one place in wgrad's list.
+
+    Tiles that run at the same time should share operands in L2, so an expert's tiles come in groups of GROUP_N rows
+    by all columns, column by column. Plain arithmetic: `wgrad_tile.fn` runs on the host.
+    """
+    tiles_per_expert = num_n * num_k
+    within = tile % tiles_per_expert
+    group = within // (GROUP_N * num_k)
+    rows = min(num_n - group * GROUP_N, GROUP_N)
+    within = within % (GROUP_N * num_k)
+    return tile // tiles_per_expert, group * GROUP_N + within % rows, within // rows
+
+
+def expert_order(offsets: Tensor, segment_offsets: Tensor | None) -> Tensor:
+    """`[E + 2]` int32: experts by falling number of rows, how many have any, and the next tile to take: 0.
+
+    `segment_offsets` holds the addresses of several `offsets`, whose rows add up.
+    """
+    num_experts = offsets.shape[0] - 1
+    order = torch.empty(num_experts + 2, dtype=torch.int32, device=offsets.device)
+    block_e = 16
+    _expert_order_kernel[(triton.cdiv(num_experts, block_e),)](
+        offsets,
+        segment_offsets,
+        order,
+        0 if segment_offsets is None else segment_offsets.shape[0],
+        num_experts,
+        block_e,
+        triton.next_power_of_2(num_experts),
+    )
+    return order

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmlp.kernels import schedule
+from fusedmlp.kernels import configs, schedule
+from fusedmlp.kernels.expert_tensors import device_table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -73,3 +74,32 @@ def test_tiles_are_built_once_for_each_size():
     assert tiles.tiles(16) is tiles.tiles(16)
     assert tiles.tiles(32) is not tiles.tiles(16)
     assert tiles.load() == (9, 2)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 5), min_size=20, max_size=20), min_size=1, max_size=3), st.integers(1, 20))
+def test_experts_with_most_rows_come_first(counts_of_segments, num_experts):
+    segments = [counts[:num_experts] for counts in counts_of_segments]
+    offsets = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in segments]
+    table = device_table(tuple(t.data_ptr() for t in offsets), offsets[0].device) if len(segments) > 1 else None
+    rows = [sum(counts) for counts in zip(*segments, strict=True)]
+    by_rows = sorted(range(num_experts), key=lambda e: (-rows[e], e))
+    used = sum(n > 0 for n in rows)
+    assert schedule.expert_order(offsets[0], table).tolist() == [*by_rows, used, 0]
+
+
+@pytest.mark.parametrize(("num_n", "num_k", "group"), [(1, 1, 4), (5, 3, 2), (4, 7, 4), (3, 2, 16), (12, 8, 5)])
+def test_every_tile_is_in_the_list_once(num_n, num_k, group):
+    listed = [schedule.wgrad_tile.fn(i, num_n, num_k, group) for i in range(3 * num_n * num_k)]
+    assert sorted(listed) == [(e, n, k) for e in range(3) for n in range(num_n) for k in range(num_k)]
+    assert [e for e, _, _ in listed] == sorted(e for e, _, _ in listed)
+
+
+def test_tiles_that_run_together_share_operands():
+    num_n, num_k, processors = 32, 16, 132
+    tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
+    together = [schedule.wgrad_tile.fn(i, num_n, num_k, tile.GROUP_M) for i in range(processors)]
+    rows, columns = {n for _, n, _ in together}, {k for _, _, k in together}
+    loaded = len(rows) * tile.BLOCK_N + len(columns) * tile.BLOCK_K
+    square = 2 * (processors * tile.BLOCK_N * tile.BLOCK_K) ** 0.5  # the least that so many tiles can need
+    assert loaded <= 1.1 * square
