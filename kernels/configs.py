@@ -103,13 +103,13 @@ _WGRAD_TMA: _Rows = {
         Tile(64, 128, 128, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=2),
         Tile(64, 128, 256, 8, 4, SUBTILES=4, GROUP_M=16, PER_SM=1),
     ),
-    ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=1)),
+    ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)),
 }
 _SM_90 |= _WGRAD_TMA
 _SM_100 |= _WGRAD_TMA
 _SM_100 |= {
     ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
 
 TABLES: dict[str, _Rows] = {
