@@ -1,10 +1,12 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv.
+TRITONS := 3.6.0 3.9.0
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench kernels clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -16,6 +18,19 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
+	$(BIN)/python -m fusedmlp kernels >.triton/kernels.txt || { grep -vw 'ok$$' .triton/kernels.txt; exit 1; }
+	@for version in $(TRITONS); do \
+	  PYTHONPATH=.triton/$$version $(BIN)/python -m fusedmlp kernels >.triton/kernels-$$version.txt \
+	    || { grep -vw 'ok$$' .triton/kernels-$$version.txt; exit 1; }; \
+	done
+
+# Another Triton in a folder that goes before .venv on the path; torch and the rest are .venv's.
+.triton/%/.ready: $(READY)
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	@touch $@
 
 bench: $(READY)
 	$(BIN)/python -m bench.bench_grouped_mlp
@@ -31,4 +46,4 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@touch $(READY)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .triton build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_tune):
+    for add in (_add_demo, _add_kernels, _add_bench, _add_tune):
         add(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
@@ -97,6 +97,62 @@ def _tune(args: argparse.Namespace) -> int:
         if args.json
         else f"{autotune.table(found)}\n\nWrote {path}; use it with FUSEDMLP_TUNED=1."
     )
+    return 0
+
+
+def _add_kernels(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "kernels",
+        help="compile every kernel for GPUs that need not be present, and check the result",
+        description="Compile every kernel in every shipped configuration, as the library launches it, and print "
+        "registers, spilled bytes, shared memory, tensor-core and TMA instructions. Needs no GPU. Exit status 1 if "
+        "any kernel spills, needs more shared memory than its GPU has, or lacks the instructions that it should "
+        "have (GEMMs in exact fp32 need no tensor cores); 2 if kernels cannot be compiled in this process.",
+    )
+    parser.add_argument(
+        "--target", action="append", help="sm_80, sm_90, sm_100, sm_120, gfx942 or gfx950; may be repeated"
+    )
+    parser.add_argument("--jobs", type=_positive, help="processes that compile; default: as many as there are cores")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.set_defaults(run=_kernels)
+
+
+def _kernels(args: argparse.Namespace) -> int:
+    from fusedmlp.environment import triton_interpret
+
+    if triton_interpret():  # before Triton is imported, which then prepares to interpret
+        print("kernels: TRITON_INTERPRET=1 runs kernels on the CPU and cannot compile them; unset it", file=sys.stderr)
+        return 2
+    from fusedmlp.static_proof import command
+    from fusedmlp.static_proof.targets import TARGETS
+
+    if unknown := set(args.target or ()) - set(TARGETS):
+        print(f"kernels: --target: expected one of {', '.join(TARGETS)}; got {', '.join(unknown)}", file=sys.stderr)
+        return 2
+    status: int = command.run(args.target, args.jobs, args.json)
+    return status
+
+
+def _add_bench(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="what hardware allows: limit times of every pass, and the balance of the kernels' schedules",
+        description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
+        "measured in the same run. Every shape comes with even loads, Zipf-skewed ones and a quarter of the experts "
+        "empty.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
+    what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from fusedmlp.limits import command
+
+    command.run("roofline" if args.roofline else "schedule", args.json)
+
     return 0
 
 

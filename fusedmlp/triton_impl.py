@@ -21,6 +21,7 @@ from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
 from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
+from fusedmlp.kernels.schedule import Schedule
 from fusedmlp.mlp_types import MLPGrads, MLPOutput
 
 if environment.tuned():
@@ -56,7 +57,7 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
-    grouped_gemm_(y_RN, x_RK, ExpertTensors.of(w, 2), offsets, bias_EN=_optional(bias, 1))
+    grouped_gemm_(y_RN, x_RK, ExpertTensors.of(w, 2), Schedule(offsets, x_RK.shape[0]), bias_EN=_optional(bias, 1))
     return y_RN
 
 
@@ -73,6 +74,7 @@ def grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     num_rows = x_RH.shape[0]
+    tiles = Schedule(offsets, num_rows)
     h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), torch.empty_like(x_RH)
     a_RF = x_RH.new_empty(num_rows, fc2[0].shape[-1])
     grouped_fc1_act_(
@@ -80,13 +82,13 @@ def grouped_mlp(
         a_RF,
         x_RH,
         ExpertTensors.of(fc1, 2),
-        offsets,
+        tiles,
         _options(activation),
         bias_EG=_optional(bias1, 1),
         probs_R=probs_R,
     )
     scale_R = probs_R if bias2 else None
-    grouped_gemm_(y_RH, a_RF, ExpertTensors.of(fc2, 2), offsets, bias_EN=_optional(bias2, 1), scale_R=scale_R)
+    grouped_gemm_(y_RH, a_RF, ExpertTensors.of(fc2, 2), tiles, bias_EN=_optional(bias2, 1), scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)
 
 
@@ -113,6 +115,7 @@ def grouped_mlp_backward_(
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
     F = fc2[0].shape[-1]
     grads = MLPGrads.empty(x_RH, h_RG, F, probs_R, need_dx, keep)
+    tiles = Schedule(offsets, x_RH.shape[0])
     dh_RG = grads.dh if keep else torch.empty_like(h_RG)
     a_RF = grads.act_probs if keep else h_RG.new_empty(h_RG.shape[0], F)
     dprobs_R = grouped_dgrad_act_(
@@ -121,14 +124,14 @@ def grouped_mlp_backward_(
         dy_RH,
         h_RG,
         ExpertTensors.of(fc2, 2),
-        offsets,
+        tiles,
         _options(activation),
         bias_EH=_optional(bias2, 1) if probs_R is not None else None,
         probs_R=probs_R,
     )
     if need_dx:
         fc1_T = ExpertTensors.of([w.transpose(-1, -2) for w in fc1], 2)
-        grouped_gemm_(grads.dx, dh_RG, fc1_T, offsets)
+        grouped_gemm_(grads.dx, dh_RG, fc1_T, tiles)
     _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], accumulate2, probs_R)
     _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], accumulate1, None)
     return grads if dprobs_R is None else grads._replace(dprobs=dprobs_R)

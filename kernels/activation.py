@@ -68,7 +68,3 @@ class Options(NamedTuple):
     ALPHA: float
     LIMIT: float | None
     OFFSET: float
-
-    def linear_start(self, ffn_size: int) -> int:
-        """Column of the first linear channel."""
-        return 1 if self.CHANNEL_STEP == 2 else ffn_size

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 
 # Whether kernels run under the CPU interpreter; decided when they are defined.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -25,19 +26,91 @@ def round_to(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def expert_base(ptr, table_ptr, stride_e, expert):
-    """Where one expert's tensor starts: at a uniform stride, or at an address in a table of int64."""
+def expert_base(ptr, table_ptr, stride_e, expert, ALIGNED: tl.constexpr = False):
+    """Where one expert's tensor starts: at a uniform stride, or at an address in a table of int64.
+
+    ALIGNED: all addresses in the table are multiples of 16 bytes, without which loads would not be vectors.
+    """
     if table_ptr is None:
         base = ptr + expert.to(tl.int64) * stride_e
     else:
         base = tl.load(table_ptr + expert).to(tl.pointer_type(ptr.dtype.element_ty))
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
     return base
 
 
 @triton.jit
-def load_tile(tiles_ptr, num_tiles, tile):
-    """`(expert, first row, end row)` of an M-tile; expert -1: unused, E: padding rows. See `schedule.py`."""
-    expert = tl.load(tiles_ptr + tile)
-    first = tl.load(tiles_ptr + num_tiles + tile)
-    end = tl.load(tiles_ptr + 2 * num_tiles + tile)
-    return expert, first, end
+def load_rows(desc, ptr_M1, first, num_rows, mask_M1, column, num_columns, BLOCK: tl.constexpr):
+    """`[M, BLOCK]` of the rows from `first`, zero past `num_rows` of them and past the last column.
+
+    Through a ragged descriptor if there is one, else from the row pointers `ptr_M1` where `mask_M1`.
+    """
+    if desc is not None:
+        tile = load_ragged(desc, first, num_rows, [0, column])
+    else:
+        columns = (column + tl.arange(0, BLOCK))[None, :]
+        tile = tl.load(ptr_M1 + columns, mask=mask_M1 & (columns < num_columns), other=0.0)
+    return tile
+
+
+@triton.jit
+def store_rows(desc, ptr_M1, first, num_rows, mask_M1, column, num_columns, tile_MN):
+    """The opposite of `load_rows`."""
+    if desc is not None:
+        far, slot, row = to_ragged_indices(first, num_rows, 0)
+        desc.store([far, slot, row, column], tl.reshape(tile_MN, (1, 1, tile_MN.shape[0], tile_MN.shape[1])))
+    else:
+        columns = (column + tl.arange(0, tile_MN.shape[1]))[None, :]
+        tl.store(ptr_M1 + columns, tile_MN, mask=mask_M1 & (columns < num_columns))
+
+
+@triton.jit
+def load_weight(
+    desc,
+    ptr,
+    expert,
+    n,
+    k,
+    end_n,
+    end_k,
+    stride_n,
+    stride_k,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    K_CONTIGUOUS: tl.constexpr,
+):
+    """`[BLOCK_K, BLOCK_N]` of one expert's `w[n, k]` from row `n` and column `k` on, zero past the ends.
+
+    `desc` describes the weights as they lie, `[E, N, K]` (K_CONTIGUOUS) or `[E, K, N]`; an `expert` that it does not
+    have reads as zeros. Without it, `ptr` is the expert's own base.
+    """
+    if desc is None:
+        ns = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+        ks = (k + tl.arange(0, BLOCK_K)).to(tl.int64)[:, None]
+        tile = tl.load(ptr + ks * stride_k + ns * stride_n, mask=(ks < end_k) & (ns < end_n), other=0.0)
+    elif K_CONTIGUOUS:
+        tile = tl.reshape(desc.load([expert, n, k]), (BLOCK_N, BLOCK_K)).T
+    else:
+        tile = tl.reshape(desc.load([expert, k, n]), (BLOCK_K, BLOCK_N))
+    return tile
+
+
+@triton.jit
+def load_bias(ptr, column, num_columns, WIDTH: tl.constexpr):
+    """`[1, WIDTH]` fp32 of one expert's bias, zero past the last column."""
+    columns = column + tl.arange(0, WIDTH)
+    return tl.load(ptr + columns, mask=columns < num_columns, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def column_subtiles(tile_MN, SUBTILES: tl.constexpr):
+    """A tuple of tiles of neighbouring columns: an epilogue that takes them one by one spills nothing."""
+    M: tl.constexpr = tile_MN.shape[0]
+    N: tl.constexpr = tile_MN.shape[1]
+    if SUBTILES == 1:
+        parts = (tile_MN,)
+    else:
+        left, right = tl.split(tl.permute(tl.reshape(tile_MN, (M, 2, N // 2)), (0, 2, 1)))
+        parts = column_subtiles(left, SUBTILES // 2) + column_subtiles(right, SUBTILES // 2)
+    return parts

@@ -22,7 +22,7 @@ SHORT_ROWS = 64
 
 @dataclass(frozen=True)
 class Tile:
-    """One kernel's launch configuration."""
+    """One kernel's launch configuration. Rows of the tables below give the fields in this order."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -31,6 +31,7 @@ class Tile:
     num_stages: int
     SUBTILES: int = 1  # column subtiles of the epilogue
     GROUP_M: int = 1  # M-tiles that share a weight tile while it is in L2
+    PER_SM: int = 0  # persistent programs on one multiprocessor; 0: one program for each tile
 
 
 class Key(NamedTuple):
@@ -56,22 +57,70 @@ _POINTER: _Rows = {
         "fc1_act": Tile(64, 64, 32, 8, 3),
         "gemm": Tile(64, 64, 32, 4, 3),
         "dgrad_act": Tile(64, 32, 32, 4, 3),
-        "wgrad": Tile(32, 64, 32, 4, 3),
     }.items()
 }
+_POINTER |= {
+    ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+}
+_GFX: _Rows = {
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+}
 
-_SM_90: _Rows = {}
-_SM_100: _Rows = {}
+# M-ragged passes by pointers. One program for each tile: two or three share a multiprocessor and cover each other's
+# epilogues, and those that find no tile left end at once.
+_NVIDIA_RAGGED: _Rows = {
+    ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
+    ("gemm", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 1, 8), Tile(128, 128, 64, 8, 3, 2, 8)),
+    ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
+}
+_AMD_RAGGED: _Rows = {
+    ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 1, 8), Tile(128, 64, 64, 8, 2, 1, 8)),
+    ("gemm", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 1, 8), Tile(128, 128, 64, 8, 2, 1, 8)),
+    ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 2, 8), Tile(128, 64, 64, 8, 2, 2, 8)),
+}
+
+# M-ragged passes by descriptors: 128 x 256 accumulators (fc1: two of 128 x 128), because at 128 x 128 the operands
+# come from L2 at 64 FLOPs a byte, more than it can deliver at full speed. They fill a multiprocessor, so programs are
+# persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before.
+_SM_90: _Rows = {
+    ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
+    ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
+    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
+}
+_SM_100: _Rows = {
+    ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
+    ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
+    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
+}
+
+# Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
+# while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. Triton 3.9 stages a
+# subtile beside the operands, which leaves room for a quarter of the tile.
+_WGRAD_TMA: _Rows = {
+    ("wgrad", "tma", 16): _both(
+        Tile(64, 128, 128, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=2),
+        Tile(64, 128, 256, 8, 4, SUBTILES=4, GROUP_M=16, PER_SM=1),
+    ),
+    ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)),
+}
+_SM_90 |= _WGRAD_TMA
+_SM_100 |= _WGRAD_TMA
+_SM_100 |= {
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
+}
 
 TABLES: dict[str, _Rows] = {
-    "sm_80": _POINTER,
-    "sm_90": _POINTER | _SM_90,
-    "sm_100": _POINTER | _SM_100,
-    "sm_120": _POINTER,
-    "gfx942": _POINTER,
-    "gfx950": _POINTER,
+    "sm_80": _POINTER | _NVIDIA_RAGGED,
+    "sm_90": _POINTER | _NVIDIA_RAGGED | _SM_90,
+    "sm_100": _POINTER | _NVIDIA_RAGGED | _SM_100,
+    "sm_120": _POINTER | _NVIDIA_RAGGED,
+    "gfx942": _POINTER | _AMD_RAGGED | _GFX,
+    "gfx950": _POINTER | _AMD_RAGGED | _GFX,
     "interpreter": {
-        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, SUBTILES=2 if path == "tma" else 1, GROUP_M=2))
+        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path == "tma" else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
         for path in ("tma", "pointer")
         for bits in (16, 32)
@@ -119,6 +168,27 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
     """The configuration of `kernel` for activations of `dtype`."""
     key = Key(kernel, path, 8 * dtype.itemsize, shape_class(rows_per_expert))
     return TUNED.get(key) or TABLES[architecture(device)][key.kernel, key.path, key.bits][key.shape]
+
+
+def choose(
+    kernel: str, dtype: torch.dtype, device: torch.device, tma_fits: bool, rows_per_expert: float
+) -> tuple[Path, Tile]:
+    """`select` with the best path that the tensors and the device allow."""
+    path: Path = "tma" if tma_fits and has_path(kernel, dtype, device, "tma") else "pointer"
+    return path, select(kernel, dtype, device, path, rows_per_expert)
+
+
+@lru_cache
+def _multiprocessors(device: torch.device) -> int:
+    if triton.knobs.runtime.interpret:
+        return 3  # few, so that tests see programs with several tiles
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:
+    """How many programs to launch for at most that many tiles."""
+    return min(tiles, tile.PER_SM * _multiprocessors(device)) if tile.PER_SM else tiles
 
 
 def dot_precision(dtype: torch.dtype) -> str:

@@ -8,6 +8,8 @@ from torch import Tensor
 from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .expert_tensors import ExpertTensors
+
 _ALIGNMENT = 16  # bytes, of the base and of every stride but the last
 
 
@@ -30,3 +32,28 @@ def fits_tensor(tensor: Tensor) -> bool:
 def ragged_rows(t_RN: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
     """Rows of groups, for `load_ragged` and `store_ragged`: zero-filled and masked at the end of a group."""
     return create_ragged_descriptor(t_RN, [block_rows, block_columns])
+
+
+def matrices(w: ExpertTensors, num_experts: int, size: tuple[int, int]) -> Tensor | None:
+    """All experts' `[N, K]` matrices (`size`) in one view of them as they lie: `[E, N, K]`, or `[E, K, N]` if N is
+    contiguous, and from the last expert to the first if that is how they lie. None if no descriptor can describe it.
+    """
+    stride_n, stride_k = w.strides
+    stride_e = w.stride_e if num_experts > 1 else _ALIGNMENT
+    offset = w.base.storage_offset() + min(0, (num_experts - 1) * stride_e)
+    last = offset + (num_experts - 1) * abs(stride_e) + (size[0] - 1) * stride_n + (size[1] - 1) * stride_k
+    itemsize = w.base.element_size()
+    # Tensors that are evenly spaced but not in one buffer are no view of anything.
+    if w.table is not None or not 0 <= offset <= last < w.base.untyped_storage().nbytes() // itemsize:
+        return None
+    shape, strides = (num_experts, *size), (abs(stride_e), stride_n, stride_k)
+    if stride_k != 1:
+        shape, strides = (num_experts, size[1], size[0]), (abs(stride_e), stride_k, stride_n)
+    start = int(w.base.data_ptr() + (offset - w.base.storage_offset()) * itemsize)
+    return w.base.as_strided(shape, strides, offset) if fits(start, itemsize, shape, strides) else None
+
+
+def of_matrices(w_ENK: Tensor, block_n: int, block_k: int, k_contiguous: bool) -> TensorDescriptor:
+    """A view from `matrices`, one expert's tile at a time."""
+    block = [1, block_n, block_k] if k_contiguous else [1, block_k, block_n]
+    return TensorDescriptor(w_ENK, list(w_ENK.shape), list(w_ENK.stride()), block)

@@ -11,12 +11,14 @@ from torch import Tensor
 
 
 class ExpertTensors(NamedTuple):
-    """What `common.expert_base` needs, and the strides inside one expert's tensor, in elements."""
+    """What `common.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements."""
 
     base: Tensor  # gives the dtype and, without a table, the address of expert 0
     table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced
     stride_e: int
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # 1 where there is but one element
+    aligned: bool  # every expert starts at a multiple of 16 bytes
+    lowest: Tensor  # starts at the lowest address of all
 
     @staticmethod
     def of(group: Sequence[Tensor], dim: int) -> ExpertTensors:
@@ -25,28 +27,61 @@ class ExpertTensors(NamedTuple):
         Experts in a list may lie anywhere, in one buffer in any order (Megatron's, reversed) or each on its own,
         but must agree in strides.
         """
-        first = group[0]
+        first, size = group[0], group[0].element_size()
+        strides = _strides(first)[-dim:]
         if len(group) == 1 and first.dim() > dim:
-            return ExpertTensors(first, None, first.stride(0), first.stride()[1:])
-        strides = first.stride()
+            stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
+            aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
+            return ExpertTensors(first, None, stride_e, strides, aligned, first)
         for e, tensor in enumerate(group):
-            if tensor.stride() != strides:
+            if _strides(tensor) != strides:
                 raise ValueError(
-                    f"experts: expected the strides of expert 0, {strides}; expert {e} has {tensor.stride()}"
+                    f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
                 )
         addresses = tuple(tensor.data_ptr() for tensor in group)
-        step = addresses[1] - addresses[0] if len(group) > 1 else 0
+        aligned = all(address % 16 == 0 for address in addresses)
+        step = addresses[1] - addresses[0] if len(group) > 1 else first.numel() * size
         even = all(b - a == step for a, b in zip(addresses, addresses[1:], strict=False))
-        if even and step % first.element_size() == 0:
-            return ExpertTensors(first, None, step // first.element_size(), strides)
-        return ExpertTensors(first, address_table(addresses, first.device), 0, strides)
+        if len(group) == 2:
+            # Any two are; but a distance between allocations means nothing, and differs from run to run.
+            even = group[0].untyped_storage().data_ptr() == group[1].untyped_storage().data_ptr()
+        if even and step % size == 0:
+            return ExpertTensors(first, None, step // size, strides, aligned, group[-1] if step < 0 else first)
+        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first)
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides, without the arbitrary ones that PyTorch keeps for dimensions of size 1."""
+    return tuple(stride if size != 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses as an int64 tensor on the device, kept for those that come again: parameters and their gradients.
+
+    While a CUDA graph is captured, nothing new is kept, for that memory belongs to the graph; and a copy on one
+    stream has not happened for another.
+    """
+    if device.type == "cpu":
+        return _kept_table(addresses, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return device_table(addresses, device)
+    return _kept_table(addresses, device, torch.cuda.current_stream(device).cuda_stream)
 
 
 @lru_cache(maxsize=1024)
-def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses as an int64 tensor on the device. A pure function of its arguments, so it can be cached for good:
-    parameters and their gradients keep their addresses, and then no step copies anything to the device."""
+def _kept_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return device_table(addresses, device)
+
+
+_read_by_graphs: list[Tensor] = []
+
+
+def device_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses (or coordinates) as a new int64 tensor, copied without waiting."""
     table = torch.tensor(addresses, dtype=torch.int64)
     if device.type == "cpu":
         return table
-    return table.pin_memory().to(device, non_blocking=True)
+    pinned = table.pin_memory()
+    if torch.cuda.is_current_stream_capturing():
+        _read_by_graphs.append(pinned)  # every replay copies from it again
+    return pinned.to(device, non_blocking=True)

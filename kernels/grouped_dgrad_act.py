@@ -5,6 +5,8 @@ With `g`, `l` the gate and linear parts of `h`, recomputed from it:
     dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
 (the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and the
 launcher adds those in a fixed order: no atomics, the same bits every run.
+
+The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles.
 """
 
 from __future__ import annotations
@@ -14,36 +16,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import activation
-from .common import dot, expert_base, load_tile, round_to
-from .configs import dot_precision, select
+from . import activation, descriptors, launches
+from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
+from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .schedule import tile_schedule
+from .launches import Launch
+from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
 @triton.jit
+def _load_h(h_M1, mask_M1, column, F, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
+    """A subtile of gates and one of linear channels; one of both where they are interleaved."""
+    g = load_rows(None, h_M1, 0, 0, mask_M1, column * CHANNEL_STEP, F * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
+    l = g
+    if GATED and CHANNEL_STEP == 1:
+        l = load_rows(None, h_M1, 0, 0, mask_M1, F + column, 2 * F, WIDTH)
+    return g, l
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
+    dy_desc,
     w_ptr,
+    w_desc,
     w_table_ptr,
     bias_ptr,
     bias_table_ptr,
     probs_ptr,
     h_ptr,
     dh_ptr,
+    dh_desc,
+    dh_linear_desc,
     a_ptr,
+    a_desc,
     partial_ptr,
     tiles_ptr,
-    num_tiles,
     num_experts,
     num_rows,
     H,
     F,
-    linear_start,
     stride_dy_r,
     stride_w_e,
-    stride_w_h,
     stride_w_f,
+    stride_w_h,
     stride_bias_e,
     stride_h_r,
     stride_a_r,
@@ -53,59 +69,87 @@ def _grouped_dgrad_act_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    K_CONTIGUOUS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_f = tl.cdiv(F, BLOCK_F)
-    f_tile = tl.program_id(0) % num_f
-    expert, first, end = load_tile(tiles_ptr, num_tiles, tl.program_id(0) // num_f)
-    if expert < 0:
-        return
-    owned = expert < num_experts  # at padding rows da = 0 and h = 0, so everything stored is zero
-    expert = tl.minimum(expert, num_experts - 1)
-    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-    f = (f_tile * BLOCK_F + tl.arange(0, BLOCK_F)).to(tl.int64)
-    row_mask, f_mask = rows < end, f < F
-    mask = row_mask[:, None] & f_mask[None, :]
-    gate, linear = f * CHANNEL_STEP, linear_start + f * CHANNEL_STEP
+    TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
+    WIDTH: tl.constexpr = BLOCK_F // SUBTILES
+    WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
+    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
+    end_g = F * CHANNEL_STEP  # of the gates
+    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    # Not one loop with that over H (`flatten`): the registers of both would not be enough.
+    for place in range(tl.program_id(0), num_m * num_f, tl.num_programs(0)):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        f, mask_M1 = f_tile * BLOCK_F, row_M1 < rows
+        dy_M1 = dy_ptr + (first + row_M1).to(tl.int64) * stride_dy_r
+        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
+        w_e = num_experts - 1 - expert if REVERSED else expert
 
-    w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert)
-    da = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
-    dprobs = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    for start in range(0, tl.where(owned, H, 0), BLOCK_H):
-        h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
-        dy = tl.load(
-            dy_ptr + rows[:, None] * stride_dy_r + h[None, :], mask=row_mask[:, None] & (h < H)[None, :], other=0.0
-        )
-        w_HF = tl.load(
-            w + h[:, None] * stride_w_h + f[None, :] * stride_w_f, mask=(h < H)[:, None] & f_mask[None, :], other=0.0
-        )
-        da = dot(dy, w_HF, da, PRECISION)
-        if bias_ptr is not None:
-            bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-            bias_H = tl.load(bias + h, mask=(h < H) & (f_tile == 0), other=0.0).to(tl.float32)
-            dprobs += tl.sum(dy.to(tl.float32) * bias_H[None, :], axis=1)
+        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time.
+        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
+        g_next, l_next = _load_h(h_M1, mask_M1, f, F, WIDTH, GATED, CHANNEL_STEP)
+        da = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
+        for k in range(0, H, BLOCK_H):
+            dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
+            w_HF = load_weight(w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS)
+            da = dot(dy_MH, w_HF, da, PRECISION)
 
-    h_row = h_ptr + rows[:, None] * stride_h_r
-    dh_row = dh_ptr + rows[:, None] * stride_h_r
-    g = tl.load(h_row + gate[None, :], mask=mask & owned, other=0.0).to(tl.float32)
-    if GATED:
-        l = tl.load(h_row + linear[None, :], mask=mask & owned, other=0.0).to(tl.float32)
-        act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
-    else:
-        act, by_gate = activation.curve(g, CURVE, ALPHA)
+        dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
+        a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
+        dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+        if probs_ptr is not None:
+            probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+        parts = column_subtiles(da, SUBTILES)
+        for s in tl.static_range(SUBTILES):
+            da_MF = parts[s]
+            column = f + s * WIDTH
+            column_g = column * CHANNEL_STEP
+            g, l = g_next.to(tl.float32), l_next.to(tl.float32)
+            if s + 1 < SUBTILES:
+                g_next, l_next = _load_h(h_M1, mask_M1, column + WIDTH, F, WIDTH, GATED, CHANNEL_STEP)
+            if GATED and CHANNEL_STEP == 2:
+                g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
+            if GATED:
+                act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
+            else:
+                act, by_gate = activation.curve(g, CURVE, ALPHA)
+            if probs_ptr is not None:
+                dprobs_M1 += tl.sum(da_MF * act, axis=1, keep_dims=True)
+                da_MF *= probs_M1
+                act *= probs_M1
+            dh_MG = da_MF * by_gate
+            if GATED and CHANNEL_STEP == 2:
+                dh_MG = tl.reshape(tl.join(dh_MG, da_MF * by_linear), (BLOCK_M, WIDTH_G))
+            dh_MG = round_to(dh_MG, dh_ptr.dtype.element_ty)
+            store_rows(dh_desc, dh_M1, first, rows, mask_M1, column_g, end_g, dh_MG)
+            if TWO:
+                dl_MF = round_to(da_MF * by_linear, dh_ptr.dtype.element_ty)
+                store_rows(dh_linear_desc, dh_M1, first, rows, mask_M1, F + column, 2 * F, dl_MF)
+            store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(act, a_ptr.dtype.element_ty))
+
+        if probs_ptr is not None:
+            if bias_ptr is not None:
+                # Not in the loop over H above: all column tiles would pay for what one needs.
+                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+                for k in range(0, tl.where(f_tile == 0, H, 0), BLOCK_H):
+                    dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H).to(tl.float32)
+                    dprobs_M1 += tl.sum(dy_MH * load_bias(bias, k, H, BLOCK_H), axis=1, keep_dims=True)
+            partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
+            tl.store(partial_M1, dprobs_M1, mask=mask_M1)
+
+    zero_padding(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
+    zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:
-        dprobs += tl.sum(tl.where(mask, da * act, 0.0), axis=1)
-        tl.store(partial_ptr + f_tile.to(tl.int64) * num_rows + rows, dprobs, mask=row_mask)
-        probs = tl.load(probs_ptr + rows, mask=row_mask & owned, other=0.0).to(tl.float32)[:, None]
-        da *= probs
-        act *= probs
-    tl.store(dh_row + gate[None, :], round_to(da * by_gate, dh_ptr.dtype.element_ty), mask=mask)
-    if GATED:
-        tl.store(dh_row + linear[None, :], round_to(da * by_linear, dh_ptr.dtype.element_ty), mask=mask)
-    tl.store(a_ptr + rows[:, None] * stride_a_r + f[None, :], round_to(act, a_ptr.dtype.element_ty), mask=mask)
+        zero_padding(partial_ptr, tiles_ptr, num_f, 1, num_rows, BLOCK_M, 4)
 
 
 def grouped_dgrad_act_(
@@ -114,7 +158,7 @@ def grouped_dgrad_act_(
     dy_RH: Tensor,
     h_RG: Tensor,
     w_EHF: ExpertTensors,
-    offsets: Tensor,
+    schedule: Schedule,
     act: activation.Options,
     *,
     bias_EH: ExpertTensors | None = None,
@@ -122,45 +166,74 @@ def grouped_dgrad_act_(
 ) -> Tensor | None:
     """Writes all of `dh` and `a`, zeros at padding rows; returns `dprobs [R]` in fp32, zero at padding rows, or None.
 
-    Activations have unit column stride, and `dh` the strides of `h`.
+    Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
     """
-    num_rows, F = a_RF.shape
-    tile = select("dgrad_act", dy_RH.dtype, dy_RH.device, "pointer", num_rows / (offsets.shape[0] - 1))
+    (num_rows, F), H, num_experts = a_RF.shape, dy_RH.shape[1], schedule.num_experts
+    w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])
+    w_view = descriptors.matrices(w_EFH, num_experts, (F, H)) if num_rows else None
+    fits = w_view is not None and all(map(descriptors.fits_tensor, (dy_RH, h_RG, dh_RG, a_RF)))
+    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, schedule.rows_per_expert)
     num_f = triton.cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
-    if num_rows:
-        tiles = tile_schedule(offsets, num_rows, tile.BLOCK_M)
-        num_tiles = tiles.shape[1]
-        _grouped_dgrad_act_kernel[(num_tiles * num_f,)](
-            dy_RH,
-            w_EHF.base,
-            w_EHF.table,
-            bias_EH.base if bias_EH else None,
-            bias_EH.table if bias_EH else None,
-            probs_R,
-            h_RG,
-            dh_RG,
-            a_RF,
-            partial,
-            tiles,
-            num_tiles,
-            offsets.shape[0] - 1,
-            num_rows,
-            dy_RH.shape[1],
-            F,
-            act.linear_start(F),
-            dy_RH.stride(0),
-            w_EHF.stride_e,
-            *w_EHF.strides,
-            bias_EH.stride_e if bias_EH else 0,
-            h_RG.stride(0),
-            a_RF.stride(0),
-            *act,
-            tile.BLOCK_M,
-            tile.BLOCK_N,
-            tile.BLOCK_K,
-            dot_precision(dy_RH.dtype),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+    if not num_rows:
+        return None if partial is None else partial.sum(0)
+    k_contiguous = w_EFH.strides[1] == 1
+    dy_desc = w_desc = dh_desc = dh_linear_desc = a_desc = None
+    if path == "tma" and w_view is not None:
+        block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
+        dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
+        w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
+        dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
+        dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
+        a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    launches.report(lambda: _cost(h_RG, a_RF, H, schedule, probs_R, path))
+    tiles = schedule.max_tiles(tile.BLOCK_M) * num_f
+    _grouped_dgrad_act_kernel[(num_programs(tile, dy_RH.device, tiles),)](
+        dy_RH,
+        dy_desc,
+        w_EFH.base,
+        w_desc,
+        w_EFH.table,
+        bias_EH.base if bias_EH else None,
+        bias_EH.table if bias_EH else None,
+        probs_R,
+        h_RG,
+        dh_RG,
+        dh_desc,
+        dh_linear_desc,
+        a_RF,
+        a_desc,
+        partial,
+        schedule.tiles(tile.BLOCK_M),
+        num_experts,
+        num_rows,
+        H,
+        F,
+        dy_RH.stride(0),
+        w_EFH.stride_e,
+        *w_EFH.strides,
+        bias_EH.stride_e if bias_EH else 0,
+        h_RG.stride(0),
+        a_RF.stride(0),
+        *act,
+        K_CONTIGUOUS=k_contiguous,
+        REVERSED=w_EFH.stride_e < 0,
+        ALIGNED=w_EFH.aligned,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_F=tile.BLOCK_N,
+        BLOCK_H=tile.BLOCK_K,
+        SUBTILES=tile.SUBTILES,
+        GROUP_M=tile.GROUP_M,
+        PRECISION=dot_precision(dy_RH.dtype),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
     return None if partial is None else partial.sum(0)
+
+
+def _cost(h_RG: Tensor, a_RF: Tensor, H: int, schedule: Schedule, probs_R: Tensor | None, path: str) -> Launch:
+    rows, experts = schedule.load()
+    G, F = h_RG.shape[1], a_RF.shape[1]
+    moved = h_RG.element_size() * (rows * (H + 2 * G + F) + experts * F * H)
+    moved += 0 if probs_R is None else rows * (probs_R.element_size() + 4)  # and dprobs
+    return Launch("dgrad_act", 2 * rows * F * H, moved, path=path)

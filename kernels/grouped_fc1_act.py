@@ -1,8 +1,10 @@
 """Pass (1): `h = x @ fc1^T + bias1` and `a = act(h) * probs`, for the rows of every expert.
 
-Gate and linear channel of one output column are computed by one program with two accumulators: `h` has `G = 2F`
-columns, gate `f` at `f * CHANNEL_STEP`, linear `f` at `linear_start + f * CHANNEL_STEP` (adjacent or interleaved).
-The activation is taken of `h` as stored, so that backward, which recomputes it from `h`, sees the same values.
+One program computes both channels of an output column: `h` has `G = 2F` columns, gate `f` and linear `F + f` (two
+accumulators), or interleaved, gate `2f` and linear `2f + 1` (neighbours in one accumulator, which is then twice as
+wide). The activation is taken of `h` as stored, so that backward, which recomputes it from `h`, sees the same values.
+
+With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before.
 """
 
 from __future__ import annotations
@@ -11,29 +13,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import activation
-from .common import dot, expert_base, load_tile, round_to
-from .configs import dot_precision, select
+from . import activation, descriptors, launches
+from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
+from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .schedule import tile_schedule
+from .launches import Launch
+from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
 @triton.jit
 def _grouped_fc1_act_kernel(
     x_ptr,
+    x_desc,
+    rows_ptr,
     w_ptr,
+    w_desc,
     w_table_ptr,
     bias_ptr,
     bias_table_ptr,
     probs_ptr,
     h_ptr,
+    h_desc,
+    h_linear_desc,
     a_ptr,
+    a_desc,
     tiles_ptr,
-    num_tiles,
     num_experts,
     H,
     F,
-    linear_start,
     stride_x_r,
     stride_w_e,
     stride_w_g,
@@ -47,56 +54,84 @@ def _grouped_fc1_act_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     OFFSET: tl.constexpr,
+    K_CONTIGUOUS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_f = tl.cdiv(F, BLOCK_F)
-    expert, first, end = load_tile(tiles_ptr, num_tiles, tl.program_id(0) // num_f)
-    if expert < 0:
-        return
-    owned = expert < num_experts  # padding rows: h = 0, and act(0) = 0
-    expert = tl.minimum(expert, num_experts - 1)
-    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-    f = ((tl.program_id(0) % num_f) * BLOCK_F + tl.arange(0, BLOCK_F)).to(tl.int64)
-    row_mask, f_mask = rows < end, f < F
-    mask = row_mask[:, None] & f_mask[None, :]
-    gate, linear = f * CHANNEL_STEP, linear_start + f * CHANNEL_STEP
+    TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
+    BLOCK_G: tl.constexpr = BLOCK_F * CHANNEL_STEP
+    WIDTH: tl.constexpr = BLOCK_F // SUBTILES
+    tl.assume(H > 0)
+    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
+    end_g = F * CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
+    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        expert, first, num_rows = load_tile(tiles_ptr, m_tile)
+        f, mask_M1 = f_tile * BLOCK_F, row_M1 < num_rows
+        x_row_M1 = first + row_M1
+        if rows_ptr is not None:
+            x_row_M1 = tl.load(rows_ptr + x_row_M1, mask=mask_M1, other=0)
+        x_M1 = x_ptr + x_row_M1.to(tl.int64) * stride_x_r
+        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
+        w_e = num_experts - 1 - expert if REVERSED else expert
 
-    w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert)
-    acc_gate = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
-    acc_linear = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
-    for start in range(0, tl.where(owned, H, 0), BLOCK_H):
-        h = (start + tl.arange(0, BLOCK_H)).to(tl.int64)
-        x = tl.load(
-            x_ptr + rows[:, None] * stride_x_r + h[None, :], mask=row_mask[:, None] & (h < H)[None, :], other=0.0
-        )
-        w_h, w_mask = w + h[:, None] * stride_w_h, (h < H)[:, None] & f_mask[None, :]
-        acc_gate = dot(x, tl.load(w_h + gate[None, :] * stride_w_g, mask=w_mask, other=0.0), acc_gate, PRECISION)
-        if GATED:
-            w_linear = tl.load(w_h + linear[None, :] * stride_w_g, mask=w_mask, other=0.0)
-            acc_linear = dot(x, w_linear, acc_linear, PRECISION)
+        acc = tl.zeros((BLOCK_M, BLOCK_G), dtype=tl.float32)
+        acc_linear = acc
+        for k in range(0, H, BLOCK_H):
+            x_MH = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, H, BLOCK_H)
+            w_HG = load_weight(
+                w_desc, w, w_e, f * CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h, BLOCK_G, BLOCK_H, K_CONTIGUOUS
+            )
+            acc = dot(x_MH, w_HG, acc, PRECISION)
+            if TWO:
+                w_HF = load_weight(
+                    w_desc, w, w_e, F + f, k, 2 * F, H, stride_w_g, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS
+                )
+                acc_linear = dot(x_MH, w_HF, acc_linear, PRECISION)
 
-    if bias_ptr is not None:
-        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-        acc_gate += tl.load(bias + gate, mask=f_mask & owned, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            acc_linear += tl.load(bias + linear, mask=f_mask & owned, other=0.0).to(tl.float32)[None, :]
-    h_row = h_ptr + rows[:, None] * stride_h_r
-    stored_gate = round_to(acc_gate, h_ptr.dtype.element_ty)
-    tl.store(h_row + gate[None, :], stored_gate, mask=mask)
-    if GATED:
-        stored_linear = round_to(acc_linear, h_ptr.dtype.element_ty)
-        tl.store(h_row + linear[None, :], stored_linear, mask=mask)
-        a, _, _ = activation.gated(
-            stored_gate.to(tl.float32), stored_linear.to(tl.float32), CURVE, ALPHA, LIMIT, OFFSET
-        )
-    else:
-        a, _ = activation.curve(stored_gate.to(tl.float32), CURVE, ALPHA)
-    if probs_ptr is not None:
-        a *= tl.load(probs_ptr + rows, mask=row_mask & owned, other=0.0).to(tl.float32)[:, None]
-    tl.store(a_ptr + rows[:, None] * stride_a_r + f[None, :], round_to(a, a_ptr.dtype.element_ty), mask=mask)
+        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
+        a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
+        if probs_ptr is not None:
+            probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+        if bias_ptr is not None:
+            bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+        parts = column_subtiles(acc, SUBTILES)
+        linear_parts = column_subtiles(acc_linear, SUBTILES)
+        for s in tl.static_range(SUBTILES):
+            column = f + s * WIDTH
+            h_MG = parts[s]
+            if bias_ptr is not None:
+                h_MG += load_bias(bias, column * CHANNEL_STEP, end_g, WIDTH * CHANNEL_STEP)
+            h_MG = round_to(h_MG, h_ptr.dtype.element_ty)
+            store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * CHANNEL_STEP, end_g, h_MG)
+            if TWO:
+                l_MF = linear_parts[s]
+                if bias_ptr is not None:
+                    l_MF += load_bias(bias + F, column, F, WIDTH)
+                l_MF = round_to(l_MF, h_ptr.dtype.element_ty)
+                store_rows(h_linear_desc, h_M1, first, num_rows, mask_M1, F + column, 2 * F, l_MF)
+                a, _, _ = activation.gated(h_MG.to(tl.float32), l_MF.to(tl.float32), CURVE, ALPHA, LIMIT, OFFSET)
+            elif GATED:
+                g_MF, l_MF = tl.split(tl.reshape(h_MG.to(tl.float32), (BLOCK_M, WIDTH, 2)))
+                a, _, _ = activation.gated(g_MF, l_MF, CURVE, ALPHA, LIMIT, OFFSET)
+            else:
+                a, _ = activation.curve(h_MG.to(tl.float32), CURVE, ALPHA)
+            if probs_ptr is not None:
+                a *= probs_M1
+            a = round_to(a, a_ptr.dtype.element_ty)
+            store_rows(a_desc, a_M1, first, num_rows, mask_M1, column, F, a)
+
+    # act(0) = 0 for every activation.
+    zero_padding(h_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
+    zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
 
 
 def grouped_fc1_act_(
@@ -104,34 +139,55 @@ def grouped_fc1_act_(
     a_RF: Tensor,
     x_RH: Tensor,
     w_EGH: ExpertTensors,
-    offsets: Tensor,
+    schedule: Schedule,
     act: activation.Options,
     *,
     bias_EG: ExpertTensors | None = None,
     probs_R: Tensor | None = None,
+    rows_R: Tensor | None = None,
 ) -> None:
-    """Writes all of `h` and `a`, zeros at padding rows. Activations have unit column stride."""
-    num_rows, F = a_RF.shape
+    """Writes all of `h` and `a`, zeros at padding rows. Activations have unit column stride.
+
+    `rows` (`[R]` integers, read for owned rows only) makes `x` `[T, H]`: row r takes `x[rows[r]]`.
+    """
+    G, F, H, num_experts = h_RG.shape[1], a_RF.shape[1], x_RH.shape[1], schedule.num_experts
     if a_RF.numel() == 0:
         return
-    tile = select("fc1_act", x_RH.dtype, x_RH.device, "pointer", num_rows / (offsets.shape[0] - 1))
-    tiles = tile_schedule(offsets, num_rows, tile.BLOCK_M)
-    num_tiles = tiles.shape[1]
-    _grouped_fc1_act_kernel[(num_tiles * triton.cdiv(F, tile.BLOCK_N),)](
+    w_view = descriptors.matrices(w_EGH, num_experts, (G, H))
+    used = [h_RG, a_RF] if rows_R is not None else [h_RG, a_RF, x_RH]
+    fits = w_view is not None and all(map(descriptors.fits_tensor, used))
+    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, schedule.rows_per_expert)
+    k_contiguous = w_EGH.strides[1] == 1
+    x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
+    if path == "tma" and w_view is not None:
+        block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
+        if rows_R is None:
+            x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
+        w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * act.CHANNEL_STEP, tile.BLOCK_K, k_contiguous)
+        h_desc = descriptors.ragged_rows(h_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
+        h_linear_desc = descriptors.ragged_rows(h_RG, block_m, width)
+        a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    launches.report(lambda: _cost(h_RG, a_RF, H, schedule, probs_R, path))
+    tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(F, tile.BLOCK_N)
+    _grouped_fc1_act_kernel[(num_programs(tile, x_RH.device, tiles),)](
         x_RH,
+        x_desc,
+        rows_R,
         w_EGH.base,
+        w_desc,
         w_EGH.table,
         bias_EG.base if bias_EG else None,
         bias_EG.table if bias_EG else None,
         probs_R,
         h_RG,
+        h_desc,
+        h_linear_desc,
         a_RF,
-        tiles,
-        num_tiles,
-        offsets.shape[0] - 1,
-        x_RH.shape[1],
+        a_desc,
+        schedule.tiles(tile.BLOCK_M),
+        num_experts,
+        H,
         F,
-        act.linear_start(F),
         x_RH.stride(0),
         w_EGH.stride_e,
         *w_EGH.strides,
@@ -139,10 +195,24 @@ def grouped_fc1_act_(
         h_RG.stride(0),
         a_RF.stride(0),
         *act,
-        tile.BLOCK_M,
-        tile.BLOCK_N,
-        tile.BLOCK_K,
-        dot_precision(x_RH.dtype),
+        K_CONTIGUOUS=k_contiguous,
+        REVERSED=w_EGH.stride_e < 0,
+        ALIGNED=w_EGH.aligned,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_F=tile.BLOCK_N,
+        BLOCK_H=tile.BLOCK_K,
+        SUBTILES=tile.SUBTILES,
+        GROUP_M=tile.GROUP_M,
+        FLATTEN=tile.PER_SM > 0,
+        PRECISION=dot_precision(x_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _cost(h_RG: Tensor, a_RF: Tensor, H: int, schedule: Schedule, probs_R: Tensor | None, path: str) -> Launch:
+    rows, experts = schedule.load()
+    G, F = h_RG.shape[1], a_RF.shape[1]
+    moved = h_RG.element_size() * (rows * (H + G + F) + experts * G * H)
+    moved += 0 if probs_R is None else rows * probs_R.element_size()
+    return Launch("fc1_act", 2 * rows * G * H, moved, path=path)

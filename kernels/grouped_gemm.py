@@ -1,6 +1,6 @@
 """Passes (2) and (4): `y[r, n] = sum_k x[r, k] w[e, n, k] + scale[r] bias[e, n]` for the expert e of row r.
 
-`dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over `tiles` (`schedule.py`).
+`dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over the tiles of `schedule.py`.
 """
 
 from __future__ import annotations
@@ -9,23 +9,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import dot, expert_base, load_tile, round_to
-from .configs import dot_precision, select
+from . import descriptors, launches
+from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
+from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .schedule import tile_schedule
+from .launches import Launch
+from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
 @triton.jit
 def _grouped_gemm_kernel(
     x_ptr,
+    x_desc,
     w_ptr,
+    w_desc,
     w_table_ptr,
     bias_ptr,
     bias_table_ptr,
     scale_ptr,
     y_ptr,
+    y_desc,
     tiles_ptr,
-    num_tiles,
     num_experts,
     N,
     K,
@@ -35,81 +39,114 @@ def _grouped_gemm_kernel(
     stride_w_k,
     stride_bias_e,
     stride_y_r,
+    K_CONTIGUOUS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_n = tl.cdiv(N, BLOCK_N)
-    expert, first, end = load_tile(tiles_ptr, num_tiles, tl.program_id(0) // num_n)
-    if expert < 0:
-        return
-    owned = expert < num_experts  # padding rows get zeros
-    expert = tl.minimum(expert, num_experts - 1)
-    rows = (first + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = ((tl.program_id(0) % num_n) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    row_mask, n_mask = rows < end, n < N
+    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, BLOCK_N)
+    tl.assume(K > 0)
+    WIDTH: tl.constexpr = BLOCK_N // SUBTILES
+    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
+    for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
+        expert, first, num_rows = load_tile(tiles_ptr, m_tile)
+        n, mask_M1 = n_tile * BLOCK_N, row_M1 < num_rows
+        x_M1 = x_ptr + (first + row_M1).to(tl.int64) * stride_x_r
+        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
+        w_e = num_experts - 1 - expert if REVERSED else expert
 
-    w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for start in range(0, tl.where(owned, K, 0), BLOCK_K):
-        k = (start + tl.arange(0, BLOCK_K)).to(tl.int64)
-        x_MK = tl.load(
-            x_ptr + rows[:, None] * stride_x_r + k[None, :], mask=row_mask[:, None] & (k < K)[None, :], other=0.0
-        )
-        w_KN = tl.load(
-            w + k[:, None] * stride_w_k + n[None, :] * stride_w_n, mask=(k < K)[:, None] & n_mask[None, :], other=0.0
-        )
-        acc = dot(x_MK, w_KN, acc, PRECISION)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for k in range(0, K, BLOCK_K):
+            x_MK = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, K, BLOCK_K)
+            w_KN = load_weight(w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, BLOCK_N, BLOCK_K, K_CONTIGUOUS)
+            acc = dot(x_MK, w_KN, acc, PRECISION)
 
-    if bias_ptr is not None:
-        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-        bias_1N = tl.load(bias + n, mask=n_mask & owned, other=0.0).to(tl.float32)[None, :]
-        if scale_ptr is not None:
-            bias_1N = bias_1N * tl.load(scale_ptr + rows, mask=row_mask & owned, other=0.0).to(tl.float32)[:, None]
-        acc += bias_1N
-    y = y_ptr + rows[:, None] * stride_y_r + n[None, :]
-    tl.store(y, round_to(acc, y_ptr.dtype.element_ty), mask=row_mask[:, None] & n_mask[None, :])
+        y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
+        parts = column_subtiles(acc, SUBTILES)
+        for s in tl.static_range(SUBTILES):
+            y_MN = parts[s]
+            column = n + s * WIDTH
+            if bias_ptr is not None:
+                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+                bias_1N = load_bias(bias, column, N, WIDTH)
+                if scale_ptr is not None:
+                    bias_1N = bias_1N * tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+                y_MN += bias_1N
+            y_MN = round_to(y_MN, y_ptr.dtype.element_ty)
+            store_rows(y_desc, y_M1, first, num_rows, mask_M1, column, N, y_MN)
+
+    zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, BLOCK_M, WIDTH)
 
 
 def grouped_gemm_(
     y_RN: Tensor,
     x_RK: Tensor,
     w_ENK: ExpertTensors,
-    offsets: Tensor,
+    schedule: Schedule,
     *,
     bias_EN: ExpertTensors | None = None,
     scale_R: Tensor | None = None,
 ) -> None:
     """Writes all of `y`, zeros at padding rows. `x` and `y` have unit column stride."""
-    num_rows, N = y_RN.shape
+    N, K, num_experts = y_RN.shape[1], x_RK.shape[1], schedule.num_experts
     if y_RN.numel() == 0:
         return
-    tile = select("gemm", x_RK.dtype, x_RK.device, "pointer", num_rows / (offsets.shape[0] - 1))
-    tiles = tile_schedule(offsets, num_rows, tile.BLOCK_M)
-    num_tiles = tiles.shape[1]
-    _grouped_gemm_kernel[(num_tiles * triton.cdiv(N, tile.BLOCK_N),)](
+    w_view = descriptors.matrices(w_ENK, num_experts, (N, K))
+    use_tma = w_view is not None and descriptors.fits_tensor(x_RK) and descriptors.fits_tensor(y_RN)
+    path, tile = choose("gemm", x_RK.dtype, x_RK.device, use_tma, schedule.rows_per_expert)
+    k_contiguous = w_ENK.strides[1] == 1
+    x_desc = w_desc = y_desc = None
+    if path == "tma" and w_view is not None:
+        x_desc = descriptors.ragged_rows(x_RK, tile.BLOCK_M, tile.BLOCK_K)
+        w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
+        y_desc = descriptors.ragged_rows(y_RN, tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES)
+    launches.report(lambda: _cost(y_RN, x_RK, schedule, path))
+    tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N)
+    _grouped_gemm_kernel[(num_programs(tile, x_RK.device, tiles),)](
         x_RK,
+        x_desc,
         w_ENK.base,
+        w_desc,
         w_ENK.table,
         bias_EN.base if bias_EN else None,
         bias_EN.table if bias_EN else None,
         scale_R,
         y_RN,
-        tiles,
-        num_tiles,
-        offsets.shape[0] - 1,
+        y_desc,
+        schedule.tiles(tile.BLOCK_M),
+        num_experts,
         N,
-        x_RK.shape[1],
+        K,
         x_RK.stride(0),
         w_ENK.stride_e,
         *w_ENK.strides,
         bias_EN.stride_e if bias_EN else 0,
         y_RN.stride(0),
-        tile.BLOCK_M,
-        tile.BLOCK_N,
-        tile.BLOCK_K,
-        dot_precision(x_RK.dtype),
+        K_CONTIGUOUS=k_contiguous,
+        REVERSED=w_ENK.stride_e < 0,
+        ALIGNED=w_ENK.aligned,
+        BLOCK_M=tile.BLOCK_M,
+        BLOCK_N=tile.BLOCK_N,
+        BLOCK_K=tile.BLOCK_K,
+        SUBTILES=tile.SUBTILES,
+        GROUP_M=tile.GROUP_M,
+        FLATTEN=tile.PER_SM > 0,
+        PRECISION=dot_precision(x_RK.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+
+
+def _cost(y_RN: Tensor, x_RK: Tensor, schedule: Schedule, path: str) -> Launch:
+    rows, experts = schedule.load()
+    N, K = y_RN.shape[1], x_RK.shape[1]
+    moved = x_RK.element_size() * (rows * (N + K) + experts * N * K)
+    return Launch("gemm", 2 * rows * N * K, moved, path=path)

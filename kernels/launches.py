@@ -11,13 +11,15 @@ from dataclasses import dataclass
 class Launch:
     """One kernel launch: the work that the equation needs, whatever the kernel does.
 
-    `bytes` counts every operand once; `grad_bytes` is the part of it that reads and writes weight gradients.
+    `bytes` counts every operand once; `grad_bytes` is the part of it that reads and writes weight gradients. `path`
+    is how tiles were moved.
     """
 
     kernel: str
     flops: int
     bytes: int
     grad_bytes: int = 0
+    path: str = ""
 
 
 _recorders: list[list[Launch]] = []

@@ -52,10 +52,15 @@ class Attention(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Top-k routing around `fusedmlp.GroupedMLP`; nothing in it waits for the device."""
+    """Top-k routing around `fusedmlp.GroupedMLP`; nothing in it waits for the device.
+
+    `flip_closest` sends the one token whose choice was closest to its runner-up expert, in place of its last choice:
+    the most that a rounding difference does to routing.
+    """
 
     def __init__(self, config: ModelConfig, accumulate_wgrad: Mode) -> None:
         super().__init__()
+        self.flip_closest = False
         self.experts_per_token = config.experts_per_token
         self.router = nn.Linear(config.hidden, config.experts, bias=False)
         self.experts = GroupedMLP(config.experts, config.hidden, config.ffn, accumulate_wgrad=accumulate_wgrad)
@@ -68,7 +73,7 @@ class MixtureOfExperts(nn.Module):
         """
         x_TH = x_BSH.flatten(0, 1)
         router_TE = F.linear(x_TH.float(), self.router.weight.float()).softmax(-1)
-        probs_TK, expert_TK = router_TE.topk(self.experts_per_token, dim=-1)
+        probs_TK, expert_TK = self._choose(router_TE)
         probs_TK = probs_TK / probs_TK.sum(-1, keepdim=True)
 
         expert_R, order_R = expert_TK.flatten().sort(stable=True)
@@ -83,6 +88,15 @@ class MixtureOfExperts(nn.Module):
         share_E = counts_E / expert_R.numel()
         balance = num_experts * (share_E * router_TE.mean(0)).sum()
         return y_TH.view_as(x_BSH), balance
+
+    def _choose(self, router_TE: Tensor) -> tuple[Tensor, Tensor]:
+        """Each token's `K` experts, `[T, K]`, and their probabilities."""
+        expert_TK = router_TE.topk(self.experts_per_token, dim=-1).indices
+        if self.flip_closest:
+            top = router_TE.topk(self.experts_per_token + 1, dim=-1)
+            token_1 = (top.values[:, -2] - top.values[:, -1]).argmin(keepdim=True)
+            expert_TK[token_1, -1] = top.indices[token_1, -1]
+        return router_TE.gather(1, expert_TK), expert_TK
 
 
 class Block(nn.Module):
@@ -118,6 +132,12 @@ class LanguageModel(nn.Module):
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
         for embedding in (*self.bytes, self.positions):
             nn.init.normal_(embedding.weight, std=0.5)
+
+    def flip_closest(self) -> None:
+        """From now on, disturb the routing of every layer as little as can be; see `MixtureOfExperts`."""
+        for module in self.modules():
+            if isinstance(module, MixtureOfExperts):
+                module.flip_closest = True
 
     def expert_weights(self) -> list[nn.Parameter]:
         """The parameters whose gradients the fused run keeps in `main_grad`."""

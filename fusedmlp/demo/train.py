@@ -2,9 +2,9 @@
 
 `plain`: PyTorch accumulates the gradients of the micro-batches in `.grad`. `fused`: the backward of the experts
 accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output may round at other
-places than a GEMM followed by an add, and training amplifies any such difference. How far, `control` measures: it
-is `plain` again with every weight moved, before every step, by one unit in the last place (ulp), up or down at
-random, as if every step had rounded otherwise.
+places than a GEMM followed by an add. Mostly that stays invisible, until it sends a token to another expert; training
+amplifies that. How far, `control` measures: it is `plain` again, but in every layer and micro-batch the one token
+whose choice of experts was the closest goes the other way.
 """
 
 from __future__ import annotations
@@ -62,6 +62,8 @@ class Trainer:
         self.settings, self.column = settings, column
         torch.manual_seed(settings.seed)
         self.model = LanguageModel(settings.model, "main_grad" if column == "fused" else "off")
+        if column == "control":
+            self.model.flip_closest()
         self.model.to(settings.device)
         self.buffer: MainGradBuffer | None = None
         if column == "fused":
@@ -84,8 +86,6 @@ class Trainer:
         `is_first_microbatch=True` makes the first backward of a step overwrite `main_grad`. Every expert weight is
         in every backward, so all of the buffer is overwritten and need not be zeroed.
         """
-        if self.column == "control":
-            perturb_(self.model)
         losses = []
         for i in range(MICRO_BATCHES):
             last = len(self._train) - self.settings.model.context
@@ -136,11 +136,3 @@ def _timed_steps(trainer: Trainer) -> Iterator[tuple[float, float]]:
         start = time.perf_counter()
         loss = float(trainer.step())  # waits for the device
         yield loss, time.perf_counter() - start
-
-
-@torch.no_grad()
-def perturb_(model: torch.nn.Module) -> None:
-    """Move every weight up or down, at random, to the next number that its dtype can represent."""
-    for parameter in model.parameters():
-        direction = torch.randint_like(parameter, 2).mul_(2).sub_(1).mul_(torch.inf)
-        parameter.copy_(torch.nextafter(parameter, direction))

@@ -1,23 +1,152 @@
-"""What the interpreter cannot show: every kernel compiles for real GPUs, spills nothing and fits shared memory."""
+"""What the interpreter cannot show: every kernel compiles for a real GPU, and what would be unfit to ship is found."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SHARED_BYTES = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376, "gfx942": 65_536}
+from fusedmlp.static_proof import proof, resources
+from fusedmlp.static_proof.targets import TARGETS
+
+ROOT = Path(__file__).parents[2]
+KEYS = {
+    "kernel",
+    "config",
+    "target",
+    "dtype",
+    "registers",
+    "spill_bytes",
+    "shared_bytes",
+    "tensor_core_instructions",
+    "tma_instructions",
+    "ok",
+}
 
 
-@pytest.mark.parametrize("target", SHARED_BYTES)
-def test_compiles_without_spilling(target, monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    command = [sys.executable, "-m", "support.compile_kernels", target]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+def run(*arguments, interpret="0"):
+    environment = os.environ | {"TRITON_INTERPRET": interpret}
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def sm_90():
+    done = run("-m", "fusedmlp", "kernels", "--target", "sm_90", "--json")
+    return done, json.loads(done.stdout)
+
+
+def test_every_kernel_is_fit_for_hopper(sm_90):
+    done, rows = sm_90
+    assert [row for row in rows if not row["ok"]] == []
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)
-    assert {row["kernel"] for row in rows} >= {"gemm", "fc1_act", "dgrad_act", "wgrad", "tile_schedule"}
-    for row in rows:
-        assert row["spill_bytes"] == 0, row
-        assert row["shared_bytes"] <= SHARED_BYTES[target], row
+
+
+def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
+    _, rows = sm_90
+    assert all(set(row) == KEYS for row in rows)
+    assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32", "tf32"}
+    gemms = {"grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act", "grouped_wgrad"}
+    assert {row["kernel"] for row in rows} >= gemms | {"expert_offsets", "tile_schedule"}
+    for kernel in gemms:
+        found = [row["tensor_core_instructions"] for row in rows if row["kernel"] == kernel and row["dtype"] == "bf16"]
+        assert len(found) > 5
+        assert max(found) > 0
+
+
+def test_interpreting_processes_say_that_they_cannot_compile():
+    done = run("-m", "fusedmlp", "kernels", "--target", "sm_90", interpret="1")
+    assert done.returncode == 2
+    assert "TRITON_INTERPRET" in done.stderr
+
+
+def test_an_unknown_target_is_named():
+    done = run("-m", "fusedmlp", "kernels", "--target", "sm_70")
+    assert done.returncode == 2
+    assert "sm_70" in done.stderr
+    assert "gfx942" in done.stderr
+
+
+def found_in(name, target="sm_90"):
+    done = run(str(ROOT / "tests" / "support" / "bad_kernels.py"), name, target)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "target", "problem"),
+    [
+        ("spilling", "sm_90", "spills"),
+        ("spilling", "gfx942", "spills"),
+        ("too_much_shared", "sm_120", "shared memory"),
+        ("without_dot", "sm_90", "without tensor-core"),
+        ("not_compiling", "sm_90", "does not compile"),
+    ],
+)
+def test_unfit_kernels_are_found(kernel, target, problem):
+    (row,) = found_in(kernel, target)
+    assert not row["ok"]
+    assert any(problem in text for text in row["problems"]), row
+
+
+def test_a_fit_kernel_passes_the_same_way():
+    (row,) = found_in("good")
+    assert row["ok"], row
+    assert row["tensor_core_instructions"] > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "path", "dtype", "problem"),
+    [
+        ({}, "pointer", "bf16", None),
+        ({"tensor_core": {"mma.sync": 4}}, "pointer", "bf16", "wgmma"),
+        ({"tensor_core": {}}, "pointer", "tf32", "tensor-core"),
+        ({"tensor_core": {}}, "pointer", "fp32", None),
+        ({}, "tma", "bf16", "TMA"),
+        ({"tma": 3}, "tma", "bf16", None),
+        ({"tensor_memory": 513}, "pointer", "bf16", "tensor memory"),
+        ({"shared": 232_449}, "pointer", "bf16", "shared memory"),
+        ({"shared": 232_448}, "pointer", "bf16", None),
+    ],
+)
+def test_what_is_wrong_with_a_kernel(changes, path, dtype, problem):
+    used = resources.Resources(100, 0, 1000, 0, {"wgmma": 2}, 0)._replace(**changes)
+    found = list(proof.problems(used, TARGETS["sm_90"], dtype, path, is_gemm=True))
+    if problem is None:
+        assert found == []
+    else:
+        assert any(problem in text for text in found)
+
+
+def test_stack_and_local_memory_count_as_spilled():
+    report = " Function _k:\n  REG:255 STACK:32 SHARED:1024 LOCAL:8 CONSTANT[0]:664 TEXTURE:0"
+    assert resources.parse_res_usage(report) == (255, 40)
+    with pytest.raises(RuntimeError, match="REG"):
+        resources.parse_res_usage("nothing")
+
+
+def test_limits_are_those_of_the_chips():
+    limits = {name: target.shared_bytes for name, target in TARGETS.items()}
+    assert limits == {
+        "sm_80": 166_912,
+        "sm_90": 232_448,
+        "sm_100": 232_448,
+        "sm_120": 101_376,
+        "gfx942": 65_536,
+        "gfx950": 163_840,
+    }
+
+
+def test_a_configuration_that_nothing_launches_is_a_failing_row():
+    code = (
+        "from fusedmlp.kernels import configs; from fusedmlp.static_proof import cases, proof;"
+        "configs.TABLES['sm_90'] = configs.TABLES['sm_90'] | "
+        "{('unheard_of', 'pointer', 16): configs.TABLES['sm_90']['gemm', 'pointer', 16]};"
+        "cases.CORE = cases.VARIATIONS = cases.ONCE = {};"
+        "rows = proof.rows(proof.Task('sm_90', 'bf16'));"
+        "print({row.kernel for row in rows}, {row.ok for row in rows})"
+    )
+    done = run("-c", code)
+    assert "unheard_of" in done.stdout, done.stderr
+    assert "False" in done.stdout

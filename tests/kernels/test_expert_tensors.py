@@ -1,15 +1,18 @@
 """How tensors of experts are described to kernels."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from fusedmlp.kernels import expert_tensors
 from fusedmlp.kernels.expert_tensors import ExpertTensors, address_table
 
 
 def test_packed():
     t = torch.empty(3, 4, 5)
-    assert ExpertTensors.of([t], 2)[1:] == (None, 20, (5, 1))
-    assert ExpertTensors.of([t.transpose(1, 2)], 2)[1:] == (None, 20, (1, 5))
+    assert ExpertTensors.of([t], 2)[1:4] == (None, 20, (5, 1))
+    assert ExpertTensors.of([t.transpose(1, 2)], 2)[1:4] == (None, 20, (1, 5))
 
 
 def test_evenly_spaced_in_reverse_order():
@@ -19,6 +22,8 @@ def test_evenly_spaced_in_reverse_order():
     assert described.table is None
     assert described.stride_e == -20
     assert described.base is experts[0]
+    assert described.lowest is experts[-1]
+    assert not described.aligned
 
 
 def test_scattered_experts_get_a_table():
@@ -26,12 +31,28 @@ def test_scattered_experts_get_a_table():
     experts = [flat[start : start + 20].view(4, 5) for start in (0, 20, 60)]
     described = ExpertTensors.of(experts, 2)
     assert described.table.tolist() == [t.data_ptr() for t in experts]
+    assert described.aligned
+    assert not ExpertTensors.of([flat[start : start + 20].view(4, 5) for start in (0, 21, 60)], 2).aligned
+
+
+def test_two_experts_are_evenly_spaced_only_within_one_buffer():
+    flat = torch.empty(40)
+    together = [flat[20:].view(4, 5), flat[:20].view(4, 5)]
+    assert ExpertTensors.of(together, 2)[1:3] == (None, -20)
+    apart = [torch.empty(4, 5), torch.empty(4, 5)]
+    assert ExpertTensors.of(apart, 2).table.tolist() == [t.data_ptr() for t in apart]
 
 
 def test_one_expert():
     t = torch.empty(4, 5)
-    assert ExpertTensors.of([t], 2)[1:] == (None, 0, (5, 1))
-    assert ExpertTensors.of([torch.empty(4)], 1)[1:] == (None, 0, (1,))
+    assert ExpertTensors.of([t], 2)[1:4] == (None, 20, (5, 1))
+    assert ExpertTensors.of([t[None]], 2)[1:4] == (None, 20, (5, 1))
+    assert ExpertTensors.of([torch.empty(4)], 1)[1:4] == (None, 4, (1,))
+
+
+def test_strides_of_single_elements_do_not_matter():
+    narrow = [torch.empty(4, 5)[:, :1], torch.empty(20).as_strided((4, 1), (5, 3))]
+    assert ExpertTensors.of(narrow, 2).strides == (5, 1)
 
 
 def test_different_strides_are_refused():
@@ -39,5 +60,19 @@ def test_different_strides_are_refused():
         ExpertTensors.of([torch.empty(4, 5), torch.empty(5, 4).t()], 2)
 
 
-def test_tables_are_made_once():
-    assert address_table((1, 2), torch.device("cpu")) is address_table((1, 2), torch.device("cpu"))
+def test_tables_are_made_once_for_each_stream_but_not_while_a_graph_is_captured(monkeypatch):
+    device = torch.device("meta")  # stands for a GPU
+    stream, capturing, made = SimpleNamespace(cuda_stream=1), [False], []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(expert_tensors, "device_table", lambda *key: made.append(key) or torch.tensor(key[0]))
+    first = address_table((1, 2), device)
+    assert address_table((1, 2), device) is first
+    stream.cuda_stream = 2
+    second = address_table((1, 2), device)
+    assert second is not first
+    capturing[0] = True
+    assert address_table((1, 2), device) is not second  # memory of the graph
+    capturing[0] = False
+    assert address_table((1, 2), device) is second
+    assert made == [((1, 2), device)] * 3

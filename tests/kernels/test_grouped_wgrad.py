@@ -1,110 +1,274 @@
-"""The wgrad kernel by itself: main_grad in odd places, several segments, no rows."""
+"""The wgrad kernel by itself: both paths, main_grad in odd places and layouts, several segments, no rows."""
 
 import pytest
 import torch
+from support import tolerance
+from support.factory import wgrad_segment
 
+from fusedmlp.kernels import configs, grouped_wgrad, launches, schedule, segments
+from fusedmlp.kernels.configs import Tile
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-N, K = 36, 40
+RAGGED = (17, 0, 1, 40)
+UNTOUCHED = 0.25  # what an owner's buffer holds around main_grad
+
+# Where owners keep main_grad, and whether descriptors can describe it.
+PLACES = {
+    "packed": True,
+    "packed in_out": True,
+    "reversed": True,
+    "reversed in_out": True,
+    "misaligned": False,
+    "misaligned in_out": False,
+    "scattered": False,
+    "scattered in_out": False,
+    "scattered and misaligned": False,
+    "every other column": False,
+}
 
 
-def segment(counts, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    rows = sum(counts)
-    dy, x = torch.randn(rows, N, generator=generator), torch.randn(rows, K, generator=generator)
-    offsets = torch.tensor([sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32)
-    return dy.to(DEVICE), x.to(DEVICE), offsets.to(DEVICE)
+def main_grad(place, count, N, K, dtype=torch.float32):
+    """`(buffer, experts)`: the owner's memory, and a matrix `[N, K]` of it for each expert."""
+    size, step = N * K, 2 if place == "every other column" else 1
+    flat = torch.full((2 * count * size * step + 16,), UNTOUCHED, device=DEVICE, dtype=dtype)
+    starts = [e * size * step for e in range(count)]
+    if "reversed" in place:
+        starts.reverse()
+    if "scattered" in place:
+        starts = [start + (size if e > 1 else 0) for e, start in enumerate(starts)]
+    if "misaligned" in place:
+        starts = [1 + start for start in starts]
+    shape, strides = ((K, N), (N, 1)) if "in_out" in place else ((N, K), (K * step, step))
+    experts = [flat.as_strided(shape, strides, start) for start in starts]
+    return flat, [t.T for t in experts] if "in_out" in place else experts
 
 
-def expected(segments, initial):
-    total = initial.double().clone()
-    for dy, x, offsets in segments:
-        bounds = offsets.tolist()
-        for e, (first, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            total[e] += dy[first:end].double().T @ x[first:end].double()
-    return total
+def run(experts, segs, accumulate, packed=False, db=None, scale=None):
+    """The path that was taken."""
+    group = experts
+    if packed:
+        size = experts[0].shape.numel()
+        group = [experts[0].as_strided((len(experts), *experts[0].shape), (size, *experts[0].stride()))]
+    operands = [[getattr(s, name) for s in segs] for name in ("dy", "x", "offsets")]
+    with launches.recording() as recorded:
+        grouped_wgrad_(
+            ExpertTensors.of(group, 2),
+            None if db is None else ExpertTensors.of([db], 1),
+            *operands,
+            accumulate=accumulate,
+            scale_R=scale,
+        )
+    return recorded[-1].path
 
 
-def experts_in(where, count):
-    """`count` matrices `[N, K]` of main_grad, as owners lay them out."""
-    size = N * K
-    flat = torch.full((2 * count * size + 16,), 0.25, device=DEVICE)
-    if where == "reversed":
-        starts = [(count - 1 - e) * size for e in range(count)]
-    elif where == "misaligned":
-        starts = [1 + e * (size + 1) for e in range(count)]
-    else:
-        starts = [e * size + (size if e > 1 else 0) for e in range(count)]
-    views = [flat[start : start + size].view(N, K) for start in starts]
-    return flat, views
+def path_of(describable, dtype):
+    has_path = configs.has_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, "tma")
+    return "tma" if describable and has_path else "pointer"
 
 
-@pytest.mark.parametrize("where", ["reversed", "misaligned", "scattered"])
+def check(experts, segs, initial):
+    """Against float64, within the error of PyTorch's own fp32, rounded once to the type of main_grad."""
+    got = torch.stack(experts)
+    want = initial + sum(s.product(torch.float64) for s in segs)
+    low = (initial + sum(s.product(torch.float32) for s in segs)).to(got.dtype)
+    tolerance.assert_close({"dw": got.double()}, {"dw": want}, {"dw": low.double()}, got.dtype)
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_main_grad_in_an_owners_buffer(where, accumulate):
-    one = segment((17, 0, 5, 40))
-    flat, views = experts_in(where, 4)
-    described = ExpertTensors.of(views, 2)
-    assert (described.table is not None) == (where == "scattered")
-    untouched = torch.ones_like(flat, dtype=torch.bool)
-    for view in views:
-        offset = (view.data_ptr() - flat.data_ptr()) // 4
-        untouched[offset : offset + N * K] = False
-    grouped_wgrad_(described, None, [one[0]], [one[1]], [one[2]], accumulate=accumulate)
-    want = expected([one], torch.full((4, N, K), 0.25 if accumulate else 0.0, device=DEVICE))
-    torch.testing.assert_close(torch.stack(views).double(), want, rtol=1e-5, atol=1e-5)
-    assert (flat[untouched] == 0.25).all()
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
+)
+def test_main_grad_in_an_owners_buffer(place, accumulate, dtype, grad_dtype):
+    one = wgrad_segment(RAGGED, dtype=dtype, device=DEVICE)
+    flat, experts = main_grad(place, 4, 40, 72, grad_dtype)
+    if not accumulate:
+        for expert in experts:
+            expert.fill_(float("nan"))
+    path = run(experts, [one], accumulate, packed="packed" in place)
+    assert path == path_of(PLACES[place], dtype)
+    check(experts, [one], UNTOUCHED if accumulate else 0.0)
+    for expert in experts:
+        expert.fill_(UNTOUCHED)
+    assert (flat == UNTOUCHED).all()  # nothing around it was written
 
 
+@pytest.mark.parametrize("counts", [RAGGED, (0, 0, 0), (1, 1, 1), (0, 70)])
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (37, 65), (64, 32), (8, 100)])
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_segments_equal_one_launch_each(accumulate):
-    segments = [segment((3, 0, 20), 1), segment((0, 0, 7), 2), segment((40, 0, 1), 3)]
-    initial = torch.full((3, N, K), 0.5, device=DEVICE)
-    dw = initial.clone()
-    grouped_wgrad_(ExpertTensors.of([dw], 2), None, *zip(*segments, strict=True), accumulate=accumulate)
-    want = expected(segments, initial if accumulate else torch.zeros_like(initial))
-    torch.testing.assert_close(dw.double(), want, rtol=1e-5, atol=1e-5)
+def test_sizes_and_loads(counts, N, K, accumulate):
+    one = wgrad_segment(counts, N, K, torch.bfloat16, device=DEVICE)
+    _, experts = main_grad("packed", len(counts), N, K)
+    path = run(experts, [one], accumulate, packed=True)
+    assert path == path_of((N, K) == (64, 32), torch.bfloat16)
+    check(experts, [one], UNTOUCHED if accumulate else 0.0)
+
+
+@pytest.mark.parametrize("place", ["packed", "misaligned"])
+def test_a_neighbours_rows_do_not_leak(place):
+    one = wgrad_segment((5, 6, 7), device=DEVICE)
+    one.dy[5:11], one.x[5:11] = float("nan"), float("nan")
+    _, experts = main_grad(place, 3, 40, 72)
+    run(experts, [one], accumulate=True)
+    assert experts[1].isnan().all()
+    one.dy[5:11], one.x[5:11] = 0.0, 0.0
+    experts[1].fill_(UNTOUCHED)
+    check(experts, [one], UNTOUCHED)
+
+
+@pytest.mark.parametrize("place", ["packed", "misaligned", "scattered"])
+@pytest.mark.parametrize("with_db", [True, False])
+def test_experts_without_rows(place, with_db):
+    one = wgrad_segment((0, 5, 0), device=DEVICE)
+    _, experts = main_grad(place, 3, 40, 72)
+    db = torch.full((3, 40), float("nan"), device=DEVICE)
+    for accumulate in (False, True):
+        run(experts, [one], accumulate, db=db if with_db else None)
+        if not accumulate:
+            assert experts[0].count_nonzero() == experts[2].count_nonzero() == 0
+            experts[0].fill_(-0.0)
+    assert torch.signbit(experts[0]).all()  # not even zero was added
+    if with_db:
+        assert torch.equal(db[[0, 2]], torch.zeros(2, 40, device=DEVICE))
+
+
+@pytest.mark.parametrize("place", ["packed", "packed in_out", "reversed", "misaligned", "scattered"])
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_segments_are_summed_before_one_update(place, accumulate, shift):
+    segs = [wgrad_segment(c, seed=i, device=DEVICE) for i, c in enumerate([(3, 0, 20), (0, 0, 7), (40, 0, 1)])]
+    if shift:  # a micro-batch at a 4-byte address, as a view of a larger tensor has it
+        flat = torch.cat([segs[1].x.new_zeros(1), segs[1].x.flatten()])
+        segs[1] = type(segs[1])(segs[1].dy, flat[1:].view_as(segs[1].x), segs[1].offsets)
+    _, experts = main_grad(place, 3, 40, 72)
+    path = run(experts, segs, accumulate)
+    assert path == path_of(PLACES[place] and not shift, torch.float32)
+    check(experts, segs, UNTOUCHED if accumulate else 0.0)
     if accumulate:
-        assert torch.equal(dw[1], initial[1])  # no rows in any segment: not a bit may change
+        assert (experts[1] == UNTOUCHED).all()  # no rows in any segment: not a bit may change
 
 
-def test_experts_without_rows_are_zeroed_when_overwriting_and_kept_when_adding():
-    dy, x, offsets = segment((0, 5))
-    dw = torch.full((2, N, K), float("nan"), device=DEVICE)
-    grouped_wgrad_(ExpertTensors.of([dw], 2), None, [dy], [x], [offsets], accumulate=False)
-    assert dw[0].count_nonzero() == 0
-    dw[0] = 7.0
-    grouped_wgrad_(ExpertTensors.of([dw], 2), None, [dy], [x], [offsets], accumulate=True)
-    assert (dw[0] == 7.0).all()
+def test_segments_out_of_a_descriptors_reach_go_by_pointer(monkeypatch):
+    segs = [wgrad_segment((3, 4), seed=i, device=DEVICE) for i in range(2)]
+    monkeypatch.setattr(segments, "_MAX_COORDINATE", 1)
+    _, experts = main_grad("packed", 2, 40, 72)
+    assert run(experts, segs, accumulate=True) == "pointer"
+    check(experts, segs, UNTOUCHED)
 
 
-@pytest.mark.parametrize("with_dw", [True, False])
-def test_bias_gradient(with_dw):
-    dy, x, offsets = segment((17, 0, 30))
-    scale = torch.rand(47, device=DEVICE)
-    dw = torch.empty(3, N, K, device=DEVICE)
-    db = torch.full((3, N), float("nan"), device=DEVICE)
-    grouped_wgrad_(
-        ExpertTensors.of([dw], 2) if with_dw else None,
-        ExpertTensors.of([db], 1),
-        [dy],
-        [x],
-        [offsets],
-        accumulate=False,
-        scale_R=scale,
-    )
-    scaled = dy * scale[:, None]
-    want = torch.stack([scaled[:17].sum(0), torch.zeros(N, device=DEVICE), scaled[17:].sum(0)])
-    torch.testing.assert_close(db, want, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("place", ["packed", "packed in_out", "misaligned", None])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_scale", [True, False])
+def test_bias_gradient(place, dtype, with_scale):
+    one = wgrad_segment(RAGGED, dtype=dtype, device=DEVICE)
+    scale = torch.rand(one.dy.shape[0], device=DEVICE) + 0.5 if with_scale else None
+    if with_scale:
+        scale[sum(RAGGED) :] = float("nan")
+    _, experts = main_grad(place or "packed", 4, 40, 72)
+    db = torch.full((4, 40), float("nan"), device=DEVICE, dtype=dtype)
+    if place is None:
+        grouped_wgrad_(None, ExpertTensors.of([db], 1), [one.dy], [], [one.offsets], accumulate=False, scale_R=scale)
+    else:
+        run(experts, [one], accumulate=True, db=db, scale=scale)
+        check(experts, [one], UNTOUCHED)
+
+    def sums(dtype):
+        scaled = one.dy.to(dtype) if scale is None else one.dy.to(dtype) * scale.to(dtype)[:, None]
+        bounds = one.offsets.tolist()
+        return torch.stack([scaled[a:b].sum(0) for a, b in zip(bounds, bounds[1:], strict=False)])
+
+    low = sums(torch.float32).to(dtype).double()
+    tolerance.assert_close({"db": db.double()}, {"db": sums(torch.float64)}, {"db": low}, dtype)
 
 
-def test_the_same_bits_every_run():
-    dy, x, offsets = segment((33, 60))
-    runs = []
-    for _ in range(2):
-        dw = torch.zeros(2, N, K, device=DEVICE)
-        grouped_wgrad_(ExpertTensors.of([dw], 2), None, [dy], [x], [offsets], accumulate=True)
-        runs.append(dw)
-    assert torch.equal(*runs)
+@pytest.mark.parametrize("segmented", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_both_paths_and_every_run_give_the_same_bits(segmented, dtype):
+    segs = [wgrad_segment((17, 0, 20), dtype=dtype, seed=i, device=DEVICE) for i in range(2 if segmented else 1)]
+
+    def result(place):
+        _, experts = main_grad(place, 3, 40, 72)
+        assert run(experts, segs, accumulate=True) == path_of(PLACES[place], dtype)
+        return torch.stack(experts)
+
+    assert torch.equal(result("packed"), result("packed"))
+    assert torch.equal(result("packed"), result("reversed"))
+    if DEVICE == "cpu":  # tiles of both paths take as many rows per step; on a GPU they need not
+        assert torch.equal(result("packed"), result("misaligned"))
+        assert torch.equal(result("packed"), result("scattered"))
+
+
+@pytest.mark.parametrize("subtiles", [1, 2, 4])
+@pytest.mark.parametrize("place", ["packed", "misaligned"])
+def test_column_subtiles(subtiles, place, monkeypatch):
+    if DEVICE == "cpu":
+        tile = Tile(16, 32, 64, 1, 1, SUBTILES=subtiles, GROUP_M=3, PER_SM=1)
+        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in ("tma", "pointer")}
+        monkeypatch.setitem(configs.TABLES, "interpreter", configs.TABLES["interpreter"] | rows)
+    one = wgrad_segment(RAGGED, 72, 136, device=DEVICE)
+    _, experts = main_grad(place, 4, 72, 136)
+    run(experts, [one], accumulate=True)
+    check(experts, [one], UNTOUCHED)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_every_tile_is_taken_once_and_those_without_work_are_not(accumulate, monkeypatch):
+    orders = []
+
+    def spy(*args):
+        orders.append(schedule.expert_order(*args))
+        return orders[-1]
+
+    monkeypatch.setattr(grouped_wgrad, "expert_order", spy)
+    one = wgrad_segment(RAGGED, device=DEVICE)
+    _, experts = main_grad("packed", 4, 40, 72)
+    run(experts, [one], accumulate, packed=True)
+    *experts_by_rows, used, taken = orders[0].tolist()
+    assert experts_by_rows == [3, 0, 2, 1]
+    assert used == 3
+    tile = configs.select("wgrad", torch.float32, one.dy.device, path_of(True, torch.float32), 15)
+    tiles = -(-40 // tile.BLOCK_N) * -(-72 // tile.BLOCK_K)
+    programs = configs.num_programs(tile, one.dy.device, 4 * tiles)
+    assert taken == programs + tiles * (used if accumulate else 4)  # every program learns once that none is left
+
+
+def test_a_segment_without_rows():
+    segs = [wgrad_segment(c, seed=i, padding=0, device=DEVICE) for i, c in enumerate([(0, 0), (3, 20), (0, 0)])]
+    _, experts = main_grad("packed", 2, 40, 72)
+    assert run(experts, segs, accumulate=True) == path_of(True, torch.float32)
+    check(experts, segs, UNTOUCHED)
+
+
+def test_elements_beyond_int32():
+    """Strides fit 32 bits, offsets do not, of rows or of experts. Rows of all experts interleave, 32 elements apart."""
+    one = wgrad_segment((5, 0, 6), 9, 32, torch.bfloat16, device=DEVICE)
+    flat = torch.empty(2**32 + 128, dtype=torch.bfloat16, device=DEVICE)  # all but a few pages stay unused
+    dw = flat.as_strided((3, 9, 32), (2**30, 2**28 + 8, 1))
+    dw.fill_(UNTOUCHED)
+    assert run(list(dw), [one], accumulate=True) == "pointer"
+    check(list(dw), [one], UNTOUCHED)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("place", ["packed", "packed in_out", "misaligned"])
+def test_least_traffic_is_reported(accumulate, place):
+    segs = [wgrad_segment(c, dtype=torch.bfloat16, device=DEVICE) for c in [(3, 0, 20), (0, 0, 7)]]
+    _, experts = main_grad(place, 3, 40, 72)
+    operands = [[getattr(s, name) for s in segs] for name in ("dy", "x", "offsets")]
+    with launches.recording() as recorded:
+        grouped_wgrad_(ExpertTensors.of(experts, 2), None, *operands, accumulate=accumulate)
+    grad_bytes = 2 * 40 * 72 * 8 if accumulate else 3 * 40 * 72 * 4
+    read = 30 * (40 + 72) * 2
+    path = path_of(PLACES[place], torch.bfloat16)
+    assert recorded == [launches.Launch("wgrad", 2 * 30 * 40 * 72, read + grad_bytes, grad_bytes, path)]
+
+
+def test_least_traffic_of_a_bias():
+    one = wgrad_segment((3, 0, 20), dtype=torch.bfloat16, device=DEVICE)
+    db = ExpertTensors.of([torch.empty(3, 40, dtype=torch.bfloat16, device=DEVICE)], 1)
+    with launches.recording() as recorded:
+        grouped_wgrad_(None, db, [one.dy], [], [one.offsets], accumulate=False, scale_R=torch.ones(26, device=DEVICE))
+    assert recorded == [launches.Launch("wgrad", 2 * 23 * 40, 23 * 40 * 2 + 3 * 40 * 2 + 23 * 4, 0, "pointer")]

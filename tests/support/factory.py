@@ -155,3 +155,31 @@ def run(inputs, impl, device="cpu"):
 
 def with_counts(case, counts, padding):
     return replace(case, counts=tuple(counts), padding=padding)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operands of one weight gradient: rows of expert 0 first, and padding rows of NaN."""
+
+    dy: torch.Tensor
+    x: torch.Tensor
+    offsets: torch.Tensor
+
+    def product(self, dtype):
+        """`dy^T x` of every expert, computed in `dtype`."""
+        bounds = self.offsets.tolist()
+        pairs = ((self.dy[a:b].to(dtype), self.x[a:b].to(dtype)) for a, b in zip(bounds, bounds[1:], strict=False))
+        return torch.stack([dy.T @ x for dy, x in pairs])
+
+
+def wgrad_segment(counts, N=40, K=72, dtype=torch.float32, padding=3, seed=0, device="cpu"):
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(counts)
+
+    def operand(columns):
+        values = torch.randn(rows + padding, columns, generator=generator).to(dtype)
+        values[rows:] = float("nan")
+        return values.to(device)
+
+    offsets = torch.tensor([sum(counts[:e]) for e in range(len(counts) + 1)], dtype=torch.int32, device=device)
+    return Segment(operand(N), operand(K), offsets)

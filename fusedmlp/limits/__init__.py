@@ -1,0 +1,1 @@
+"""What hardware allows, and how near the kernels come: shapes, GPUs, limit times, schedules, measurements."""

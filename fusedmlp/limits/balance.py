@@ -1,0 +1,88 @@
+"""How evenly the kernels' order of tiles keeps a GPU's multiprocessors busy, by simulation.
+
+Every kernel works through a list of tiles, and a multiprocessor that is free takes the next: programs start in that
+order, or take tiles from a counter (wgrad), or, where all tiles cost the same, take every n-th. Programs that share a
+multiprocessor are one here. A tile's cost is the time of its arithmetic and of its weight gradient's traffic on one
+multiprocessor's share of the GPU.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fusedmlp.kernels import configs
+from fusedmlp.limits.gpus import GPU, GPUS
+from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
+
+_GRAD_BYTES = 8  # fp32, read and written
+
+
+def idle_share(costs: Sequence[float], processors: int) -> float:
+    """Share of the processors' time, until the last is done, in which they have nothing to do. Costs never rise."""
+    if not costs:
+        return 0.0
+    if costs[0] == costs[-1]:  # all equal, as costs never rise: full rounds and one that may not be
+        return 1 - len(costs) / (processors * -(-len(costs) // processors))
+    busy_until = [0.0] * processors
+    for cost in costs:
+        heapq.heapreplace(busy_until, busy_until[0] + cost)
+    return 1 - sum(costs) / (processors * max(busy_until))
+
+
+def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> list[float]:
+    """Seconds of every tile in the order in which they are taken.
+
+    M-ragged passes: `[R, K] @ [K, N]`, and all tiles cost the same, since rows beyond an expert's last are multiplied
+    too. wgrad: `[N, R] @ [R, K]`, experts by falling number of rows, those without any left out.
+    """
+    tile = _tile(kernel, rows, gpu.architecture)
+    flop_rate, bandwidth = gpu.bf16_flops / gpu.processors, gpu.bandwidth / gpu.processors
+    if kernel != "wgrad":
+        num_tiles = sum(-(-n // tile.BLOCK_M) for n in rows) * -(-N // tile.BLOCK_N)
+        return [2 * tile.BLOCK_M * tile.BLOCK_N * K / flop_rate] * num_tiles
+    per_expert = -(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K)
+    area = tile.BLOCK_N * tile.BLOCK_K
+    costs = []
+    for n in sorted((n for n in rows if n), reverse=True):
+        padded = -(-n // tile.BLOCK_M) * tile.BLOCK_M
+        costs += [2 * padded * area / flop_rate + _GRAD_BYTES * area / bandwidth] * per_expert
+    return costs
+
+
+def _tile(kernel: str, rows: Sequence[int], architecture: str) -> configs.Tile:
+    table = configs.TABLES[architecture]
+    path: configs.Path = "tma" if (kernel, "tma", 16) in table else "pointer"
+    return table[kernel, path, 16]["short" if sum(rows) / len(rows) < configs.SHORT_ROWS else "long"]
+
+
+def passes(shape: Shape) -> dict[str, tuple[str, int, int]]:
+    """Kernel, N and K of every pass, as `tile_costs` takes them."""
+    H, F, G = shape.H, shape.F, 2 * shape.F
+    return {
+        "fc1_act": ("fc1_act", F, 2 * H),  # two GEMMs over the same columns
+        "fc2": ("gemm", H, F),
+        "dgrad_act": ("dgrad_act", F, H),
+        "dx": ("gemm", H, G),
+        "wgrad fc2": ("wgrad", H, F),
+        "wgrad fc1": ("wgrad", G, H),
+    }
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """One row per GPU, shape, load and pass."""
+    for gpu in GPUS:
+        for shape in SHAPES:
+            for load, count in LOADS.items():
+                for name, (kernel, N, K) in passes(shape).items():
+                    costs = tile_costs(kernel, count(shape), N, K, gpu)
+                    yield {
+                        "gpu": gpu.name,
+                        "shape": shape.name,
+                        "load": load,
+                        "pass": name,
+                        "tiles": len(costs),
+                        "tiles_per_processor": len(costs) / gpu.processors,
+                        "idle": idle_share(costs, gpu.processors),
+                    }

@@ -1,0 +1,52 @@
+"""FLOPs, least bytes and limit times of every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fusedmlp.kernels import cost
+from fusedmlp.kernels.launches import Launch
+from fusedmlp.limits.gpus import GPUS, limit_ms
+from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
+
+_BF16, _FP32 = 2, 4  # bytes
+
+
+def passes(shape: Shape, rows: list[int]) -> dict[str, Launch]:
+    """Every pass of a gated bf16 layer with routing probabilities and fp32 main_grad; letters as in `functional.py`."""
+    H, F, G = shape.H, shape.F, 2 * shape.F
+    costs = {
+        "fc1_act": cost.fc1_act(rows, H, F, _BF16),
+        "fc2": cost.gemm(rows, H, F, _BF16),
+        "dgrad_act": cost.dgrad_act(rows, H, F, _BF16),
+        "dx": cost.gemm(rows, H, G, _BF16),
+    }
+    for suffix, accumulate in (("", True), (", overwrite", False)):
+        costs |= {
+            f"wgrad fc2{suffix}": cost.wgrad(rows, H, F, _BF16, _FP32, accumulate=accumulate),
+            f"wgrad fc1{suffix}": cost.wgrad(rows, G, H, _BF16, _FP32, accumulate=accumulate),
+        }
+    return costs
+
+
+# Passes of one training step, for the limit of the whole: the sum of its passes'.
+FORWARD = ("fc1_act", "fc2")
+BACKWARD = ("dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """One row per shape, load and pass; limits in ms by GPU."""
+    for shape in SHAPES:
+        for load, count in LOADS.items():
+            for name, launch in passes(shape, count(shape)).items():
+                yield {
+                    "shape": shape.name,
+                    "load": load,
+                    "pass": name,
+                    "flops": launch.flops,
+                    "bytes": launch.bytes,
+                    "limit_ms": {
+                        gpu.name: limit_ms(launch.flops, launch.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
+                    },
+                }

@@ -1,0 +1,128 @@
+"""Calls of the `triton` implementation that between them launch every kernel in every variant.
+
+A variant is what makes Triton compile another kernel: which optional inputs there are, constants, dtypes, and whether
+sizes and addresses are multiples of 16. Tensors are small and uninitialised: only their descriptions matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from fusedmlp import triton_impl
+from fusedmlp.activation import Activation
+from fusedmlp.kernels import schedule
+
+Cases = dict[str, Callable[[torch.dtype], None]]
+
+_SWIGLU = Activation("swiglu")
+_GPT_OSS = Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear_offset=1.0)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's forward and backward."""
+
+    activation: Activation = _SWIGLU
+    biases: bool = False
+    probs: bool = True
+    experts: str = "packed"  # or "apart" (a table of addresses), or "reversed" (a negative stride)
+    in_out: bool = False
+    sizes: tuple[int, int] = (256, 128)  # H, F
+    grad_dtype: torch.dtype | None = torch.float32  # of main_grad; None: the weight's
+    add: bool = True
+    only_biases: bool = False  # weights do not require gradients
+
+    def __call__(self, dtype: torch.dtype) -> None:
+        """Launch the passes."""
+        H, F = self.sizes
+        G = 2 * F if self.activation.gated else F
+        offsets = _offsets((40, 60, 0))
+        x, dy, h = (torch.empty(100, width, dtype=dtype) for width in (H, H, G))
+        probs = torch.empty(100) if self.probs else None
+        weights = [self._experts((G, H), dtype), self._experts((H, F), dtype)]
+        grads = [self._experts(shape, self.grad_dtype or dtype) for shape in ((G, H), (H, F))]
+        biases = [self._experts((width,), dtype) if self.biases else [] for width in (G, H)]
+        bias_grads = [self._experts((width,), dtype) if self.biases else [] for width in (G, H)]
+        if self.only_biases:
+            grads = [[], []]
+        encoded = self.activation.encoded
+        triton_impl.grouped_mlp(x, *weights, *biases, offsets, probs, encoded)
+        triton_impl.grouped_mlp_backward_(
+            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, probs, encoded, self.add, self.add, True, False
+        )
+
+    def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+        if self.in_out and len(shape) == 2:
+            shape = shape[::-1]
+        if self.experts == "packed":
+            group = [torch.empty(3, *shape, dtype=dtype)]
+        else:
+            places = (2, 1, 0) if self.experts == "reversed" else (0, 3, 1)
+            pool = torch.empty(4, *shape, dtype=dtype)
+            group = [pool[place] for place in places]
+        return [t.mT for t in group] if self.in_out and len(shape) == 2 else group
+
+
+def _offsets(counts: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
+
+
+def _linear(biases: bool, dtype: torch.dtype) -> None:
+    x, w = torch.empty(100, 256, dtype=dtype), torch.empty(3, 128, 256, dtype=dtype)
+    bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
+    triton_impl.grouped_gemm(x, [w], bias, _offsets((40, 60, 0)))
+    grads = [torch.empty_like(w)], [torch.empty_like(b) for b in bias]
+    triton_impl.grouped_wgrad_(*grads, [torch.empty(100, 128, dtype=dtype)], [x], [_offsets((40, 60, 0))], False)
+
+
+def _microbatches(add: bool, dtype: torch.dtype) -> None:
+    offsets = [_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0))]
+    dy, x = ([torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets] for width in (128, 256))
+    triton_impl.grouped_wgrad_([torch.empty(3, 128, 256)], [], dy, x, offsets, add)
+
+
+def _many_experts(dtype: torch.dtype) -> None:
+    num_experts, num_rows = 512, 600
+    for counts in (torch.empty(num_experts, dtype=torch.int64), torch.empty(num_experts, dtype=torch.int32)):
+        schedule.expert_offsets(counts, num_rows)
+    x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
+    offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
+    y = triton_impl.grouped_gemm(x, [w], [], offsets)
+    triton_impl.grouped_wgrad_([torch.empty_like(w)], [], [y], [x], [offsets], False)
+
+
+BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
+
+# What differs most between kernels, and so between compilers: for every dtype and path. Together they have every
+# optional input absent and present, adding and overwriting, gated and not, aligned and not.
+CORE: Cases = {
+    "no option": Layer(probs=False, grad_dtype=None, add=False),
+    "main_grad": Layer(),
+    "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
+    "gelu, biases, first micro-batch": Layer(Activation("gelu"), biases=True, add=False),
+    "odd sizes, biases": Layer(biases=True, sizes=(257, 131)),
+    "several micro-batches": partial(_microbatches, True),
+}
+# What differs in layout or in the scalar function: for bf16 and fp32.
+VARIATIONS: Cases = {
+    "in_out, biases": Layer(biases=True, in_out=True),
+    "experts reversed, main_grad of the weight's dtype": Layer(experts="reversed", grad_dtype=None),
+    "odd sizes, in_out, experts apart": Layer(experts="apart", in_out=True, sizes=(257, 131)),
+    "several micro-batches, first": partial(_microbatches, False),
+    "linear, bias": partial(_linear, True),
+    BIASES_ALONE: Layer(biases=True, only_biases=True),
+}
+# What no dtype changes: activations are computed in fp32, and schedules in integers.
+ONCE: Cases = {
+    "geglu": Layer(Activation("geglu")),
+    "geglu_tanh": Layer(Activation("geglu_tanh")),
+    "relu2": Layer(Activation("relu2")),
+    "linear": partial(_linear, False),
+    "512 experts": _many_experts,
+}

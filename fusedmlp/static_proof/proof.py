@@ -1,0 +1,175 @@
+"""One row per kernel that a launch can need, and what is wrong with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from fusedmlp.kernels import configs
+from fusedmlp.static_proof import cases, resources
+from fusedmlp.static_proof.recorder import Launch, recording
+from fusedmlp.static_proof.targets import TARGETS, Target
+
+Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
+DTYPES: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
+}
+TENSOR_MEMORY_COLUMNS = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel. Bytes: `spill_bytes` of one thread, `shared_bytes` of one block."""
+
+    kernel: str
+    config: str
+    target: str
+    dtype: str
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    tensor_core_instructions: int = 0
+    tma_instructions: int = 0
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel is fit to ship."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as `--json` prints it."""
+        return {name: value for name, value in asdict(self).items() if name != "problems"} | {"ok": self.ok}
+
+
+class Task(NamedTuple):
+    """What one worker process compiles."""
+
+    target: str
+    dtype: Dtype
+
+
+def tasks(targets: Sequence[str]) -> list[Task]:
+    """Everything to be proven for those targets."""
+    return [Task(t, d) for t in targets for d in DTYPES if not (d == "tf32" and TARGETS[t].is_amd)]
+
+
+def prove(targets: Sequence[str], jobs: int, progress: Callable[[Task], None] = lambda _: None) -> list[Row]:
+    """Compile everything in `jobs` processes, which need `TRITON_INTERPRET` unset."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that every process starts with Triton imported
+
+    def run(task: Task) -> list[Row]:
+        # A process of its own: the compiler ends its process when it fails an assertion.
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            try:
+                return process.submit(rows, task).result()
+            except BrokenProcessPool:
+                return [Row("?", "?", *task, problems=("the compiler ended its process",))]
+
+    wanted = tasks(targets)
+    done: dict[Task, list[Row]] = {}
+    with ThreadPoolExecutor(jobs) as threads:
+        futures = {threads.submit(run, task): task for task in wanted}
+        for future in as_completed(futures):
+            done[futures[future]] = future.result()
+            progress(futures[future])
+    return [row for task in wanted for row in done[task]]
+
+
+def rows(task: Task) -> list[Row]:
+    """Compile one target's kernels for one dtype; a kernel that several cases launch is one row, named by the first."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if task.dtype == "tf32" else "highest")
+    target, table = TARGETS[task.target], configs.TABLES[task.target]
+    bits = 8 * DTYPES[task.dtype].itemsize
+    found: dict[str, Row] = {}
+    unused = {(key, tile) for key, by_shape in table.items() if key[2] == bits for tile in by_shape.values()}
+    for shape, with_tma, chosen in _settings(table, bits, task.dtype):
+        for case, call in chosen.items():
+            with recording(target, shape, with_tma=with_tma) as record:
+                call(DTYPES[task.dtype])
+            unused -= {(key, table[key][shape]) for key in record.chosen}
+            for launch in record.launches:
+                key = getattr(launch.compiled, "hash", None) or repr((launch.kernel, launch.tile, case))
+                if key not in found:
+                    found[key] = judge(launch, case, task)
+    unreached = [
+        Row(key[0], f"{key[1]} {tile}", *task, problems=("no launch uses this configuration",))
+        for key, tile in sorted(unused, key=str)
+    ]
+    return [*found.values(), *unreached]
+
+
+def _settings(table: Any, bits: int, dtype: Dtype) -> Iterator[tuple[configs.ShapeClass, bool, cases.Cases]]:
+    """`(shape class, whether descriptors can be used, cases)` that between them use the whole table."""
+    own = {key: tiles for key, tiles in table.items() if key[2] == bits}
+    has_tma = any(path == "tma" for _, path, _ in own)
+    equal = all(tiles["short"] == tiles["long"] for tiles in own.values())
+    all_cases = cases.CORE
+    if dtype in ("bf16", "fp32"):
+        all_cases = all_cases | cases.VARIATIONS
+    if dtype == "bf16":
+        all_cases = all_cases | cases.ONCE
+    yield "long", True, all_cases
+    if not equal:
+        yield "short", True, cases.CORE
+    if has_tma:
+        yield "long", False, cases.CORE
+        if not equal:
+            yield "short", False, cases.CORE
+
+
+def judge(launch: Launch, case: str, task: Task) -> Row:
+    """The row of one launch."""
+    config = f"{launch.path} {launch.tile}; {case}"
+    if isinstance(launch.compiled, Exception):
+        text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
+        return Row(launch.kernel, config, *task, problems=(f"does not compile: {text[:200]}",))
+    used = resources.of(launch.compiled)
+    only_sums = launch.kernel.startswith("grouped_wgrad") and case == cases.BIASES_ALONE
+    is_gemm = launch.kernel.startswith("grouped_") and not only_sums
+    return Row(
+        launch.kernel,
+        config,
+        *task,
+        used.registers,
+        used.spill,
+        used.shared,
+        sum(used.tensor_core.values()),
+        used.tma,
+        tuple(problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)),
+    )
+
+
+def problems(
+    used: resources.Resources, target: Target, dtype: Dtype, path: configs.Path, *, is_gemm: bool
+) -> Iterator[str]:
+    """Why a kernel is not fit to ship. GEMMs in exact fp32 may do without tensor cores, which have no such mode."""
+    if used.spill:
+        yield f"spills {used.spill} bytes a thread"
+    if used.shared > target.shared_bytes:
+        yield f"shared memory {used.shared:,} over {target.shared_bytes:,} bytes"
+    if used.tensor_memory > TENSOR_MEMORY_COLUMNS:
+        yield f"tensor memory {used.tensor_memory} over {TENSOR_MEMORY_COLUMNS} columns"
+    if is_gemm and dtype != "fp32" and not used.tensor_core:
+        yield "a GEMM without tensor-core instructions"
+    if is_gemm and target.name == "sm_90" and dtype in ("bf16", "fp16") and "wgmma" not in used.tensor_core:
+        yield "a 16-bit GEMM without wgmma"
+    if path == "tma" and target.has_tma and not used.tma:
+        yield "descriptors without TMA instructions"
+
+
+def default_jobs() -> int:
+    """As many processes as this one may use cores."""
+    return len(os.sched_getaffinity(0))

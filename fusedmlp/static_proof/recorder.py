@@ -1,0 +1,117 @@
+"""Compiles what launchers launch, for a GPU that need not be there, and launches nothing.
+
+Launchers run on CPU tensors as they would on a GPU's, so that the compiled kernels have the very signatures,
+constants and specialisations of real launches. Only Triton's idea of the current GPU is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from fusedmlp.kernels import configs
+from fusedmlp.static_proof.targets import TARGETS, Target
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel that was asked for."""
+
+    kernel: str  # without "_" and "_kernel" around it
+    arguments: dict[str, Any]  # by name, with Triton's options
+    compiled: Any  # Triton's CompiledKernel, or the exception that compiling raised
+
+    @property
+    def path(self) -> configs.Path:
+        """Whether any tile moves by descriptor."""
+        described = any(name.endswith("_desc") and value is not None for name, value in self.arguments.items())
+        return "tma" if described else "pointer"
+
+    @property
+    def tile(self) -> str:
+        """Tile sizes and options, as text."""
+        blocks = {name: value for name, value in self.arguments.items() if name.startswith("BLOCK")}
+        named = {"s": "SUBTILES", "w": "num_warps", "p": "num_stages"}
+        text = "x".join(str(value) for value in blocks.values())
+        return text + "".join(f" {letter}{self.arguments[k]}" for letter, k in named.items() if k in self.arguments)
+
+
+@dataclass
+class Recording:
+    """Every launch in order, and every row of the tile table that a launcher chose."""
+
+    launches: list[Launch] = field(default_factory=list)
+    chosen: set[tuple[str, configs.Path, int]] = field(default_factory=set)
+
+
+class _AbsentGPU:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_target(self) -> Any:
+        return self._target.triton
+
+    def get_current_device(self) -> int:
+        return list(TARGETS).index(self._target.name)  # Triton keeps what it compiled by this number
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+
+class _Table(dict[Any, Any]):
+    """A tile table that notes what is taken from it."""
+
+    def __init__(self, rows: Any, chosen: set[Any]) -> None:
+        super().__init__(rows)
+        self._chosen = chosen
+
+    def __getitem__(self, key: Any) -> Any:
+        row = super().__getitem__(key)
+        self._chosen.add(key)
+        return row
+
+
+@contextmanager
+def recording(target: Target, shape: configs.ShapeClass, *, with_tma: bool) -> Iterator[Recording]:
+    """Launches inside are compiled for `target` with the tiles of `shape`, whatever the sizes of the tensors.
+
+    Without `with_tma` launchers find no configuration that uses descriptors, as if no tensor were aligned.
+    """
+    record = Recording()
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        name = kernel.fn.__name__.removeprefix("_").removesuffix("_kernel")
+        try:
+            compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+        except Exception as error:  # whatever the compiler says is a finding, and other kernels are still to come
+            compiled = error
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        record.launches.append(Launch(name, arguments, compiled))
+
+    rows = {
+        key: {"short": tiles[shape], "long": tiles[shape]}
+        for key, tiles in configs.TABLES[target.name].items()
+        if with_tma or key[1] == "pointer"
+    }
+    run: Any = JITFunction.run
+    active = driver._active
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
+        stack.enter_context(mock.patch.object(configs, "architecture", return_value=target.name))
+        stack.enter_context(mock.patch.dict(configs.TABLES, {target.name: _Table(rows, record.chosen)}))
+        # How many programs a launch has changes nothing in a kernel.
+        properties = SimpleNamespace(multi_processor_count=100)
+        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
+        stack.callback(driver.set_active, active)
+        driver.set_active(_AbsentGPU(target))
+        yield record

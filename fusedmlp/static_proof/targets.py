@@ -1,0 +1,52 @@
+"""The GPUs that kernels are proven for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triton.backends.compiler import GPUTarget
+
+
+@dataclass(frozen=True)
+class Target:
+    """One architecture and the most shared memory (LDS on AMD) that one of its blocks can have, in bytes.
+
+    Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (163, 227, 227 and 99 KiB;
+    the reserved 1 KiB a block is already off); AMD CDNA 3 and CDNA 4 ISA guides (64 and 160 KiB).
+    """
+
+    name: str
+    shared_bytes: int
+
+    @property
+    def is_amd(self) -> bool:
+        """Whether HIP serves it."""
+        return self.name.startswith("gfx")
+
+    @property
+    def has_tma(self) -> bool:
+        """Whether tiles can be moved by descriptors."""
+        return not self.is_amd and self.capability >= 90
+
+    @property
+    def capability(self) -> int:
+        """NVIDIA's compute capability, times ten."""
+        return int(self.name.removeprefix("sm_"))
+
+    @property
+    def triton(self) -> GPUTarget:
+        """What Triton calls it."""
+        return GPUTarget("hip", self.name, 64) if self.is_amd else GPUTarget("cuda", self.capability, 32)
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", 163 * 1024),
+        Target("sm_90", 227 * 1024),
+        Target("sm_100", 227 * 1024),
+        Target("sm_120", 99 * 1024),
+        Target("gfx942", 64 * 1024),
+        Target("gfx950", 160 * 1024),
+    )
+}

@@ -1,0 +1,59 @@
+"""Rows of an operand that lies in several segments (micro-batches), each at its own address, and how wgrad loads them.
+
+With descriptors there is one for all segments, made on the host, so that no program builds any. Like
+`triton.tools.ragged_tma`, it spans the whole address space, from the lowest segment: an extra dimension steps in
+units that divide the distances between segments, so a segment is one more coordinate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import load_ragged, to_ragged_indices
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .descriptors import fits_tensor, ragged_rows
+
+_MAX_COORDINATE = 0x7FFF0000
+_MAX_ROWS = 2**30
+
+
+@triton.jit
+def load_rows_of(desc, base, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
+
+    `base`: with a descriptor, None or the segment's coordinate; without, a pointer.
+    """
+    if desc is None:
+        rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
+        columns = column + tl.arange(0, COLUMNS)
+        mask = (rows < first + size)[:, None] & (columns < num_columns)[None, :]
+        tile = tl.load(base + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
+    elif base is None:
+        tile = load_ragged(desc, first, size, [start, column])
+    else:
+        wrap, end, row = to_ragged_indices(first, size, start)
+        tile = tl.reshape(desc.load([wrap, end, base, row, column]), (ROWS, COLUMNS))
+    return tile
+
+
+def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[TensorDescriptor, list[int]] | None:
+    """A descriptor of all segments, for tiles of `[rows, columns]`, and each segment's coordinate; None: impossible."""
+    filled = [t for t in segments_RC if t.shape[0] > 0]  # of the others nothing is read
+    if not filled or not all(fits_tensor(t) and t.shape[0] <= _MAX_ROWS for t in filled):
+        return None
+    if len(segments_RC) == 1:
+        return ragged_rows(filled[0], rows, columns), [0]
+    lowest = min(filled, key=Tensor.data_ptr)
+    distances = [t.data_ptr() - lowest.data_ptr() if t.shape[0] > 0 else 0 for t in segments_RC]
+    unit = gcd(2**20, *distances)  # bytes; at least 16, as every address is a multiple of that
+    if max(distances) // unit >= _MAX_COORDINATE:
+        return None
+    stride, last = lowest.stride()
+    shape = [_MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]]
+    strides = [2**34 - stride, stride, unit // lowest.element_size(), stride, last]
+    return TensorDescriptor(lowest, shape, strides, [1, 1, 1, rows, columns]), [d // unit for d in distances]

@@ -1,0 +1,142 @@
+"""fc1 with its activation, by itself and on both paths: channels, bounds between gate and linear, gathered rows."""
+
+import pytest
+import torch
+from support import experts
+from support import reference as oracle
+from support.factory import Case, Inputs
+from support.tolerance import assert_close
+
+import fusedmlp
+from fusedmlp.kernels import descriptors, launches
+from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.triton_impl import _options
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOADS = {"ragged": (3, 0, 17, 1, 40), "single rows": (1, 0, 1, 1), "empty": (0, 0, 0), "last only": (0, 0, 33)}
+GPT_OSS = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "linear_offset": 1.0}
+ACTIVATIONS = {
+    "gated": ("swiglu", {}),
+    "clamped": ("geglu_tanh", {"limit": 0.3, "linear_offset": 1.0}),
+    "interleaved": ("swiglu", GPT_OSS),
+    "ungated": ("gelu", {}),
+}
+
+
+def reference(inputs, dtype):
+    """`h` and `a` of the rows of experts, in any dtype."""
+    case, hs, row = inputs.case, [], 0
+    for e, n in enumerate(case.counts):
+        w = inputs.fc1[e].to(dtype)
+        h = inputs.x[row : row + n].to(dtype) @ (w.T if case.layout == "out_in" else w)
+        hs.append((h + inputs.bias1[e].to(dtype) if case.bias else h).to(dtype))
+        row += n
+    h = torch.cat(hs)
+    a = oracle.activate(case.activation, h, **case.options)
+    if case.probs:
+        a = (a * inputs.probs[:row, None].to(dtype)).to(dtype)
+    return {"h": h.double(), "a": a.double()}
+
+
+def run(inputs, where="packed", *, rows=None, fits=True):
+    """`h` and `a` of all rows; checks which path was taken."""
+    case, num_rows = inputs.case, inputs.probs.shape[0]
+    G = inputs.bias1.shape[1]
+    h, a = (torch.full((num_rows, n), float("nan"), dtype=case.dtype, device=DEVICE) for n in (G, case.F))
+    with launches.recording() as log:
+        grouped_fc1_act_(
+            h,
+            a,
+            inputs.x.to(DEVICE),
+            experts.logical(experts.place(inputs.fc1, where, DEVICE), case.layout),
+            experts.tiles_of(case.counts, num_rows, DEVICE),
+            _options(fusedmlp.Activation(case.activation, **case.options).encoded),
+            bias_EG=experts.place(inputs.bias1, where, DEVICE) if case.bias else None,
+            probs_R=inputs.probs.to(DEVICE) if case.probs else None,
+            rows_R=None if rows is None else rows.to(DEVICE),
+        )
+    (launch,) = log
+    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, fits)
+    return {"h": h.cpu(), "a": a.cpu()}, launch
+
+
+def check(case, where="packed", *, fits=True):
+    inputs = Inputs(case)
+    got, _ = run(inputs, where, fits=fits)
+    owned = sum(case.counts)
+    assert all((t[owned:] == 0).all() for t in got.values())
+    expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)
+    assert_close({name: t[:owned].double() for name, t in got.items()}, expected, low, case.dtype)
+    return got
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_activations_and_layouts_on_both_paths(kind, layout, dtype, monkeypatch):
+    # F is no multiple of a tile, so that tiles of gates run into the linear channels.
+    name, options = ACTIVATIONS[kind]
+    case = Case((3, 0, 17, 1), 21, H=72, F=40, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
+    by_tma = check(case)
+    monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    by_pointer = check(case, fits=False)
+    if DEVICE == "cpu":
+        assert all(torch.equal(by_tma[name], by_pointer[name]) for name in by_tma)
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_loads(load):
+    check(Case(LOADS[load], padding=20, H=40, F=24, bias=True))
+
+
+@pytest.mark.parametrize("where", experts.PLACES)
+@pytest.mark.parametrize("kind", ["gated", "interleaved"])
+def test_places_of_weights_and_biases(where, kind):
+    name, options = ACTIVATIONS[kind]
+    case = Case((3, 0, 17), 5, H=40, F=24, activation=name, options=options, bias=True, dtype=torch.bfloat16)
+    check(case, where, fits=where in ("packed", "reversed"))
+
+
+@pytest.mark.parametrize(("H", "F"), [(1, 1), (7, 5), (33, 35), (8, 4), (8, 40)])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_odd_sizes(H, F, kind):
+    name, options = ACTIVATIONS[kind]
+    case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
+    check(case, fits=F == 40)  # what the others have is not a multiple of 16 bytes
+
+
+def test_without_probs_or_bias():
+    check(Case((5, 18, 0, 1), 3, H=40, F=40, probs=False))
+
+
+@pytest.mark.parametrize("kind", ["gated", "interleaved"])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("fits", [True, False])
+def test_rows_gathered_by_index(kind, index_dtype, fits, monkeypatch):
+    name, options = ACTIVATIONS[kind]
+    inputs = Inputs(Case((3, 0, 17, 1), 6, H=40, F=24, activation=name, options=options, bias=True))
+    permuted, _ = run(inputs)
+    owned = 21
+    order = torch.randperm(owned, generator=torch.Generator().manual_seed(1))
+    tokens = torch.empty(owned, 40)
+    tokens[order] = inputs.x[:owned]
+    inputs.x = tokens
+    rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # padding rows' indices are not used
+    if not fits:
+        monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    gathered, _ = run(inputs, rows=rows, fits=fits)
+    for key, tensor in permuted.items():
+        torch.testing.assert_close(gathered[key], tensor)
+
+
+def test_infinite_weights_of_the_last_expert_do_not_reach_padding_rows():
+    inputs = Inputs(Case((5, 0), padding=30, H=40, F=40, bias=True))
+    inputs.fc1[1], inputs.bias1[1] = float("inf"), float("nan")
+    got, _ = run(inputs)
+    assert all((t[5:] == 0).all() for t in got.values())
+
+
+def test_cost_counts_owned_rows_and_experts_with_rows():
+    _, launch = run(Inputs(Case((5, 0, 12), padding=4, H=40, F=16)))
+    assert launch.flops == 2 * 17 * 40 * 32
+    assert launch.bytes == 4 * (17 * (40 + 32 + 16) + 2 * 40 * 32) + 4 * 17

@@ -1,0 +1,124 @@
+"""The M-ragged GEMM by itself, on both paths: loads, layouts and places of the weights, padding, biases."""
+
+import numpy as np
+import pytest
+import torch
+from support import experts
+from support.factory import Case, Inputs
+from support.tolerance import assert_close
+
+from fusedmlp.kernels import descriptors, launches
+from fusedmlp.kernels.grouped_gemm import grouped_gemm_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOADS = {
+    "ragged": (3, 0, 17, 1, 40),
+    "single rows": (1, 0, 1, 1),
+    "empty": (0, 0, 0),
+    "one expert": (37,),
+    "last only": (0, 0, 33),
+}
+
+
+def reference(inputs, dtype, *, bias, scale):
+    """Rows of experts only, in any dtype; `fc1` is the weight."""
+    case, ys, row = inputs.case, [], 0
+    for e, n in enumerate(case.counts):
+        w = inputs.fc1[e].to(dtype)
+        y = inputs.x[row : row + n].to(dtype) @ (w.T if case.layout == "out_in" else w)
+        if bias:
+            p = inputs.probs[row : row + n, None].to(dtype) if scale else 1
+            y = y + p * inputs.bias1[e].to(dtype)
+        ys.append(y.to(dtype))
+        row += n
+    return torch.cat(ys).double()
+
+
+def run(inputs, where="packed", *, bias=True, scale=False, biases="packed", fits=True):
+    """`y` of all rows; checks which path was taken."""
+    case = inputs.case
+    rows, G = inputs.x.shape[0], inputs.bias1.shape[1]
+    y = torch.full((rows, G), float("nan"), dtype=case.dtype, device=DEVICE)
+    with launches.recording() as log:
+        grouped_gemm_(
+            y,
+            inputs.x.to(DEVICE),
+            experts.logical(experts.place(inputs.fc1, where, DEVICE), case.layout),
+            experts.tiles_of(case.counts, rows, DEVICE),
+            bias_EN=experts.place(inputs.bias1, biases, DEVICE) if bias else None,
+            scale_R=inputs.probs.to(DEVICE) if scale else None,
+        )
+    (launch,) = log
+    assert launch.path == experts.expected_path("gemm", case.dtype, DEVICE, fits)
+    return y.cpu(), launch
+
+
+def check(case, where="packed", *, bias=True, scale=False, biases="packed", fits=True):
+    inputs = Inputs(case)
+    y, _ = run(inputs, where, bias=bias, scale=scale, biases=biases, fits=fits)
+    owned = sum(case.counts)
+    assert (y[owned:] == 0).all()  # not NaN, which the padding rows of x hold
+    expected, low = (reference(inputs, dtype, bias=bias, scale=scale) for dtype in (torch.float64, case.dtype))
+    assert_close({"y": y[:owned].double()}, {"y": expected}, {"y": low}, case.dtype)
+    return inputs, y
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_loads_and_layouts_on_both_paths(load, layout, dtype, monkeypatch):
+    case = Case(counts=LOADS[load], padding=21, H=72, F=40, layout=layout, dtype=dtype)
+    _, by_tma = check(case)
+    monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    _, by_pointer = check(case, fits=False)
+    if DEVICE == "cpu":
+        assert torch.equal(by_tma, by_pointer)
+
+
+@pytest.mark.parametrize("where", experts.PLACES)
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+def test_places_of_weights_and_biases(where, layout):
+    case = Case(counts=(3, 0, 17, 1, 40), H=72, F=20, layout=layout, dtype=torch.bfloat16)
+    check(case, where, biases=where, fits=where in ("packed", "reversed"))
+
+
+@pytest.mark.parametrize(("H", "F"), [(1, 1), (7, 5), (33, 35), (8, 3), (24, 4)])
+def test_odd_sizes(H, F):
+    aligned = all(size * 2 % 16 == 0 for size in (H, 2 * F))
+    check(Case(counts=(5, 18, 0, 1), padding=3, H=H, F=F, dtype=torch.bfloat16), fits=aligned)
+
+
+@pytest.mark.parametrize(("bias", "scale"), [(False, False), (True, False), (True, True)])
+def test_bias_and_scale(bias, scale):
+    check(Case(counts=(5, 18, 0, 1), padding=3, H=40, F=40), bias=bias, scale=scale)
+
+
+def test_rows_at_odd_addresses_take_the_pointer_path():
+    case = Case(counts=(5, 18), padding=3, H=40, F=40, dtype=torch.bfloat16)
+    inputs = Inputs(case)
+    flat = torch.empty(inputs.x.numel() + 1, dtype=torch.bfloat16, device=DEVICE)
+    inputs.x, aligned = flat[1:].view(inputs.x.shape).copy_(inputs.x), inputs.x
+    y, _ = run(inputs, fits=False)
+    inputs.x = aligned
+    torch.testing.assert_close(y, run(inputs)[0])
+
+
+def test_a_row_with_infinities_stays_alone():
+    inputs = Inputs(Case(counts=(5, 0, 12), padding=4, H=40, F=40))
+    inputs.x[6] = float("inf")
+    inputs.fc1[1] = float("nan")  # the expert without rows
+    with np.errstate(all="ignore"):  # the interpreter computes with numpy
+        y, _ = run(inputs)
+    assert y[[0, 1, 2, 3, 4, 5, *range(7, 21)]].isfinite().all()
+
+
+def test_weights_of_the_last_expert_do_not_reach_padding_rows():
+    inputs = Inputs(Case(counts=(5, 0), padding=30, H=40, F=40))
+    inputs.fc1[1], inputs.bias1[1] = float("inf"), float("nan")
+    assert (run(inputs)[0][5:] == 0).all()
+
+
+def test_cost_counts_owned_rows_and_experts_with_rows():
+    _, launch = run(Inputs(Case(counts=(5, 0, 12), padding=4, H=40, F=16)))
+    assert launch.flops == 2 * 17 * 40 * 32
+    assert launch.bytes == 4 * (17 * (40 + 32) + 2 * 40 * 32)

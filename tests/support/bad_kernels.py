@@ -1,0 +1,55 @@
+"""Kernels that are unfit to ship, each in its own way: `python bad_kernels.py NAME TARGET` prints the proof's rows."""
+
+import json
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+from fusedmlp.static_proof import proof
+from fusedmlp.static_proof.recorder import recording
+from fusedmlp.static_proof.targets import TARGETS
+
+
+@triton.jit
+def _grouped_good_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for k in range(0, K, BLOCK):
+        a = tl.load(a_ptr + i[:, None] * K + k + i[None, :])
+        b = tl.load(b_ptr + (k + i)[:, None] * BLOCK + i[None, :])
+        acc = tl.dot(a, b, acc)
+    tl.store(c_ptr + i[:, None] * BLOCK + i[None, :], acc)
+
+
+@triton.jit
+def _grouped_without_dot_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for k in range(K):
+        acc += tl.load(a_ptr + i * K + k).to(tl.float32)[:, None] * tl.load(b_ptr + k * BLOCK + i)[None, :]
+    tl.store(c_ptr + i[:, None] * BLOCK + i[None, :], acc)
+
+
+@triton.jit
+def _grouped_not_compiling_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
+    tl.static_assert(BLOCK == 3)
+
+
+BAD = {
+    "good": (_grouped_good_kernel, 64, {"num_warps": 4, "num_stages": 2}),
+    "spilling": (_grouped_good_kernel, 128, {"num_warps": 1, "num_stages": 1}),
+    "too_much_shared": (_grouped_good_kernel, 128, {"num_warps": 8, "num_stages": 6}),
+    "without_dot": (_grouped_without_dot_kernel, 32, {"num_warps": 4}),
+    "not_compiling": (_grouped_not_compiling_kernel, 32, {}),
+}
+
+if __name__ == "__main__":
+    name, target = sys.argv[1:]
+    kernel, block, options = BAD[name]
+    a, b = torch.empty(block, 512, dtype=torch.bfloat16), torch.empty(512, block, dtype=torch.bfloat16)
+    with recording(TARGETS[target], "long", with_tma=True) as record:
+        kernel[(1,)](a, b, torch.empty(block, block), 512, block, **options)
+    rows = [proof.judge(launch, name, proof.Task(target, "bf16")) for launch in record.launches]
+    print(json.dumps([row.as_json() | {"problems": row.problems} for row in rows]))

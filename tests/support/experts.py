@@ -1,0 +1,43 @@
+"""Weights as their owners lay them out, and what kernels need to know about a load."""
+
+import torch
+
+from fusedmlp.kernels import configs, schedule
+from fusedmlp.kernels.expert_tensors import ExpertTensors
+
+PLACES = ("packed", "reversed", "misaligned", "scattered", "scattered misaligned")
+
+
+def place(stacked, where, device):
+    """`stacked` `[E, ...]` copied to where an owner might keep it, one tensor per expert unless packed."""
+    stacked = stacked.to(device)
+    dim = stacked.dim() - 1
+    if where == "packed":
+        return ExpertTensors.of([stacked], dim)
+    count, size = stacked.shape[0], stacked[0].numel()
+    step = -(-size // 16) * 16
+    flat = torch.full((3 * (count + 1) * step + 1,), float("nan"), dtype=stacked.dtype, device=device)
+    starts = {
+        "reversed": [(count - 1 - e) * step for e in range(count)],
+        "misaligned": [1 + e * step for e in range(count)],
+        "scattered": [(e * e % (2 * count + 1)) * step for e in range(count)],
+        "scattered misaligned": [(e * e % (2 * count + 1)) * step + 1 for e in range(count)],
+    }[where]
+    views = [flat[start : start + size].view(stacked.shape[1:]) for start in starts]
+    for view, tensor in zip(views, stacked, strict=True):
+        view.copy_(tensor)
+    return ExpertTensors.of(views, dim)
+
+
+def logical(described, layout):
+    """`[out, in]` strides of weights stored `[in, out]`."""
+    return described if layout == "out_in" else described._replace(strides=described.strides[::-1])
+
+
+def tiles_of(counts, num_rows, device):
+    offsets = [sum(counts[:e]) for e in range(len(counts) + 1)]
+    return schedule.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
+
+
+def expected_path(kernel, dtype, device, fits):
+    return "tma" if fits and configs.has_path(kernel, dtype, torch.device(device), "tma") else "pointer"

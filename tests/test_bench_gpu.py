@@ -1,0 +1,89 @@
+"""The program for GPU machines, tried without one: steps run, failures and hangs do not stop the others."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*arguments, interpret="0"):
+    environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_everything_runs_on_tiny_shapes(tmp_path):
+    done = run("bench.gpu", "--out", str(tmp_path), "--device", "cpu")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"log.txt", "timings.csv"}
+    log = (tmp_path / "log.txt").read_text()
+    for step in ("bf16", "fp16", "sync", "graph", "repeat", "timings-tiny"):
+        assert f"== {step}: ok" in log
+    with (tmp_path / "timings.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["what"] for row in rows} >= {
+        "dense product",
+        "copy",
+        "forward",
+        "backward",
+        "forward + backward",
+        "grouped_mm forward + backward",
+    }
+    assert {row["load"] for row in rows} == {"", "even", "zipf", "quarter empty"}
+    assert all(float(row["ms"]) > 0 for row in rows if row["load"])
+
+
+@pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
+def test_the_checks_pass_on_interpreted_kernels(step):
+    done = run("bench.gpu_checks", step, "--device", "cpu", "--small", interpret="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok" in done.stdout
+
+
+def in_bench(code):
+    return run_code(f"from bench import gpu, gpu_checks\n{code}")
+
+
+def run_code(code):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
+    done = in_bench(
+        "import sys; from pathlib import Path\n"
+        "def step(name, code, seconds): return gpu.Step(name, (sys.executable, '-c', code), seconds)\n"
+        "gpu.steps = lambda device, out: [\n"
+        "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 30),\n"
+        "    step('hang', 'import time; time.sleep(60)', 1),\n"
+        "    step('good', 'print(5)', 30)]\n"
+        f"sys.exit(gpu.main(['--out', {str(tmp_path)!r}]))"
+    )
+    assert done.returncode == 1
+    for text in ("bad: exit status 3", "FAIL because", "hang: stopped after 1 s", "good: ok"):
+        assert text in done.stdout, done.stdout + done.stderr
+
+
+def test_no_step_starts_without_time(tmp_path):
+    done = run("bench.gpu", "--out", str(tmp_path), "--device", "cpu", "--minutes", "0")
+    assert done.returncode == 1
+    assert "bf16: no time left" in done.stdout
+
+
+def test_a_wrong_result_is_a_failure():
+    done = in_bench(
+        "import torch\n"
+        "run = gpu_checks.Layer.run\n"
+        "def wrong(self, impl):\n"
+        "    results = run(self, impl)\n"
+        "    results['fc2'] = results['fc2'] * 1.05\n"
+        "    return results\n"
+        "gpu_checks.Layer.run = wrong\n"
+        "gpu_checks.numerics(torch.bfloat16, 'cpu', True)"
+    )
+    assert done.returncode == 1
+    assert "FAIL torch.bfloat16 add, ragged: AssertionError: fc2" in done.stdout

@@ -1,0 +1,122 @@
+"""Costs, limits and schedules against figures worked out by hand."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from fusedmlp.kernels import cost
+from fusedmlp.limits import balance, measure, roofline, shapes
+from fusedmlp.limits.gpus import GPUS, limit_ms
+
+BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
+H100 = GPUS[0]
+
+
+def test_weight_gradients_of_qwen3_take_1_44_ms_on_an_h100():
+    shape = BY_NAME["qwen3-30b-8k"]
+    passes = roofline.passes(shape, shapes.even(shape))
+    grad_bytes = passes["wgrad fc1"].grad_bytes + passes["wgrad fc2"].grad_bytes
+    assert grad_bytes == 128 * 3 * 768 * 2048 * 8  # 4.83 GB
+    assert limit_ms(0, grad_bytes, H100.bf16_flops, H100.bandwidth) == pytest.approx(1.44, abs=0.005)
+    overwritten = passes["wgrad fc1, overwrite"].grad_bytes + passes["wgrad fc2, overwrite"].grad_bytes
+    assert overwritten == grad_bytes / 2
+
+
+def test_costs_of_a_layer_small_enough_to_count():
+    rows = [3, 0, 2]  # R 5, two experts used
+    launch = cost.fc1_act(rows, 4, 6, 2)
+    assert launch.flops == 2 * 5 * 12 * 4
+    assert launch.bytes == 2 * (5 * 4 + 2 * 12 * 4 + 5 * 12 + 5 * 6) + 4 * 5
+    launch = cost.gemm(rows, 4, 6, 2, bias=True, scale=True)
+    assert launch.flops == 2 * 5 * 4 * 6
+    assert launch.bytes == 2 * (5 * 6 + 2 * 4 * 6 + 2 * 4 + 5 * 4) + 4 * 5
+    launch = cost.dgrad_act(rows, 4, 6, 2, gated=False, probs=False)
+    assert launch.flops == 2 * 5 * 4 * 6
+    assert launch.bytes == 2 * (5 * 4 + 2 * 4 * 6 + 3 * 5 * 6)
+    adding = cost.wgrad(rows, 4, 6, 2, 4, accumulate=True)
+    assert (adding.grad_bytes, adding.bytes) == (2 * 2 * 4 * 4 * 6, 2 * 5 * 10 + adding.grad_bytes)
+    writing = cost.wgrad(rows, 4, 6, 2, 4, accumulate=False, bias=True)
+    assert writing.grad_bytes == 3 * 4 * 4 * 6  # experts without rows are zeroed
+    assert writing.bytes == 2 * (5 * 10 + 3 * 4) + writing.grad_bytes
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_loads_route_every_row(name):
+    shape = BY_NAME[name]
+    for load in shapes.LOADS.values():
+        rows = load(shape)
+        assert len(rows) == shape.E
+        assert sum(rows) == shape.R
+        assert all(0 <= n <= shape.most for n in rows)
+    assert max(shapes.even(shape)) - min(shapes.even(shape)) <= 1
+    assert max(shapes.zipf(shape)) > 4 * shape.R / shape.E or shape.E <= 8
+    assert shapes.quarter_empty(shape).count(0) == shape.E // 4
+
+
+def test_idle_share_of_schedules_done_by_hand():
+    assert balance.idle_share([1, 1, 1, 1], 2) == 0
+    assert balance.idle_share([1, 1, 1], 2) == pytest.approx(1 / 4)
+    assert balance.idle_share([4, 2, 2], 2) == 0
+    assert balance.idle_share([4, 3, 1, 1], 2) == pytest.approx(1 / 10)
+    assert balance.idle_share([], 2) == 0
+
+
+def test_every_schedule_keeps_the_multiprocessors_busy():
+    rows = list(balance.rows())
+    assert len(rows) == len(GPUS) * len(shapes.SHAPES) * len(shapes.LOADS) * 6
+    long = [row for row in rows if row["tiles_per_processor"] >= 4]
+    assert len(long) > len(rows) / 2
+    assert [row for row in long if row["idle"] > 0.07] == []
+
+
+def test_the_command_prints_every_pass_of_every_shape():
+    command = [sys.executable, "-m", "fusedmlp", "bench", "--roofline", "--json"]
+    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert len(rows) == len(shapes.SHAPES) * len(shapes.LOADS) * 8
+    for row in rows:
+        assert row["flops"] > 0
+        assert set(row["limit_ms"]) == {gpu.name for gpu in GPUS}
+        by_hand = max(row["flops"] / H100.bf16_flops, row["bytes"] / H100.bandwidth) * 1e3
+        assert row["limit_ms"][H100.name] == pytest.approx(by_hand)
+
+
+class FakeEvent:
+    """Reads a clock that every launch moves."""
+
+    clock = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.time = FakeEvent.clock
+
+    def elapsed_time(self, end):
+        return end.time - self.time
+
+
+def test_passes_are_timed_one_by_one(monkeypatch):
+    class Kernel:
+        def __init__(self, name, ms):
+            self.fn, self.ms = SimpleNamespace(__name__=name), ms
+
+    def launch(kernel):
+        FakeEvent.clock += kernel.ms
+
+    from triton.runtime.jit import JITFunction
+
+    monkeypatch.setattr("torch.cuda.Event", FakeEvent)
+    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr(JITFunction, "run", launch)
+
+    def step():
+        JITFunction.run(Kernel("_tile_schedule_kernel", 0.5))
+        for i in range(6):
+            JITFunction.run(Kernel("_grouped_kernel", i + 1.0))
+
+    assert measure.pass_times(step, 3) == {name: i + 1.0 for i, name in enumerate(measure.STEP)}
+    assert JITFunction.run is launch
