@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
@@ -65,7 +64,7 @@ class ExpertLinear(MegatronModule):
         self.use_bias: bool = config.add_bias_linear
         self.delay_wgrad_compute: bool = config.delay_wgrad_compute
         self._hooks: list[Callable[[], object]] = []
-        self.register_load_state_dict_pre_hook(_drop_other_extra_states)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_drop_other_extra_states)
         full = [out_features, in_features]
         shape = list(full)
         tp_size = groups.expt_tp.size()
@@ -114,7 +113,8 @@ class ExpertLinear(MegatronModule):
             param.partition_dim, param.partition_stride = self.partition_dim, 1
         if self.delay_wgrad_compute and param.dim() == 2:  # bias gradients are never delayed
             param.skip_backward_post_hook = True
-        return param  # type: ignore[no-any-return]
+        marked: torch.nn.Parameter = param
+        return marked
 
     def group(self, name: str) -> list[Tensor]:
         """The `"weight"`s or `"bias"`es of all experts."""
@@ -189,7 +189,7 @@ def _drop_other_extra_states(module: ExpertLinear, state_dict: dict[str, Any], p
         module.set_extra_state(state_dict.pop(f"{prefix}_extra_state{i}", None))
 
 
-class FusedGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
+class FusedGroupedMLP(TEGroupedMLP):
     """Megatron's experts, whose weight gradients the kernels add into `main_grad`.
 
     Takes the place of `TEGroupedMLP`, whose state dicts it shares, without TransformerEngine. `tokens_per_expert` is
@@ -226,24 +226,23 @@ class FusedGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
         hidden: int = getattr(config, "moe_latent_size", None) or config.hidden_size
         ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
         fc1_size = 2 * ffn if config.gated_linear_unit else ffn
-        # fmt: off
-        self.linear_fc1 = ExpertLinear(num_local_experts, hidden, fc1_size, "column", config, config.init_method, groups)
-        self.linear_fc2 = ExpertLinear(num_local_experts, ffn, hidden, "row", config, config.output_layer_init_method,
-                                       groups)
-        # fmt: on
+        fc1, fc2 = config.init_method, config.output_layer_init_method
+        self.linear_fc1 = ExpertLinear(num_local_experts, hidden, fc1_size, "column", config, fc1, groups)
+        self.linear_fc2 = ExpertLinear(num_local_experts, ffn, hidden, "row", config, fc2, groups)
         self._queue = WgradQueue(fuse_microbatches=fuse_microbatches) if config.delay_wgrad_compute else None
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Rows of the local experts `[R, H]`, sorted by expert, `[E]` counts, `[R]` probabilities -> `([R, H], None)`."""
-        x, probs = permuted_local_hidden_states, permuted_probs
+        """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`."""
+        x: Tensor = permuted_local_hidden_states
+        probs: Tensor | None = permuted_probs
         linears = (self.linear_fc1, self.linear_fc2)
         if torch.is_grad_enabled():
             for linear in linears:
                 linear.refuse_ddp_without_delay()
         if self.config.moe_apply_probs_on_input:
-            x, probs = (probs.unsqueeze(-1) * x).to(x.dtype), None
+            x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
         fc1_bias, fc2_bias = [linear.group("bias") if linear.use_bias else None for linear in linears]
         y = grouped_mlp(
@@ -273,7 +272,7 @@ class FusedGroupedMLP(TEGroupedMLP):  # type: ignore[misc]
 
 
 def with_fused_experts(layer_spec: Any) -> Any:
-    """A copy of a Megatron transformer layer's spec (or a block's, or a list of them) with `FusedGroupedMLP` as experts.
+    """A copy of a Megatron layer's spec (or a block's, or a list of them) with `FusedGroupedMLP` as experts.
 
     Layers without experts stay as they are.
 
@@ -297,11 +296,10 @@ def _replace_experts(spec: Any) -> tuple[Any, int]:
         made = partial(spec.func, *spec.args, **{key: value for key, (value, _) in keywords.items()})
         return made, sum(count for _, count in keywords.values())
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type | MLPSubmodules):
-        made, total = copy.copy(spec), 0
-        for f in dataclasses.fields(spec):
-            value, count = _replace_experts(getattr(spec, f.name))
+        fields = {f.name: _replace_experts(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+        replaced: Any = copy.copy(spec)
+        for name, (value, count) in fields.items():
             if count:
-                setattr(made, f.name, value)
-            total += count
-        return made, total
+                setattr(replaced, name, value)
+        return replaced, sum(count for _, count in fields.values())
     return spec, 0

@@ -51,12 +51,11 @@ def refuse_unsupported(config: Any) -> None:
         modules = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
         if modules:
             raise ValueError(
-                f"config.offload_modules: expected none inside the experts, which keep no activation; got {sorted(modules)}"
+                "config.offload_modules: expected none inside the experts, which keep no activation; got "
+                f"{sorted(modules)}"
             )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-        raise ValueError(
-            f"config.moe_apply_probs_on_input: expected moe_router_topk 1; got {config.moe_router_topk}"
-        )
+        raise ValueError(f"config.moe_apply_probs_on_input: expected moe_router_topk 1; got {config.moe_router_topk}")
     if config.add_bias_linear and (config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(
             "config.add_bias_linear: expected expert_tensor_parallel_size 1, as every rank would add the bias of fc2; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.tolerance import assert_close
 
+from fusedmlp import main_grad
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 EXPERTS, HIDDEN, FFN = 3, 7, 5  # odd sizes: the views of Megatron's buffers are not aligned
@@ -43,6 +45,9 @@ class Cell:
         return ",".join(changed) or "default"
 
 
+ORDERS = (("bw", False), ("bwbw", False), ("bbww", False), ("bbwbww", False), ("bbww", True), ("bwbw", True))
+
+
 def cells(world_size):
     """Items 3 and 4 of the matrix: everything crossed with everything, then delays."""
     flags = (False, True)
@@ -52,7 +57,14 @@ def cells(world_size):
         for dtype in ("float32", "bfloat16"):
             yield Cell(overlap, sharded, fp32, zero_out, micro, ep, dtype=dtype, add_bias_linear=zero_out)
     for overlap, sharded, fusion in itertools.product(flags, flags, flags):
-        for order, fuse in (("bw", False), ("bwbw", False), ("bbww", False), ("bbww", True), ("bbwbww", False), ("bwbw", True)):
+        for order, fuse in (
+            ("bw", False),
+            ("bwbw", False),
+            ("bbww", False),
+            ("bbww", True),
+            ("bbwbww", False),
+            ("bwbw", True),
+        ):
             yield Cell(
                 overlap,
                 sharded,
@@ -121,7 +133,9 @@ def expected_grads(model, cell, dtype=torch.float64):
             h = F.linear(x_e, params[f"experts.linear_fc1.weight{e}"], params.get(f"experts.linear_fc1.bias{e}"))
             gate, linear = h.chunk(2, -1)
             y = F.linear(
-                F.silu(gate) * linear, params[f"experts.linear_fc2.weight{e}"], params.get(f"experts.linear_fc2.bias{e}")
+                F.silu(gate) * linear,
+                params[f"experts.linear_fc2.weight{e}"],
+                params.get(f"experts.linear_fc2.bias{e}"),
             )
             outputs.append(y * p_e.unsqueeze(-1))
         torch.cat(outputs).backward(dy)
@@ -216,3 +230,46 @@ def run_all():
                 failures[str(cell)] = f"{type(error).__name__}: {error}"[:500]
         parallel_state.destroy_model_parallel()
     return count, failures
+
+
+def sabotage():
+    """What Megatron's DDP makes of owners' mistakes that our module does not make: largest errors, or the message."""
+    parallel_state.initialize_model_parallel()
+    cell = Cell(overlap_grad_reduce=True, microbatches=2)
+    found = {}
+    for what in ("a returned gradient after a fused one", "a dummy that is not zero", "no dummy"):
+        found[what] = {}
+        for who in ("ours", "sabotaged"):
+            torch.manual_seed(0)
+            config = config_of(cell)
+            model = Model(config, cell)
+            ddp = DistributedDataParallel(config, DistributedDataParallelConfig(True, overlap_grad_reduce=True), model)
+            with _sabotaged(what, model) if who == "sabotaged" else nullcontext():
+                try:
+                    train_step(model, ddp, cell)
+                except AssertionError as error:
+                    found[what] = str(error)
+                    break
+            want = expected_grads(model, cell)
+            got = landed(ddp, model, want)
+            found[what][who] = max(float((got[name] - want[name]).abs().max()) for name in want)
+    return found
+
+
+def _sabotaged(what, model):
+    if what == "no dummy":
+        return mock.patch.object(main_grad, "put_dummy")
+    if what == "a dummy that is not zero":
+        for param in model.experts.parameters():
+            param.zero_out_wgrad = True
+        return mock.patch.object(main_grad, "_dummy", lambda param: torch.ones_like(param))
+    # The second micro-batch goes through plain autograd; Megatron's flag, set by the first, drops its gradient.
+    calls = []
+    forward = model.experts.forward
+
+    def alternate(*args):
+        calls.append(args)
+        model.config.gradient_accumulation_fusion = len(calls) == 1
+        return forward(*args)
+
+    return mock.patch.object(model.experts, "forward", alternate)
