@@ -166,7 +166,13 @@ def train_step(model, ddp, cell):
                 model.experts.backward_dw()
             else:
                 x, probs, dy = batch(cell, index, dist.get_rank())
+                weights = [
+                    w for linear in (model.experts.linear_fc1, model.experts.linear_fc2) for w in linear.group("weight")
+                ]
+                before = [w.main_grad.clone() for w in weights]
                 ddp(x, probs).backward(dy)
+                if cell.order:
+                    assert all(torch.equal(w.main_grad, b) for w, b in zip(weights, before, strict=True)), "not delayed"
     ddp.finish_grad_sync()
 
 
