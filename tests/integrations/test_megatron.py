@@ -1,10 +1,14 @@
 """Megatron-core's own DDP, checkpoints and MoE layers around `FusedGroupedMLP`, in worlds of gloo processes."""
 
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from support.megatron_world import launch
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain_step.py"
 WORLDS = pytest.mark.parametrize("world_size", [1, 2])
 
 
@@ -38,6 +42,19 @@ def test_checkpoints_load_into_the_other_kind_of_experts(world_size, tmp_path):
     assert (
         launch("support.megatron_layers:checkpoints", world_size, tmp_path) == [{1: 6, 2: 24}[world_size]] * world_size
     )
+
+
+def test_the_example_trains_a_gpt_as_plain_autograd_does():
+    def losses(*options):
+        command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--steps", "8", "--device", "cpu", *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
+
+    fused = losses()
+    assert len(fused) == 8
+    assert fused[-1] < fused[0] - 0.3
+    assert losses("--plain") == pytest.approx(fused, abs=2e-3)
 
 
 def test_the_state_dict_is_that_of_te_grouped_mlp(tmp_path):
