@@ -8,7 +8,6 @@ One process, on a GPU or on the CPU. The lines that make the experts ours are ma
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -54,9 +53,8 @@ def main() -> list[float]:
 
     from fusedmlp.integrations.megatron import with_fused_experts  # ours
 
-    store = tempfile.NamedTemporaryFile()
-    backend = "gloo" if on_cpu else "nccl"
-    torch.distributed.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1)
+    backend, store = "gloo" if on_cpu else "nccl", torch.distributed.HashStore()
+    torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.manual_seed(0)
     if on_cpu:
