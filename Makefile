@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
 
-test: $(READY)
+test: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)
@@ -44,6 +44,11 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	@touch $(READY)
+
+# The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages that the tests do without.
+$(VENV)/.integrations: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps megatron-core
+	@touch $@
 
 clean:
 	rm -rf $(VENV) .triton build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

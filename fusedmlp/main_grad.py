@@ -461,9 +461,14 @@ def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
 def _mark_fused(param: Tensor, node: Any) -> None:
     if hasattr(param, "grad_added_to_main_grad"):
         param.grad_added_to_main_grad = True
-        if param.grad is None:
-            param.grad = _dummy(param)
+        put_dummy(param)
         _catch_plain_gradient(param, node)
+
+
+def put_dummy(param: Tensor) -> None:
+    """See that `.grad` is not None: a zero gradient, if there is none."""
+    if param.grad is None:
+        param.grad = _dummy(param)
 
 
 def _catch_plain_gradient(param: Tensor, node: Any) -> None:

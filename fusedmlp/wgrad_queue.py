@@ -69,10 +69,24 @@ class WgradQueue:
             RuntimeError: a tensor that a queued gradient needs was modified in place after backward.
         """
         while self._pending:
-            batch = list(self._next_batch())
-            _run(batch)
-            done = {id(delayed) for delayed in batch}
-            self._pending = deque(d for d in self._pending if id(d) not in done)
+            self._run_next()
+
+    @torch.no_grad()
+    def run_oldest(self) -> None:
+        """Compute what the oldest backward of one layer queued: one gradient of each of its weights."""
+        done: list[set[int]] = []
+        while self._pending:
+            weight = {id(param) for param in self._pending[0].route.params}
+            if weight in done:
+                return
+            done.append(weight)
+            self._run_next()
+
+    def _run_next(self) -> None:
+        batch = list(self._next_batch())
+        _run(batch)
+        done = {id(delayed) for delayed in batch}
+        self._pending = deque(d for d in self._pending if id(d) not in done)
 
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to one that overwrites."""

@@ -1,0 +1,83 @@
+"""Which of Megatron-core's `TransformerConfig` fields the fused experts honour, and which they refuse.
+
+Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`, `glu_linear_offset`,
+`add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
+`gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
+initialisation fields, expert and tensor parallel sizes. `bias_activation_fusion`, `use_fused_weighted_squared_relu` and
+`moe_act` recomputation ask for what the kernels always do. The rest of this file refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+from fusedmlp.activation import Activation
+
+# (plain, gated) by function.
+_ACTIVATIONS: dict[Callable[..., Any], tuple[str, str | None]] = {
+    F.silu: ("silu", "swiglu"),
+    F.gelu: ("gelu", "geglu"),
+    F.relu: ("relu", "reglu"),
+    quick_gelu: ("quick_gelu", "quick_geglu"),
+    squared_relu: ("relu2", None),
+}
+# Fields that change the computation, where TEGroupedMLP itself would follow them.
+_REFUSED = {
+    "fp8": "quantised experts",
+    "fp4": "quantised experts",
+    "use_te_activation_func": "TransformerEngine's activation modules",
+    "use_transformer_engine_op_fuser": "TransformerEngine's own fused experts",
+    "moe_mlp_glu_interleave_size": "gate and linear channels in interleaved blocks",
+    "moe_single_grouped_weight": "one parameter for all experts",
+    "moe_single_grouped_bias": "one bias for all experts",
+    "activation_func_fp8_input_store": "fp8 storage of the activation's input",
+    "overlap_dispatch_backward_with_experts_wgrad": "weight gradients computed inside the dispatcher's backward",
+}
+
+
+def refuse_unsupported(config: Any) -> None:
+    """Raise for the first config field that the fused experts cannot honour."""
+    for name, what in _REFUSED.items():
+        value = getattr(config, name, None)
+        if value not in (None, False):
+            raise ValueError(f"config.{name}: expected it unset, as {what} are not supported; got {value!r}")
+    if getattr(config, "fine_grained_activation_offloading", False):
+        modules = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
+        if modules:
+            raise ValueError(
+                "config.offload_modules: expected none inside the experts, which keep no activation; got "
+                f"{sorted(modules)}"
+            )
+    if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
+        raise ValueError(f"config.moe_apply_probs_on_input: expected moe_router_topk 1; got {config.moe_router_topk}")
+    if config.add_bias_linear and (config.expert_tensor_parallel_size or 1) > 1:
+        raise ValueError(
+            "config.add_bias_linear: expected expert_tensor_parallel_size 1, as every rank would add the bias of fc2; "
+            f"got {config.expert_tensor_parallel_size}"
+        )
+    if config.add_bias_linear and config.bias_dropout_fusion:
+        raise ValueError("config.bias_dropout_fusion: expected False with add_bias_linear, as experts return no bias")
+
+
+def activation(config: Any) -> Activation:
+    """The experts' activation, with its clamp and offset if it is gated (Megatron ignores them otherwise)."""
+    function = config.activation_func
+    if isinstance(function, partial) and function.func is F.gelu and function.keywords == {"approximate": "tanh"}:
+        names: tuple[str, str | None] = ("gelu_tanh", "geglu_tanh")
+    else:
+        names = _ACTIVATIONS.get(function, ("", None))
+    name = names[config.gated_linear_unit]
+    if not name:
+        kind = "gated" if config.gated_linear_unit else "plain"
+        raise ValueError(f"config.activation_func: expected a {kind} activation that fusedmlp has; got {function}")
+    if not config.gated_linear_unit:
+        return Activation(name)
+    return Activation(
+        name, limit=config.activation_func_clamp_value, linear_offset=getattr(config, "glu_linear_offset", 0.0)
+    )

@@ -1,0 +1,281 @@
+"""Experts under Megatron's own DDP, in every configuration, against float64 autograd. Runs in a `megatron_world`."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import nullcontext
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from support.tolerance import assert_close
+
+from fusedmlp import main_grad
+from fusedmlp.integrations.megatron import FusedGroupedMLP
+
+EXPERTS, HIDDEN, FFN = 3, 7, 5  # odd sizes: the views of Megatron's buffers are not aligned
+COUNTS = (4, 0, 3)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One configuration; the name of each field is what Megatron calls it, where it has a name."""
+
+    overlap_grad_reduce: bool = False
+    use_distributed_optimizer: bool = False
+    grad_reduce_in_fp32: bool = True
+    zero_out_wgrad: bool = False
+    microbatches: int = 1
+    expert_parallel: bool = False
+    gradient_accumulation_fusion: bool = True
+    add_bias_linear: bool = False
+    dtype: str = "float32"
+    order: str = ""  # of backward (b) and backward_dw (w); "": not delayed
+    fuse_microbatches: bool = False
+
+    def __str__(self):
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Cell(), k)]
+        return ",".join(changed) or "default"
+
+
+ORDERS = (("bw", False), ("bwbw", False), ("bbww", False), ("bbwbww", False), ("bbww", True), ("bwbw", True))
+
+
+def cells(world_size):
+    """Items 3 and 4 of the matrix: everything crossed with everything, then delays."""
+    flags = (False, True)
+    for overlap, sharded, fp32, zero_out, micro, ep in itertools.product(flags, flags, flags, flags, (1, 3), flags):
+        if ep and world_size == 1:
+            continue
+        for dtype in ("float32", "bfloat16"):
+            yield Cell(overlap, sharded, fp32, zero_out, micro, ep, dtype=dtype, add_bias_linear=zero_out)
+    for overlap, sharded, fusion in itertools.product(flags, flags, flags):
+        for order, fuse in (
+            ("bw", False),
+            ("bwbw", False),
+            ("bbww", False),
+            ("bbww", True),
+            ("bbwbww", False),
+            ("bwbw", True),
+        ):
+            yield Cell(
+                overlap,
+                sharded,
+                microbatches=order.count("b"),
+                gradient_accumulation_fusion=fusion,
+                order=order,
+                fuse_microbatches=fuse,
+                add_bias_linear=sharded,
+            )
+        yield Cell(overlap, sharded, microbatches=3, gradient_accumulation_fusion=fusion)
+
+
+class Model(MegatronModule):
+    """A dense layer, then the experts: Megatron keeps their gradients in different buffers."""
+
+    def __init__(self, config, cell):
+        super().__init__(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.dense = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=config.params_dtype)
+        self.experts = FusedGroupedMLP(EXPERTS, config, None, groups, fuse_microbatches=cell.fuse_microbatches)
+        if cell.zero_out_wgrad:
+            for name, param in self.experts.named_parameters():
+                param.zero_out_wgrad = "weight" in name
+
+    def forward(self, x, probs):
+        return self.experts(self.dense(x), torch.tensor(COUNTS), probs)[0]
+
+
+def config_of(cell):
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=1,
+        num_moe_experts=EXPERTS * (2 if cell.expert_parallel else 1),
+        moe_ffn_hidden_size=FFN,
+        expert_model_parallel_size=2 if cell.expert_parallel else 1,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=cell.add_bias_linear,
+        bias_dropout_fusion=False,
+        use_cpu_initialization=True,
+        params_dtype=getattr(torch, cell.dtype),
+        bf16=cell.dtype == "bfloat16",
+        pipeline_dtype=getattr(torch, cell.dtype),
+    )
+    # Megatron checks for these at construction that a GPU or TransformerEngine is there.
+    config.gradient_accumulation_fusion = cell.gradient_accumulation_fusion
+    config.delay_wgrad_compute = bool(cell.order)
+    return config
+
+
+def batch(cell, index, rank):
+    generator = torch.Generator().manual_seed(100 * rank + index)
+    dtype, rows = getattr(torch, cell.dtype), sum(COUNTS)
+    x, dy = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    return x, torch.rand(rows, generator=generator), dy
+
+
+def expected_grads(model, cell, dtype=torch.float64):
+    """By parameter name: plain autograd over this rank's micro-batches, experts in a loop."""
+    params = {name: p.detach().to(dtype).requires_grad_() for name, p in model.named_parameters()}
+    for index in range(cell.microbatches):
+        x, probs, dy = (t.to(dtype) for t in batch(cell, index, dist.get_rank()))
+        rows, outputs = (x @ params["dense.weight"].T).split(COUNTS), []
+        for e, (x_e, p_e) in enumerate(zip(rows, probs.split(COUNTS), strict=True)):
+            h = F.linear(x_e, params[f"experts.linear_fc1.weight{e}"], params.get(f"experts.linear_fc1.bias{e}"))
+            gate, linear = h.chunk(2, -1)
+            y = F.linear(
+                F.silu(gate) * linear,
+                params[f"experts.linear_fc2.weight{e}"],
+                params.get(f"experts.linear_fc2.bias{e}"),
+            )
+            outputs.append(y * p_e.unsqueeze(-1))
+        torch.cat(outputs).backward(dy)
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
+
+
+def reduced(grads, names_of_experts, cell):
+    """The mean over data-parallel ranks, as Megatron's DDP makes it; experts of expert parallelism are not shared."""
+    world_size = dist.get_world_size()
+    for name, grad in grads.items():
+        if not (cell.expert_parallel and name in names_of_experts):
+            dist.all_reduce(grad)
+        grad /= world_size
+    return grads
+
+
+def train_step(model, ddp, cell):
+    """Micro-batches in the cell's order of backward and backward_dw; gradients synchronised at the last."""
+    ddp.zero_grad_buffer()
+    order = cell.order or "b" * cell.microbatches
+    done = {"b": 0, "w": 0}
+    for letter in order:
+        index = done[letter]
+        done[letter] += 1
+        last = index == cell.microbatches - 1
+        with nullcontext() if last else ddp.no_sync():
+            if letter == "w":
+                model.experts.backward_dw()
+            else:
+                x, probs, dy = batch(cell, index, dist.get_rank())
+                weights = [
+                    w for linear in (model.experts.linear_fc1, model.experts.linear_fc2) for w in linear.group("weight")
+                ]
+                before = [w.main_grad.clone() for w in weights]
+                ddp(x, probs).backward(dy)
+                if cell.order:
+                    assert all(torch.equal(w.main_grad, b) for w, b in zip(weights, before, strict=True)), "not delayed"
+    ddp.finish_grad_sync()
+
+
+def landed(ddp, model, want):
+    """What DDP's buffers hold of every gradient; where another rank owns it after the reduction, what is wanted."""
+    names = {p: name for name, p in model.named_parameters()}
+    result = {}
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        got, owned = buffer.grad_data.double(), torch.ones_like(buffer.grad_data, dtype=torch.bool)
+        if ddp.ddp_config.use_distributed_optimizer:
+            owned.zero_()
+            for bucket in buffer.buckets:
+                size = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+                first = bucket.offset + size * buffer.data_parallel_group.rank()
+                owned[first : first + size] = True
+        for param in buffer.params:
+            start = param.main_grad.storage_offset() - buffer.grad_data.storage_offset()
+            here = slice(start, start + param.numel())
+            name = names[param]
+            result[name] = torch.where(owned[here], got[here], want[name].flatten()).view(param.shape)
+    return result
+
+
+def run_cell(cell):
+    """Two steps, so that what the first leaves behind would show in the second."""
+    torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
+    config = config_of(cell)
+    model = Model(config, cell)
+    with torch.no_grad():
+        dist.broadcast(model.dense.weight, 0)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=cell.grad_reduce_in_fp32,
+        overlap_grad_reduce=cell.overlap_grad_reduce,
+        use_distributed_optimizer=cell.use_distributed_optimizer,
+        delay_wgrad_compute=bool(cell.order),
+    )
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
+    dtype = getattr(torch, cell.dtype)
+    for _ in range(2):
+        train_step(model, ddp, cell)
+        want, low = (reduced(expected_grads(model, cell, d), experts, cell) for d in (torch.float64, dtype))
+        assert_close(landed(ddp, model, want), want, low, dtype)
+        assert all(p.grad is None for p in model.parameters())
+
+
+def run_all():
+    """The cells that were run, and what was wrong with which."""
+    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: a dummy must hold zeros
+    failures, count = {}, 0
+    for expert_parallel in (False, True):
+        chosen = [c for c in cells(dist.get_world_size()) if c.expert_parallel == expert_parallel]
+        if not chosen:
+            continue
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=2 if expert_parallel else 1)
+        for cell in chosen:
+            count += 1
+            try:
+                run_cell(cell)
+            except Exception as error:
+                failures[str(cell)] = f"{type(error).__name__}: {error}"[:500]
+        parallel_state.destroy_model_parallel()
+    return count, failures
+
+
+def sabotage():
+    """What Megatron's DDP makes of owners' mistakes that our module does not make: largest errors, or the message."""
+    parallel_state.initialize_model_parallel()
+    cell = Cell(overlap_grad_reduce=True, microbatches=2)
+    found = {}
+    for what in ("a returned gradient after a fused one", "a dummy that is not zero", "no dummy"):
+        found[what] = {}
+        for who in ("ours", "sabotaged"):
+            torch.manual_seed(0)
+            config = config_of(cell)
+            model = Model(config, cell)
+            ddp = DistributedDataParallel(config, DistributedDataParallelConfig(True, overlap_grad_reduce=True), model)
+            with _sabotaged(what, model) if who == "sabotaged" else nullcontext():
+                try:
+                    train_step(model, ddp, cell)
+                except AssertionError as error:
+                    found[what] = str(error)
+                    break
+            want = expected_grads(model, cell)
+            got = landed(ddp, model, want)
+            found[what][who] = max(float((got[name] - want[name]).abs().max()) for name in want)
+    return found
+
+
+def _sabotaged(what, model):
+    if what == "no dummy":
+        return mock.patch.object(main_grad, "put_dummy")
+    if what == "a dummy that is not zero":
+        for param in model.experts.parameters():
+            param.zero_out_wgrad = True
+        return mock.patch.object(main_grad, "_dummy", lambda param: torch.ones_like(param))
+    # The second micro-batch goes through plain autograd; Megatron's flag, set by the first, drops its gradient.
+    calls = []
+    forward = model.experts.forward
+
+    def alternate(*args):
+        calls.append(args)
+        model.config.gradient_accumulation_fusion = len(calls) == 1
+        return forward(*args)
+
+    return mock.patch.object(model.experts, "forward", alternate)

@@ -1,0 +1,270 @@
+"""State dicts, whole MoE layers, refusals: beside Megatron's own experts. Runs in a `megatron_world`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.activations import squared_relu
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
+
+
+def make_config(**options):
+    settings = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_moe_experts": 4,
+        "moe_ffn_hidden_size": 12,
+        "ffn_hidden_size": 12,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "add_bias_linear": False,
+        "bias_dropout_fusion": False,
+        "use_cpu_initialization": True,
+        "moe_router_topk": 2,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    fusion = options.pop("gradient_accumulation_fusion", False)
+    config = TransformerConfig(**settings | options)
+    config.gradient_accumulation_fusion = fusion
+    return config
+
+
+def sequential(config):
+    """Megatron's own experts, of plain torch layers."""
+    submodules = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return SequentialMLP(config.num_moe_experts // groups.ep.size(), config, submodules, groups)
+
+
+def fused(config):
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return FusedGroupedMLP(config.num_moe_experts // groups.ep.size(), config, None, groups)
+
+
+def weights_of(experts):
+    """`[(fc1, fc2)]` by local expert."""
+    if isinstance(experts, SequentialMLP):
+        return [(e.linear_fc1.weight, e.linear_fc2.weight) for e in experts.local_experts]
+    return list(zip(experts.linear_fc1.group("weight"), experts.linear_fc2.group("weight"), strict=True))
+
+
+def shared_folder():
+    """One folder for all ranks."""
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
+
+
+def all_weights(experts):
+    """Every expert's weights, of all ranks, in the order of their global index."""
+    gathered = [None] * parallel_state.get_expert_model_parallel_world_size()
+    mine = [tuple(w.detach().clone() for w in pair) for pair in weights_of(experts)]
+    dist.all_gather_object(gathered, mine, group=parallel_state.get_expert_model_parallel_group())
+    return [pair for part in gathered for pair in part]
+
+
+def same(a, b):
+    """Whether two results of `all_weights` are equal."""
+    return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
+
+
+def checkpoint_round_trip(source, target, source_parallel, target_parallel, glu):
+    """Saves one kind of experts, loads the other, perhaps with another expert parallel size; the same weights?"""
+    folder = shared_folder()
+    kinds = {"sequential": sequential, "fused": fused}
+    kept = None
+    for kind, parallel, step in ((source, source_parallel, "save"), (target, target_parallel, "load")):
+        parallel_state.initialize_model_parallel(expert_model_parallel_size=parallel)
+        torch.manual_seed(17 if step == "save" else 99)
+        if parallel > 1:
+            torch.manual_seed(torch.initial_seed() + dist.get_rank())
+        config = make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu)
+        experts = kinds[kind](config)
+        state = experts.sharded_state_dict(prefix="mlp.experts.")
+        if step == "save":
+            dist_checkpointing.save(state, str(folder))
+            kept = all_weights(experts)
+        else:
+            assert not same(kept, all_weights(experts))
+            loaded = dist_checkpointing.load(state, str(folder))
+            loaded = {name.removeprefix("mlp.experts."): tensor for name, tensor in loaded.items()}
+            wrong = experts.load_state_dict(loaded, strict=kind == "fused")
+            assert not [name for name in wrong.missing_keys if "_extra_state" not in name]
+            assert same(kept, all_weights(experts))
+        parallel_state.destroy_model_parallel()
+
+
+def checkpoints():
+    count = 0
+    sizes = [1] if dist.get_world_size() == 1 else [1, 2]
+    for source, target in (("fused", "fused"), ("fused", "sequential"), ("sequential", "fused")):
+        for source_parallel in sizes:
+            for target_parallel in sizes:
+                for glu in (True, False):
+                    checkpoint_round_trip(source, target, source_parallel, target_parallel, glu)
+                    count += 1
+    return count
+
+
+def moe_layer(config, *, ours):
+    """A whole MoELayer: router, dispatcher, experts."""
+    spec = get_gpt_layer_local_spec(num_experts=config.num_moe_experts)
+    mlp = (with_fused_experts(spec) if ours else spec).submodules.mlp
+    return mlp(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
+
+
+def same_weights(ours, theirs):
+    """Copies Megatron's own layer into ours."""
+    with torch.no_grad():
+        ours.router.load_state_dict(theirs.router.state_dict())
+        for mine, yours in zip(weights_of(ours.experts), weights_of(theirs.experts), strict=True):
+            for a, b in zip(mine, yours, strict=True):
+                a.copy_(b)
+
+
+def compare_layers(sizes, dispatcher, options):
+    """Outputs, input gradients and every weight gradient of a step, ours against Megatron's sequential experts."""
+    parallel_state.initialize_model_parallel(**sizes)
+    options = options | sizes | {"sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
+    config = make_config(moe_token_dispatcher_type=dispatcher, **options)
+    torch.manual_seed(5)
+    theirs, ours = moe_layer(config, ours=False), moe_layer(config, ours=True)
+    same_weights(ours, theirs)
+    torch.manual_seed(7 + dist.get_rank())
+    x, dy = torch.randn(6, 2, 8), torch.randn(6, 2, 8)  # [sequence, batch, hidden]
+    results = []
+    for layer in (theirs, ours):
+        rows = x.clone().requires_grad_()
+        y, bias = layer(rows)
+        assert bias is None
+        y.backward(dy)
+        grads = [w.grad for pair in weights_of(layer.experts) for w in pair]
+        results.append([y, rows.grad, layer.router.weight.grad, *grads])
+    for got, want in zip(results[1], results[0], strict=True):
+        want = torch.zeros_like(got) if want is None else want  # their experts without tokens have no gradient
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
+    parallel_state.destroy_model_parallel()
+
+
+# Without biases: Megatron's own sequential experts cannot run theirs backward without tensor parallelism.
+LAYERS = {
+    "swiglu": {},
+    "gelu": {"gated_linear_unit": False, "activation_func": F.gelu},
+    "squared relu": {"gated_linear_unit": False, "activation_func": squared_relu},
+    "geglu": {"activation_func": F.gelu},
+    "quick_geglu, clamped, offset": {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 0.5,
+        "glu_linear_offset": 1.0,
+    },
+    "top-1, probabilities on the input": {
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_apply_probs_on_input": True,
+    },
+}
+
+
+PARALLEL = (
+    {},
+    {"expert_model_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2},
+    {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+)
+
+
+def layers():
+    """How many layers were compared."""
+    count = 0
+    for sizes in PARALLEL[:1] if dist.get_world_size() == 1 else PARALLEL[1:]:
+        # The all-to-all dispatcher needs a GPU as soon as there are two ranks: it hands gloo counts that stay tensors.
+        for dispatcher in ("allgather",) if sizes else ("allgather", "alltoall"):
+            for options in LAYERS.values():
+                compare_layers(sizes, dispatcher, options)
+                count += 1
+    return count
+
+
+def state_dict_names():
+    """Of a small layer with biases: what TEGroupedMLP's has."""
+    parallel_state.initialize_model_parallel()
+    experts = fused(make_config(num_moe_experts=2, add_bias_linear=True))
+    return {name: list(tensor.shape) for name, tensor in experts.state_dict().items()}
+
+
+def sharded_names():
+    """Of rank 1 of 2, with expert parallelism: `{name: [key, global shape, offset]}`, objects without shapes."""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    experts = fused(make_config(expert_model_parallel_size=2, gated_linear_unit=False))
+    state = experts.sharded_state_dict(prefix="mlp.experts.")
+    return {
+        name: [shard.key, list(shard.global_shape), list(shard.global_offset), list(shard.replica_id)]
+        for name, shard in state.items()
+    }
+
+
+def raised(run):
+    try:
+        run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def refusals():
+    """What is raised for every config that cannot be honoured, and for uses that would give a wrong gradient."""
+    parallel_state.initialize_model_parallel()
+    found = {}
+    for name, value in {
+        "fp8": "e4m3",
+        "fp4": "e2m1",
+        "use_te_activation_func": True,
+        "use_transformer_engine_op_fuser": True,
+        "moe_mlp_glu_interleave_size": 32,
+        "moe_single_grouped_weight": True,
+        "moe_single_grouped_bias": True,
+        "activation_func_fp8_input_store": True,
+        "overlap_dispatch_backward_with_experts_wgrad": True,
+        "activation_func": torch.tanh,
+        "bias_dropout_fusion": True,
+        "expert_tensor_parallel_size": 2,
+        "moe_apply_probs_on_input": True,
+    }.items():
+        config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
+        setattr(config, name, value)
+        found[name] = raised(lambda config=config: fused(config))
+    config = make_config()
+    config.fine_grained_activation_offloading, config.offload_modules = True, ["moe_act"]
+    found["offload_modules"] = raised(lambda: fused(config))
+    config = make_config(activation_func=squared_relu)
+    found["gated squared relu"] = raised(lambda: fused(config))
+
+    config = make_config(gradient_accumulation_fusion=True)
+    config.delay_wgrad_compute = True
+    experts = fused(config)
+    ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), experts)
+    x, counts, probs = torch.randn(6, 8), torch.tensor([3, 0, 1, 2]), torch.rand(6)
+    found["DDP does not delay"] = raised(lambda: ddp(x, counts, probs))
+    with torch.no_grad():
+        found["DDP does not delay, no gradient"] = raised(lambda: ddp(x, counts, probs))
+
+    experts = fused(make_config(gradient_accumulation_fusion=True))
+    found["fusion without main_grad"] = raised(lambda: experts(x, counts, probs))
+    found["fp8 state"] = raised(lambda: experts.linear_fc1.set_extra_state(torch.ones(3, dtype=torch.uint8)))
+    found["no experts"] = raised(lambda: with_fused_experts(get_gpt_layer_local_spec()))
+    return found
