@@ -1,0 +1,51 @@
+"""`WgradQueue(fuse_microbatches=True)` over the kernels: launches, traffic of `main_grad`, and the result."""
+
+import pytest
+import torch
+
+import fusedmlp
+from fusedmlp.kernels import launches
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EXPERTS, HIDDEN, FFN = 3, 32, 16
+COUNTS = ([9, 0, 4], [0, 0, 21], [5, 0, 0])  # expert 1 has no rows in any micro-batch
+WEIGHTS = EXPERTS * 3 * HIDDEN * FFN
+
+
+def run(fuse, *, first=False):
+    """Three micro-batches; the launches of `run()`, and `main_grad`."""
+    torch.manual_seed(0)
+    layer = fusedmlp.GroupedMLP(EXPERTS, HIDDEN, FFN, impl="triton", device=DEVICE)
+    buffer = fusedmlp.MainGradBuffer(layer.parameters())
+    buffer.flat.normal_()
+    queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    for i, counts in enumerate(COUNTS):
+        x, dy = torch.randn(2, sum(counts), HIDDEN, device=DEVICE)
+        y = fusedmlp.grouped_mlp(
+            x,
+            layer.fc1.weight,
+            layer.fc2.weight,
+            torch.tensor(counts, device=DEVICE),
+            wgrad_queue=queue,
+            is_first_microbatch=first and i == 0,
+            impl="triton",
+        )
+        y.backward(dy)
+    with launches.recording() as recorded:
+        queue.run()
+    return [launch for launch in recorded if launch.kernel.startswith("wgrad")], buffer.flat
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_main_grad_is_read_and_written_once(first):
+    separate, expected = run(False, first=first)
+    fused, result = run(True, first=first)
+    assert (len(separate), len(fused)) == (6, 2)  # a launch for each of fc1 and fc2, and micro-batch
+    read_and_written = 8 * WEIGHTS // EXPERTS  # bytes, of one expert
+    # One by one: each micro-batch touches the experts that it has rows for, the first of a step writes all of them.
+    assert sum(launch.grad_bytes for launch in separate) == read_and_written * (2 + 1 + 1 if not first else 1.5 + 1 + 1)
+    # At once: two experts have rows; a first micro-batch writes all, once.
+    assert sum(launch.grad_bytes for launch in fused) == read_and_written * (2 if not first else 1.5)
+    assert sum(launch.flops for launch in fused) == sum(launch.flops for launch in separate)
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(run(True, first=first)[1], result)  # bit by bit
