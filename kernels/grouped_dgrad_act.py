@@ -185,7 +185,7 @@ def grouped_dgrad_act_(
         dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
-    gated, bias, probs = act.GATED, bias_EH is not None, launches.size_of(probs_R)
+    gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
     launches.report(
         path,
         lambda: cost.dgrad_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
