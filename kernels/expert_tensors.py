@@ -33,8 +33,9 @@ class ExpertTensors(NamedTuple):
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
             return ExpertTensors(first, None, stride_e, strides, aligned, first)
+        stride = first.stride()
         for e, tensor in enumerate(group):
-            if _strides(tensor) != strides:
+            if tensor.stride() != stride and _strides(tensor) != strides:
                 raise ValueError(
                     f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
                 )
