@@ -79,10 +79,15 @@ _read_by_graphs: list[Tensor] = []
 
 def device_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses (or coordinates) as a new int64 tensor, copied without waiting."""
-    table = torch.tensor(addresses, dtype=torch.int64)
     if device.type == "cpu":
-        return table
-    pinned = table.pin_memory()
+        return torch.tensor(addresses, dtype=torch.int64)
+    pinned = _pinned(addresses)
     if torch.cuda.is_current_stream_capturing():
         _read_by_graphs.append(pinned)  # every replay copies from it again
     return pinned.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _pinned(addresses: tuple[int, ...]) -> Tensor:
+    """The source of such copies, kept: to allocate pinned memory while a graph is captured may not be allowed."""
+    return torch.tensor(addresses, dtype=torch.int64).pin_memory()

@@ -76,3 +76,19 @@ def test_tables_are_made_once_for_each_stream_but_not_while_a_graph_is_captured(
     capturing[0] = False
     assert address_table((1, 2), device) is second
     assert made == [((1, 2), device)] * 3
+
+
+def test_capturing_pins_no_memory_for_a_table_made_before(monkeypatch):
+    device = torch.device("meta")  # stands for a GPU
+    capturing, pinned = [False], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda table: pinned.append(table) or table)
+    monkeypatch.setattr(expert_tensors, "_read_by_graphs", [])
+    expert_tensors.device_table((3, 4), device)
+    assert expert_tensors._read_by_graphs == []
+    capturing[0] = True
+    expert_tensors.device_table((3, 4), device)
+    (table,) = pinned
+    assert table.tolist() == [3, 4]
+    assert expert_tensors._read_by_graphs == [table]  # for as long as the graph may be replayed
+    expert_tensors._pinned.cache_clear()
