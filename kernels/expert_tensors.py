@@ -14,7 +14,7 @@ class ExpertTensors(NamedTuple):
     """What `common.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements."""
 
     base: Tensor  # gives the dtype and, without a table, the address of expert 0
-    table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced
+    table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced in one buffer
     stride_e: int
     strides: tuple[int, ...]  # 1 where there is but one element
     aligned: bool  # every expert starts at a multiple of 16 bytes
@@ -43,10 +43,12 @@ class ExpertTensors(NamedTuple):
         aligned = all(address % 16 == 0 for address in addresses)
         step = addresses[1] - addresses[0] if len(group) > 1 else first.numel() * size
         even = all(b - a == step for a, b in zip(addresses, addresses[1:], strict=False))
-        if len(group) == 2:
-            # Any two are; but a distance between allocations means nothing, and differs from run to run.
-            even = group[0].untyped_storage().data_ptr() == group[1].untyped_storage().data_ptr()
-        if even and step % size == 0:
+        # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
+        # graph that is captured could need a kernel that its warm-up did not compile.
+        buffer = first.untyped_storage()
+        start = buffer.data_ptr()
+        together = start <= min(addresses) and max(addresses) < start + buffer.nbytes()
+        if even and together and step % size == 0:
             return ExpertTensors(first, None, step // size, strides, aligned, group[-1] if step < 0 else first)
         return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first)
 

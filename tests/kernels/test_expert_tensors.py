@@ -35,6 +35,14 @@ def test_scattered_experts_get_a_table():
     assert not ExpertTensors.of([flat[start : start + 20].view(4, 5) for start in (0, 21, 60)], 2).aligned
 
 
+def test_allocations_that_happen_to_be_evenly_spaced_get_a_table():
+    memory = bytearray(3 * 80)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=80 * e).view(4, 5) for e in range(3)]
+    first, second, third = (t.data_ptr() for t in apart)
+    assert second - first == third - second == 80
+    assert ExpertTensors.of(apart, 2).table.tolist() == [first, second, third]
+
+
 def test_two_experts_are_evenly_spaced_only_within_one_buffer():
     flat = torch.empty(40)
     together = [flat[20:].view(4, 5), flat[:20].view(4, 5)]
