@@ -228,9 +228,14 @@ def sync(device: str, small: bool) -> None:
 
 
 def graph(device: str, small: bool) -> None:
+    """Captured steps: plain, and with tables of addresses, of experts' tensors and of micro-batches."""
+    for name in ("add", "apart", "fused queue"):
+        _replay(name, cases(small)[name], device, small)
+
+
+def _replay(name: str, case: Case, device: str, small: bool) -> None:
     """A captured step, replayed with other loads of as many rows at most, equals the step without a graph."""
     loads = ((20, 0, 7, 3), (0, 30, 0, 0)) if small else ((300, 0, 100, 56), (0, 456, 0, 0))
-    case = cases(small)["add"]
     layer, fresh = (Layer(case, loads[0], torch.bfloat16, device) for _ in range(2))
     if device == "cuda":
         stream = torch.cuda.Stream()
@@ -252,10 +257,10 @@ def graph(device: str, small: bool) -> None:
         else:
             results = layer.run(_impl(device))
         expected = fresh.run(_impl(device))
-        for name, want in expected.items():
-            if not torch.equal(results[name], want):
-                raise AssertionError(f"{name}: the replay differs at load {counts}")
-        print(f"ok   replay at load {counts}", flush=True)
+        for key, want in expected.items():
+            if not torch.equal(results[key], want):
+                raise AssertionError(f"{name}, {key}: the replay differs at load {counts}")
+        print(f"ok   {name}: replay at load {counts}", flush=True)
 
 
 def repeat(device: str, small: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -35,16 +36,21 @@ def machine(device: str) -> dict[str, str]:
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     if device == "cpu":
         return {"gpu": "none", "driver": "none", **versions}
-    query = "--query-gpu=driver_version"
-    driver = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True).stdout
-    return {"gpu": torch.cuda.get_device_name(), "driver": driver.split("\n")[0].strip() or "unknown", **versions}
+    return {"gpu": torch.cuda.get_device_name(), "driver": nvidia_smi("driver_version"), **versions}
 
 
 def clock_mhz(device: str) -> str:
     """The multiprocessors' clock at this moment."""
     if device == "cpu":
         return ""
-    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits"]
+    return nvidia_smi("clocks.sm")
+
+
+def nvidia_smi(field: str) -> str:
+    """One property of the GPU; containers need not have the program."""
+    if shutil.which("nvidia-smi") is None:
+        return "unknown"
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0].strip()
 
 

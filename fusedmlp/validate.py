@@ -61,6 +61,8 @@ def experts(name: str, weight: object, weight_layout: str, x: Tensor) -> Experts
     count = tensors[0].shape[0] if packed else len(tensors)
     if count == 0:
         raise ValueError(f"{name}: expected at least one expert; got shape {tuple(tensors[0].shape)}")
+    if tensors[0].numel() == 0:  # kernels count on a product having terms
+        raise ValueError(f"{name}: expected at least one feature in and out; got shape {tuple(tensors[0].shape)}")
     out_features, in_features = tensors[0].shape[-2:]
     if weight_layout == "in_out":
         out_features, in_features = in_features, out_features

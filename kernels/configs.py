@@ -193,6 +193,7 @@ def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """How fp32 products are computed: exactly, unless torch's global setting allows TF32 and the GPU is NVIDIA's."""
-    if dtype == torch.float32 and torch.version.hip is None and torch.get_float32_matmul_precision() != "highest":
+    # Every way of setting it shows here; `get_float32_matmul_precision` raises where the newer ones were used.
+    if dtype == torch.float32 and torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return "tf32"
     return "ieee"

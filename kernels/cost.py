@@ -1,7 +1,8 @@
 """What each pass costs at least: FLOPs, and bytes with every operand read and every result written once.
 
 `rows` is the number of rows of each expert, over all segments. Weights of experts without rows are not read, and
-their gradients, if added to, not touched. `itemsize` is of activations and weights, in bytes. FLOPs are the GEMM's.
+their gradients, if added to, not touched. Sizes are of one element in bytes: `itemsize` of activations, weights and
+biases, others of what they are named after, 0 where there is none.
 """
 
 from __future__ import annotations
@@ -10,42 +11,55 @@ from collections.abc import Sequence
 
 from .launches import Launch
 
-_FP32 = 4  # bytes: probabilities and their gradients
+_FP32 = 4
 
 
 def fc1_act(
-    rows: Sequence[int], H: int, F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: bool = True
+    rows: Sequence[int], H: int, F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: int = _FP32
 ) -> Launch:
     """Pass (1): reads x `[R, H]` and fc1 `[E, G, H]`, writes h `[R, G]` and the activation `[R, F]`."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
     elements = R * (H + G + F) + E * G * (H + bias)
-    return Launch("fc1_act", 2 * R * G * H, itemsize * elements + _FP32 * R * probs)
+    return Launch("fc1_act", 2 * R * G * H, itemsize * elements + probs * R)
 
 
-def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: bool = False) -> Launch:
+def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: int = 0) -> Launch:
     """Passes (2) and (4): reads x `[R, K]` and w `[E, N, K]`, writes y `[R, N]`."""
     R, E = sum(rows), _used(rows)
     elements = R * (N + K) + E * N * (K + bias)
-    return Launch("gemm", 2 * R * N * K, itemsize * elements + _FP32 * R * scale)
+    return Launch("gemm", 2 * R * N * K, itemsize * elements + scale * R)
 
 
 def dgrad_act(
-    rows: Sequence[int], H: int, F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: bool = True
+    rows: Sequence[int], H: int, F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: int = _FP32
 ) -> Launch:
     """Pass (3): reads dy `[R, H]`, fc2 `[E, H, F]` and h `[R, G]`, writes dh `[R, G]`, the activation and dprobs."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
     elements = R * (H + 2 * G + F) + E * H * (F + bias)
-    return Launch("dgrad_act", 2 * R * H * F, itemsize * elements + 2 * _FP32 * R * probs)
+    return Launch("dgrad_act", 2 * R * H * F, itemsize * elements + (probs + _FP32 if probs else 0) * R)
 
 
 def wgrad(
-    rows: Sequence[int], N: int, K: int, itemsize: int, grad_itemsize: int, *, accumulate: bool, bias: bool = False
+    rows: Sequence[int],
+    N: int,
+    K: int,
+    itemsize: int,
+    grad: int,
+    *,
+    accumulate: bool,
+    bias_grad: int = 0,
+    scale: int = 0,
 ) -> Launch:
-    """Passes (5) and (6): reads dy `[R, N]` and x `[R, K]`; reads and writes `[E, N, K]`, or writes it alone."""
+    """Passes (5) and (6): reads dy `[R, N]` and x `[R, K]`; reads and writes `[E, N, K]`, or writes it alone.
+
+    Column sums of dy for the bias, scaled or not, count as FLOPs too: they may be all there is.
+    """
     R, E = sum(rows), len(rows)
     moved = 2 * _used(rows) if accumulate else E  # times the size of one expert's gradient
-    grad_bytes = grad_itemsize * moved * N * K
-    return Launch("wgrad", 2 * R * N * K, itemsize * (R * (N + K) + E * N * bias) + grad_bytes, grad_bytes)
+    grad_bytes = grad * moved * N * K
+    num_bytes = itemsize * R * (N + K if grad else N) + grad_bytes + bias_grad * E * N + scale * R
+    flops = (2 * R * N * K if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
+    return Launch("wgrad", flops, num_bytes, grad_bytes)
 
 
 def _used(rows: Sequence[int]) -> int:

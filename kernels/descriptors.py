@@ -38,14 +38,12 @@ def matrices(w: ExpertTensors, num_experts: int, size: tuple[int, int]) -> Tenso
     """All experts' `[N, K]` matrices (`size`) in one view of them as they lie: `[E, N, K]`, or `[E, K, N]` if N is
     contiguous, and from the last expert to the first if that is how they lie. None if no descriptor can describe it.
     """
+    if w.table is not None:
+        return None
     stride_n, stride_k = w.strides
     stride_e = w.stride_e if num_experts > 1 else _ALIGNMENT
     offset = w.base.storage_offset() + min(0, (num_experts - 1) * stride_e)
-    last = offset + (num_experts - 1) * abs(stride_e) + (size[0] - 1) * stride_n + (size[1] - 1) * stride_k
     itemsize = w.base.element_size()
-    # Tensors that are evenly spaced but not in one buffer are no view of anything.
-    if w.table is not None or not 0 <= offset <= last < w.base.untyped_storage().nbytes() // itemsize:
-        return None
     shape, strides = (num_experts, *size), (abs(stride_e), stride_n, stride_k)
     if stride_k != 1:
         shape, strides = (num_experts, size[1], size[0]), (abs(stride_e), stride_k, stride_n)

@@ -14,7 +14,7 @@ class ExpertTensors(NamedTuple):
     """What `common.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements."""
 
     base: Tensor  # gives the dtype and, without a table, the address of expert 0
-    table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced
+    table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced in one buffer
     stride_e: int
     strides: tuple[int, ...]  # 1 where there is but one element
     aligned: bool  # every expert starts at a multiple of 16 bytes
@@ -33,8 +33,9 @@ class ExpertTensors(NamedTuple):
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
             return ExpertTensors(first, None, stride_e, strides, aligned, first)
+        stride = first.stride()
         for e, tensor in enumerate(group):
-            if _strides(tensor) != strides:
+            if tensor.stride() != stride and _strides(tensor) != strides:
                 raise ValueError(
                     f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
                 )
@@ -42,10 +43,12 @@ class ExpertTensors(NamedTuple):
         aligned = all(address % 16 == 0 for address in addresses)
         step = addresses[1] - addresses[0] if len(group) > 1 else first.numel() * size
         even = all(b - a == step for a, b in zip(addresses, addresses[1:], strict=False))
-        if len(group) == 2:
-            # Any two are; but a distance between allocations means nothing, and differs from run to run.
-            even = group[0].untyped_storage().data_ptr() == group[1].untyped_storage().data_ptr()
-        if even and step % size == 0:
+        # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
+        # graph that is captured could need a kernel that its warm-up did not compile.
+        buffer = first.untyped_storage()
+        start = buffer.data_ptr()
+        together = start <= min(addresses) and max(addresses) < start + buffer.nbytes()
+        if even and together and step % size == 0:
             return ExpertTensors(first, None, step // size, strides, aligned, group[-1] if step < 0 else first)
         return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first)
 
@@ -78,10 +81,15 @@ _read_by_graphs: list[Tensor] = []
 
 def device_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses (or coordinates) as a new int64 tensor, copied without waiting."""
-    table = torch.tensor(addresses, dtype=torch.int64)
     if device.type == "cpu":
-        return table
-    pinned = table.pin_memory()
+        return torch.tensor(addresses, dtype=torch.int64)
+    pinned = _pinned(addresses)
     if torch.cuda.is_current_stream_capturing():
         _read_by_graphs.append(pinned)  # every replay copies from it again
     return pinned.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _pinned(addresses: tuple[int, ...]) -> Tensor:
+    """The source of such copies, kept: to allocate pinned memory while a graph is captured may not be allowed."""
+    return torch.tensor(addresses, dtype=torch.int64).pin_memory()

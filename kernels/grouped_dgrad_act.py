@@ -16,11 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import activation, descriptors, launches
+from . import activation, cost, descriptors, launches
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .launches import Launch
 from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
@@ -186,7 +185,11 @@ def grouped_dgrad_act_(
         dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
-    launches.report(lambda: _cost(h_RG, a_RF, H, schedule, probs_R, path))
+    gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
+    launches.report(
+        path,
+        lambda: cost.dgrad_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
+    )
     tiles = schedule.max_tiles(tile.BLOCK_M) * num_f
     _grouped_dgrad_act_kernel[(num_programs(tile, dy_RH.device, tiles),)](
         dy_RH,
@@ -229,11 +232,3 @@ def grouped_dgrad_act_(
         num_stages=tile.num_stages,
     )
     return None if partial is None else partial.sum(0)
-
-
-def _cost(h_RG: Tensor, a_RF: Tensor, H: int, schedule: Schedule, probs_R: Tensor | None, path: str) -> Launch:
-    rows, experts = schedule.load()
-    G, F = h_RG.shape[1], a_RF.shape[1]
-    moved = h_RG.element_size() * (rows * (H + 2 * G + F) + experts * F * H)
-    moved += 0 if probs_R is None else rows * (probs_R.element_size() + 4)  # and dprobs
-    return Launch("dgrad_act", 2 * rows * F * H, moved, path=path)

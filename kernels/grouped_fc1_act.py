@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import activation, descriptors, launches
+from . import activation, cost, descriptors, launches
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .launches import Launch
 from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
@@ -167,7 +166,11 @@ def grouped_fc1_act_(
         h_desc = descriptors.ragged_rows(h_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         h_linear_desc = descriptors.ragged_rows(h_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
-    launches.report(lambda: _cost(h_RG, a_RF, H, schedule, probs_R, path))
+    gated, bias, probs = act.GATED, bias_EG is not None, launches.size_of(probs_R)
+    launches.report(
+        path,
+        lambda: cost.fc1_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
+    )
     tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(F, tile.BLOCK_N)
     _grouped_fc1_act_kernel[(num_programs(tile, x_RH.device, tiles),)](
         x_RH,
@@ -208,11 +211,3 @@ def grouped_fc1_act_(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-def _cost(h_RG: Tensor, a_RF: Tensor, H: int, schedule: Schedule, probs_R: Tensor | None, path: str) -> Launch:
-    rows, experts = schedule.load()
-    G, F = h_RG.shape[1], a_RF.shape[1]
-    moved = h_RG.element_size() * (rows * (H + G + F) + experts * G * H)
-    moved += 0 if probs_R is None else rows * probs_R.element_size()
-    return Launch("fc1_act", 2 * rows * G * H, moved, path=path)

@@ -9,11 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import descriptors, launches
+from . import cost, descriptors, launches
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .launches import Launch
 from .schedule import Schedule, load_tile, tile_at, zero_padding
 
 
@@ -108,7 +107,8 @@ def grouped_gemm_(
         x_desc = descriptors.ragged_rows(x_RK, tile.BLOCK_M, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         y_desc = descriptors.ragged_rows(y_RN, tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES)
-    launches.report(lambda: _cost(y_RN, x_RK, schedule, path))
+    bias, scale = bias_EN is not None, launches.size_of(scale_R)
+    launches.report(path, lambda: cost.gemm(schedule.rows(), N, K, x_RK.element_size(), bias=bias, scale=scale))
     tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N)
     _grouped_gemm_kernel[(num_programs(tile, x_RK.device, tiles),)](
         x_RK,
@@ -143,10 +143,3 @@ def grouped_gemm_(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-
-
-def _cost(y_RN: Tensor, x_RK: Tensor, schedule: Schedule, path: str) -> Launch:
-    rows, experts = schedule.load()
-    N, K = y_RN.shape[1], x_RK.shape[1]
-    moved = x_RK.element_size() * (rows * (N + K) + experts * N * K)
-    return Launch("gemm", 2 * rows * N * K, moved, path=path)

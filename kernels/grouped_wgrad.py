@@ -19,12 +19,11 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from . import launches
+from . import cost, launches
 from .common import dot, expert_base, round_to
-from .configs import Path, Tile, dot_precision, has_path, num_programs, select
+from .configs import Tile, dot_precision, has_path, num_programs, select
 from .descriptors import fits
 from .expert_tensors import ExpertTensors, device_table
-from .launches import Launch
 from .schedule import expert_order, wgrad_tile
 from .segments import load_rows_of, one_descriptor
 from .wgrad_epilogue import add_to_descriptor, add_to_pointers
@@ -242,31 +241,15 @@ def grouped_wgrad_(
         num_stages=tile.num_stages,
     )
     launches.report(
-        lambda: _cost(dw_ENK, db_EN, dy_RN, x_RK, offsets, accumulate, scale_R, "pointer" if by_pointer else "tma")
+        "pointer" if by_pointer else "tma",
+        lambda: cost.wgrad(
+            torch.stack([t.diff() for t in offsets]).sum(0).tolist(),
+            dy_RN[0].shape[1],
+            x_RK[0].shape[1] if dw_ENK else 0,
+            dy_RN[0].element_size(),
+            launches.size_of(dw_ENK.base if dw_ENK else None),
+            accumulate=accumulate,
+            bias_grad=launches.size_of(db_EN.base if db_EN else None),
+            scale=launches.size_of(scale_R),
+        ),
     )
-
-
-def _cost(
-    dw_ENK: ExpertTensors | None,
-    db_EN: ExpertTensors | None,
-    dy_RN: Sequence[Tensor],
-    x_RK: Sequence[Tensor],
-    offsets: Sequence[Tensor],
-    accumulate: bool,
-    scale_R: Tensor | None,
-    path: Path,
-) -> Launch:
-    """Operands once; `dw` once to write it, twice to add, and then only the experts that have rows."""
-    rows_E = torch.stack([t.diff() for t in offsets]).sum(0)
-    num_rows, num_used, num_experts = int(rows_E.sum()), int((rows_E > 0).sum()), rows_E.shape[0]
-    N, itemsize = dy_RN[0].shape[1], dy_RN[0].element_size()
-    flops, num_bytes, grad_bytes = 0, num_rows * N * itemsize, 0
-    if dw_ENK:
-        K = x_RK[0].shape[1]
-        grad_bytes = (2 * num_used if accumulate else num_experts) * N * K * dw_ENK.base.element_size()
-        flops, num_bytes = 2 * num_rows * N * K, num_bytes + num_rows * K * itemsize + grad_bytes
-    if db_EN:
-        flops += (1 if scale_R is None else 2) * num_rows * N
-        num_bytes += num_experts * N * db_EN.base.element_size()
-        num_bytes += 0 if scale_R is None else num_rows * scale_R.element_size()
-    return Launch("wgrad", flops, num_bytes, grad_bytes, path)

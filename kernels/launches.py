@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -25,10 +27,15 @@ class Launch:
 _recorders: list[list[Launch]] = []
 
 
-def report(cost: Callable[[], Launch]) -> None:
+def report(path: str, cost: Callable[[], Launch]) -> None:
     """Called by every launcher; costs nothing unless somebody records. `cost` may read offsets from the device."""
     for recorder in _recorders:
-        recorder.append(cost())
+        recorder.append(replace(cost(), path=path))
+
+
+def size_of(tensor: Tensor | None) -> int:
+    """Bytes of one element, 0 without a tensor: as the functions in `cost.py` take it."""
+    return 0 if tensor is None else tensor.element_size()
 
 
 @contextmanager

@@ -159,10 +159,10 @@ class Schedule:
         """See `max_tiles`."""
         return max_tiles(self.num_rows, self.num_experts, block_m)
 
-    def load(self) -> tuple[int, int]:
-        """Rows that experts own, and experts that have rows; reads them from the device."""
-        bounds = self.offsets.tolist()
-        return bounds[-1], len(set(bounds)) - 1
+    def rows(self) -> list[int]:
+        """Rows of every expert; reads them from the device."""
+        rows: list[int] = self.offsets.diff().tolist()
+        return rows
 
 
 @triton.jit(do_not_specialize=["num_segments"])

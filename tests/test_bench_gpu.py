@@ -87,3 +87,13 @@ def test_a_wrong_result_is_a_failure():
     )
     assert done.returncode == 1
     assert "FAIL torch.bfloat16 add, ragged: AssertionError: fc2" in done.stdout
+
+
+def test_the_memory_checker_sees_every_tensor_by_itself():
+    done = in_bench(
+        "from pathlib import Path\n"
+        "gpu.shutil.which = lambda name: '/bin/' + name\n"
+        "step, = [s for s in gpu.steps('cuda', Path('.')) if s.name.startswith('memcheck')]\n"
+        "print(*step.command)"
+    )
+    assert done.stdout.startswith("env PYTORCH_NO_CUDA_MEMORY_CACHING=1 /bin/compute-sanitizer --tool memcheck")

@@ -57,6 +57,11 @@ CASES = {
     ),
     "list type": ({"fc1_weight": [FC1[0], None]}, TypeError, r"fc1_weight: expected a tensor or a sequence"),
     "empty list": ({"fc1_weight": []}, TypeError, r"fc1_weight: expected a tensor or a sequence"),
+    "no features": (
+        {"fc2_weight": torch.empty(2, 4, 0)},
+        ValueError,
+        r"fc2_weight: expected at least one feature in and out; got shape \(2, 4, 0\)",
+    ),
     "no experts": (
         {"fc1_weight": FC1[:0], "fc2_weight": FC2[:0], "tokens_per_expert": []},
         ValueError,

@@ -30,17 +30,20 @@ def test_costs_of_a_layer_small_enough_to_count():
     launch = cost.fc1_act(rows, 4, 6, 2)
     assert launch.flops == 2 * 5 * 12 * 4
     assert launch.bytes == 2 * (5 * 4 + 2 * 12 * 4 + 5 * 12 + 5 * 6) + 4 * 5
-    launch = cost.gemm(rows, 4, 6, 2, bias=True, scale=True)
+    launch = cost.gemm(rows, 4, 6, 2, bias=True, scale=4)
     assert launch.flops == 2 * 5 * 4 * 6
     assert launch.bytes == 2 * (5 * 6 + 2 * 4 * 6 + 2 * 4 + 5 * 4) + 4 * 5
-    launch = cost.dgrad_act(rows, 4, 6, 2, gated=False, probs=False)
+    launch = cost.dgrad_act(rows, 4, 6, 2, gated=False, probs=0)
     assert launch.flops == 2 * 5 * 4 * 6
     assert launch.bytes == 2 * (5 * 4 + 2 * 4 * 6 + 3 * 5 * 6)
     adding = cost.wgrad(rows, 4, 6, 2, 4, accumulate=True)
     assert (adding.grad_bytes, adding.bytes) == (2 * 2 * 4 * 4 * 6, 2 * 5 * 10 + adding.grad_bytes)
-    writing = cost.wgrad(rows, 4, 6, 2, 4, accumulate=False, bias=True)
+    writing = cost.wgrad(rows, 4, 6, 2, 4, accumulate=False, bias_grad=2, scale=4)
     assert writing.grad_bytes == 3 * 4 * 4 * 6  # experts without rows are zeroed
-    assert writing.bytes == 2 * (5 * 10 + 3 * 4) + writing.grad_bytes
+    assert writing.bytes == 2 * (5 * 10 + 3 * 4) + 4 * 5 + writing.grad_bytes
+    assert writing.flops == 2 * 5 * 4 * 6 + 2 * 5 * 4
+    biases_alone = cost.wgrad(rows, 4, 0, 2, 0, accumulate=False, bias_grad=2)
+    assert (biases_alone.flops, biases_alone.bytes) == (5 * 4, 2 * (5 * 4 + 3 * 4))
 
 
 @pytest.mark.parametrize("name", BY_NAME)

@@ -35,6 +35,14 @@ def test_scattered_experts_get_a_table():
     assert not ExpertTensors.of([flat[start : start + 20].view(4, 5) for start in (0, 21, 60)], 2).aligned
 
 
+def test_allocations_that_happen_to_be_evenly_spaced_get_a_table():
+    memory = bytearray(3 * 80)
+    apart = [torch.frombuffer(memory, dtype=torch.float32, count=20, offset=80 * e).view(4, 5) for e in range(3)]
+    first, second, third = (t.data_ptr() for t in apart)
+    assert second - first == third - second == 80
+    assert ExpertTensors.of(apart, 2).table.tolist() == [first, second, third]
+
+
 def test_two_experts_are_evenly_spaced_only_within_one_buffer():
     flat = torch.empty(40)
     together = [flat[20:].view(4, 5), flat[:20].view(4, 5)]
@@ -76,3 +84,19 @@ def test_tables_are_made_once_for_each_stream_but_not_while_a_graph_is_captured(
     capturing[0] = False
     assert address_table((1, 2), device) is second
     assert made == [((1, 2), device)] * 3
+
+
+def test_capturing_pins_no_memory_for_a_table_made_before(monkeypatch):
+    device = torch.device("meta")  # stands for a GPU
+    capturing, pinned = [False], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda table: pinned.append(table) or table)
+    monkeypatch.setattr(expert_tensors, "_read_by_graphs", [])
+    expert_tensors.device_table((3, 4), device)
+    assert expert_tensors._read_by_graphs == []
+    capturing[0] = True
+    expert_tensors.device_table((3, 4), device)
+    (table,) = pinned
+    assert table.tolist() == [3, 4]
+    assert expert_tensors._read_by_graphs == [table]  # for as long as the graph may be replayed
+    expert_tensors._pinned.cache_clear()

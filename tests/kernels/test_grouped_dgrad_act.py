@@ -140,6 +140,6 @@ def test_infinite_weights_of_the_last_expert_do_not_reach_padding_rows():
 
 
 def test_cost_counts_owned_rows_and_experts_with_rows():
-    _, launch = run(Inputs(Case((5, 0, 12), padding=4, H=40, F=16)))
+    _, launch = run(Inputs(Case((5, 0, 12), padding=4, H=40, F=16, bias=True)))
     assert launch.flops == 2 * 17 * 40 * 16
-    assert launch.bytes == 4 * (17 * (40 + 32 + 32 + 16) + 2 * 40 * 16) + 17 * (4 + 4)
+    assert launch.bytes == 4 * (17 * (40 + 32 + 32 + 16) + 2 * 40 * (16 + 1)) + 17 * (4 + 4)

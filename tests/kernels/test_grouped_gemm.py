@@ -121,4 +121,4 @@ def test_weights_of_the_last_expert_do_not_reach_padding_rows():
 def test_cost_counts_owned_rows_and_experts_with_rows():
     _, launch = run(Inputs(Case(counts=(5, 0, 12), padding=4, H=40, F=16)))
     assert launch.flops == 2 * 17 * 40 * 32
-    assert launch.bytes == 4 * (17 * (40 + 32) + 2 * 40 * 32)
+    assert launch.bytes == 4 * (17 * (40 + 32) + 2 * 32 * (40 + 1))

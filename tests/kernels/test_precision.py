@@ -1,0 +1,44 @@
+"""Whether fp32 products may use TF32 is torch's setting, which can be made in several ways."""
+
+import pytest
+import torch
+
+from fusedmlp.kernels import configs
+
+
+def legacy(value):
+    return lambda: torch.set_float32_matmul_precision(value)
+
+
+def setting(owner, name, value):
+    return lambda: setattr(owner, name, value)
+
+
+SETTINGS = {
+    "high": (legacy("high"), "tf32"),
+    "medium": (legacy("medium"), "tf32"),
+    "highest": (legacy("highest"), "ieee"),
+    "allow_tf32": (setting(torch.backends.cuda.matmul, "allow_tf32", True), "tf32"),
+    "of CUDA's products": (setting(torch.backends.cuda.matmul, "fp32_precision", "tf32"), "tf32"),
+    "of everything": (setting(torch.backends, "fp32_precision", "tf32"), "tf32"),
+}
+
+
+@pytest.fixture
+def _restored():
+    owners = (torch.backends, torch.backends.cuda.matmul)
+    before = [owner.fp32_precision for owner in owners]
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for owner, value in zip(owners, before, strict=True):
+        owner.fp32_precision = value
+
+
+@pytest.mark.usefixtures("_restored")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_setting_is_followed(name):
+    assert configs.dot_precision(torch.float32) == "ieee"
+    setting, precision = SETTINGS[name]
+    setting()
+    assert configs.dot_precision(torch.float32) == precision
+    assert configs.dot_precision(torch.bfloat16) == "ieee"

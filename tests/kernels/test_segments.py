@@ -1,0 +1,29 @@
+"""Descriptors of several micro-batches, against what the driver takes: the interpreter takes anything."""
+
+import pytest
+import torch
+
+from fusedmlp.kernels import segments
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(32768, 7168), (81920, 1024), (5, 8)])
+def test_descriptors_keep_to_the_drivers_limits(rows, columns, dtype):
+    group = [torch.empty(rows + i, columns, dtype=dtype) for i in range(3)]  # memory that nobody touches
+    group.insert(1, torch.empty(0, columns, dtype=dtype))
+    descriptor, coordinates = segments.one_descriptor(group, 64, 128)
+    # As in the documentation of cuTensorMapEncodeTiled.
+    assert len(descriptor.shape) <= 5
+    assert all(0 < size <= 2**32 for size in descriptor.shape)
+    *outer, last = (stride * dtype.itemsize for stride in descriptor.strides)
+    assert last == dtype.itemsize
+    assert all(stride % 16 == 0 and 0 < stride < 2**40 for stride in outer)
+    assert all(
+        0 <= place < min(size, 2**31) for place, size in zip(coordinates, [descriptor.shape[2]] * 4, strict=True)
+    )
+    # The address of each segment's last row, as the hardware adds it up, in 64 bits.
+    for tensor, place in zip(group, coordinates, strict=True):
+        if size := tensor.shape[0]:
+            at = (2**30, size, place, 2**30 - 1, 0)
+            steps = sum(a * s for a, s in zip(at, descriptor.strides, strict=True)) * dtype.itemsize
+            assert (descriptor.base.data_ptr() + steps) % 2**64 == tensor[-1].data_ptr()
