@@ -49,7 +49,7 @@ if __name__ == "__main__":
     name, target = sys.argv[1:]
     kernel, block, options = BAD[name]
     a, b = torch.empty(block, 512, dtype=torch.bfloat16), torch.empty(512, block, dtype=torch.bfloat16)
-    with recording(TARGETS[target], "long", with_tma=True) as record:
+    with recording(TARGETS[target], "long") as launches:
         kernel[(1,)](a, b, torch.empty(block, block), 512, block, **options)
-    rows = [proof.judge(launch, name, proof.Task(target, "bf16")) for launch in record.launches]
+    rows = [proof.judge(launch, name, proof.Task(target, "bf16")) for launch in launches]
     print(json.dumps([row.as_json() | {"problems": row.problems} for row in rows]))
