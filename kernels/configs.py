@@ -67,7 +67,7 @@ _UNALIGNED: _Rows = {
     ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 32, 4, 2, 2, 8)),
     ("gemm", "unaligned", 32): _both(Tile(32, 32, 32, 4, 2, 2, 8)),
     ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 32, 4, 2, 2, 8)),
-    ("wgrad", "unaligned", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+    ("wgrad", "unaligned", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=4, GROUP_M=8, PER_SM=4)),
 }
 _POINTER |= _UNALIGNED
 _GFX: _Rows = {

@@ -99,12 +99,14 @@ def _many_experts(dtype: torch.dtype) -> None:
 
 BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
 
-# What needs the most registers, on every path that the tables have: by descriptors where there are any, by pointers
-# (experts apart), and by pointers without vectors (odd sizes).
+# What needs the most registers, first of all on every path that the tables have: by pointers (experts apart), by
+# pointers without vectors (odd sizes), and by descriptors where there are any.
 DEMANDING: Cases = {
-    "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
     "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
     "odd sizes, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", sizes=(257, 131)),
+    "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
+    "first micro-batch": Layer(add=False),
+    "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
 }
 # What differs most between kernels, and so between compilers: for every dtype and path. Together they have every
 # optional input absent and present, adding and overwriting, gated and not, aligned and not.

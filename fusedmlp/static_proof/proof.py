@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +26,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
 }
 TENSOR_MEMORY_COLUMNS = 512
+# How many variants of each configuration stand for all; of fp16, which needs what bf16 needs, one of each kernel.
+_VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,7 @@ def prove(
 ) -> list[Row]:
     """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the targets' tables.
 
-    Each in the variants that need the most registers: bf16 and fp32 in `cases.DEMANDING`; tf32, like fp32 but for its
-    instructions, in the first of these; fp16, like bf16, once for each kernel. Or in `all_variants` that there are.
+    Of each, the few variants of `cases.DEMANDING` or, much longer, `all_variants` that there are.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that every process starts with Triton imported
@@ -144,22 +146,17 @@ def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.Shape
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
-    """Which launches to compile: of what is told apart here, the first."""
-    if task.all_variants or task.dtype == "bf16":
-        return lambda _: True
-    seen: set[Any] = set()
+    """Which launches to compile; what has no row, schedules in integers, is the same for all dtypes."""
+    compiled: Counter[Any] = Counter()
 
-    def first(launch: Launch) -> bool:
-        if launch.row is None:  # integers only, whatever the dtype
-            return False
-        if task.dtype == "fp32":
+    def wanted(launch: Launch) -> bool:
+        if task.all_variants or (launch.row is None and task.dtype == "bf16"):
             return True
-        kind = launch.kernel if task.dtype == "fp16" else (launch.row, launch.tile)
-        is_first = kind not in seen
-        seen.add(kind)
-        return is_first
+        what = launch.kernel if task.dtype == "fp16" else (launch.row, launch.tile)
+        compiled[what] += 1
+        return launch.row is not None and compiled[what] <= _VARIANTS[task.dtype]
 
-    return first
+    return wanted
 
 
 def judge(launch: Launch, case: str, task: Task) -> Row:
