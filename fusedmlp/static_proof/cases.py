@@ -122,6 +122,7 @@ VARIATIONS: Cases = {
     "in_out, biases": Layer(biases=True, in_out=True),
     "experts reversed, main_grad of the weight's dtype": Layer(experts="reversed", grad_dtype=None),
     "odd sizes, in_out, experts apart": Layer(experts="apart", in_out=True, sizes=(257, 131)),
+    "multiples of 8, gelu, biases": Layer(Activation("gelu"), biases=True, sizes=(264, 136)),
     "several micro-batches, first": partial(_microbatches, False),
     "linear, bias": partial(_linear, True),
     BIASES_ALONE: Layer(biases=True, only_biases=True),
