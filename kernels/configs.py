@@ -52,22 +52,22 @@ _Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
 
 # Pointer loads of fp32, and loads that cannot be vectors; sizes that compile everywhere without spilling.
 _POINTER: _Rows = {
-    ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
+    ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
     ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=4)),
 }
-# An address for each element that a thread loads: a quarter of the tiles above, for twice the threads.
+# An address for each element that a thread loads: small tiles, for many threads.
 _UNALIGNED: _Rows = {
     ("fc1_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
     ("gemm", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
     ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
     ("wgrad", "unaligned", 16): _both(Tile(32, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-    ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 32, 4, 2, 2, 8)),
-    ("gemm", "unaligned", 32): _both(Tile(32, 32, 32, 4, 2, 2, 8)),
-    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 32, 4, 2, 2, 8)),
-    ("wgrad", "unaligned", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=4, GROUP_M=8, PER_SM=4)),
+    ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
+    ("gemm", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
+    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
+    ("wgrad", "unaligned", 32): _both(Tile(32, 32, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
 _POINTER |= _UNALIGNED
 _GFX: _Rows = {
@@ -119,11 +119,15 @@ _SM_100 |= {
     ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
 
+_SM_120: _Rows = {
+    ("dgrad_act", "pointer", 16): _both(Tile(64, 32, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
+}
+
 TABLES: dict[str, _Rows] = {
     "sm_80": _POINTER | _NVIDIA_RAGGED,
     "sm_90": _POINTER | _NVIDIA_RAGGED | _SM_90,
     "sm_100": _POINTER | _NVIDIA_RAGGED | _SM_100,
-    "sm_120": _POINTER | _NVIDIA_RAGGED,
+    "sm_120": _POINTER | _NVIDIA_RAGGED | _SM_120,
     "gfx942": _POINTER | _AMD_RAGGED | _GFX,
     "gfx950": _POINTER | _AMD_RAGGED | _GFX,
     "interpreter": {
