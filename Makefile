@@ -1,6 +1,8 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-# `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv.
+# `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
+# KERNELS=--all-variants in all variants, which takes about an hour.
 TRITONS := 3.6.0 3.9.0
+KERNELS ?=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,17 +21,18 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
-	$(BIN)/python -m fusedmlp kernels >.triton/kernels.txt || { grep -vw 'ok$$' .triton/kernels.txt; exit 1; }
-	@for version in $(TRITONS); do \
-	  PYTHONPATH=.triton/$$version $(BIN)/python -m fusedmlp kernels >.triton/kernels-$$version.txt \
-	    || { grep -vw 'ok$$' .triton/kernels-$$version.txt; exit 1; }; \
+	@for triton in '' $(TRITONS:%=.triton/%); do \
+	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton $(BIN)/python -m fusedmlp kernels $(KERNELS) >.triton/kernels.txt \
+	    || { grep -v ' ok$$' .triton/kernels.txt; exit 1; }; \
 	done
 
 # Another Triton in a folder that goes before .venv on the path; torch and the rest are .venv's.
 .triton/%/.ready: $(READY)
 	rm -rf $(@D)
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$* || \
+	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
 bench: $(READY)

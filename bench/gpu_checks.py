@@ -37,7 +37,7 @@ PADDING = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One layer; aligned sizes take the descriptor path where the GPU has one, odd ones the pointer path."""
+    """One layer; aligned sizes take the descriptor path where the GPU has one, odd ones the unaligned path."""
 
     H: int
     F: int

@@ -112,6 +112,11 @@ def _add_kernels(commands: Commands) -> None:
     parser.add_argument(
         "--target", action="append", help="sm_80, sm_90, sm_100, sm_120, gfx942 or gfx950; may be repeated"
     )
+    parser.add_argument(
+        "--all-variants",
+        action="store_true",
+        help="with every combination of optional inputs, layouts and activations, not only the most demanding",
+    )
     parser.add_argument("--jobs", type=_positive, help="processes that compile; default: as many as there are cores")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.set_defaults(run=_kernels)
@@ -129,7 +134,7 @@ def _kernels(args: argparse.Namespace) -> int:
     if unknown := set(args.target or ()) - set(TARGETS):
         print(f"kernels: --target: expected one of {', '.join(TARGETS)}; got {', '.join(unknown)}", file=sys.stderr)
         return 2
-    status: int = command.run(args.target, args.jobs, args.json)
+    status: int = command.run(args.target, args.jobs, args.json, args.all_variants)
     return status
 
 

@@ -140,9 +140,13 @@ def _agree(results: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _key(kernel: str, problem: Problem) -> Key:
-    path: configs.Path = "tma" if configs.has_path(kernel, problem.dtype, problem.device, "tma") else "pointer"
-    shape = configs.shape_class(problem.rows / problem.experts)
-    return Key(kernel, path, 8 * problem.dtype.itemsize, shape)
+    """What the problem's tensors, which are contiguous, will be launched by."""
+    itemsize, rows_per_expert = problem.dtype.itemsize, problem.rows / problem.experts
+    tma_fits, vectors_fit = (
+        all(size % multiple == 0 for size in (problem.hidden, problem.ffn)) for multiple in (16 // itemsize, 16)
+    )
+    path, _ = configs.choose(kernel, problem.dtype, problem.device, tma_fits, vectors_fit, rows_per_expert)
+    return Key(kernel, path, 8 * itemsize, configs.shape_class(rows_per_expert))
 
 
 def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import triton
 
-Path = Literal["tma", "pointer"]
+# How tiles reach a multiprocessor: by descriptors, by pointers, or by pointers that `alignment` allows no vectors.
+Path = Literal["tma", "pointer", "unaligned"]
 ShapeClass = Literal["short", "long"]
 # Mean rows per expert below which a shape is "short".
 SHORT_ROWS = 64
@@ -49,20 +50,26 @@ def _both(short: Tile, long: Tile | None = None) -> dict[ShapeClass, Tile]:
 
 _Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
 
-# Pointer loads; sizes that compile everywhere without spilling.
+# Pointer loads of fp32, and loads that cannot be vectors; sizes that compile everywhere without spilling.
 _POINTER: _Rows = {
-    (kernel, "pointer", bits): _both(tile)
-    for bits in (16, 32)
-    for kernel, tile in {
-        "fc1_act": Tile(64, 64, 32, 8, 3),
-        "gemm": Tile(64, 64, 32, 4, 3),
-        "dgrad_act": Tile(64, 32, 32, 4, 3),
-    }.items()
-}
-_POINTER |= {
+    ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
+    ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3)),
+    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=4)),
 }
+# An address for each element that a thread loads: small tiles, for many threads.
+_UNALIGNED: _Rows = {
+    ("fc1_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
+    ("gemm", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
+    ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
+    ("wgrad", "unaligned", 16): _both(Tile(32, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
+    ("gemm", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
+    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
+    ("wgrad", "unaligned", 32): _both(Tile(32, 32, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+}
+_POINTER |= _UNALIGNED
 _GFX: _Rows = {
     ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
@@ -112,17 +119,21 @@ _SM_100 |= {
     ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
 
+_SM_120: _Rows = {
+    ("dgrad_act", "pointer", 16): _both(Tile(64, 32, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
+}
+
 TABLES: dict[str, _Rows] = {
     "sm_80": _POINTER | _NVIDIA_RAGGED,
     "sm_90": _POINTER | _NVIDIA_RAGGED | _SM_90,
     "sm_100": _POINTER | _NVIDIA_RAGGED | _SM_100,
-    "sm_120": _POINTER | _NVIDIA_RAGGED,
+    "sm_120": _POINTER | _NVIDIA_RAGGED | _SM_120,
     "gfx942": _POINTER | _AMD_RAGGED | _GFX,
     "gfx950": _POINTER | _AMD_RAGGED | _GFX,
     "interpreter": {
         (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path == "tma" else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
-        for path in ("tma", "pointer")
+        for path in get_args(Path)
         for bits in (16, 32)
     },
 }
@@ -171,10 +182,12 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
 
 
 def choose(
-    kernel: str, dtype: torch.dtype, device: torch.device, tma_fits: bool, rows_per_expert: float
+    kernel: str, dtype: torch.dtype, device: torch.device, tma_fits: bool, vectors_fit: bool, rows_per_expert: float
 ) -> tuple[Path, Tile]:
     """`select` with the best path that the tensors and the device allow."""
-    path: Path = "tma" if tma_fits and has_path(kernel, dtype, device, "tma") else "pointer"
+    path: Path = "pointer" if vectors_fit else "unaligned"
+    if tma_fits and has_path(kernel, dtype, device, "tma"):
+        path = "tma"
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 

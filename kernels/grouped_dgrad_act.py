@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import activation, cost, descriptors, launches
+from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
@@ -171,7 +172,8 @@ def grouped_dgrad_act_(
     w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])
     w_view = descriptors.matrices(w_EFH, num_experts, (F, H)) if num_rows else None
     fits = w_view is not None and all(map(descriptors.fits_tensor, (dy_RH, h_RG, dh_RG, a_RF)))
-    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, schedule.rows_per_expert)
+    aligned = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
+    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, aligned, schedule.rows_per_expert)
     num_f = triton.cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
     if not num_rows:

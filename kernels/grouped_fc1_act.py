@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import activation, cost, descriptors, launches
+from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
@@ -155,7 +156,8 @@ def grouped_fc1_act_(
     w_view = descriptors.matrices(w_EGH, num_experts, (G, H))
     used = [h_RG, a_RF] if rows_R is not None else [h_RG, a_RF, x_RH]
     fits = w_view is not None and all(map(descriptors.fits_tensor, used))
-    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, schedule.rows_per_expert)
+    aligned = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
+    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, aligned, schedule.rows_per_expert)
     k_contiguous = w_EGH.strides[1] == 1
     x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
     if path == "tma" and w_view is not None:

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cost, descriptors, launches
+from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
@@ -100,7 +101,8 @@ def grouped_gemm_(
         return
     w_view = descriptors.matrices(w_ENK, num_experts, (N, K))
     use_tma = w_view is not None and descriptors.fits_tensor(x_RK) and descriptors.fits_tensor(y_RN)
-    path, tile = choose("gemm", x_RK.dtype, x_RK.device, use_tma, schedule.rows_per_expert)
+    aligned = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
+    path, tile = choose("gemm", x_RK.dtype, x_RK.device, use_tma, aligned, schedule.rows_per_expert)
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path == "tma" and w_view is not None:

@@ -20,8 +20,9 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import cost, launches
+from .alignment import vectors_fit
 from .common import dot, expert_base, round_to
-from .configs import Tile, dot_precision, has_path, num_programs, select
+from .configs import Path, Tile, choose, dot_precision, has_path, num_programs, select
 from .descriptors import fits
 from .expert_tensors import ExpertTensors, device_table
 from .schedule import expert_order, wgrad_tile
@@ -150,9 +151,10 @@ def _grouped_wgrad_kernel(
         tile = next_tile
 
 
-class _Path(NamedTuple):
+class _Way(NamedTuple):
     """How operands reach the kernel; without descriptors, by pointers."""
 
+    path: Path
     tile: Tile
     left: TensorDescriptor | None = None
     right: TensorDescriptor | None = None
@@ -160,7 +162,7 @@ class _Path(NamedTuple):
     coordinates: tuple[int, ...] = ()  # of every segment: all left ones, then all right ones
 
 
-def _path(dw_ENK: ExpertTensors | None, left: Sequence[Tensor], right: Sequence[Tensor], num_experts: int) -> _Path:
+def _way(dw_ENK: ExpertTensors | None, left: Sequence[Tensor], right: Sequence[Tensor], num_experts: int) -> _Way:
     """Descriptors where all three operands fit them, judged by pointers and strides alone."""
     dtype, device = left[0].dtype, left[0].device
     rows_per_expert = sum(t.shape[0] for t in left) / num_experts
@@ -173,8 +175,10 @@ def _path(dw_ENK: ExpertTensors | None, left: Sequence[Tensor], right: Sequence[
         if lefts and rights and fits(dw_ENK.lowest.data_ptr(), dw_ENK.lowest.element_size(), shape, strides):
             block = [1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES]
             dw_desc = TensorDescriptor(dw_ENK.lowest, shape, strides, block)
-            return _Path(tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
-    return _Path(select("wgrad", dtype, device, "pointer", rows_per_expert))
+            return _Way("tma", tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+    tensors, sizes = (*left, *right) if dw_ENK else left, [t[0].shape[1] for t in (left, right) if t]
+    aligned = vectors_fit(tensors, [dw_ENK] if dw_ENK else [], sizes)
+    return _Way(*choose("wgrad", dtype, device, False, aligned, rows_per_expert))
 
 
 def grouped_wgrad_(
@@ -197,22 +201,22 @@ def grouped_wgrad_(
         left, right, swapped = x_RK, dy_RN, True
         dw_ENK = dw_ENK._replace(strides=dw_ENK.strides[::-1])
     N, K = left[0].shape[1], right[0].shape[1] if dw_ENK else 1
-    path = _path(dw_ENK, left, right, num_experts)
-    tile, by_pointer = path.tile, path.dw is None
+    way = _way(dw_ENK, left, right, num_experts)
+    tile, by_pointer = way.tile, way.dw is None
     segments = None
     if len(offsets) > 1:
-        places = path.coordinates or tuple(t.data_ptr() for t in (*left, *right))
+        places = way.coordinates or tuple(t.data_ptr() for t in (*left, *right))
         segments = device_table((*places, *(t.data_ptr() for t in offsets)), device)
     order = expert_order(offsets[0], None if segments is None else segments[2 * len(offsets) :])
     num_tiles = num_experts * triton.cdiv(N, tile.BLOCK_N) * triton.cdiv(K, tile.BLOCK_K)
     _grouped_wgrad_kernel[(num_programs(tile, device, num_tiles),)](
         left[0] if by_pointer else None,
-        path.left,
+        way.left,
         right[0] if by_pointer and dw_ENK else None,
-        path.right,
+        way.right,
         dw_ENK.base if by_pointer and dw_ENK else None,
         dw_ENK.table if dw_ENK else None,
-        path.dw,
+        way.dw,
         db_EN.base if db_EN else None,
         db_EN.table if db_EN else None,
         scale_R,
@@ -241,7 +245,7 @@ def grouped_wgrad_(
         num_stages=tile.num_stages,
     )
     launches.report(
-        "pointer" if by_pointer else "tma",
+        way.path,
         lambda: cost.wgrad(
             torch.stack([t.diff() for t in offsets]).sum(0).tolist(),
             dy_RN[0].shape[1],

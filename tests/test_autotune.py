@@ -9,7 +9,7 @@ import torch
 
 from fusedmlp import __main__ as cli
 from fusedmlp import autotune
-from fusedmlp.kernels import configs
+from fusedmlp.kernels import configs, launches
 from fusedmlp.kernels.configs import Key, Tile
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
@@ -105,3 +105,13 @@ def test_the_command(monkeypatch, capsys):
     assert "wgrad: 5.0000 -> 1.6667 ms" in out.err
     assert cli.main(["tune", *sizes, "--device", "cpu"]) == 0
     assert "use it with FUSEDMLP_TUNED=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("hidden", "path"), [(32, "tma"), (36, "tma"), (33, "unaligned")])
+def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
+    problem = autotune.Problem(3, hidden, 32, 64, torch.float32, torch.device("cpu"))
+    for scratch in autotune._scratch_calls(problem):
+        with launches.recording() as log:
+            scratch.run()
+        taken = {launch.path for launch in log if launch.kernel == scratch.kernel}
+        assert taken == {autotune._key(scratch.kernel, problem).path} == {path}

@@ -99,12 +99,20 @@ def _many_experts(dtype: torch.dtype) -> None:
 
 BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
 
+# What needs the most registers, first of all on every path that the tables have: by pointers (experts apart), by
+# pointers without vectors (odd sizes), and by descriptors where there are any.
+DEMANDING: Cases = {
+    "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
+    "odd sizes, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", sizes=(257, 131)),
+    "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
+    "first micro-batch": Layer(add=False),
+    "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
+}
 # What differs most between kernels, and so between compilers: for every dtype and path. Together they have every
 # optional input absent and present, adding and overwriting, gated and not, aligned and not.
 CORE: Cases = {
     "no option": Layer(probs=False, grad_dtype=None, add=False),
     "main_grad": Layer(),
-    "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
     "gelu, biases, first micro-batch": Layer(Activation("gelu"), biases=True, add=False),
     "odd sizes, biases": Layer(biases=True, sizes=(257, 131)),
     "several micro-batches": partial(_microbatches, True),
@@ -114,6 +122,7 @@ VARIATIONS: Cases = {
     "in_out, biases": Layer(biases=True, in_out=True),
     "experts reversed, main_grad of the weight's dtype": Layer(experts="reversed", grad_dtype=None),
     "odd sizes, in_out, experts apart": Layer(experts="apart", in_out=True, sizes=(257, 131)),
+    "multiples of 8, gelu, biases": Layer(Activation("gelu"), biases=True, sizes=(264, 136)),
     "several micro-batches, first": partial(_microbatches, False),
     "linear, bias": partial(_linear, True),
     BIASES_ALONE: Layer(biases=True, only_biases=True),

@@ -14,13 +14,13 @@ from fusedmlp.static_proof import proof
 from fusedmlp.static_proof.targets import TARGETS
 
 
-def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool) -> int:
+def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_variants: bool) -> int:
     """Compile, print, and return the exit status: 1 if any kernel is not fit to ship."""
     names = list(dict.fromkeys(targets or TARGETS))
     jobs = jobs or proof.default_jobs()
     start = time.perf_counter()
-    with _Progress(len(proof.tasks(names))) as progress:
-        rows = proof.prove(names, jobs, progress)
+    with _Progress(len(proof.tasks(names, all_variants))) as progress:
+        rows = proof.prove(names, jobs, all_variants, progress)
     bad = [row for row in rows if not row.ok]
     if as_json:
         print(json.dumps([row.as_json() for row in rows], indent=1))

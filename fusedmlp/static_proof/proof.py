@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,6 +26,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
 }
 TENSOR_MEMORY_COLUMNS = 512
+# How many variants of each configuration stand for all; of fp16, which needs what bf16 needs, one of each kernel.
+_VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,21 @@ class Task(NamedTuple):
 
     target: str
     dtype: Dtype
+    all_variants: bool = False
 
 
-def tasks(targets: Sequence[str]) -> list[Task]:
-    """Everything to be proven for those targets."""
-    return [Task(t, d) for t in targets for d in DTYPES if not (d == "tf32" and TARGETS[t].is_amd)]
+def tasks(targets: Sequence[str], all_variants: bool = False) -> list[Task]:
+    """Everything to be proven for those targets, the longest first."""
+    return [Task(t, d, all_variants) for d in DTYPES for t in targets if not (d == "tf32" and TARGETS[t].is_amd)]
 
 
-def prove(targets: Sequence[str], jobs: int, progress: Callable[[Task], None] = lambda _: None) -> list[Row]:
-    """Compile everything in `jobs` processes, which need `TRITON_INTERPRET` unset."""
+def prove(
+    targets: Sequence[str], jobs: int, all_variants: bool = False, progress: Callable[[Task], None] = lambda _: None
+) -> list[Row]:
+    """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the targets' tables.
+
+    Of each, the few variants of `cases.DEMANDING` or, much longer, `all_variants` that there are.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that every process starts with Triton imported
 
@@ -75,16 +84,16 @@ def prove(targets: Sequence[str], jobs: int, progress: Callable[[Task], None] = 
             try:
                 return process.submit(rows, task).result()
             except BrokenProcessPool:
-                return [Row("?", "?", *task, problems=("the compiler ended its process",))]
+                return [Row("?", "?", *task[:2], problems=("the compiler ended its process",))]
 
-    wanted = tasks(targets)
+    wanted = tasks(targets, all_variants)
     done: dict[Task, list[Row]] = {}
     with ThreadPoolExecutor(jobs) as threads:
         futures = {threads.submit(run, task): task for task in wanted}
         for future in as_completed(futures):
             done[futures[future]] = future.result()
             progress(futures[future])
-    return [row for task in wanted for row in done[task]]
+    return [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
 
 
 def rows(task: Task) -> list[Row]:
@@ -94,40 +103,60 @@ def rows(task: Task) -> list[Row]:
     target, table = TARGETS[task.target], configs.TABLES[task.target]
     bits = 8 * DTYPES[task.dtype].itemsize
     found: dict[str, Row] = {}
-    unused = {(key, tile) for key, by_shape in table.items() if key[2] == bits for tile in by_shape.values()}
-    for shape, with_tma, chosen in _settings(table, bits, task.dtype):
+    unused = {(row, tile) for row, by_shape in table.items() if row[2] == bits for tile in by_shape.values()}
+    wanted = _wanted(task)
+    for shape, with_tma, chosen in _settings(table, bits, task):
         for case, call in chosen.items():
-            with recording(target, shape, with_tma=with_tma) as record:
+            with recording(target, shape, with_tma=with_tma, wanted=wanted) as launches:
                 call(DTYPES[task.dtype])
-            unused -= {(key, table[key][shape]) for key in record.chosen}
-            for launch in record.launches:
+            for launch in launches:
+                if launch.row:
+                    unused.discard((launch.row, table[launch.row][shape]))
                 key = getattr(launch.compiled, "hash", None) or repr((launch.kernel, launch.tile, case))
                 if key not in found:
                     found[key] = judge(launch, case, task)
+    if task.dtype == "fp16":  # its configurations are those of bf16
+        unused.clear()
     unreached = [
-        Row(key[0], f"{key[1]} {tile}", *task, problems=("no launch uses this configuration",))
-        for key, tile in sorted(unused, key=str)
+        Row(row[0], f"{row[1]} {tile}", *task[:2], problems=("no launch uses this configuration",))
+        for row, tile in sorted(unused, key=str)
     ]
     return [*found.values(), *unreached]
 
 
-def _settings(table: Any, bits: int, dtype: Dtype) -> Iterator[tuple[configs.ShapeClass, bool, cases.Cases]]:
+def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.ShapeClass, bool, cases.Cases]]:
     """`(shape class, whether descriptors can be used, cases)` that between them use the whole table."""
-    own = {key: tiles for key, tiles in table.items() if key[2] == bits}
-    has_tma = any(path == "tma" for _, path, _ in own)
-    equal = all(tiles["short"] == tiles["long"] for tiles in own.values())
-    all_cases = cases.CORE
-    if dtype in ("bf16", "fp32"):
+    own = {row: tiles for row, tiles in table.items() if row[2] == bits}
+    shapes: list[configs.ShapeClass] = ["long"]
+    if any(tiles["short"] != tiles["long"] for tiles in own.values()):
+        shapes.append("short")
+    if not task.all_variants:
+        for shape in shapes:
+            yield shape, True, cases.DEMANDING
+        return
+    all_cases = cases.DEMANDING | cases.CORE
+    if task.dtype in ("bf16", "fp32"):
         all_cases = all_cases | cases.VARIATIONS
-    if dtype == "bf16":
+    if task.dtype == "bf16":
         all_cases = all_cases | cases.ONCE
-    yield "long", True, all_cases
-    if not equal:
-        yield "short", True, cases.CORE
-    if has_tma:
-        yield "long", False, cases.CORE
-        if not equal:
-            yield "short", False, cases.CORE
+    for shape in shapes:
+        yield shape, True, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
+        if any(path == "tma" for _, path, _ in own):
+            yield shape, False, cases.CORE
+
+
+def _wanted(task: Task) -> Callable[[Launch], bool]:
+    """Which launches to compile; what has no row, schedules in integers, is the same for all dtypes."""
+    compiled: Counter[Any] = Counter()
+
+    def wanted(launch: Launch) -> bool:
+        if task.all_variants or (launch.row is None and task.dtype == "bf16"):
+            return True
+        what = launch.kernel if task.dtype == "fp16" else (launch.row, launch.tile)
+        compiled[what] += 1
+        return launch.row is not None and compiled[what] <= _VARIANTS[task.dtype]
+
+    return wanted
 
 
 def judge(launch: Launch, case: str, task: Task) -> Row:
@@ -135,14 +164,14 @@ def judge(launch: Launch, case: str, task: Task) -> Row:
     config = f"{launch.path} {launch.tile}; {case}"
     if isinstance(launch.compiled, Exception):
         text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
-        return Row(launch.kernel, config, *task, problems=(f"does not compile: {text[:200]}",))
+        return Row(launch.kernel, config, *task[:2], problems=(f"does not compile: {text[:200]}",))
     used = resources.of(launch.compiled)
     only_sums = launch.kernel.startswith("grouped_wgrad") and case == cases.BIASES_ALONE
     is_gemm = launch.kernel.startswith("grouped_") and not only_sums
     return Row(
         launch.kernel,
         config,
-        *task,
+        *task[:2],
         used.registers,
         used.spill,
         used.shared,

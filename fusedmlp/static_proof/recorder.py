@@ -6,9 +6,9 @@ constants and specialisations of real launches. Only Triton's idea of the curren
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,20 +20,22 @@ from triton.runtime.jit import JITFunction
 from fusedmlp.kernels import configs
 from fusedmlp.static_proof.targets import TARGETS, Target
 
+TableRow = tuple[str, configs.Path, int]
+
 
 @dataclass(frozen=True)
 class Launch:
     """One kernel that was asked for."""
 
     kernel: str  # without "_" and "_kernel" around it
+    row: TableRow | None  # of the tile table that its launcher took; None if none
     arguments: dict[str, Any]  # by name, with Triton's options
-    compiled: Any  # Triton's CompiledKernel, or the exception that compiling raised
+    compiled: Any = None  # Triton's CompiledKernel, or the exception that compiling raised
 
     @property
     def path(self) -> configs.Path:
-        """Whether any tile moves by descriptor."""
-        described = any(name.endswith("_desc") and value is not None for name, value in self.arguments.items())
-        return "tma" if described else "pointer"
+        """How it was meant to move tiles."""
+        return self.row[1] if self.row else "pointer"
 
     @property
     def tile(self) -> str:
@@ -42,14 +44,6 @@ class Launch:
         named = {"s": "SUBTILES", "w": "num_warps", "p": "num_stages"}
         text = "x".join(str(value) for value in blocks.values())
         return text + "".join(f" {letter}{self.arguments[k]}" for letter, k in named.items() if k in self.arguments)
-
-
-@dataclass
-class Recording:
-    """Every launch in order, and every row of the tile table that a launcher chose."""
-
-    launches: list[Launch] = field(default_factory=list)
-    chosen: set[tuple[str, configs.Path, int]] = field(default_factory=set)
 
 
 class _AbsentGPU:
@@ -69,49 +63,57 @@ class _AbsentGPU:
 
 
 class _Table(dict[Any, Any]):
-    """A tile table that notes what is taken from it."""
+    """A tile table that notes what was last taken from it."""
 
-    def __init__(self, rows: Any, chosen: set[Any]) -> None:
-        super().__init__(rows)
-        self._chosen = chosen
+    last: TableRow | None = None
 
     def __getitem__(self, key: Any) -> Any:
-        row = super().__getitem__(key)
-        self._chosen.add(key)
-        return row
+        self.last = key
+        return super().__getitem__(key)
 
 
 @contextmanager
-def recording(target: Target, shape: configs.ShapeClass, *, with_tma: bool) -> Iterator[Recording]:
+def recording(
+    target: Target,
+    shape: configs.ShapeClass,
+    *,
+    with_tma: bool = True,
+    wanted: Callable[[Launch], bool] = lambda _: True,
+) -> Iterator[list[Launch]]:
     """Launches inside are compiled for `target` with the tiles of `shape`, whatever the sizes of the tensors.
 
-    Without `with_tma` launchers find no configuration that uses descriptors, as if no tensor were aligned.
+    Without `with_tma` launchers find no configuration that uses descriptors, as if the weights lay in no one buffer.
+    Launches that are not `wanted` are left out.
     """
-    record = Recording()
+    launches: list[Launch] = []
 
     def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         name = kernel.fn.__name__.removeprefix("_").removesuffix("_kernel")
+        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        # A launcher that wanted descriptors but cannot have them has chosen again.
+        launch = Launch(name, table.last if name.startswith("grouped_") else None, arguments)
+        if not wanted(launch):
+            return
         try:
             compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
         except Exception as error:  # whatever the compiler says is a finding, and other kernels are still to come
             compiled = error
-        arguments = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        record.launches.append(Launch(name, arguments, compiled))
+        launches.append(replace(launch, compiled=compiled))
 
-    rows = {
-        key: {"short": tiles[shape], "long": tiles[shape]}
+    table = _Table(
+        (key, {"short": tiles[shape], "long": tiles[shape]})
         for key, tiles in configs.TABLES[target.name].items()
-        if with_tma or key[1] == "pointer"
-    }
+        if with_tma or key[1] != "tma"
+    )
     run: Any = JITFunction.run
     active = driver._active
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         stack.enter_context(mock.patch.object(configs, "architecture", return_value=target.name))
-        stack.enter_context(mock.patch.dict(configs.TABLES, {target.name: _Table(rows, record.chosen)}))
+        stack.enter_context(mock.patch.dict(configs.TABLES, {target.name: table}))
         # How many programs a launch has changes nothing in a kernel.
         properties = SimpleNamespace(multi_processor_count=100)
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
         stack.callback(driver.set_active, active)
         driver.set_active(_AbsentGPU(target))
-        yield record
+        yield launches

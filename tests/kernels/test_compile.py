@@ -4,11 +4,13 @@ import json
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
-from fusedmlp.static_proof import proof, resources
+from fusedmlp.kernels import configs
+from fusedmlp.static_proof import cases, proof, resources
 from fusedmlp.static_proof.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
@@ -47,12 +49,21 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
     _, rows = sm_90
     assert all(set(row) == KEYS for row in rows)
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32", "tf32"}
+    assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == {"tma", "pointer", "unaligned"}
     gemms = {"grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act", "grouped_wgrad"}
     assert {row["kernel"] for row in rows} >= gemms | {"expert_offsets", "tile_schedule"}
     for kernel in gemms:
         found = [row["tensor_core_instructions"] for row in rows if row["kernel"] == kernel and row["dtype"] == "bf16"]
         assert len(found) > 5
         assert max(found) > 0
+
+
+def test_all_variants_are_all_cases():
+    task = proof.Task("sm_90", "bf16", all_variants=True)
+    settings = list(proof._settings(configs.TABLES["sm_90"], 16, task))
+    assert {(shape, with_tma) for shape, with_tma, _ in settings} == set(product(("short", "long"), (True, False)))
+    names = {name for _, _, chosen in settings for name in chosen}
+    assert names == set(cases.DEMANDING | cases.CORE | cases.VARIATIONS | cases.ONCE)
 
 
 def test_interpreting_processes_say_that_they_cannot_compile():
@@ -81,6 +92,7 @@ def found_in(name, target="sm_90"):
         ("spilling", "gfx942", "spills"),
         ("too_much_shared", "sm_120", "shared memory"),
         ("without_dot", "sm_90", "without tensor-core"),
+        ("without_tma", "sm_90", "without TMA"),
         ("not_compiling", "sm_90", "does not compile"),
     ],
 )
@@ -143,7 +155,7 @@ def test_a_configuration_that_nothing_launches_is_a_failing_row():
         "from fusedmlp.kernels import configs; from fusedmlp.static_proof import cases, proof;"
         "configs.TABLES['sm_90'] = configs.TABLES['sm_90'] | "
         "{('unheard_of', 'pointer', 16): configs.TABLES['sm_90']['gemm', 'pointer', 16]};"
-        "cases.CORE = cases.VARIATIONS = cases.ONCE = {};"
+        "cases.DEMANDING = {};"
         "rows = proof.rows(proof.Task('sm_90', 'bf16'));"
         "print({row.kernel for row in rows}, {row.ok for row in rows})"
     )

@@ -1,4 +1,4 @@
-"""The backward of fc2 and of the activation, by itself and on both paths."""
+"""The backward of fc2 and of the activation, by itself and on every path."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from support.factory import Case, Inputs
 from support.tolerance import assert_close
 
 import fusedmlp
-from fusedmlp.kernels import descriptors, launches
+from fusedmlp.kernels import descriptors, grouped_dgrad_act, launches
 from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
 from fusedmlp.triton_impl import _options
 
@@ -53,7 +53,7 @@ def reference(inputs, dtype):
     return {name: t.double() for name, t in results.items()}
 
 
-def run(inputs, where="packed", *, fits=True):
+def run(inputs, where="packed", *, best="tma"):
     """`dh`, `a` and `dprobs` of all rows; checks which path was taken."""
     case, num_rows = inputs.case, inputs.probs.shape[0]
     h = pre_activation(inputs).to(DEVICE)
@@ -71,14 +71,14 @@ def run(inputs, where="packed", *, fits=True):
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
         )
     (launch,) = log
-    assert launch.path == experts.expected_path("dgrad_act", case.dtype, DEVICE, fits)
+    assert launch.path == experts.expected_path("dgrad_act", case.dtype, DEVICE, best, (case.H, case.F))
     results = {"dh": dh, "a": a} if dprobs is None else {"dh": dh, "a": a, "dprobs": dprobs}
     return {name: t.cpu() for name, t in results.items()}, launch
 
 
-def check(case, where="packed", *, fits=True):
+def check(case, where="packed", *, best="tma"):
     inputs = Inputs(case)
-    got, _ = run(inputs, where, fits=fits)
+    got, _ = run(inputs, where, best=best)
     owned = sum(case.counts)
     assert all((t[owned:] == 0).all() for t in got.values())
     expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)
@@ -92,14 +92,17 @@ pytestmark = pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_activations_and_layouts_on_both_paths(kind, layout, dtype, monkeypatch):
+def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch):
     name, options = ACTIVATIONS[kind]
-    case = Case((3, 0, 17, 1), 21, H=72, F=40, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
+    case = Case((3, 0, 17, 1), 21, H=80, F=48, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
     by_tma = check(case)
     monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
-    by_pointer = check(case, fits=False)
+    by_pointer = check(case, best="pointer")
+    monkeypatch.setattr(grouped_dgrad_act, "vectors_fit", lambda *_: False)
+    unaligned = check(case, best="unaligned")
     if DEVICE == "cpu":
         assert all(torch.equal(by_tma[name], by_pointer[name]) for name in ("dh", "a"))
+        assert all(torch.equal(by_tma[name], unaligned[name]) for name in ("dh", "a"))
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -110,8 +113,8 @@ def test_loads(load):
 @pytest.mark.parametrize("where", experts.PLACES)
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 def test_places_of_weights_and_biases(where, layout):
-    case = Case((3, 0, 17), 5, H=40, F=24, layout=layout, bias=True, dtype=torch.bfloat16)
-    check(case, where, fits=where in ("packed", "reversed"))
+    case = Case((3, 0, 17), 5, H=48, F=32, layout=layout, bias=True, dtype=torch.bfloat16)
+    check(case, where, best=experts.PLACES[where])
 
 
 @pytest.mark.parametrize(("H", "F"), [(1, 1), (7, 5), (33, 35), (8, 4), (8, 40)])
@@ -119,7 +122,7 @@ def test_places_of_weights_and_biases(where, layout):
 def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
-    check(case, fits=F == 40)  # what the others have is not a multiple of 16 bytes
+    check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
 
 
 @pytest.mark.parametrize("bias", [True, False])

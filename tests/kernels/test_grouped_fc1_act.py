@@ -1,4 +1,4 @@
-"""fc1 with its activation, by itself and on both paths: channels, bounds between gate and linear, gathered rows."""
+"""fc1 with its activation, by itself and on every path: channels, bounds between gate and linear, gathered rows."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from support.factory import Case, Inputs
 from support.tolerance import assert_close
 
 import fusedmlp
-from fusedmlp.kernels import descriptors, launches
+from fusedmlp.kernels import descriptors, grouped_fc1_act, launches
 from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.triton_impl import _options
 
@@ -38,7 +38,7 @@ def reference(inputs, dtype):
     return {"h": h.double(), "a": a.double()}
 
 
-def run(inputs, where="packed", *, rows=None, fits=True):
+def run(inputs, where="packed", *, rows=None, best="tma"):
     """`h` and `a` of all rows; checks which path was taken."""
     case, num_rows = inputs.case, inputs.probs.shape[0]
     G = inputs.bias1.shape[1]
@@ -56,13 +56,13 @@ def run(inputs, where="packed", *, rows=None, fits=True):
             rows_R=None if rows is None else rows.to(DEVICE),
         )
     (launch,) = log
-    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, fits)
+    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
     return {"h": h.cpu(), "a": a.cpu()}, launch
 
 
-def check(case, where="packed", *, fits=True):
+def check(case, where="packed", *, best="tma"):
     inputs = Inputs(case)
-    got, _ = run(inputs, where, fits=fits)
+    got, _ = run(inputs, where, best=best)
     owned = sum(case.counts)
     assert all((t[owned:] == 0).all() for t in got.values())
     expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)
@@ -73,15 +73,18 @@ def check(case, where="packed", *, fits=True):
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_activations_and_layouts_on_both_paths(kind, layout, dtype, monkeypatch):
+def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch):
     # F is no multiple of a tile, so that tiles of gates run into the linear channels.
     name, options = ACTIVATIONS[kind]
-    case = Case((3, 0, 17, 1), 21, H=72, F=40, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
+    case = Case((3, 0, 17, 1), 21, H=80, F=48, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
     by_tma = check(case)
     monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
-    by_pointer = check(case, fits=False)
+    by_pointer = check(case, best="pointer")
+    monkeypatch.setattr(grouped_fc1_act, "vectors_fit", lambda *_: False)
+    unaligned = check(case, best="unaligned")
     if DEVICE == "cpu":
         assert all(torch.equal(by_tma[name], by_pointer[name]) for name in by_tma)
+        assert all(torch.equal(by_tma[name], unaligned[name]) for name in by_tma)
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -93,8 +96,8 @@ def test_loads(load):
 @pytest.mark.parametrize("kind", ["gated", "interleaved"])
 def test_places_of_weights_and_biases(where, kind):
     name, options = ACTIVATIONS[kind]
-    case = Case((3, 0, 17), 5, H=40, F=24, activation=name, options=options, bias=True, dtype=torch.bfloat16)
-    check(case, where, fits=where in ("packed", "reversed"))
+    case = Case((3, 0, 17), 5, H=48, F=32, activation=name, options=options, bias=True, dtype=torch.bfloat16)
+    check(case, where, best=experts.PLACES[where])
 
 
 @pytest.mark.parametrize(("H", "F"), [(1, 1), (7, 5), (33, 35), (8, 4), (8, 40)])
@@ -102,7 +105,7 @@ def test_places_of_weights_and_biases(where, kind):
 def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
-    check(case, fits=F == 40)  # what the others have is not a multiple of 16 bytes
+    check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
 
 
 def test_without_probs_or_bias():
@@ -111,20 +114,22 @@ def test_without_probs_or_bias():
 
 @pytest.mark.parametrize("kind", ["gated", "interleaved"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("fits", [True, False])
-def test_rows_gathered_by_index(kind, index_dtype, fits, monkeypatch):
+@pytest.mark.parametrize("path", ["tma", "pointer", "unaligned"])
+def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     name, options = ACTIVATIONS[kind]
-    inputs = Inputs(Case((3, 0, 17, 1), 6, H=40, F=24, activation=name, options=options, bias=True))
+    inputs = Inputs(Case((3, 0, 17, 1), 6, H=48, F=32, activation=name, options=options, bias=True))
     permuted, _ = run(inputs)
     owned = 21
     order = torch.randperm(owned, generator=torch.Generator().manual_seed(1))
-    tokens = torch.empty(owned, 40)
+    tokens = torch.empty(owned, 48)
     tokens[order] = inputs.x[:owned]
     inputs.x = tokens
     rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # padding rows' indices are not used
-    if not fits:
+    if path != "tma":
         monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
-    gathered, _ = run(inputs, rows=rows, fits=fits)
+    if path == "unaligned":
+        monkeypatch.setattr(grouped_fc1_act, "vectors_fit", lambda *_: False)
+    gathered, _ = run(inputs, rows=rows, best=path)
     for key, tensor in permuted.items():
         torch.testing.assert_close(gathered[key], tensor)
 

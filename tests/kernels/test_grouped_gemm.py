@@ -1,4 +1,4 @@
-"""The M-ragged GEMM by itself, on both paths: loads, layouts and places of the weights, padding, biases."""
+"""The M-ragged GEMM by itself, on every path: loads, layouts and places of the weights, padding, biases."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from support import experts
 from support.factory import Case, Inputs
 from support.tolerance import assert_close
 
-from fusedmlp.kernels import descriptors, launches
+from fusedmlp.kernels import descriptors, grouped_gemm, launches
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -34,7 +34,7 @@ def reference(inputs, dtype, *, bias, scale):
     return torch.cat(ys).double()
 
 
-def run(inputs, where="packed", *, bias=True, scale=False, biases="packed", fits=True):
+def run(inputs, where="packed", *, bias=True, scale=False, biases="packed", best="tma"):
     """`y` of all rows; checks which path was taken."""
     case = inputs.case
     rows, G = inputs.x.shape[0], inputs.bias1.shape[1]
@@ -49,13 +49,13 @@ def run(inputs, where="packed", *, bias=True, scale=False, biases="packed", fits
             scale_R=inputs.probs.to(DEVICE) if scale else None,
         )
     (launch,) = log
-    assert launch.path == experts.expected_path("gemm", case.dtype, DEVICE, fits)
+    assert launch.path == experts.expected_path("gemm", case.dtype, DEVICE, best, (case.H, G))
     return y.cpu(), launch
 
 
-def check(case, where="packed", *, bias=True, scale=False, biases="packed", fits=True):
+def check(case, where="packed", *, bias=True, scale=False, biases="packed", best="tma"):
     inputs = Inputs(case)
-    y, _ = run(inputs, where, bias=bias, scale=scale, biases=biases, fits=fits)
+    y, _ = run(inputs, where, bias=bias, scale=scale, biases=biases, best=best)
     owned = sum(case.counts)
     assert (y[owned:] == 0).all()  # not NaN, which the padding rows of x hold
     expected, low = (reference(inputs, dtype, bias=bias, scale=scale) for dtype in (torch.float64, case.dtype))
@@ -66,26 +66,29 @@ def check(case, where="packed", *, bias=True, scale=False, biases="packed", fits
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_loads_and_layouts_on_both_paths(load, layout, dtype, monkeypatch):
-    case = Case(counts=LOADS[load], padding=21, H=72, F=40, layout=layout, dtype=dtype)
+def test_loads_and_layouts_on_every_path(load, layout, dtype, monkeypatch):
+    case = Case(counts=LOADS[load], padding=21, H=80, F=48, layout=layout, dtype=dtype)
     _, by_tma = check(case)
     monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
-    _, by_pointer = check(case, fits=False)
+    _, by_pointer = check(case, best="pointer")
+    monkeypatch.setattr(grouped_gemm, "vectors_fit", lambda *_: False)
+    _, unaligned = check(case, best="unaligned")
     if DEVICE == "cpu":
         assert torch.equal(by_tma, by_pointer)
+        assert torch.equal(by_tma, unaligned)
 
 
 @pytest.mark.parametrize("where", experts.PLACES)
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 def test_places_of_weights_and_biases(where, layout):
-    case = Case(counts=(3, 0, 17, 1, 40), H=72, F=20, layout=layout, dtype=torch.bfloat16)
-    check(case, where, biases=where, fits=where in ("packed", "reversed"))
+    case = Case(counts=(3, 0, 17, 1, 40), H=80, F=24, layout=layout, dtype=torch.bfloat16)
+    check(case, where, biases=where, best=experts.PLACES[where])
 
 
 @pytest.mark.parametrize(("H", "F"), [(1, 1), (7, 5), (33, 35), (8, 3), (24, 4)])
 def test_odd_sizes(H, F):
     aligned = all(size * 2 % 16 == 0 for size in (H, 2 * F))
-    check(Case(counts=(5, 18, 0, 1), padding=3, H=H, F=F, dtype=torch.bfloat16), fits=aligned)
+    check(Case(counts=(5, 18, 0, 1), padding=3, H=H, F=F, dtype=torch.bfloat16), best="tma" if aligned else "unaligned")
 
 
 @pytest.mark.parametrize(("bias", "scale"), [(False, False), (True, False), (True, True)])
@@ -93,12 +96,12 @@ def test_bias_and_scale(bias, scale):
     check(Case(counts=(5, 18, 0, 1), padding=3, H=40, F=40), bias=bias, scale=scale)
 
 
-def test_rows_at_odd_addresses_take_the_pointer_path():
-    case = Case(counts=(5, 18), padding=3, H=40, F=40, dtype=torch.bfloat16)
+def test_rows_at_odd_addresses_are_not_loaded_as_vectors():
+    case = Case(counts=(5, 18), padding=3, H=48, F=40, dtype=torch.bfloat16)
     inputs = Inputs(case)
     flat = torch.empty(inputs.x.numel() + 1, dtype=torch.bfloat16, device=DEVICE)
     inputs.x, aligned = flat[1:].view(inputs.x.shape).copy_(inputs.x), inputs.x
-    y, _ = run(inputs, fits=False)
+    y, _ = run(inputs, best="unaligned")
     inputs.x = aligned
     torch.testing.assert_close(y, run(inputs)[0])
 

@@ -1,7 +1,8 @@
-"""The wgrad kernel by itself: both paths, main_grad in odd places and layouts, several segments, no rows."""
+"""The wgrad kernel by itself: every path, main_grad in odd places and layouts, several segments, no rows."""
 
 import pytest
 import torch
+from support import experts as support
 from support import tolerance
 from support.factory import wgrad_segment
 
@@ -14,18 +15,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RAGGED = (17, 0, 1, 40)
 UNTOUCHED = 0.25  # what an owner's buffer holds around main_grad
 
-# Where owners keep main_grad, and whether descriptors can describe it.
+# Where owners keep main_grad, and the best path to get there.
 PLACES = {
-    "packed": True,
-    "packed in_out": True,
-    "reversed": True,
-    "reversed in_out": True,
-    "misaligned": False,
-    "misaligned in_out": False,
-    "scattered": False,
-    "scattered in_out": False,
-    "scattered and misaligned": False,
-    "every other column": False,
+    "packed": "tma",
+    "packed in_out": "tma",
+    "reversed": "tma",
+    "reversed in_out": "tma",
+    "misaligned": "unaligned",
+    "misaligned in_out": "unaligned",
+    "scattered": "pointer",
+    "scattered in_out": "pointer",
+    "scattered and misaligned": "unaligned",
+    "every other column": "unaligned",
 }
 
 
@@ -63,9 +64,8 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None):
     return recorded[-1].path
 
 
-def path_of(describable, dtype):
-    has_path = configs.has_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, "tma")
-    return "tma" if describable and has_path else "pointer"
+def path_of(best, dtype, sizes=(40, 72)):
+    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes)
 
 
 def check(experts, segs, initial):
@@ -83,13 +83,13 @@ def check(experts, segs, initial):
     [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)],
 )
 def test_main_grad_in_an_owners_buffer(place, accumulate, dtype, grad_dtype):
-    one = wgrad_segment(RAGGED, dtype=dtype, device=DEVICE)
-    flat, experts = main_grad(place, 4, 40, 72, grad_dtype)
+    one = wgrad_segment(RAGGED, 48, 80, dtype, device=DEVICE)
+    flat, experts = main_grad(place, 4, 48, 80, grad_dtype)
     if not accumulate:
         for expert in experts:
             expert.fill_(float("nan"))
     path = run(experts, [one], accumulate, packed="packed" in place)
-    assert path == path_of(PLACES[place], dtype)
+    assert path == path_of(PLACES[place], dtype, (48, 80))
     check(experts, [one], UNTOUCHED if accumulate else 0.0)
     for expert in experts:
         expert.fill_(UNTOUCHED)
@@ -103,7 +103,7 @@ def test_sizes_and_loads(counts, N, K, accumulate):
     one = wgrad_segment(counts, N, K, torch.bfloat16, device=DEVICE)
     _, experts = main_grad("packed", len(counts), N, K)
     path = run(experts, [one], accumulate, packed=True)
-    assert path == path_of((N, K) == (64, 32), torch.bfloat16)
+    assert path == path_of("tma" if (N, K) == (64, 32) else "unaligned", torch.bfloat16)
     check(experts, [one], UNTOUCHED if accumulate else 0.0)
 
 
@@ -145,16 +145,16 @@ def test_segments_are_summed_before_one_update(place, accumulate, shift):
         segs[1] = type(segs[1])(segs[1].dy, flat[1:].view_as(segs[1].x), segs[1].offsets)
     _, experts = main_grad(place, 3, 40, 72)
     path = run(experts, segs, accumulate)
-    assert path == path_of(PLACES[place] and not shift, torch.float32)
+    assert path == path_of("unaligned" if shift else PLACES[place], torch.float32)
     check(experts, segs, UNTOUCHED if accumulate else 0.0)
     if accumulate:
         assert (experts[1] == UNTOUCHED).all()  # no rows in any segment: not a bit may change
 
 
 def test_segments_out_of_a_descriptors_reach_go_by_pointer(monkeypatch):
-    segs = [wgrad_segment((3, 4), seed=i, device=DEVICE) for i in range(2)]
+    segs = [wgrad_segment((3, 4), 48, 80, seed=i, device=DEVICE) for i in range(2)]
     monkeypatch.setattr(segments, "_MAX_COORDINATE", 1)
-    _, experts = main_grad("packed", 2, 40, 72)
+    _, experts = main_grad("packed", 2, 48, 80)
     assert run(experts, segs, accumulate=True) == "pointer"
     check(experts, segs, UNTOUCHED)
 
@@ -186,17 +186,17 @@ def test_bias_gradient(place, dtype, with_scale):
 
 @pytest.mark.parametrize("segmented", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_both_paths_and_every_run_give_the_same_bits(segmented, dtype):
-    segs = [wgrad_segment((17, 0, 20), dtype=dtype, seed=i, device=DEVICE) for i in range(2 if segmented else 1)]
+def test_every_path_and_every_run_give_the_same_bits(segmented, dtype):
+    segs = [wgrad_segment((17, 0, 20), 48, 80, dtype, seed=i, device=DEVICE) for i in range(2 if segmented else 1)]
 
     def result(place):
-        _, experts = main_grad(place, 3, 40, 72)
-        assert run(experts, segs, accumulate=True) == path_of(PLACES[place], dtype)
+        _, experts = main_grad(place, 3, 48, 80)
+        assert run(experts, segs, accumulate=True) == path_of(PLACES[place], dtype, (48, 80))
         return torch.stack(experts)
 
     assert torch.equal(result("packed"), result("packed"))
     assert torch.equal(result("packed"), result("reversed"))
-    if DEVICE == "cpu":  # tiles of both paths take as many rows per step; on a GPU they need not
+    if DEVICE == "cpu":  # tiles of all paths take as many rows per step; on a GPU they need not
         assert torch.equal(result("packed"), result("misaligned"))
         assert torch.equal(result("packed"), result("scattered"))
 
@@ -206,7 +206,7 @@ def test_both_paths_and_every_run_give_the_same_bits(segmented, dtype):
 def test_column_subtiles(subtiles, place, monkeypatch):
     if DEVICE == "cpu":
         tile = Tile(16, 32, 64, 1, 1, SUBTILES=subtiles, GROUP_M=3, PER_SM=1)
-        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in ("tma", "pointer")}
+        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in ("tma", "pointer", "unaligned")}
         monkeypatch.setitem(configs.TABLES, "interpreter", configs.TABLES["interpreter"] | rows)
     one = wgrad_segment(RAGGED, 72, 136, device=DEVICE)
     _, experts = main_grad(place, 4, 72, 136)
@@ -229,7 +229,7 @@ def test_every_tile_is_taken_once_and_those_without_work_are_not(accumulate, mon
     *experts_by_rows, used, taken = orders[0].tolist()
     assert experts_by_rows == [3, 0, 2, 1]
     assert used == 3
-    tile = configs.select("wgrad", torch.float32, one.dy.device, path_of(True, torch.float32), 15)
+    tile = configs.select("wgrad", torch.float32, one.dy.device, path_of("tma", torch.float32), 15)
     tiles = -(-40 // tile.BLOCK_N) * -(-72 // tile.BLOCK_K)
     programs = configs.num_programs(tile, one.dy.device, 4 * tiles)
     assert taken == programs + tiles * (used if accumulate else 4)  # every program learns once that none is left
@@ -238,7 +238,7 @@ def test_every_tile_is_taken_once_and_those_without_work_are_not(accumulate, mon
 def test_a_segment_without_rows():
     segs = [wgrad_segment(c, seed=i, padding=0, device=DEVICE) for i, c in enumerate([(0, 0), (3, 20), (0, 0)])]
     _, experts = main_grad("packed", 2, 40, 72)
-    assert run(experts, segs, accumulate=True) == path_of(True, torch.float32)
+    assert run(experts, segs, accumulate=True) == path_of("tma", torch.float32)
     check(experts, segs, UNTOUCHED)
 
 
@@ -248,7 +248,7 @@ def test_elements_beyond_int32():
     flat = torch.empty(2**32 + 128, dtype=torch.bfloat16, device=DEVICE)  # all but a few pages stay unused
     dw = flat.as_strided((3, 9, 32), (2**30, 2**28 + 8, 1))
     dw.fill_(UNTOUCHED)
-    assert run(list(dw), [one], accumulate=True) == "pointer"
+    assert run(list(dw), [one], accumulate=True) == "unaligned"
     check(list(dw), [one], UNTOUCHED)
 
 
@@ -271,4 +271,4 @@ def test_least_traffic_of_a_bias():
     db = ExpertTensors.of([torch.empty(3, 40, dtype=torch.bfloat16, device=DEVICE)], 1)
     with launches.recording() as recorded:
         grouped_wgrad_(None, db, [one.dy], [], [one.offsets], accumulate=False, scale_R=torch.ones(26, device=DEVICE))
-    assert recorded == [launches.Launch("wgrad", 2 * 23 * 40, 23 * 40 * 2 + 3 * 40 * 2 + 23 * 4, 0, "pointer")]
+    assert recorded == [launches.Launch("wgrad", 2 * 23 * 40, 23 * 40 * 2 + 3 * 40 * 2 + 23 * 4, 0, "unaligned")]

@@ -5,7 +5,14 @@ import torch
 from fusedmlp.kernels import configs, schedule
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 
-PLACES = ("packed", "reversed", "misaligned", "scattered", "scattered misaligned")
+# And the best path by which weights can be loaded from there.
+PLACES = {
+    "packed": "tma",
+    "reversed": "tma",
+    "misaligned": "unaligned",
+    "scattered": "pointer",
+    "scattered misaligned": "unaligned",
+}
 
 
 def place(stacked, where, device):
@@ -39,5 +46,8 @@ def tiles_of(counts, num_rows, device):
     return schedule.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
 
 
-def expected_path(kernel, dtype, device, fits):
-    return "tma" if fits and configs.has_path(kernel, dtype, torch.device(device), "tma") else "pointer"
+def expected_path(kernel, dtype, device, best, sizes):
+    """`best`, or what comes after it for those sizes and that device."""
+    if best == "tma" and configs.has_path(kernel, dtype, torch.device(device), "tma"):
+        return "tma"
+    return "unaligned" if best == "unaligned" or any(size % 16 for size in sizes) else "pointer"
