@@ -71,7 +71,7 @@ _UNALIGNED: _Rows = {
 }
 _POINTER |= _UNALIGNED
 _GFX: _Rows = {
-    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 16): _both(Tile(64, 128, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
 
