@@ -107,6 +107,7 @@ DEMANDING: Cases = {
     "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
     "first micro-batch": Layer(add=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
+    "512 experts": _many_experts,  # for the schedules
 }
 # What differs most between kernels, and so between compilers: for every dtype and path. Together they have every
 # optional input absent and present, adding and overwriting, gated and not, aligned and not.
@@ -133,5 +134,4 @@ ONCE: Cases = {
     "geglu_tanh": Layer(Activation("geglu_tanh")),
     "relu2": Layer(Activation("relu2")),
     "linear": partial(_linear, False),
-    "512 experts": _many_experts,
 }
