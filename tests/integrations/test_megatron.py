@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.megatron_world import launch
+from support.world import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain_step.py"
 WORLDS = pytest.mark.parametrize("world_size", [1, 2])

@@ -1,4 +1,4 @@
-"""Experts under Megatron's own DDP, in every configuration, against float64 autograd. Runs in a `megatron_world`."""
+"""Experts under Megatron's own DDP, in every configuration, against float64 autograd. Runs in a `world`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
+import support.megatron_world  # noqa: F401  before Megatron asks for a GPU
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F

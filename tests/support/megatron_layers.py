@@ -1,10 +1,11 @@
-"""State dicts, whole MoE layers, refusals: beside Megatron's own experts. Runs in a `megatron_world`."""
+"""State dicts, whole MoE layers, refusals: beside Megatron's own experts. Runs in a `world`."""
 
 from __future__ import annotations
 
 import tempfile
 from pathlib import Path
 
+import support.megatron_world  # noqa: F401  before Megatron asks for a GPU
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
