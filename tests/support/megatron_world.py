@@ -1,4 +1,4 @@
-"""Megatron-core asks for the current GPU and its streams here and there; importing this gives it one stand-in for all."""
+"""Megatron-core asks for the current GPU and its streams here and there; importing this gives it stand-ins."""
 
 from unittest import mock
 
