@@ -104,15 +104,22 @@ class Chunk:
             return group[0][self._experts]
         return group[self._experts.start].unsqueeze(0)
 
-    def pad(self, name: str, t_RN: Tensor) -> Tensor:
-        """This chunk's rows as `[e, C, N]`; rows that are not there are zero."""
-        rows = t_RN[self._rows]
-        if self._slots is None:
-            return rows.view(*self._shape, -1)
+    def pad(self, name: str, t_RN: Tensor, gather_R: Tensor | None = None) -> Tensor:
+        """This chunk's rows as `[e, C, N]`; rows that are not there are zero. Row `r` is `t[gather[r]]`, if given."""
+        if gather_R is None:
+            rows = t_RN[self._rows]
+            if self._slots is None:
+                return rows.view(*self._shape, -1)
+            sources = self._sources
+        else:
+            rows, sources = t_RN, gather_R[self._rows]
+            if self._slots is not None:
+                sources = sources[self._sources]
         padded = self.buffer(name, t_RN.shape[1], t_RN.dtype)
         places = padded.flatten(0, 1)
-        torch.index_select(rows, 0, self._sources, out=places)
-        places.index_fill_(0, self._empty, 0)
+        torch.index_select(rows, 0, sources, out=places)
+        if self._slots is not None:
+            places.index_fill_(0, self._empty, 0)
         return padded
 
     def target(self, name: str, out_RN: Tensor) -> Tensor:

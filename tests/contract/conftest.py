@@ -175,12 +175,12 @@ def wgrad_gemms(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             recorder.calls.append((name, [t.data_ptr() for t in outputs], accumulate))
 
     def grouped_wgrad_(*args: Any) -> Any:
-        record("wgrad", args[0], args[5])
+        record("wgrad", args[0], args[7])
         return linear(*args)
 
     def grouped_mlp_backward_(*args: Any) -> Any:
-        record("fc1", args[0], args[13])
-        record("fc2", args[1], args[14])
+        record("fc1", args[0], args[14])
+        record("fc2", args[1], args[15])
         return mlp(*args)
 
     monkeypatch.setattr(ops, "grouped_wgrad_", grouped_wgrad_)
