@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Elements of a chunk's widest activation and of its weight gradient (4 MiB in fp32), measured best on 2 MiB of L2.
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 # Rows after padding, relative to those before, up to which batching is worth it.
 _MAX_PADDING = 1.5
 
@@ -35,7 +35,7 @@ class Chunks:
         self._width = width
         packed = all(_packed(tensors, dim) for tensors, dim in groups if tensors)
         weight = max((t[0][0].numel() for t, dim in groups if t and dim == 2 and packed), default=1)
-        self._max_experts = max(1, _CHUNK_ELEMENTS // weight) if packed else 1
+        self._max_experts = max(1, CHUNK_ELEMENTS // weight) if packed else 1
         self._buffers: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -58,7 +58,7 @@ class Chunks:
             size > 0
             and total > 0
             and count <= self._max_experts
-            and rows * self._width <= _CHUNK_ELEMENTS
+            and rows * self._width <= CHUNK_ELEMENTS
             and rows <= _MAX_PADDING * (total + size)
         )
 

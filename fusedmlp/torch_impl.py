@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedmlp import torch_activation
 from fusedmlp.activation import Activation
 from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
-from fusedmlp.torch_chunks import Chunks
+from fusedmlp.torch_chunks import CHUNK_ELEMENTS, Chunks
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
@@ -42,11 +42,15 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 
 def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     """Every token's rows added up, in fp32, in the order of its choices: `[T, H]`."""
-    choices = rows_R.numel() // max(num_tokens, 1)
-    out_TH = y_RH.new_zeros(num_tokens, y_RH.shape[1], dtype=torch.float32)
-    for rows_T in rows_R.view(num_tokens, choices).unbind(1):
-        out_TH += y_RH.index_select(0, rows_T)
-    return out_TH.to(y_RH.dtype)
+    rows_TK = rows_R.view(num_tokens, rows_R.numel() // max(num_tokens, 1))
+    out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
+    step = max(1, CHUNK_ELEMENTS // y_RH.shape[1])
+    for part_tH, rows_tK in zip(out_TH.split(step), rows_TK.split(step), strict=True):
+        sum_tH = torch.zeros_like(part_tH, dtype=torch.float32)
+        for rows_t in rows_tK.unbind(1):
+            sum_tH += y_RH.index_select(0, rows_t)
+        part_tH.copy_(sum_tH)
+    return out_TH
 
 
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
