@@ -6,6 +6,7 @@
 import pytest
 import torch
 from support.no_reads import no_reads
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import fusedmlp
@@ -139,3 +140,14 @@ def test_a_read_in_backward_or_in_the_queue_is_found(monkeypatch):
     for fuse in (None, False):
         with no_reads(), pytest.raises(AssertionError, match="__bool__ reads a tensor on the host"):
             Layer("linear", True, "off").step("triton", fuse)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_counts_on_the_host_are_refused_while_a_graph_is_captured(as_list, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():  # of a GPU that need not be there
+        x, weight = torch.empty(6, 4, device="cuda"), torch.empty(2, 5, 4, device="cuda")
+        fusedmlp.grouped_linear(x, weight, torch.tensor([2, 4], device="cuda"))
+        counts = [2, 4] if as_list else torch.tensor([2, 4])
+        with pytest.raises(RuntimeError, match=r"tokens_per_expert: expected a tensor on cuda:0 while .* is captured"):
+            fusedmlp.grouped_linear(x, weight, counts)
