@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import triton
 
-# How tiles reach a multiprocessor: by descriptors; by descriptors but for one operand, whose rows are gathered by pointers
-# (no descriptor can follow an index); all by pointers; or by pointers that `alignment` allows no vectors.
+# How tiles reach a multiprocessor: by descriptors; by descriptors but for one operand, whose rows are gathered by
+# pointers (no descriptor can follow an index); all by pointers; or by pointers that `alignment` allows no vectors.
 Path = Literal["tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("tma", "gather")
 ShapeClass = Literal["short", "long"]
@@ -92,8 +92,8 @@ _AMD_RAGGED: _Rows = {
 
 # M-ragged passes by descriptors: 128 x 256 accumulators (fc1: two of 128 x 128), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than it can deliver at full speed. They fill a multiprocessor, so programs are
-# persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before. Not where fc1
-# gathers rows, whose addresses would be two tiles' at once, more than there are registers.
+# persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before. Not where
+# fc1 gathers rows, whose addresses would be two tiles' at once, more than there are registers.
 _SM_90: _Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
@@ -208,7 +208,7 @@ def choose(
     rows_per_expert: float,
     gathered: bool = False,
 ) -> tuple[Path, Tile]:
-    """`select` with the best path that the tensors and the device allow; `gathered`: rows of one operand by an index."""
+    """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index."""
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, device, path)):
         path = "pointer" if vectors_fit else "unaligned"

@@ -6,8 +6,8 @@ With `g`, `l` the gate and linear parts of `h`, recomputed from it:
 (the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and the
 launcher adds those in a fixed order: no atomics, the same bits every run.
 
-With `rows`, row r of `dy` is its row `rows[r]`: gradients of tokens need not be permuted before. Descriptors cannot follow
-an index, so dy then comes by pointers, through cp.async, also where all else goes by TMA.
+With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. Descriptors cannot
+follow an index, so dy then comes by pointers, through cp.async, also where all else goes by TMA.
 
 The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles.
 """

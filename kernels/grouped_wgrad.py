@@ -4,8 +4,8 @@ In the same launch, the programs of the first column tile sum `db[e, n] = sum_r 
 several segments (micro-batches), each with its own `dy`, `x` and row offsets; all are summed before the one update
 of `dw`. Each element of `dw` belongs to one program, which adds once and in a fixed order: the same bits every run.
 
-With `dy_rows` or `x_rows`, row r of that operand is its row `rows[r]`, so tokens need not be permuted. Descriptors cannot
-follow an index: that operand comes by pointers, through cp.async, also where the other one and `dw` go by TMA.
+With `dy_rows` or `x_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted before. Descriptors
+cannot follow an index, so it then comes by pointers, through cp.async, also where the other one and `dw` go by TMA.
 
 The kernel computes `dw[e, n, k] = sum_r left[r, n] right[r, k]`. Left is `dy` and right is `x`, or, where `dw` is
 stored `[K, N]`, the other way round (`SWAPPED`), so that rows of `dw` are contiguous.
@@ -163,7 +163,7 @@ def _grouped_wgrad_kernel(
 
 
 class _Operand(NamedTuple):
-    """Left or right: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is the tensor's row `rows[r]`."""
+    """Left or right: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
 
     tensors: Sequence[Tensor]
     rows: Sequence[Tensor]  # [R_s] of every segment, or none
