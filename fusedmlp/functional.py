@@ -100,6 +100,8 @@ def grouped_mlp(
     # fmt: on
     rest = [x.contiguous(), offsets] + ([] if probs is None else [probs])
     y: Tensor = autograd.GroupedMLP.apply(call, *fc1.tensors, *fc2.tensors, *biases[0], *biases[1], *rest)  # type: ignore[no-untyped-call]
+    if is_first_microbatch and not call.first_recomputed:
+        main_grad.expect_overwrite([*fc1.tensors, *fc2.tensors], accumulate_wgrad)
     return y
 
 
@@ -146,6 +148,8 @@ def grouped_linear(
     )
     # fmt: on
     y: Tensor = autograd.GroupedLinear.apply(call, *experts.tensors, *biases[0], x.contiguous(), offsets)  # type: ignore[no-untyped-call]
+    if is_first_microbatch and not call.first_recomputed:
+        main_grad.expect_overwrite(experts.tensors, accumulate_wgrad)
     return y
 
 
@@ -166,20 +170,14 @@ def _prepare(
     num_experts = next(iter(weights.values())).num_experts
     counts = validate.counts(tokens_per_expert, num_experts)
     for name, experts in weights.items():
-        main_grad.enter_forward(
-            name,
-            experts.tensors,
-            accumulate_wgrad,
-            overwrite=bool(is_first_microbatch),
-            delayed=wgrad_queue is not None,
-        )
+        main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     call = Call(
         tuple(lengths),
         weight_layout == "in_out",
         accumulate_wgrad,
         wgrad_queue,
-        bool(is_first_microbatch),
+        bool(is_first_microbatch) and main_grad.inside_backward(),
         impl,
         activation,
     )

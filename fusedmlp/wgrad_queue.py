@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from fusedmlp import ops
 from fusedmlp.main_grad import Route
 
 
-class _Delayed(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Delayed:
     route: Route
     transposed: bool  # the weight is stored [in, out]
     dy: Tensor
@@ -49,6 +50,7 @@ class WgradQueue:
     def __init__(self, *, fuse_microbatches: bool = False) -> None:
         self.fuse_microbatches = fuse_microbatches
         self._pending: deque[_Delayed] = deque()
+        self._begun: str | None = None  # the weight whose GEMM has begun, until it has left the queue
 
     def __len__(self) -> int:
         """Number of weight gradients waiting."""
@@ -58,15 +60,31 @@ class WgradQueue:
         """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
         self._pending.append(_Delayed(route, transposed, dy, x, offsets, (dy._version, x._version), impl))
 
+    def take_back(self, route: Route) -> None:
+        """Remove what `put` queued, if it is there: the backward of its layer failed."""
+        for delayed in [d for d in self._pending if d.route is route]:
+            self._pending.remove(delayed)
+
+    def clear(self) -> None:
+        """Forget everything queued, of a step that is not to be finished: after an error, see `run()`.
+
+        The gradients are lost. Start the next step from a zeroed `main_grad`, or with `is_first_microbatch=True`.
+        """
+        while self._pending:
+            self._pending.popleft().route.overwrite_no_more()
+        self._begun = None
+
     @torch.no_grad()
     def run(self) -> None:
         """Compute everything queued; a no-op when empty.
 
-        A gradient leaves the queue once it has been added. If one raises before its GEMM started (a `main_grad`
-        that was swapped for a wrong one, say), it and those behind it are still queued.
+        A gradient leaves the queue once it has been added. If one raises before its GEMM has begun (a `main_grad`
+        that was swapped for a wrong one, say), it and those behind it are still queued, and can be run again. If its
+        GEMM has begun, part of it may have been added: the queue then runs no more until `clear()` empties it.
 
         Raises:
-            RuntimeError: a tensor that a queued gradient needs was modified in place after backward.
+            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; or an earlier run
+                failed after a GEMM had begun.
         """
         while self._pending:
             self._run_next()
@@ -83,10 +101,31 @@ class WgradQueue:
             self._run_next()
 
     def _run_next(self) -> None:
+        if self._begun is not None:
+            raise RuntimeError(
+                f"{self._begun}: an earlier run of the queue failed after the GEMM of this weight had begun, and main_grad "
+                "(or .grad) may hold part of that gradient; discard the step: zero main_grad and .grad, and call "
+                "queue.clear()"
+            )
         batch = list(self._next_batch())
-        _run(batch)
-        done = {id(delayed) for delayed in batch}
-        self._pending = deque(d for d in self._pending if id(d) not in done)
+        first = batch[0]
+        _check_versions(batch)
+        first.route.open()
+        outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
+        self._begun = first.route.name
+        ops.grouped_wgrad_(
+            outs,
+            [],
+            [d.dy for d in batch],
+            [d.x for d in batch],
+            [d.offsets for d in batch],
+            first.route.accumulate,
+            first.impl,
+        )
+        first.route.finish_delayed()
+        for delayed in batch:  # in place: another thread may be adding to the queue
+            self._pending.remove(delayed)
+        self._begun = None
 
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to one that overwrites."""
@@ -105,23 +144,10 @@ class WgradQueue:
                 yield delayed
 
 
-def _run(batch: list[_Delayed]) -> None:
+def _check_versions(batch: list[_Delayed]) -> None:
     for delayed in batch:
         if (delayed.dy._version, delayed.x._version) != delayed.versions:
             raise RuntimeError(
                 f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
                 "backward and the run of the queue"
             )
-    first = batch[0]
-    first.route.open()
-    outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
-    ops.grouped_wgrad_(
-        outs,
-        [],
-        [d.dy for d in batch],
-        [d.x for d in batch],
-        [d.offsets for d in batch],
-        first.route.accumulate,
-        first.impl,
-    )
-    first.route.finish_delayed()
