@@ -235,9 +235,7 @@ def test_run_is_under_no_grad(target, make_layer):
 @FUSE
 @pytest.mark.parametrize("target", ["grad", "main_grad", "main_grad, first"])
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
-def test_after_an_exception_before_a_gemm_the_run_can_be_repeated(
-    failing, target, fuse, monkeypatch, make_layer, assert_close
-):
+def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, monkeypatch, make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = [torch.zeros_like(p) for p in layer.params]
     if "main_grad" in target:
