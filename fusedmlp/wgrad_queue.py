@@ -103,8 +103,9 @@ class WgradQueue:
     def _run_next(self) -> None:
         if self._begun is not None:
             raise RuntimeError(
-                f"{self._begun}: an earlier run failed after the GEMM of this weight gradient had begun, and main_grad (or "
-                ".grad) may hold part of that gradient; discard the step: zero main_grad and .grad, call queue.clear()"
+                f"{self._begun}: an earlier run failed after the GEMM of this weight gradient had begun, and main_grad "
+                "(or .grad) may hold part of that gradient; discard the step: zero main_grad and .grad, and call "
+                "queue.clear()"
             )
         batch = list(self._next_batch())
         first = batch[0]
