@@ -1,13 +1,12 @@
 """Random sequences of micro-batches, faults among them, against a model of the contract in float64."""
 
-import math
 from functools import cache
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from support.contract_model import Boom, Fault, Model, Term
 from torch.utils.checkpoint import checkpoint
 
@@ -248,28 +247,6 @@ class Steps(RuleBasedStateMachine):
     def forward(self, specs, first):
         return self.make(specs, first)
 
-    @rule(specs=TERMS, first=st.booleans(), bad_counts=st.booleans())
-    def forward_that_fails(self, specs, first, bad_counts):
-        name = {"mlp": "grouped_mlp", "linear": "grouped_gemm"}.get(specs[0]["kind"])
-        if name is None:
-            return
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="fails"):
-            patch.setattr(ops, "expert_offsets" if bad_counts else name, self.raises)
-            self.real_term(specs[0], first, 0)
-        self.check()
-
-    @staticmethod
-    def raises(*_):
-        raise ValueError("fails")
-
-    @rule(specs=TERMS, first=st.booleans())
-    def evaluate(self, specs, first):
-        with torch.no_grad():
-            for i, spec in enumerate(specs):
-                self.real_term({**spec, "checkpointed": False}, first, i)
-                self.model.forward(self.model_term(spec, first), grad_enabled=False)
-        self.check()
-
     # Backward
 
     def run_backward(self, graph, fault, keep, some):
@@ -304,25 +281,22 @@ class Steps(RuleBasedStateMachine):
             return None  # it has none
         return fault
 
-    @rule(specs=TERMS, first=st.booleans(), fault=FAULTS)
-    def microbatch(self, specs, first, fault):
-        self.run_backward(self.make(specs, first), fault, False, False)
+    @rule(microbatches=st.lists(st.tuples(TERMS, st.booleans(), FAULTS), min_size=1, max_size=3))
+    def microbatches(self, microbatches):
+        for specs, first, fault in microbatches:
+            self.run_backward(self.make(specs, first), fault, keep=False, some=False)
 
-    @rule(graph=graphs, fault=FAULTS, keep=st.sampled_from([True, True, False]), some=st.booleans())
-    def backward(self, graph, fault, keep, some):
-        self.run_backward(graph, fault, keep, some)
-
-    @rule(graph=graphs)
-    def capture(self, graph):
-        """torch.autograd.grad returns the gradient and leaves everything as it is."""
-        if not graph.alive or any(t.checkpointed for t in graph.terms) or not any(t.grads for t in graph.terms):
-            return
-        grads = torch.autograd.grad(graph.loss, self.params, retain_graph=True, allow_unused=True)
-        for i, grad in enumerate(grads):
-            used = [t.grads[i] for t in graph.terms if i in t.grads]
-            assert (grad is None) == (not used)
-            assert grad is None or self.close(grad, sum(used))
-        self.check()
+    @rule(
+        graph=graphs,
+        fault=FAULTS,
+        keep=st.sampled_from([True, True, False]),
+        how=st.sampled_from(["backward", "backward", "backward of fc1", "autograd.grad"]),
+    )
+    def backward(self, graph, fault, keep, how):
+        if how == "autograd.grad":
+            self.autograd_grad(graph)
+        else:
+            self.run_backward(graph, fault, keep, some=how == "backward of fc1")
 
     # Queue and buffer
 
@@ -334,30 +308,67 @@ class Steps(RuleBasedStateMachine):
             lambda: self.model.run(fault, oldest=oldest), self.queue.run_oldest if oldest else self.queue.run, real
         )
 
-    @precondition(lambda self: len(self.queue))
-    @rule()
-    def clear_queue(self):
-        self.both(self.model.clear, self.queue.clear)
+    # In between
 
-    @rule()
-    def zero(self):
-        def real():
-            for param in self.params:
-                param.grad = None
+    @rule(
+        what=st.sampled_from(["evaluate", "forward that fails", "clear", "zero", "norm", "step"]),
+        specs=TERMS,
+        flag=st.booleans(),
+    )
+    def between(self, what, specs, flag):
+        actions = {"evaluate": self.evaluate, "forward that fails": self.forward_that_fails}
+        if what in actions:
+            actions[what](specs, flag)
+        elif what == "clear":
+            self.both(self.model.clear, self.queue.clear)
+        elif what == "zero" or self.buffer is None:
+            self.both(self.model.zero, self.buffer.zero_ if self.buffer else self.drop_grads)
+        elif what == "norm":
+            self.norm()
+        else:
+            self.step(flag)
+        self.check()
 
-        self.both(self.model.zero, self.buffer.zero_ if self.buffer else real)
+    def evaluate(self, specs, first):
+        with torch.no_grad():
+            for i, spec in enumerate(specs):
+                self.real_term({**spec, "checkpointed": False}, first, i)
+                self.model.forward(self.model_term(spec, first), grad_enabled=False)
 
-    @precondition(lambda self: self.buffer is not None)
-    @rule()
+    def forward_that_fails(self, specs, first):
+        def fails(*_):
+            raise ValueError("fails")
+
+        name = {"mlp": "grouped_mlp", "linear": "grouped_gemm"}.get(specs[0]["kind"])
+        if name is None:
+            return
+        for op in ("expert_offsets", name):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(ops, op, fails)
+                with pytest.raises(ValueError, match="fails"):
+                    self.real_term(specs[0], first, 0)
+
+    def autograd_grad(self, graph):
+        """It returns the gradients and leaves everything as it is."""
+        if not graph.alive or any(t.checkpointed for t in graph.terms) or not any(t.grads for t in graph.terms):
+            return
+        grads = torch.autograd.grad(graph.loss, self.params, retain_graph=True, allow_unused=True)
+        for i, grad in enumerate(grads):
+            used = [t.grads[i] for t in graph.terms if i in t.grads]
+            assert (grad is None) == (not used)
+            assert grad is None or self.close(grad, sum(used))
+        self.check()
+
+    def drop_grads(self):
+        for param in self.params:
+            param.grad = None
+
     def norm(self):
         norms = []
-        self.both(self.model.absorb, lambda: norms.append(self.buffer.norm().item()))
-        assert math.isclose(
-            norms[0], math.sqrt(sum(m.square().sum().item() for m in self.model.main)), rel_tol=1e-4, abs_tol=1e-4
-        )
+        self.both(self.model.absorb, lambda: norms.append(self.buffer.norm()))
+        squares = sum(main.square().sum() for main in self.model.main)
+        assert self.close(norms[0], squares.sqrt())
 
-    @precondition(lambda self: self.buffer is not None)
-    @rule(failing=st.booleans())
     def step(self, failing):
         def model():
             self.model.absorb()

@@ -102,8 +102,7 @@ class Model:
         into = "main" if self.has_main and term.mode == "auto" else ""
         taken, written = set(), []
         try:
-            for params in weights:
-                written.append(self._decide(term, params, into, taken))
+            written.extend(self._decide(term, params, into, taken) for params in weights)
             if place == "gemm, before":
                 raise Boom
             for queued in written:
