@@ -77,7 +77,12 @@ def _first_order_only(backward: _Backward) -> _Backward:
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), main_grad.layer_backward():
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
+                "is not supported; expected one backward for each gradient of y"
+            )
+        with main_grad.one_thread, torch.no_grad(), main_grad.layer_backward():
             grads = backward(ctx, dy)
         if not torch.is_grad_enabled():
             return grads

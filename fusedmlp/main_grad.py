@@ -41,10 +41,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedmlp import environment
+from fusedmlp.plain_tensor import is_plain
 
 Mode = Literal["auto", "main_grad", "grad", "off"]
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 MODES = ("auto", "main_grad", "grad", "off")
+
+
+# Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
+# to one main_grad at once, and one of the sums would be lost.
+one_thread = threading.RLock()
 
 
 class EngineUse(Enum):
@@ -335,6 +341,8 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
         raise ValueError(f"{label}: expected {what} on {param.device}; got {target.device}")
     if target.dtype not in (torch.float32, param.dtype):
         raise ValueError(f"{label}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
+    if not is_plain(target):
+        raise TypeError(f"{label}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
         raise ValueError(f"{label}: expected {what} with requires_grad=False; got True")
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
@@ -530,6 +538,8 @@ def _dummy(param: Tensor) -> Tensor:
 
 def _was_written(zero: Tensor) -> bool:
     """Whether somebody wrote to an element of a dummy; through `.data`, only a CPU can tell without waiting."""
+    if zero.is_inference():  # counts no writes
+        return True
     return zero._version != 0 or (zero.device.type == "cpu" and bool(zero))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.main_grad import MODES, same_strides
+from fusedmlp.plain_tensor import is_plain
 from fusedmlp.wgrad_queue import WgradQueue
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
@@ -46,7 +47,7 @@ def rows(x: object) -> Tensor:
         raise ValueError(f"x: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
     if x.dtype not in _DTYPES:
         raise TypeError(f"x: expected dtype {_names(_DTYPES)}; got {x.dtype}")
-    return x
+    return _plain("x", x)
 
 
 def experts(name: str, weight: object, weight_layout: str, x: Tensor) -> Experts:
@@ -119,7 +120,7 @@ def probabilities(probs: object, x: Tensor) -> Tensor | None:
         raise TypeError(f"probs: expected dtype {_names(_DTYPES)}; got {probs.dtype}")
     if probs.device != x.device:
         raise ValueError(f"probs: expected device {x.device}, that of x; got {probs.device}")
-    return probs.reshape(-1).contiguous()
+    return _plain("probs", probs).reshape(-1).contiguous()
 
 
 def implementation(impl: str, device: torch.device) -> str:
@@ -168,10 +169,26 @@ def _same_kind(name: str, tensors: list[Tensor], x: Tensor, dim: int) -> None:
             raise ValueError(f"{label}: expected {dim} dimensions; got shape {tuple(tensor.shape)}")
         if tensor.shape != shape:
             raise ValueError(f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}")
+        _plain(label, tensor)
         if tensor.dtype != x.dtype:
-            raise TypeError(f"{label}: expected dtype {x.dtype}, that of x; got {tensor.dtype}")
+            raise TypeError(f"{label}: expected dtype {x.dtype}, that of x; got {tensor.dtype}{_autocast(x.device)}")
         if tensor.device != x.device:
             raise ValueError(f"{label}: expected device {x.device}, that of x; got {tensor.device}")
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    if not is_plain(tensor):
+        raise TypeError(
+            f"{name}: expected a plain tensor; got a {type(tensor).__name__} (of a DTensor, pass .to_local(): its "
+            "gradient flows back through that, with accumulate_wgrad 'auto' or 'off')"
+        )
+    return tensor
+
+
+def _autocast(device: torch.device) -> str:
+    if not torch.is_autocast_enabled(device.type):
+        return ""
+    return " (autocast does not change this layer: pass x in the dtype of the weights)"
 
 
 def _kind(value: object) -> str:

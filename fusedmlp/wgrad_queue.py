@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp import ops
-from fusedmlp.main_grad import Route
+from fusedmlp.main_grad import Route, one_thread
 
 
 class _Delayed(NamedTuple):
@@ -19,7 +19,7 @@ class _Delayed(NamedTuple):
     dy: Tensor
     x: Tensor
     offsets: Tensor
-    versions: tuple[int, int]
+    versions: list[int]
     impl: str
 
     def shares_launch(self, other: _Delayed) -> bool:
@@ -54,9 +54,17 @@ class WgradQueue:
         """Number of weight gradients waiting."""
         return len(self._pending)
 
+    def __getstate__(self) -> dict[str, Any]:
+        if self._pending:
+            raise RuntimeError(
+                f"WgradQueue: expected an empty queue to be copied or pickled; got one with {len(self)} gradients "
+                "waiting, which belong to the original's parameters: run() it first"
+            )
+        return self.__dict__
+
     def put(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str) -> None:
         """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
-        self._pending.append(_Delayed(route, transposed, dy, x, offsets, (dy._version, x._version), impl))
+        self._pending.append(_Delayed(route, transposed, dy, x, offsets, _versions(dy, x), impl))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -84,7 +92,8 @@ class WgradQueue:
 
     def _run_next(self) -> None:
         batch = list(self._next_batch())
-        _run(batch)
+        with one_thread:
+            _run(batch)
         done = {id(delayed) for delayed in batch}
         self._pending = deque(d for d in self._pending if id(d) not in done)
 
@@ -105,9 +114,14 @@ class WgradQueue:
                 yield delayed
 
 
+def _versions(*tensors: Tensor) -> list[int]:
+    """How often each was written; tensors of `torch.inference_mode()` do not count that."""
+    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def _run(batch: list[_Delayed]) -> None:
     for delayed in batch:
-        if (delayed.dy._version, delayed.x._version) != delayed.versions:
+        if _versions(delayed.dy, delayed.x) != delayed.versions:
             raise RuntimeError(
                 f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
                 "backward and the run of the queue"
