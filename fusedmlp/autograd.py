@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ def _first_order_only(backward: _Backward) -> _Backward:
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
             raise RuntimeError(
                 "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
                 "is not supported; expected one backward for each gradient of y"
@@ -94,8 +94,17 @@ def _first_order_only(backward: _Backward) -> _Backward:
     return run
 
 
+def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
+    raise RuntimeError(
+        "fusedmlp under forward-mode AD (torch.autograd.forward_ad, torch.func.jvp): expected reverse mode"
+        " (torch.autograd.grad), or plain PyTorch"
+    )
+
+
 class GroupedLinear(torch.autograd.Function):
     """`apply(call, *weight, *bias, x, offsets) -> y`."""
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
@@ -127,6 +136,8 @@ class GroupedLinear(torch.autograd.Function):
 
 class GroupedMLP(torch.autograd.Function):
     """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets[, probs]) -> y`."""
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:

@@ -266,7 +266,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
         fused = mode in ("main_grad", "grad") or (mode == "auto" and has_main_grad)
         if fused and not weight.is_leaf:
             raise RuntimeError(
-                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}"
+                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}, "
+                "through which only a returned gradient flows back: use accumulate_wgrad='off'"
             )
         if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
             _existing_target(weight, mode, label)
