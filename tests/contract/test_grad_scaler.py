@@ -85,11 +85,12 @@ def test_outside_of_as_grad_the_dummies_refuse(call):
     scaler = torch.amp.GradScaler("cpu")
     ((x, dy),) = batches(1)
     model(x, COUNTS).backward(scaler.scale(dy))
+    calls = {
+        "unscale_": lambda: scaler.unscale_(optimizer),
+        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    }
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        if call == "unscale_":
-            scaler.unscale_(optimizer)
-        else:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        calls[call]()
 
 
 def test_without_the_attribute_unscaling_outside_of_as_grad_is_noticed_by_the_scaler():
