@@ -26,7 +26,7 @@ def test_system(system, mode, packed, make_layer, assert_close):
         places = step.places()
         with pytest.raises((RuntimeError, TypeError, ValueError), match=re.escape(system.refused[mode])):
             system.run(step)
-        if system.run not in (systems.clip_outside, systems.copied_with_queue):  # they ran a backward before
+        if not system.refused_late:
             assert all(torch.equal(p, b) for p, b in zip(places, step.before, strict=True))
         return
     handed = system.run(step)
@@ -111,10 +111,10 @@ def test_a_copy_trains_by_itself(make_layer, assert_close):
     assert all(p.grad is None for p in step.params)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
 def test_compiled_autograd_really_compiles_and_uses_its_graph_again(make_layer, assert_close):
-    """Also where plain PyTorch uses the weights too, and where the gradient is wanted elsewhere the next time."""
+    """Also where the gradient is wanted elsewhere the next time."""
     step, graphs = Step(make_layer, "main_grad", packed=True), []
-    step.buffer.zero_()
 
     def compiler(graph):
         graphs.append(graph)
@@ -129,10 +129,7 @@ def test_compiled_autograd_really_compiles_and_uses_its_graph_again(make_layer, 
         assert len(graphs) == compiled > 0
         x, dy = step.layer.batch(3)
         assert_close(torch.autograd.grad(step(x), step.params, dy), step.layer.wgrads(3))
-        x, dy = step.layer.batch(4)
-        torch.autograd.backward([step(x), *(p.square().sum() for p in step.params)], [dy, *[None] * len(step.params)])
-    step.buffer.norm()  # takes in what is in .grad
-    expected = [w + 2 * p.double() for w, p in zip(step.layer.wgrads(1, 2, 1, 4), step.params, strict=True)]
+    expected = [b.double() + w for b, w in zip(step.before, step.layer.wgrads(1, 2, 1), strict=True)]
     assert_close(step.places(), expected)
 
 

@@ -55,6 +55,7 @@ class System:
     seeds: tuple[int, ...] = (1,)
     refused: dict[str, str] = field(default_factory=dict)  # mode: part of the message
     where: str = ""  # the gradients go, if not where they always go
+    refused_late: bool = False  # after a backward, or part of one
 
     def answer(self, mode: str) -> str:
         return f"refused: {self.refused[mode]}" if mode in self.refused else "right"
@@ -285,6 +286,19 @@ def compiled(step):
         step.backward()
 
 
+@system(
+    "compiled autograd, weights used twice",
+    seeds=(1, 2),
+    refused={(*FUSED, "delayed, .grad"): "must be Tensor, not NoneType"},
+    refused_late=True,
+    where="refused amid backward, by PyTorch: zero the gradients before going on",
+)
+def compiled_twice(step):
+    (x1, dy1), (x2, dy2) = step.layer.batch(1), step.layer.batch(2)
+    with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
+        torch.autograd.backward([step(x1), step(x2)], [dy1, dy2])
+
+
 @system("backward in another thread")
 def other_thread(step):
     y = step.forward()
@@ -391,6 +405,8 @@ def grad_scaler(step):
 @system(
     "`unscale_`, `clip_grad_norm_` outside `buffer.as_grad()`",
     refused={MAIN: "more than one element of the written-to tensor refers to a single memory location"},
+    refused_late=True,
+    where="gradients are in main_grad, and `.grad` is a zero dummy",
 )
 def clip_outside(step):
     step.backward()
@@ -528,6 +544,7 @@ DELAYED = ("delayed, main_grad", "delayed, .grad")
     "copying or pickling a module whose queue is not empty",
     seeds=(1, 1),
     refused={DELAYED: "expected an empty queue to be copied or pickled"},
+    refused_late=True,
 )
 def copied_with_queue(step):
     step.backward()
