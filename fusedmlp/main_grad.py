@@ -42,6 +42,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedmlp import environment
 from fusedmlp.plain_tensor import is_plain
+from fusedmlp.sharded_params import gathered_by_fsdp2
 
 Mode = Literal["auto", "main_grad", "grad", "off"]
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
@@ -268,6 +269,12 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
             raise RuntimeError(
                 f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}, "
                 "through which only a returned gradient flows back: use accumulate_wgrad='off'"
+            )
+        if (delayed or (fused and mode != "grad")) and gathered_by_fsdp2(weight):
+            raise RuntimeError(
+                f"{label}: FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
+                f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without delay, "
+                "and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
             )
         if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
             _existing_target(weight, mode, label)

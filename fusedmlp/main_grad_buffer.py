@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.main_grad import grad_dtype, is_dummy
+from fusedmlp.plain_tensor import is_plain
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
@@ -88,6 +89,11 @@ class MainGradBuffer:
         for i, param in enumerate(self.params):
             if not param.is_leaf or not param.requires_grad:
                 raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {param.grad_fn or param}")
+            if not is_plain(param):
+                raise ValueError(
+                    f"params[{i}]: expected a plain tensor; got a {type(param).__name__} (FSDP2 reduces .grad: step "
+                    "from that, with accumulate_wgrad='grad' and fusedmlp.integrations.fsdp2.accumulate_in)"
+                )
             if param.device != self.params[0].device:
                 raise ValueError(f"params[{i}]: expected device {self.params[0].device}; got {param.device}")
             if dtype not in (torch.float32, param.dtype):
@@ -122,6 +128,7 @@ class MainGradBuffer:
     def _absorb(self) -> None:
         """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
         self._refuse_taken_away()
+        self._refuse_no_gradient()
         for param in self.params:
             if param.grad is not None and not is_dummy(param.grad):
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
@@ -166,6 +173,15 @@ class MainGradBuffer:
                     f"{'another' if hasattr(param, 'main_grad') else 'none'}, so that gradients go elsewhere (after "
                     "detach(), torch.utils.swap_tensors or another owner, make a new MainGradBuffer)"
                 )
+
+    def _refuse_no_gradient(self) -> None:
+        """Parameters that a model no longer has keep their main_grad, at zero; others have its gradients."""
+        arrived = (p.grad is not None or getattr(p, "grad_added_to_main_grad", True) for p in self.params)
+        if not any(arrived) and not self.flat.any():
+            raise RuntimeError(
+                "params: expected a gradient for at least one since zero_(); got none, so that the model has others now "
+                "(after fully_shard, load_state_dict(assign=True) or copy.deepcopy, make a new MainGradBuffer)"
+            )
 
     def detach(self) -> None:
         """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays."""

@@ -587,6 +587,16 @@ def swapped(step):
     step.before = [torch.zeros_like(b) for b in step.before]
 
 
+# What several processes run; their own tests check these rows
+
+FSDP2 = "FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
+system(
+    "FSDP2 (`fully_shard`), 1 and 2 ranks",
+    refused={"main_grad": FSDP2 + "one in main_grad", DELAYED: FSDP2 + "a delayed gradient"},
+    where="reduced `.grad`; see [fsdp2.md](fsdp2.md)",
+)(None)
+
+
 # The document
 
 
