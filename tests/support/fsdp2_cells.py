@@ -1,7 +1,6 @@
 """Experts under FSDP2 (`fully_shard`), against float64 in one process on the data of all ranks.
 
-Every rank runs `cells`. Micro-batches differ from rank to rank; in some, a rank has no tokens, and one expert never
-has any.
+Every rank runs `cells`, on the micro-batches of support/small_moe.py.
 """
 
 from __future__ import annotations
@@ -12,75 +11,15 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from support import tolerance
+from support.small_moe import EXPERTS, batch, initial, plain_output, stacked
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.integrations import fsdp2
-from support import reference, tolerance
 
-H, F, EXPERTS, MICRO_BATCHES, STEPS = 6, 4, 3, 3, 2
-# By rank and micro-batch, the same in every step. Expert 1 never gets a token.
-LOADS = [[[3, 0, 2], [0, 0, 4], [1, 0, 1]], [[0, 0, 0], [1, 0, 5], [0, 0, 0]]]
-PADDING, MAX_NORM = 1, 0.2
-
-
-class Model(nn.Module):
-    def __init__(self, packed, accumulate, checkpointed=False, delay=False):
-        super().__init__()
-        self.checkpointed = checkpointed
-        self.inner = nn.Linear(H, H)
-        self.experts = fusedmlp.GroupedMLP(
-            EXPERTS, H, F, bias=True, packed=packed, accumulate_wgrad=accumulate, delay_wgrad=delay
-        )
-
-    def forward(self, x, counts, probs):
-        x = self.inner(x)
-        if self.checkpointed:
-            return checkpoint(self.experts, x, counts, probs, use_reentrant=False)
-        return self.experts(x, counts, probs)
-
-
-def initial(packed, accumulate="off", **options):
-    """A model with the same numbers whenever it is made."""
-    torch.manual_seed(3)
-    numbers = Model(True, "off")
-    for param in numbers.parameters():
-        param.data.copy_(torch.randn(param.shape) * 0.5)
-    model = Model(packed, accumulate, **options)
-    model.load_state_dict(numbers.state_dict())
-    return model
-
-
-def batch(rank, step, micro_batch):
-    """x `[R, H]`, counts, probs `[R]`, dy `[R, H]`, with padding rows."""
-    generator = torch.Generator().manual_seed(100 * rank + 10 * step + micro_batch)
-    counts = LOADS[rank][micro_batch]
-    rows = sum(counts) + PADDING
-    x, dy = torch.randn(rows, H, generator=generator), torch.randn(rows, H, generator=generator)
-    return x, counts, torch.rand(rows, generator=generator), dy
-
-
-def stacked(params, packed):
-    """Parameters by name, those of experts stacked."""
-    if packed:
-        return dict(params)
-    result = {name: tensor for name, tensor in params.items() if not name[-1].isdigit()}
-    for group in dict.fromkeys(name.rstrip("0123456789") for name in params if name[-1].isdigit()):
-        result[group] = torch.stack([params[f"{group}{e}"] for e in range(EXPERTS)])
-    return result
-
-
-def plain_output(params, x, counts, probs):
-    """The model in plain PyTorch, one expert at a time; `params` in the packed form."""
-    x = x @ params["inner.weight"].T + params["inner.bias"]
-    outputs = []
-    for e, rows in enumerate(x[: sum(counts)].split(counts)):
-        h = rows @ params["experts.fc1.weight"][e].T + params["experts.fc1.bias"][e]
-        y = reference.activate("swiglu", h) @ params["experts.fc2.weight"][e].T + params["experts.fc2.bias"][e]
-        outputs.append(y)
-    return torch.cat(outputs) * probs[: sum(counts), None].to(x.dtype)
+MICRO_BATCHES, STEPS, MAX_NORM = 3, 2, 0.2
 
 
 def plain_training(dtype, world_size):
@@ -127,7 +66,10 @@ def shard(model, precision, reshard, together):
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True, output_dtype=torch.bfloat16
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=True,
+            output_dtype=torch.bfloat16,
         )
     if not together:
         fully_shard(model.experts, mp_policy=policy, reshard_after_forward=reshard)

@@ -597,6 +597,12 @@ system(
 )(None)
 
 
+system(
+    "`torch.distributed.autograd.backward`, local and remote owners",
+    where="in the context; nothing else is touched, and nothing delayed",
+)(None)
+
+
 # The document
 
 
