@@ -46,12 +46,13 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any]) -> Route:
-        """Where the gradient of `weights` goes."""
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any) -> Route:
+        """Where the gradient of `weights` goes; `running` is the node whose backward asks."""
         return main_grad.route(
             name,
             weights,
             [node for node, _ in nodes],
+            running,
             self.mode,
             overwrite=self.overwrite,
             delayed=self.queue is not None,
@@ -122,7 +123,7 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
         weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
         dy = dy.contiguous()
-        route = call.route("weight", weight, weight_nodes)
+        route = call.route("weight", weight, weight_nodes, ctx)
         dx = None
         if x_node[0] is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
@@ -168,8 +169,8 @@ class GroupedMLP(torch.autograd.Function):
         fc1, fc2, bias1, bias2, (x, offsets, *probs, h) = call.split(ctx.saved_tensors)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
         dy = dy.contiguous()
-        route2 = call.route("fc2_weight", fc2, nodes2)  # first, as its GEMM is: they could be one parameter
-        route1 = call.route("fc1_weight", fc1, nodes1)
+        route2 = call.route("fc2_weight", fc2, nodes2, ctx)  # first, as its GEMM is: they could be one parameter
+        route1 = call.route("fc1_weight", fc1, nodes1, ctx)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(

@@ -62,17 +62,18 @@ class EngineUse(Enum):
     DROP = "nothing: no gradient is wanted"
 
 
-def engine_use(node: Any) -> EngineUse:
+def engine_use(node: Any, running: Any) -> EngineUse:
     """Read the engine's plan for the graph node that a weight's gradient flows to (None: needs no grad).
 
     `torch._C._will_engine_execute_node` is private; `torch.autograd.graph` relies on it too. It raises for a
-    leaf whose gradient is captured instead of accumulated.
+    leaf whose gradient is captured instead of accumulated. Under distributed autograd, which captures every leaf's, it
+    knows no plan and denies all nodes, even the `running` one.
     """
     if node is None:
         return EngineUse.DROP
     try:
         if not torch._C._will_engine_execute_node(node):
-            return EngineUse.DROP
+            return EngineUse.DROP if torch._C._will_engine_execute_node(running) else EngineUse.CAPTURE
     except RuntimeError:
         return EngineUse.CAPTURE
     return EngineUse.ACCUMULATE if isinstance(node, _AccumulateGrad) else EngineUse.CAPTURE
@@ -205,6 +206,7 @@ def route(
     name: str,
     weights: Sequence[Tensor],
     nodes: Sequence[Any],
+    running: Any,
     mode: Mode,
     *,
     overwrite: bool,
@@ -212,11 +214,11 @@ def route(
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes.
 
-    `nodes` are the graph nodes that the gradients of `weights` flow to. The parameter is taken from its node:
-    checkpointing and saved-tensor hooks hand back weights that have lost their attributes. A gradient that somebody
-    asked for (CAPTURE) is never delayed, nor are those of the same list.
+    `nodes` are the graph nodes that the gradients of `weights` flow to, `running` the one that makes them. The
+    parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
+    attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list.
     """
-    uses = [engine_use(node) for node in nodes]
+    uses = [engine_use(node, running) for node in nodes]
     params = [
         node.variable if use is EngineUse.ACCUMULATE else weight
         for node, use, weight in zip(nodes, uses, weights, strict=True)
@@ -273,8 +275,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
         if (delayed or (fused and mode != "grad")) and gathered_by_fsdp2(weight):
             raise RuntimeError(
                 f"{label}: FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
-                f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without delay, "
-                "and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
+                f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without "
+                "delay, and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
             )
         if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
             _existing_target(weight, mode, label)

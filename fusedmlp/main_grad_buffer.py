@@ -179,8 +179,8 @@ class MainGradBuffer:
         arrived = (p.grad is not None or getattr(p, "grad_added_to_main_grad", True) for p in self.params)
         if not any(arrived) and not self.flat.any():
             raise RuntimeError(
-                "params: expected a gradient for at least one since zero_(); got none, so that the model has others now "
-                "(after fully_shard, load_state_dict(assign=True) or copy.deepcopy, make a new MainGradBuffer)"
+                "params: expected a gradient for at least one since zero_(); got none, so that the model has others "
+                "now (after fully_shard, load_state_dict(assign=True) or copy.deepcopy, make a new MainGradBuffer)"
             )
 
     def detach(self) -> None:
