@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -47,12 +47,13 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], undo: ExitStack) -> Route:
-        """Where the gradient of `weights` goes."""
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any, undo: ExitStack) -> Route:
+        """Where the gradient of `weights` goes; `running` is the node whose backward asks."""
         return main_grad.route(
             name,
             weights,
             [node for node, _ in nodes],
+            running,
             self.mode,
             first_recomputed=self.first_recomputed,
             delayed=self.queue is not None,
@@ -92,7 +93,12 @@ def _first_order_only(backward: Callable[[Any, Tensor, ExitStack], _Grads]) -> C
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
-        with torch.no_grad(), ExitStack() as undo:
+        if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
+            raise RuntimeError(
+                "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
+                "is not supported; expected one backward for each gradient of y"
+            )
+        with main_grad.one_thread, torch.no_grad(), ExitStack() as undo:
             grads = backward(ctx, dy, undo)
             undo.pop_all()
         if not torch.is_grad_enabled():
@@ -105,8 +111,17 @@ def _first_order_only(backward: Callable[[Any, Tensor, ExitStack], _Grads]) -> C
     return run
 
 
+def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
+    raise RuntimeError(
+        "fusedmlp under forward-mode AD (torch.autograd.forward_ad, torch.func.jvp): expected reverse mode"
+        " (torch.autograd.grad), or plain PyTorch"
+    )
+
+
 class GroupedLinear(torch.autograd.Function):
     """`apply(call, *weight, *bias, x, offsets) -> y`."""
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
@@ -124,7 +139,7 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
         weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
         dy = dy.contiguous()
-        route = call.route("weight", weight, weight_nodes, undo)
+        route = call.route("weight", weight, weight_nodes, ctx, undo)
         dx = None
         if x_node[0] is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
@@ -141,6 +156,8 @@ class GroupedMLP(torch.autograd.Function):
 
     `slots` and `rows` (`mlp_types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
     """
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
@@ -176,8 +193,8 @@ class GroupedMLP(torch.autograd.Function):
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
         dy = dy.contiguous()
         tokens, row_probs = _of_rows(probs, slots)
-        route2 = call.route("fc2_weight", fc2, nodes2, undo)  # first, as its GEMM is: they could be one parameter
-        route1 = call.route("fc1_weight", fc1, nodes1, undo)
+        route2 = call.route("fc2_weight", fc2, nodes2, ctx, undo)  # first, as its GEMM is: they could be one parameter
+        route1 = call.route("fc1_weight", fc1, nodes1, ctx, undo)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(

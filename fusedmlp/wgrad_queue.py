@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp import ops
-from fusedmlp.main_grad import Route
+from fusedmlp.main_grad import Route, one_thread
 
 
 class Operands(NamedTuple):
@@ -24,8 +24,8 @@ class Operands(NamedTuple):
     x_rows: Tensor | None
 
     def versions(self) -> list[int]:
-        """Grow with every modification in place."""
-        return [tensor._version for tensor in self if tensor is not None]
+        """Grow with every modification in place; tensors of `torch.inference_mode()` do not count those."""
+        return [-1 if t.is_inference() else t._version for t in self if t is not None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,14 @@ class WgradQueue:
     def __len__(self) -> int:
         """Number of weight gradients waiting."""
         return len(self._pending)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._pending:
+            raise RuntimeError(
+                f"WgradQueue: expected an empty queue to be copied or pickled; got one with {len(self)} gradients "
+                "waiting, which belong to the original's parameters: run() it first"
+            )
+        return self.__dict__
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
@@ -125,12 +133,19 @@ class WgradQueue:
                 "queue.clear()"
             )
         batch = list(self._next_batch())
-        first = batch[0]
         _check(batch)
+        with one_thread:
+            self._add(batch)
+        for delayed in batch:  # in place: another thread may be adding to the queue
+            self._pending.remove(delayed)
+        self._begun = None
+
+    def _add(self, batch: list[_Delayed]) -> None:
+        first = batch[0]
         first.route.open()
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
-        self._begun = first.route.name
         operands = [delayed.operands for delayed in batch]
+        self._begun = first.route.name
         ops.grouped_wgrad_(
             outs,
             [],
@@ -143,9 +158,6 @@ class WgradQueue:
             first.impl,
         )
         first.route.finish_delayed()
-        for delayed in batch:  # in place: another thread may be adding to the queue
-            self._pending.remove(delayed)
-        self._begun = None
 
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to one that overwrites."""
