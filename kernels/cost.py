@@ -4,8 +4,8 @@
 their gradients, if added to, not touched. Sizes are of one element in bytes: `itemsize` of activations, weights and
 biases, others of what they are named after, 0 where there is none.
 
-Rows that are gathered from tokens share them: `tokens` is how many there are (None: nothing is gathered), and each is read
-once, with an int32 index for every row.
+Rows that are gathered from tokens share them: `tokens` is how many there are (None: nothing is gathered), and each is
+read once, with an int32 index for every row.
 """
 
 from __future__ import annotations
