@@ -7,8 +7,8 @@ the experts, the results travel back, and the backward of both is an all-to-all 
 way, the rank computes the weight gradients of its experts, which nobody waits for: `delay_wgrad=True` puts them off,
 `backward_dw()` runs them. They land in `main_grad`, and no other rank needs them. Everything else is in DDP.
 
-With GPUs the backend is NCCL, otherwise gloo. The only values that the host waits for are the numbers of rows to send and
-to receive, one list of `2 W` integers per forward, which `all_to_all_single` needs.
+With GPUs the backend is NCCL, otherwise gloo. The only values that the layer has the host wait for are the numbers of rows
+to send and to receive, one list of `2 W` integers per forward, which `all_to_all_single` needs.
 
 Letters: `W` ranks, `T` tokens of a rank, `K` experts per token, `R = T K` rows, `E` experts, `L = E / W` on a rank,
 `H` hidden size, `F` ffn size.
@@ -113,7 +113,7 @@ def batch(step: int, micro: int, rank: int, device: torch.device) -> tuple[Tenso
     """Tokens of one rank, and what is to be made of them: something that differs with the signs of the first four."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     x_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
-    kind_T = (x_TH[:, :4] > 0) @ torch.tensor([1, 2, 4, 8])
+    kind_T = (x_TH[:, :4] > 0).long() @ torch.tensor([1, 2, 4, 8])
     return x_TH.to(device), torch.sin(x_TH.roll(1, dims=1) * (1 + kind_T.unsqueeze(1) / 8)).to(device)
 
 
@@ -133,7 +133,7 @@ def in_one_process(weights: dict[str, Tensor], step: int, world_size: int) -> tu
                 y = y.index_add(0, token, F.linear(F.silu(gate) * linear, fc2) * probs_TK[token, k].unsqueeze(1))
             loss = F.mse_loss(F.linear(h + y, w["last.weight"], w["last.bias"]), target)
             (loss / world_size / MICRO_BATCHES).backward()
-            total += float(loss) / world_size / MICRO_BATCHES
+            total += float(loss.detach()) / world_size / MICRO_BATCHES
     return total, {name: t.grad for name, t in w.items() if t.grad is not None}
 
 
@@ -183,7 +183,7 @@ def main() -> None:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-    losses, references = [], []
+    losses, references, idle = [], [], 0
     worst: dict[str, float] = {}
     for step in range(args.steps):
         weights = whole(model, lambda param: param)
@@ -206,6 +206,7 @@ def main() -> None:
             for name, grad in whole(model, lambda param: param.grad).items():
                 error = float((grad - expected[name]).abs().max() / expected[name].abs().max())
                 worst[name] = max(worst.get(name, 0.0), error)
+                idle += int((grad == 0).flatten(1).all(1).sum()) if name == "fc2" else 0
             optimizer.step()
         if rank == 0:
             print(f"step {step + 1}: loss {losses[-1]:.6f}, in one process {reference:.6f}", flush=True)
@@ -221,6 +222,7 @@ def main() -> None:
                 "losses": losses,
                 "losses_in_one_process": references,
                 "largest_differences": worst,
+                "idle_experts": idle,  # of all steps; their gradients are zero
                 "overlapped_weight_gradients": model.moe.overlapped,
             }
             args.json.write_text(json.dumps(results, indent=1))
