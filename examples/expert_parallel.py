@@ -5,10 +5,10 @@
 Every rank has its own tokens and `E / W` of the experts. The router's choices travel by all-to-all to the ranks that own
 the experts, the results travel back, and the backward of both is an all-to-all again. While the last of these is under
 way, the rank computes the weight gradients of its experts, which nobody waits for: `delay_wgrad=True` puts them off,
-`backward_dw()` runs them. They land in `main_grad`, and no other rank needs them. Everything else is in DDP.
+`backward_dw()` runs them. They land in `main_grad`, and no other rank needs them. All else is in DDP.
 
-With GPUs the backend is NCCL, otherwise gloo. The only values that the layer has the host wait for are the numbers of rows
-to send and to receive, one list of `2 W` integers per forward, which `all_to_all_single` needs.
+With GPUs the backend is NCCL, otherwise gloo. The only values that the layer has the host wait for are the numbers of
+rows to send and to receive, one list of `2 W` integers per forward, which `all_to_all_single` needs.
 
 Letters: `W` ranks, `T` tokens of a rank, `K` experts per token, `R = T K` rows, `E` experts, `L = E / W` on a rank,
 `H` hidden size, `F` ffn size.
@@ -45,6 +45,7 @@ class Exchange(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, send: list[int], receive: list[int], meanwhile: Callable[[], None], group: Any
     ) -> Tensor:
+        """`[sum(send), H] -> [sum(receive), H]`."""
         ctx.lengths, ctx.meanwhile, ctx.group = (send, receive), meanwhile, group
         out = rows.new_empty(sum(receive), rows.shape[1])
         dist.all_to_all_single(out, rows.contiguous(), receive, send, group=group)
@@ -52,6 +53,7 @@ class Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """`[sum(receive), H] -> [sum(send), H]`."""
         send, receive = ctx.lengths
         grad, out = grad.contiguous(), grad.new_empty(sum(send), grad.shape[1])
         work = dist.all_to_all_single(out, grad, send, receive, group=ctx.group, async_op=True)

@@ -3,7 +3,7 @@
 import itertools
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -191,10 +191,7 @@ def run(cell):
     module.load_state_dict(state())
     weights = [p for n, p in module.named_parameters() if "weight" in n and not n.startswith("dense")]
     used = [p for n, p in module.named_parameters() if "weight" in n and n.startswith("experts")]
-    if cell.in_buckets:
-        ddp = grads_in_buckets(module, weights, lambda m: wrap(cell, m))
-    else:
-        ddp = wrap(cell, module)
+    ddp = grads_in_buckets(module, weights, partial(wrap, cell)) if cell.in_buckets else wrap(cell, module)
     error, counted = 0.0, {}
     for step in range(STEPS):
         ddp.zero_grad(set_to_none=cell.set_to_none)

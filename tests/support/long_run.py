@@ -40,12 +40,12 @@ class Trainer:
             grads_in_buckets(
                 self.model,
                 self.model.expert_weights(),
-                lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True, bucket_cap_mb=0.05),
+                lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
             )
             if fused
-            else DistributedDataParallel(self.model, bucket_cap_mb=0.05)
+            else DistributedDataParallel(self.model)
         )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.95))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, betas=(0.9, 0.95), fused=True)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min((step + 1) / WARMUP, 1 - step / steps)
         )
@@ -58,7 +58,7 @@ class Trainer:
         self.empty += int((arguments[1] == 0).sum())
 
     def backward(self, step, kill=False):
-        """The loss, mean over micro-batches and ranks."""
+        """The loss, mean over this rank's micro-batches."""
         losses = []
         for micro in range(MICRO_BATCHES):
             with nullcontext() if micro == MICRO_BATCHES - 1 else self.ddp.no_sync():
@@ -67,9 +67,7 @@ class Trainer:
             if kill:
                 os.kill(os.getpid(), signal.SIGKILL)  # with half of the step's gradients in the buckets
             losses.append(loss.detach())
-        mean = torch.stack(losses).mean()
-        dist.all_reduce(mean)
-        return float(mean) / dist.get_world_size()
+        return float(torch.stack(losses).mean())
 
     def update(self):
         self.optimizer.step()
@@ -93,6 +91,12 @@ class Trainer:
         return state["step"]
 
 
+def mean_over_ranks(losses):
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).tolist()
+
+
 def memory():
     """Resident bytes of this process, and bytes of all tensors that Python can see."""
     gc.collect()
@@ -114,7 +118,7 @@ def train(trainer, steps, *, start=0, checkpoint=None, kill_at=None):
             trainer.save(checkpoint, step + 1)
         if step + 1 in (steps // 5, steps):
             used.append(memory())
-    return {"losses": losses, "memory": used, "empty": trainer.empty}
+    return {"losses": mean_over_ranks(losses), "memory": used, "empty": trainer.empty}
 
 
 def in_lockstep(steps):
@@ -130,7 +134,7 @@ def in_lockstep(steps):
         got = {name: p.grad for name, p in fused.model.named_parameters()}
         assert_close(got, expected, expected, torch.float32)
         plain.update()
-    return losses
+    return mean_over_ranks(losses)
 
 
 def compare(steps):
