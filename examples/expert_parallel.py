@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--steps 20] [--experts 8] [--json results.json]
 
-Every rank has its own tokens and `E / W` of the experts. The router's choices travel by all-to-all to the ranks that own
-the experts, the results travel back, and the backward of both is an all-to-all again. While the last of these is under
-way, the rank computes the weight gradients of its experts, which nobody waits for: `delay_wgrad=True` puts them off,
-`backward_dw()` runs them. They land in `main_grad`, and no other rank needs them. All else is in DDP.
+Every rank has its own tokens and `E / W` of the experts. The router's choices travel by all-to-all to the ranks that
+own the experts, the results travel back, and the backward of both is an all-to-all again. While the last of these is
+under way, the rank computes the weight gradients of its experts, which nobody waits for: `delay_wgrad=True` puts them
+off, `backward_dw()` runs them. They land in `main_grad`, and no other rank needs them. All else is in DDP.
 
 With GPUs the backend is NCCL, otherwise gloo. The only values that the layer has the host wait for are the numbers of
 rows to send and to receive, one list of `2 W` integers per forward, which `all_to_all_single` needs.
