@@ -262,10 +262,14 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         _outermost_backward()
     else:  # whatever is left was interrupted
         _running.backwards.clear()
-    if not torch.is_grad_enabled():
-        return
     ddp = DistributedDataParallel._get_active_ddp_module()
-    managed = set() if ddp is None else {id(p) for p in ddp._module_parameters}
+    if not torch.is_grad_enabled():
+        if ddp is not None:
+            _without_grad_in_ddp.update((weight, weakref.ref(ddp)) for weight in weights)
+        return
+    if ddp is None and torch._C._current_graph_task_id() != -1:
+        ddp = next((alive() for alive in map(_without_grad_in_ddp.get, weights) if alive is not None), None)
+    managed = set() if ddp is None else {id(p) for p in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
@@ -303,6 +307,11 @@ def expect_overwrite(weights: Sequence[Tensor], mode: Mode) -> None:
 def expect_no_overwrite(weight: Tensor) -> None:
     """Its `main_grad` has been zeroed."""
     _to_overwrite.pop(weight, None)
+
+
+# Parameter -> the DDP, weakly, in whose forward a layer used it under no_grad: in evaluation, or in a reentrant
+# checkpoint, whose second forward, in backward, DDP knows nothing of.
+_without_grad_in_ddp = WeakTensorKeyDictionary()
 
 
 def fresh_like(param: Tensor) -> Tensor:
