@@ -253,6 +253,9 @@ class FusedGroupedMLP(TEGroupedMLP):
                 linear.refuse_owners_that_do_not_wait()
         for linear in linears:
             linear()
+        under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.weight0, "__fsdp_param__")
+        if under_fsdp:
+            self._keep_what_fsdp_adds_up()
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
@@ -269,22 +272,33 @@ class FusedGroupedMLP(TEGroupedMLP):
             accumulate_wgrad=mode,
             wgrad_queue=self._queue,
         )
-        if y.requires_grad and hasattr(self.linear_fc1.weight0, "__fsdp_param__"):
-            y.register_hook(self._keep_what_fsdp_adds_up)
+        if under_fsdp and y.requires_grad:
+            y.register_hook(lambda _: self._keep_what_fsdp_adds_up())
         return y, None
 
-    def _keep_what_fsdp_adds_up(self, _: Tensor) -> None:
-        """Before the experts' backward: take `overwrite_main_grad` off weights whose `main_grad` outlives it.
+    def _keep_what_fsdp_adds_up(self) -> None:
+        """Take `overwrite_main_grad` off weights in whose `main_grad` Megatron-FSDP adds micro-batches up.
 
-        Megatron-FSDP sets it on all weights whenever it gathers them. Where it does not shard gradients (the strategy
-        "optim", or no other rank to shard them with), it adds micro-batches up in `main_grad`, and overwriting would
-        lose those before.
+        It sets it on all weights whenever it gathers them: before a forward, that of recomputation included, and for
+        some modules before their backward. Where it does not shard gradients (the strategy "optim", or no other rank
+        to shard them with), `main_grad` outlives a micro-batch, and overwriting would lose those before.
         """
         for linear in (self.linear_fc1, self.linear_fc2):
             for weight in linear.group("weight"):
-                buffer = getattr(weight, "_gbuf", None)
-                if buffer is not None and not buffer.is_data_distributed:
-                    weight.overwrite_main_grad = False  # type: ignore[attr-defined]
+                if not weight.requires_grad:
+                    continue
+                owner, buffer = weight._megatron_fsdp_model, weight._gbuf  # type: ignore[attr-defined]
+                if buffer.is_data_distributed:
+                    continue
+                weight.overwrite_main_grad = False  # type: ignore[attr-defined]
+                scaled = buffer.gradient_scaling_factor not in (None, 1)
+                if scaled and owner.microbatch_count > 0 and not owner.is_delay_grad_reduce:
+                    raise RuntimeError(
+                        "data_parallel_sharding_strategy: expected no_shard or optim, one micro-batch, or "
+                        "calculate_per_token_loss, where experts have an expert data parallel size of 1; got "
+                        f"{owner.data_parallel_sharding_strategy}, under which Megatron-FSDP scales what earlier "
+                        "micro-batches left in main_grad again with every one"
+                    )
 
     def backward_dw(self) -> None:
         """The weight gradients that `delay_wgrad_compute` put off in the oldest backward: fc2's, then fc1's."""

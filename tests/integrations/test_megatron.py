@@ -20,6 +20,20 @@ def test_gradients_in_every_cell(world_size, tmp_path):
         assert failures == {}
 
 
+@WORLDS
+def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
+    """The same, with two steps of an optimizer; what a cell is stands in `support/megatron_fsdp.py`."""
+    for count, failures in launch("support.megatron_fsdp:run_all", world_size, tmp_path):
+        assert count == {1: 48, 2: 80}[world_size]
+        assert failures == {}
+
+
+def test_fsdp_where_gradients_could_not_be_right_is_refused(tmp_path):
+    for found in launch("support.megatron_fsdp:refusals", 2, tmp_path):
+        assert "expected no_shard or optim, one micro-batch, or calculate_per_token_loss" in found["scaled again"]
+        assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in found["delayed"]
+
+
 @pytest.mark.parametrize("what", ["a returned gradient after a fused one", "a dummy that is not zero"])
 def test_megatron_would_lose_or_double_what_our_module_does_not_do(what, tmp_path):
     (result,) = launch("support.megatron_experts:sabotage", 1, tmp_path)

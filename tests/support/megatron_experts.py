@@ -43,7 +43,7 @@ class Cell:
     overlap_param_gather: bool = False
 
     def __str__(self):
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Cell(), k)]
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(type(self)(), k)]
         return ",".join(changed) or "default"
 
 
