@@ -48,8 +48,9 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	@touch $(READY)
 
-# The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages that the tests do without.
+# The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages of which the tests need one.
 $(VENV)/.integrations: $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt einops
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps megatron-core
 	@touch $@
 

@@ -1,8 +1,8 @@
 """Experts under Megatron-FSDP, in every sharding strategy, against float64 autograd. Runs in a `world`.
 
-Its buffers, hooks and reductions are the real ones. It asks for GPUs by name, so that these are replaced: the device type
-of its meshes, streams (on the CPU everything is in order), `Tensor.cuda` of small flags, and the check for a version of
-TransformerEngine, which only says that TransformerEngine's layers of that version know `get_main_grad`, as ours do.
+Its buffers, hooks and reductions are the real ones. It asks for GPUs by name, so that these are replaced: the device
+type of its meshes, streams (on the CPU everything is in order), `Tensor.cuda` of small flags, and the check for a version
+of TransformerEngine, which only says that TransformerEngine's layers of that version know `get_main_grad`, as ours do.
 """
 
 from __future__ import annotations
