@@ -48,7 +48,7 @@ def test_without_a_dummy_megatron_refuses(tmp_path):
 
 @WORLDS
 def test_whole_layers_equal_those_with_sequential_experts(world_size, tmp_path):
-    assert launch("support.megatron_layers:layers", world_size, tmp_path) == [{1: 12, 2: 18}[world_size]] * world_size
+    assert launch("support.megatron_layers:layers", world_size, tmp_path) == [{1: 14, 2: 44}[world_size]] * world_size
 
 
 @WORLDS

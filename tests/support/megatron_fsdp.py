@@ -1,13 +1,12 @@
 """Experts under Megatron-FSDP, in every sharding strategy, against float64 autograd. Runs in a `world`.
 
 Its buffers, hooks and reductions are the real ones. It asks for GPUs by name, so that these are replaced: the device
-type of its meshes, streams (on the CPU everything is in order), `Tensor.cuda` of small flags, and the check for a version
-of TransformerEngine, which only says that TransformerEngine's layers of that version know `get_main_grad`, as ours do.
+type of its meshes, streams (on the CPU everything is in order), `Tensor.cuda` of small flags, and the check for a
+version of TransformerEngine: that only says that its layers know `get_main_grad`, as ours do.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import product
 
@@ -34,7 +33,6 @@ class _CpuMesh:
 
 
 torch.cuda.current_device = lambda: 0
-torch.cuda.stream = lambda _: nullcontext()
 torch.cuda.empty_cache = lambda: None
 torch.Tensor.cuda = lambda tensor, *_, **__: tensor
 mcore_fsdp_adapter.DeviceMesh = _CpuMesh

@@ -17,6 +17,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -138,6 +139,44 @@ def same_weights(ours, theirs):
                 a.copy_(b)
 
 
+def on_one_process(layer, config, x):
+    """A swiglu layer without dispatcher: the outputs for this rank's tokens, and every rank's expert weights."""
+    experts = [[w.double().requires_grad_() for w in pair] for pair in all_weights(layer.experts)]
+    probs, routing_map = layer.router(x)
+    rows, y = x.view(-1, config.hidden_size).double(), 0
+    for e, (fc1, fc2) in enumerate(experts):
+        gate, linear = (rows @ fc1.T).chunk(2, -1)
+        y = y + torch.where(routing_map[:, e], probs[:, e], 0).unsqueeze(-1) * ((F.silu(gate) * linear) @ fc2.T)
+    return y.view(x.shape), experts
+
+
+def compare_with_one_process(sizes, dispatcher, options):
+    """A step of our layer, its experts on several ranks, against experts that are all here."""
+    parallel_state.initialize_model_parallel(**sizes)
+    config = make_config(moe_token_dispatcher_type=dispatcher, **options | sizes)
+    torch.manual_seed(5)
+    layer = moe_layer(config, ours=True)
+    torch.manual_seed(7 + dist.get_rank())
+    x, dy = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, _ = layer(ours)
+    y.backward(dy)
+    got_router, layer.router.weight.grad = layer.router.weight.grad, None
+    want, experts = on_one_process(layer, config, theirs)
+    want.backward(dy.double())
+    pairs = [(y, want), (ours.grad, theirs.grad), (got_router, layer.router.weight.grad)]
+    first = layer.local_expert_indices[0]
+    for e, pair in enumerate(experts):
+        for i, weight in enumerate(pair):
+            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(grad)
+            if e in layer.local_expert_indices:
+                pairs.append((weights_of(layer.experts)[e - first][i].grad, grad))
+    for a, b in pairs:
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-6)
+    parallel_state.destroy_model_parallel()
+
+
 def compare_layers(sizes, dispatcher, options):
     """Outputs, input gradients and every weight gradient of a step, ours against Megatron's sequential experts."""
     parallel_state.initialize_model_parallel(**sizes)
@@ -178,7 +217,13 @@ LAYERS = {
         "moe_router_pre_softmax": True,
         "moe_apply_probs_on_input": True,
     },
+    "dropped above the capacity": {"moe_expert_capacity_factor": 0.5},
+    "dropped above the capacity, padded to it": {
+        "moe_expert_capacity_factor": 0.75,
+        "moe_pad_expert_input_to_capacity": True,
+    },
 }
+NEED_ALL_TO_ALL = list(LAYERS)[-2:]
 
 
 PARALLEL = (
@@ -191,14 +236,24 @@ PARALLEL = (
 
 def layers():
     """How many layers were compared."""
+    # On CPU tensors that the dispatcher would have fetched from a GPU, as numpy arrays, it does nothing.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_if_fetched
     count = 0
     for sizes in PARALLEL[:1] if dist.get_world_size() == 1 else PARALLEL[1:]:
-        # The all-to-all dispatcher needs a GPU as soon as there are two ranks: it hands gloo counts that stay tensors.
-        for dispatcher in ("allgather",) if sizes else ("allgather", "alltoall"):
-            for options in LAYERS.values():
+        for dispatcher in ("allgather", "alltoall"):
+            for name, options in LAYERS.items():
+                if dispatcher == "allgather" and name in NEED_ALL_TO_ALL:
+                    continue
                 compare_layers(sizes, dispatcher, options)
                 count += 1
+            if list(sizes) == ["expert_model_parallel_size"]:
+                compare_with_one_process(sizes, dispatcher, {})
+                count += 1
     return count
+
+
+def _as_if_fetched(tensor, as_numpy=False, record_stream=False):
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def state_dict_names():
