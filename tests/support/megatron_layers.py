@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import support.megatron_world  # noqa: F401  before Megatron asks for a GPU
@@ -274,6 +275,91 @@ def sharded_names():
     }
 
 
+HONOURED = {
+    "default": {},
+    "biases": {"add_bias_linear": True},
+    "biases, probabilities on the input": {
+        "add_bias_linear": True,
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+    },
+    "no gate": {"gated_linear_unit": False, "activation_func": F.gelu, "activation_func_clamp_value": 0.1},
+    "tanh gelu": {"activation_func": partial(F.gelu, approximate="tanh")},
+    "clamped, offset": {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 0.2,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+    },
+    "clamped swiglu": {"activation_func_clamp_value": 0.1},
+    "fused biases": {"bias_activation_fusion": True},
+    "latent size": {"moe_latent_size": 6},
+    "ffn size of dense layers": {"moe_ffn_hidden_size": None, "ffn_hidden_size": 10},
+    "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+}
+
+
+def as_megatron_documents_it(config, experts, x, counts, probs):
+    """The outputs of TEGroupedMLP's formula, in a loop over experts."""
+    outputs = []
+    for e, (x_e, p_e) in enumerate(zip(x.split(counts), probs.unsqueeze(-1).split(counts), strict=True)):
+        fc1, fc2 = experts["linear_fc1.weight", e], experts["linear_fc2.weight", e]
+        if config.moe_apply_probs_on_input:
+            x_e, p_e = x_e * p_e, torch.ones_like(p_e)
+        h = F.linear(x_e, fc1, experts.get(("linear_fc1.bias", e)))
+        if config.gated_linear_unit:
+            gate, linear = h.chunk(2, -1)
+            clamp = config.activation_func_clamp_value
+            if clamp is not None:
+                gate, linear = gate.clamp(max=clamp), linear.clamp(-clamp, clamp)
+            a = config.activation_func(gate) * (linear + config.glu_linear_offset)
+        else:
+            a = config.activation_func(h)
+        outputs.append(F.linear(a * p_e, fc2))
+        if config.add_bias_linear:
+            outputs[-1] = outputs[-1] + experts["linear_fc2.bias", e] * p_e
+    return torch.cat(outputs)
+
+
+def honoured():
+    """Every config field of `HONOURED`: outputs and all gradients against the formula in float64; how many."""
+    parallel_state.initialize_model_parallel()
+    for options in HONOURED.values():
+        torch.manual_seed(3)
+        config = make_config()
+        for name, value in options.items():  # some ask at construction that TransformerEngine is there
+            setattr(config, name, value)
+        experts, counts = fused(config), [3, 0, 5, 2]
+        for name, param in experts.named_parameters():
+            if "bias" in name:
+                torch.nn.init.normal_(param)
+            else:
+                torch.nn.init.normal_(param, std=0.3)
+        hidden = config.moe_latent_size or config.hidden_size
+        x, dy, probs = torch.randn(10, hidden), torch.randn(10, hidden), torch.rand(10)
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, probs)]
+            if dtype == torch.float32:
+                y, bias = experts(inputs[0], torch.tensor(counts), inputs[1])
+                assert bias is None
+                y.backward(dy)
+                params = list(experts.parameters())
+            else:
+                loop = {
+                    (name.rstrip("0123456789"), int(name[-1])): p.detach().double().requires_grad_()
+                    for name, p in experts.named_parameters()
+                }
+                y = as_megatron_documents_it(config, loop, inputs[0], counts, inputs[1])
+                y.backward(dy.double())
+                params = list(loop.values())
+            results.append([y, *(t.grad for t in inputs), *(p.grad for p in params)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    parallel_state.destroy_model_parallel()
+    return len(HONOURED)
+
+
 def raised(run):
     try:
         run()
@@ -300,6 +386,11 @@ def refusals():
         "bias_dropout_fusion": True,
         "expert_tensor_parallel_size": 2,
         "moe_apply_probs_on_input": True,
+        "quant_recipe": "a recipe",
+        "moe_paged_stash": True,
+        "init_model_with_meta_device": True,
+        "expert_gtp_weight_remat_size": 2,
+        "transformer_impl": "inference_optimized",
     }.items():
         config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
         setattr(config, name, value)
@@ -309,6 +400,9 @@ def refusals():
     found["offload_modules"] = raised(lambda: fused(config))
     config = make_config(activation_func=squared_relu)
     found["gated squared relu"] = raised(lambda: fused(config))
+    config = make_config(bias_activation_fusion=True)
+    config.activation_func_clamp_value = 1.0
+    found["activation_func_clamp_value"] = raised(lambda: fused(config))
 
     config = make_config(gradient_accumulation_fusion=True)
     config.delay_wgrad_compute = True
@@ -324,3 +418,16 @@ def refusals():
     found["fp8 state"] = raised(lambda: experts.linear_fc1.set_extra_state(torch.ones(3, dtype=torch.uint8)))
     found["no experts"] = raised(lambda: with_fused_experts(get_gpt_layer_local_spec()))
     return found
+
+
+def run_all():
+    """The results of every function that this number of ranks can run, by name."""
+    functions = {
+        1: [layers, checkpoints, honoured, refusals, state_dict_names],
+        2: [layers, checkpoints, sharded_names],
+    }
+    results = {}
+    for function in functions[dist.get_world_size()]:
+        results[function.__name__] = function()
+        parallel_state.destroy_model_parallel()
+    return results
