@@ -69,7 +69,8 @@ def cells(world_size):
             )
     for strategy in STRATEGIES:
         yield FsdpCell(strategy=strategy, microbatches=3, gradient_accumulation_fusion=False)
-        yield FsdpCell(strategy=strategy, microbatches=3, dtype="bfloat16", grad_comm_dtype="bfloat16")
+        if world_size > 1:  # on one rank Megatron-FSDP adds what it communicates in another dtype to itself
+            yield FsdpCell(strategy=strategy, microbatches=3, dtype="bfloat16", grad_comm_dtype="bfloat16")
         for recompute in ("reentrant", "non-reentrant"):
             yield FsdpCell(strategy=strategy, microbatches=3, recompute=recompute)
 
