@@ -54,9 +54,9 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 def cells(world_size):
-    """Everything crossed with everything; then what goes through autograd, other dtypes, and recomputation."""
-    for strategy, micro, fp32, dtype in product(STRATEGIES, (1, 3), (False, True), ("float32", "bfloat16")):
-        for ep in (False, True)[:world_size]:
+    """What decides where a gradient is kept, crossed; then other dtypes, gradients through autograd, recomputation."""
+    for strategy, micro, ep in product(STRATEGIES, (1, 3), (False, True)[:world_size]):
+        for dtype, fp32 in (("float32", True), ("bfloat16", False), ("bfloat16", True))[: 1 if micro == 1 else None]:
             yield FsdpCell(
                 strategy=strategy,
                 microbatches=micro,
