@@ -7,7 +7,8 @@ import fusedmlp
 from fusedmlp import ops
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"),
+    [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
 )
 FUSE = pytest.mark.parametrize("fuse", [False, True])
 
@@ -108,7 +109,7 @@ def test_bf16_weights(dtype, fuse, make_layer, assert_close):
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2)), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False)])
+@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False), ("moe", True)])
 @FUSE
 @pytest.mark.parametrize("by", ["call", "parameter"])
 @pytest.mark.parametrize(("overwriting", "left"), [((1, 3), (3, 4)), ((1, 2), (2, 3, 4)), ((3,), (3, 4)), ((4,), (4,))])
@@ -169,7 +170,7 @@ def test_one_weight_fused_into_grad_and_into_main_grad(fuse, make_layer, assert_
     assert_close(layer.grads(), layer.wgrads(2))
 
 
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
 @pytest.mark.parametrize("which", ["x", "dy"])
 def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_layer):
     layer, queue = make_layer(kind), fusedmlp.WgradQueue()
@@ -179,7 +180,7 @@ def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_
     (x if which == "x" else dy).mul_(2)
     with pytest.raises(RuntimeError, match=r"weight: .*modified in place between backward and the run"):
         queue.run()
-    name = {"mlp": "fc1" if which == "x" else "fc2"}.get(kind, "weight")
+    name = "weight" if kind == "linear" else "fc1" if which == "x" else "fc2"
     index = 0 if name in ("fc1", "weight") else 1
     assert torch.equal(layer.main_grads()[index], before[index])
 
