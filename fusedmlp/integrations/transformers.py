@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -118,19 +119,17 @@ def _find_activation(module: nn.Module) -> Activation:
     name = type(module).__name__
     if getattr(experts, "has_post_expert_norm", False):
         raise NotImplementedError(f"{name}: fusedmlp has no norm between an expert and its routing weight")
-    with torch.inference_mode(False), torch.enable_grad():
-        h = (_gated_probe(experts.is_concatenated) if experts.has_gate else _grid()).requires_grad_()
-        try:
-            act = (experts._apply_gate if experts.has_gate else experts.act_fn)(h)
-            grad = torch.linspace(0.5, 1.5, act.numel(), dtype=act.dtype).view(act.shape)
-            (dh,) = torch.autograd.grad(act, h, grad)
-        except Exception as error:
-            raise NotImplementedError(f"{name}: its activation cannot be probed in float64 on the CPU") from error
-    h = h.detach()
+    try:
+        # A new thread has none of what surrounds this forward: no_grad, inference mode, a default device, a checkpoint,
+        # which counts the tensors that backward saves.
+        with ThreadPoolExecutor(1) as thread:
+            probe = thread.submit(_probe, experts).result()
+    except Exception as error:
+        raise NotImplementedError(f"{name}: its activation cannot be probed in float64 on the CPU") from error
     for candidate in _candidates(experts):
-        ours, ours_dh = torch.empty_like(act, dtype=h.dtype), torch.empty_like(h)
-        torch_activation.backward(candidate, h, grad.to(h.dtype), ours, ours_dh)
-        if _agree(ours, act) and _agree(ours_dh, dh):
+        act, dh = torch.empty_like(probe.act), torch.empty_like(probe.h)
+        torch_activation.backward(candidate, probe.h, probe.grad, act, dh)
+        if _agree(act, probe.act) and _agree(dh, probe.dh):
             return candidate
     act_fn = getattr(experts, "act_fn", None)
     raise NotImplementedError(
@@ -139,20 +138,30 @@ def _find_activation(module: nn.Module) -> Activation:
     )
 
 
-def _grid() -> Tensor:
+class _Probe(NamedTuple):
+    """What a module's activation is at `h`, and its gradient for that `grad` of the result; float64."""
+
+    h: Tensor
+    grad: Tensor
+    act: Tensor
+    dh: Tensor
+
+
+def _probe(experts: Any) -> _Probe:
     positive = torch.tensor(_MAGNITUDES, dtype=torch.float64)
-    return torch.cat([-positive, positive])
-
-
-def _gated_probe(concatenated: bool) -> Tensor:
-    """`[n, 2n]`: every gate value with every linear one."""
-    grid = _grid()
-    gate, linear = grid.unsqueeze(1).expand(-1, len(grid)), grid.expand(len(grid), -1)
-    return torch.cat([gate, linear], 1) if concatenated else torch.stack([gate, linear], 2).flatten(1)
+    h = grid = torch.cat([-positive, positive])
+    if experts.has_gate:  # every gate value with every linear one
+        gate, linear = grid.unsqueeze(1).expand(-1, len(grid)), grid.expand(len(grid), -1)
+        h = torch.cat([gate, linear], 1) if experts.is_concatenated else torch.stack([gate, linear], 2).flatten(1)
+    h.requires_grad_()
+    act = (experts._apply_gate if experts.has_gate else experts.act_fn)(h).double()
+    grad = torch.linspace(0.5, 1.5, act.numel(), dtype=torch.float64).view(act.shape)
+    (dh,) = torch.autograd.grad(act, h, grad)
+    return _Probe(h.detach(), grad, act.detach(), dh)
 
 
 def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.allclose(ours, theirs.detach().to(ours.dtype), rtol=_RELATIVE, atol=_ABSOLUTE)
+    return torch.allclose(ours, theirs, rtol=_RELATIVE, atol=_ABSOLUTE)
 
 
 def _candidates(experts: Any) -> Iterator[Activation]:

@@ -24,8 +24,8 @@ def losses(folder, implementation, *, accumulation, checkpointing, wgrad):
         max_steps=20,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=accumulation,
-        gradient_checkpointing=checkpointing is not None,
-        gradient_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"},
+        activation_checkpointing=checkpointing is not None,
+        activation_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"},
         learning_rate=1e-2,
         seed=0,
         logging_steps=1,
@@ -61,7 +61,7 @@ def with_lora(model, *, experts=False):
     adapted = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(3)
     for name, parameter in adapted.named_parameters():
-        if "lora_B" in name:  # zero at first, which would leave lora_A without a gradient
+        if "lora_" in name:  # B is zero at first, which would leave A without a gradient
             with torch.no_grad():
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return adapted
