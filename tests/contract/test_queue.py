@@ -160,6 +160,20 @@ def test_one_weight_used_in_both_layouts(fuse, assert_close):
 
 
 @FUSE
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_weight_in_micro_batches_of_rows_and_of_tokens(packed, fuse, wgrad_gemms, make_layer, assert_close):
+    layers, queue = [make_layer("mlp", packed), make_layer("moe", packed)], fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    layers[1].groups, layers[1].params = layers[0].groups, layers[0].params
+    before = layers[0].attach()
+    for i, seed in ((0, 1), (1, 2), (0, 3), (1, 4)):
+        layers[i].backward(seed, wgrad_queue=queue)
+    queue.run()
+    both = plus(layers[0].wgrads(1, 3), layers[1].wgrads(2, 4))
+    assert_close(layers[0].main_grads(), plus(before, both))
+    assert len(wgrad_gemms.calls) == 2 * (2 if fuse else 4)  # one launch gathers all of its segments, or none
+
+
+@FUSE
 def test_one_weight_fused_into_grad_and_into_main_grad(fuse, make_layer, assert_close):
     layer, queue = make_layer("linear"), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = layer.attach()
