@@ -57,7 +57,7 @@ class Run:
     """A model in training; `buffer` is None where PyTorch accumulates all gradients."""
 
     def __init__(self, args: argparse.Namespace, ids: Tensor, fused: bool) -> None:
-        self.ids, self.device, self.losses = ids, args.device, []
+        self.ids, self.device, self.losses = ids, torch.device(args.device), []
         self.model = load(args).train()
         self.generator = torch.Generator().manual_seed(0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr)
@@ -97,10 +97,10 @@ def peak_bytes(run: Run) -> int:
     while stack:
         event = stack.pop()
         stack += event.children
-        if event.name == "[memory]" and event.extra_fields.device.type == run.device:
+        if event.name == "[memory]" and event.extra_fields.device.type == run.device.type:
             sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
     live = accumulate(size for _, size in sorted(sizes))
-    return max(live) + (0 if run.buffer is None else run.buffer.flat.nbytes)
+    return max(live, default=0) + (0 if run.buffer is None else run.buffer.flat.nbytes)
 
 
 def measure(args: argparse.Namespace, ids: Tensor, fused: bool) -> dict[str, str]:

@@ -1,8 +1,8 @@
-"""The kernels in the layout of the Hugging Face Hub: `python -m fusedmlp.integrations.hub FOLDER`; docs/hub.md.
+"""The kernels in the layout of the Hugging Face Hub (docs/hub.md). `python -m fusedmlp.integrations.hub FOLDER` writes
 
-    FOLDER/build.toml                      what kernel-builder reads
-    FOLDER/torch-ext/fusedmlp_kernels/     its source: the files of kernels/, and hub.py as __init__.py
-    FOLDER/build/torch-{cuda,rocm,cpu}/    what it builds from that, and what `kernels.get_kernel` loads
+FOLDER/build.toml                      what kernel-builder reads
+FOLDER/torch-ext/fusedmlp_kernels/     its source: the files of kernels/, and hub.py as __init__.py
+FOLDER/build/torch-{cuda,rocm,cpu}/    what it builds from that, and what `kernels.get_kernel` loads
 """
 
 from __future__ import annotations

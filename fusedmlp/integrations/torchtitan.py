@@ -27,6 +27,7 @@ import fusedmlp
 
 # Rows of w13 alternate, gate first: a part of its rows (tensor parallelism) has both of each channel.
 _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
+_Init = dict[str, Callable[[Tensor], object]] | None  # by name of the parameter
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
 
 
@@ -59,8 +60,8 @@ class FusedGroupedExperts(GroupedExperts):
         self.num_experts = config.num_experts
         self.w13_EGD = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, config.dim))
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
-        self.register_state_dict_post_hook(_unpack_state)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_pack_state)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_unpack_state)
+        self.register_load_state_dict_pre_hook(_pack_state)
 
     @property
     def w1_EFD(self) -> Tensor:
@@ -154,7 +155,8 @@ def _converted(experts: GroupedExperts) -> FusedGroupedExperts:
     packed = _packed(experts.w1_EFD.detach(), experts.w3_EFD.detach())
     fused.w13_EGD = nn.Parameter(packed, requires_grad=experts.w1_EFD.requires_grad or experts.w3_EFD.requires_grad)
     fused.w2_EDF = experts.w2_EDF
-    return fused.train(experts.training)
+    fused.train(experts.training)
+    return fused
 
 
 def _refuse_derived(owner: type) -> None:
@@ -163,12 +165,14 @@ def _refuse_derived(owner: type) -> None:
 
 
 def _packed(w1_EFD: Tensor, w3_EFD: Tensor) -> Tensor:
-    return torch.stack([w1_EFD, w3_EFD], 2).flatten(1, 2)
+    packed: Tensor = torch.stack([w1_EFD, w3_EFD], 2).flatten(1, 2)
+    return packed
 
 
 def _halves(w13_EGD: Tensor) -> Tensor:
     """`[E, F, 2, D]`: views whose last-but-one dimension is never sharded, so that either half can be written to."""
-    return w13_EGD.unflatten(1, (-1, 2))
+    halves: Tensor = w13_EGD.unflatten(1, (-1, 2))
+    return halves
 
 
 def _unpack_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -181,7 +185,7 @@ def _pack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
         state[prefix + _PACKED] = _packed(state.pop(prefix + _GATE), state.pop(prefix + _LINEAR))
 
 
-def _packed_init(param_init: dict[str, Callable[[Tensor], object]] | None) -> dict[str, Callable[[Tensor], object]] | None:
+def _packed_init(param_init: _Init) -> _Init:
     if param_init is None:
         return None
     rest = dict(param_init)

@@ -135,7 +135,7 @@ def test_what_cannot_be_converted_is_refused():
         FusedExpertsConverter.Config().build().convert(gpt_oss)
     with pytest.raises(NotImplementedError, match="GptOssGroupedExperts: expected GroupedExperts itself"):
         convert(nn.ModuleList([gpt_oss.build()]))
-    with pytest.raises(NotImplementedError, match="MXFP8.*: fusedmlp's experts have no low-precision form"):
+    with pytest.raises(NotImplementedError, match=r"MXFP8.*: fusedmlp's experts have no low-precision form"):
         _get_mxfp8_grouped_experts_cls(FusedGroupedExperts)
     parallelized = layers.build(layers.config())
     parallelized.routed_experts.inner_experts._parallelized = True
