@@ -267,7 +267,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         if ddp is not None:
             _without_grad_in_ddp.update((weight, weakref.ref(ddp)) for weight in weights)
         return
-    if ddp is None and torch._C._current_graph_task_id() != -1:
+    if ddp is None and inside_backward():
         ddp = next((alive() for alive in map(_without_grad_in_ddp.get, weights) if alive is not None), None)
     managed = set() if ddp is None else {id(p) for p in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
     for i, weight in enumerate(weights):
