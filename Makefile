@@ -62,8 +62,8 @@ $(READY): pyproject.toml constraints.txt Makefile
 	@touch $(READY)
 
 # The libraries that fusedmlp plugs into. Those of the first line ask for packages that the tests do without (and
-# megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack, einops
-# what Megatron's FSDP lacks.
+# megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack, einops what Megatron-FSDP
+# does.
 $(VENV)/.integrations: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
 	  megatron-core torchtitan spmd_types kernels
