@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench kernels clean
+.PHONY: demo test lint docs bench kernels clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -20,6 +20,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 
 # Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
@@ -45,7 +48,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  { echo "fusedmlp needs Python 3.11 or newer, $(PYTHON) is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs]'
 	@touch $(READY)
 
 # The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages that the tests do without.
