@@ -23,21 +23,21 @@ def keep_freed_memory() -> None:
             libc.mallopt(option, 2**31 - 1)
 
 
-class _Stamp:
+class Stamp:
     """A moment on the GPU; the difference of two is in seconds."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)
         self.event.record()
 
-    def __sub__(self, earlier: _Stamp) -> float:
+    def __sub__(self, earlier: Stamp) -> float:
         self.event.synchronize()
         return earlier.event.elapsed_time(self.event) / 1e3
 
 
 def clock(device: str) -> Callable[[], Any]:
     """A timer for pytest-benchmark: the host's, or the GPU's own."""
-    return time.perf_counter if device == "cpu" else _Stamp
+    return time.perf_counter if device == "cpu" else Stamp
 
 
 def flush_cache(device: str) -> None:
