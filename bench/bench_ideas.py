@@ -1,11 +1,11 @@
 """What each idea saves: the same work with and without it, on the same layer.
 
-| idea                      | without                                                     | with                          |
-|---------------------------|-------------------------------------------------------------|-------------------------------|
-| fused accumulate          | wgrad to a temporary, then `main_grad.add_`                 | wgrad adds into `main_grad`   |
-| overwrite on the first    | zero `main_grad`, then add                                  | overwrite                     |
-| micro-batches in a launch | four queued micro-batches, one launch each                  | `fuse_microbatches=True`      |
-| fused activation backward | two grouped GEMMs with PyTorch's activation between them    | one fused layer               |
+| idea | without | with |
+|---|---|---|
+| fused accumulate | wgrad to a temporary, then `main_grad.add_` | wgrad adds into `main_grad` |
+| overwrite on the first micro-batch | zero `main_grad`, then add | overwrite |
+| four micro-batches in one launch | four queued micro-batches, one launch each | `fuse_microbatches=True` |
+| fused activation backward | two grouped GEMMs, PyTorch's activation between them | one fused layer |
 """
 
 from __future__ import annotations

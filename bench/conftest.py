@@ -32,8 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "layer" in metafunc.fixturenames:
         dtypes = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
-        chosen = layers.shapes(DEVICE, metafunc.config.getoption("tiny"))
-        cases = [(shape, load, dtype) for shape in chosen for load in LOADS for dtype in dtypes]
+        tiny = metafunc.config.getoption("tiny")
+        loads = ("quarter empty",) if tiny else LOADS
+        cases = [(shape, load, dtype) for shape in layers.shapes(DEVICE, tiny) for load in loads for dtype in dtypes]
         ids = [f"{shape.name}, {load}, {str(dtype).removeprefix('torch.')}" for shape, load, dtype in cases]
         metafunc.parametrize("layer", cases, indirect=True, ids=ids, scope="session")
 
@@ -107,7 +108,6 @@ def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_
         "torch": torch.__version__,
         "missing": _missing,
         "ceilings": {
-            dtype: {"flops": flops, "bandwidth": bandwidth}
-            for dtype, flops, bandwidth in recording.ceilings(DEVICE)
+            dtype: {"flops": flops, "bandwidth": bandwidth} for dtype, flops, bandwidth in recording.ceilings(DEVICE)
         },
     }

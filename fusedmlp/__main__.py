@@ -169,7 +169,7 @@ def _kernels(args: argparse.Namespace) -> int:
 def _add_bench(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="what hardware allows: limit times of every pass, and the balance of the kernels' schedules",
+        help="comparisons with peers, limit times of every pass, and the balance of the kernels' schedules",
         description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
         "measured in the same run. Every shape comes with even loads, Zipf-skewed ones and a quarter of the experts "
         "empty.",
@@ -177,11 +177,21 @@ def _add_bench(commands: Commands) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
+    what.add_argument("--report", type=Path, metavar="DIR", help="run the comparisons with peers; one page into DIR")
+    parser.add_argument("--results", type=Path, help="for --report: what `pytest bench --benchmark-json` or it wrote")
+    parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.set_defaults(run=_bench)
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.report is not None:
+        try:
+            from fusedmlp.report import command as report
+        except ModuleNotFoundError as error:
+            print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
+            return 2
+        return report.run(args.report, args.results, args.tiny, args.json)
     from fusedmlp.limits import command
 
     command.run("roofline" if args.roofline else "schedule", args.json)
