@@ -38,9 +38,9 @@ kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-bench: $(READY)
-	$(BIN)/python -m bench.bench_grouped_mlp
-	$(BIN)/python -m bench.bench_overhead
+# The page of comparisons; the figures of README.md and docs/ come from a copy of its table in bench/results/.
+bench: $(READY) $(VENV)/.integrations
+	$(BIN)/python -m fusedmlp bench --report build/bench
 
 # torch goes first: anything that merely asks for "torch" must find it already there.
 $(READY): pyproject.toml constraints.txt Makefile
@@ -48,7 +48,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  { echo "fusedmlp needs Python 3.11 or newer, $(PYTHON) is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,bench]'
 	@touch $(READY)
 
 # The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages that the tests do without.

@@ -17,6 +17,7 @@ NOT_RUN = {
     "make demo": "test_demo.py runs the demo, in fewer steps",
     "make test": "this is it",
     "make lint": ".ci/run runs it",
+    "make bench": "test_bench.py runs what it runs, on a tiny layer",
     "make kernels": ".ci/run runs it",
     ".ci/run": "runs this",
     "python -m fusedmlp doctor": "test_doctor.py",
