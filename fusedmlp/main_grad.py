@@ -250,8 +250,9 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         )
     if inside_backward():
         _outermost_backward()
-    else:  # whatever is left was interrupted
-        _running.backwards.clear()
+    else:  # what is left was interrupted while it ended
+        while _running.backwards:
+            _running.backwards.popitem()[1].end()
     if not torch.is_grad_enabled():
         return
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -389,6 +390,11 @@ class _Backward:
         self.hooks: list[Any] = []  # to be removed
         self.over = False
 
+    def end(self) -> None:
+        self.over = True
+        for hook in self.hooks:
+            hook.remove()
+
 
 class _End:
     """Callback for the end of a backward. The engine alone holds it, and lets go of it also if the backward fails.
@@ -405,9 +411,7 @@ class _End:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def __del__(self) -> None:
-        self._backward.over = True
-        for hook in self._backward.hooks:
-            hook.remove()
+        self._backward.end()
 
 
 class _Running(threading.local):
