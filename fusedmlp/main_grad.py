@@ -391,6 +391,7 @@ class _Backward:
         self.over = False
 
     def end(self) -> None:
+        """Make sure that nothing of it lasts."""
         self.over = True
         for hook in self.hooks:
             hook.remove()
@@ -411,7 +412,8 @@ class _End:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def __del__(self) -> None:
-        self._backward.end()
+        if hasattr(self, "_backward"):  # not interrupted in __init__
+            self._backward.end()
 
 
 class _Running(threading.local):
