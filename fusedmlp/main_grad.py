@@ -44,10 +44,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedmlp import environment
+from fusedmlp.plain_tensor import is_plain
+from fusedmlp.sharded_params import gathered_by_fsdp2
 
 Mode = Literal["auto", "main_grad", "grad", "off"]
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 MODES = ("auto", "main_grad", "grad", "off")
+
+
+# Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
+# to one main_grad at once, and one of the sums would be lost.
+one_thread = threading.RLock()
 
 
 class EngineUse(Enum):
@@ -58,17 +65,18 @@ class EngineUse(Enum):
     DROP = "nothing: no gradient is wanted"
 
 
-def engine_use(node: Any) -> EngineUse:
+def engine_use(node: Any, running: Any) -> EngineUse:
     """Read the engine's plan for the graph node that a weight's gradient flows to (None: needs no grad).
 
     `torch._C._will_engine_execute_node` is private; `torch.autograd.graph` relies on it too. It raises for a
-    leaf whose gradient is captured instead of accumulated.
+    leaf whose gradient is captured instead of accumulated. Under distributed autograd, which captures every leaf's, it
+    knows no plan and denies all nodes, even the `running` one.
     """
     if node is None:
         return EngineUse.DROP
     try:
         if not torch._C._will_engine_execute_node(node):
-            return EngineUse.DROP
+            return EngineUse.DROP if torch._C._will_engine_execute_node(running) else EngineUse.CAPTURE
     except RuntimeError:
         return EngineUse.CAPTURE
     return EngineUse.ACCUMULATE if isinstance(node, _AccumulateGrad) else EngineUse.CAPTURE
@@ -191,6 +199,7 @@ def route(
     name: str,
     weights: Sequence[Tensor],
     nodes: Sequence[Any],
+    running: Any,
     mode: Mode,
     *,
     first_recomputed: bool,
@@ -199,12 +208,13 @@ def route(
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
 
-    `nodes` are the graph nodes that the gradients of `weights` flow to. The parameter is taken from its node:
-    checkpointing and saved-tensor hooks hand back weights that have lost their attributes. A gradient that somebody
-    asked for (CAPTURE) is never delayed, nor are those of the same list. `undo` is to be closed if the layer's backward
-    fails, and gets what then takes back all that was done here. `first_recomputed`: see `autograd.Call`.
+    `nodes` are the graph nodes that the gradients of `weights` flow to, `running` the one that makes them. The
+    parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
+    attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list. `undo` is
+    to be closed if the layer's backward fails, and gets what then takes back all that was done here.
+    `first_recomputed`: see `autograd.Call`.
     """
-    uses = [engine_use(node) for node in nodes]
+    uses = [engine_use(node, running) for node in nodes]
     params = [
         node.variable if use is EngineUse.ACCUMULATE else weight
         for node, use, weight in zip(nodes, uses, weights, strict=True)
@@ -253,10 +263,14 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
     else:  # what is left was interrupted while it ended
         while _running.backwards:
             _running.backwards.popitem()[1].end()
-    if not torch.is_grad_enabled():
-        return
     ddp = DistributedDataParallel._get_active_ddp_module()
-    managed = set() if ddp is None else {id(p) for p in ddp._module_parameters}
+    if not torch.is_grad_enabled():
+        if ddp is not None:
+            _without_grad_in_ddp.update((weight, weakref.ref(ddp)) for weight in weights)
+        return
+    if ddp is None and inside_backward():
+        ddp = next((alive() for alive in map(_without_grad_in_ddp.get, weights) if alive is not None), None)
+    managed = set() if ddp is None else {id(p) for p in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
@@ -265,7 +279,14 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         fused = mode in ("main_grad", "grad") or (mode == "auto" and has_main_grad)
         if fused and not weight.is_leaf:
             raise RuntimeError(
-                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}"
+                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}, "
+                "through which only a returned gradient flows back: use accumulate_wgrad='off'"
+            )
+        if (delayed or (fused and mode != "grad")) and gathered_by_fsdp2(weight):
+            raise RuntimeError(
+                f"{label}: FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
+                f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without "
+                "delay, and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
             )
         if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
             _existing_target(weight, mode, label)
@@ -287,6 +308,11 @@ def expect_overwrite(weights: Sequence[Tensor], mode: Mode) -> None:
 def expect_no_overwrite(weight: Tensor) -> None:
     """Its `main_grad` has been zeroed."""
     _to_overwrite.pop(weight, None)
+
+
+# Parameter -> the DDP, weakly, in whose forward a layer used it under no_grad: in evaluation, or in a reentrant
+# checkpoint, whose second forward, in backward, DDP knows nothing of.
+_without_grad_in_ddp = WeakTensorKeyDictionary()
 
 
 def fresh_like(param: Tensor) -> Tensor:
@@ -352,6 +378,8 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
         raise ValueError(f"{label}: expected {what} on {param.device}; got {target.device}")
     if target.dtype not in (torch.float32, param.dtype):
         raise ValueError(f"{label}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
+    if not is_plain(target):
+        raise TypeError(f"{label}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
         raise ValueError(f"{label}: expected {what} with requires_grad=False; got True")
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
@@ -558,6 +586,8 @@ def _dummy(param: Tensor) -> Tensor:
 
 def _was_written(zero: Tensor) -> bool:
     """Whether somebody wrote to an element of a dummy; through `.data`, only a CPU can tell without waiting."""
+    if zero.is_inference():  # counts no writes
+        return True
     return zero._version != 0 or (zero.device.type == "cpu" and bool(zero))
 
 

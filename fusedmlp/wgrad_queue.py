@@ -5,22 +5,36 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp import ops
-from fusedmlp.main_grad import Route
+from fusedmlp.main_grad import Route, one_thread
+
+
+class Operands(NamedTuple):
+    """`dw = dy^T x`: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`; row `r` is `dy[dy_rows[r]]` and `x[x_rows[r]]`."""
+
+    dy: Tensor
+    x: Tensor
+    offsets: Tensor
+    dy_rows: Tensor | None
+    x_rows: Tensor | None
+
+    def versions(self) -> list[int]:
+        """Grow with every modification in place; tensors of `torch.inference_mode()` do not count those."""
+        return [-1 if t.is_inference() else t._version for t in self if t is not None]
 
 
 @dataclass(frozen=True, eq=False)
 class _Delayed:
     route: Route
     transposed: bool  # the weight is stored [in, out]
-    dy: Tensor
-    x: Tensor
-    offsets: Tensor
-    versions: tuple[int, int]
+    operands: Operands
+    versions: list[int]
+    captured: bool
     impl: str
 
     def shares_launch(self, other: _Delayed) -> bool:
@@ -31,6 +45,8 @@ class _Delayed:
             and self.route.mode == other.route.mode
             and self.transposed == other.transposed
             and self.impl == other.impl
+            and (self.operands.dy_rows is None) == (other.operands.dy_rows is None)
+            and (self.operands.x_rows is None) == (other.operands.x_rows is None)
         )
 
 
@@ -56,9 +72,18 @@ class WgradQueue:
         """Number of weight gradients waiting."""
         return len(self._pending)
 
-    def put(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str) -> None:
-        """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
-        self._pending.append(_Delayed(route, transposed, dy, x, offsets, (dy._version, x._version), impl))
+    def __getstate__(self) -> dict[str, Any]:
+        if self._pending:
+            raise RuntimeError(
+                f"WgradQueue: expected an empty queue to be copied or pickled; got one with {len(self)} gradients "
+                "waiting, which belong to the original's parameters: run() it first"
+            )
+        return self.__dict__
+
+    def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
+        """Queue `dw (+)= dy^T x`, for the layer's own use."""
+        captured = _capturing(operands.dy)
+        self._pending.append(_Delayed(route, transposed, operands, operands.versions(), captured, impl))
 
     def take_back(self, route: Route) -> None:
         """Remove what `put` queued, if it is there: the backward of its layer failed."""
@@ -83,8 +108,8 @@ class WgradQueue:
         GEMM has begun, part of it may have been added: the queue then runs no more until `clear()` empties it.
 
         Raises:
-            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; or an earlier run
-                failed after a GEMM had begun.
+            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; only one of
+                backward and run is captured by a CUDA graph; or an earlier run failed after a GEMM had begun.
         """
         while self._pending:
             self._run_next()
@@ -108,24 +133,31 @@ class WgradQueue:
                 "queue.clear()"
             )
         batch = list(self._next_batch())
+        _check(batch)
+        with one_thread:
+            self._add(batch)
+        for delayed in batch:  # in place: another thread may be adding to the queue
+            self._pending.remove(delayed)
+        self._begun = None
+
+    def _add(self, batch: list[_Delayed]) -> None:
         first = batch[0]
-        _check_versions(batch)
         first.route.open()
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
+        operands = [delayed.operands for delayed in batch]
         self._begun = first.route.name
         ops.grouped_wgrad_(
             outs,
             [],
-            [d.dy for d in batch],
-            [d.x for d in batch],
-            [d.offsets for d in batch],
+            [o.dy for o in operands],
+            [o.x for o in operands],
+            [o.offsets for o in operands],
+            [o.dy_rows for o in operands if o.dy_rows is not None],
+            [o.x_rows for o in operands if o.x_rows is not None],
             first.route.accumulate,
             first.impl,
         )
         first.route.finish_delayed()
-        for delayed in batch:  # in place: another thread may be adding to the queue
-            self._pending.remove(delayed)
-        self._begun = None
 
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to one that overwrites."""
@@ -144,10 +176,20 @@ class WgradQueue:
                 yield delayed
 
 
-def _check_versions(batch: list[_Delayed]) -> None:
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _check(batch: list[_Delayed]) -> None:
     for delayed in batch:
-        if (delayed.dy._version, delayed.x._version) != delayed.versions:
+        if delayed.operands.versions() != delayed.versions:
             raise RuntimeError(
                 f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
                 "backward and the run of the queue"
+            )
+        if delayed.captured != _capturing(delayed.operands.dy):
+            raise RuntimeError(
+                f"{delayed.route.name}: expected backward and the run of the queue both captured by CUDA graphs, or "
+                f"neither; got {'backward' if delayed.captured else 'the run'} captured alone, which replays would not "
+                "repeat together"
             )
