@@ -13,13 +13,26 @@ from fusedmlp import ops
 from fusedmlp.main_grad import Route, one_thread
 
 
-class _Delayed(NamedTuple):
-    route: Route
-    transposed: bool  # the weight is stored [in, out]
+class Operands(NamedTuple):
+    """`dw = dy^T x`: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`; row `r` is `dy[dy_rows[r]]` and `x[x_rows[r]]`."""
+
     dy: Tensor
     x: Tensor
     offsets: Tensor
+    dy_rows: Tensor | None
+    x_rows: Tensor | None
+
+    def versions(self) -> list[int]:
+        """Grow with every modification in place; tensors of `torch.inference_mode()` do not count those."""
+        return [-1 if t.is_inference() else t._version for t in self if t is not None]
+
+
+class _Delayed(NamedTuple):
+    route: Route
+    transposed: bool  # the weight is stored [in, out]
+    operands: Operands
     versions: list[int]
+    captured: bool
     impl: str
 
     def shares_launch(self, other: _Delayed) -> bool:
@@ -30,6 +43,8 @@ class _Delayed(NamedTuple):
             and self.route.mode == other.route.mode
             and self.transposed == other.transposed
             and self.impl == other.impl
+            and (self.operands.dy_rows is None) == (other.operands.dy_rows is None)
+            and (self.operands.x_rows is None) == (other.operands.x_rows is None)
         )
 
 
@@ -62,9 +77,10 @@ class WgradQueue:
             )
         return self.__dict__
 
-    def put(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str) -> None:
-        """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
-        self._pending.append(_Delayed(route, transposed, dy, x, offsets, _versions(dy, x), impl))
+    def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
+        """Queue `dw (+)= dy^T x`, for the layer's own use."""
+        captured = _capturing(operands.dy)
+        self._pending.append(_Delayed(route, transposed, operands, operands.versions(), captured, impl))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -74,7 +90,8 @@ class WgradQueue:
         that was swapped for a wrong one, say), it and those behind it are still queued.
 
         Raises:
-            RuntimeError: a tensor that a queued gradient needs was modified in place after backward.
+            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; or only one of
+                backward and run is captured by a CUDA graph.
         """
         while self._pending:
             self._run_next()
@@ -114,27 +131,35 @@ class WgradQueue:
                 yield delayed
 
 
-def _versions(*tensors: Tensor) -> list[int]:
-    """How often each was written; tensors of `torch.inference_mode()` do not count that."""
-    return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _run(batch: list[_Delayed]) -> None:
     for delayed in batch:
-        if _versions(delayed.dy, delayed.x) != delayed.versions:
+        if delayed.operands.versions() != delayed.versions:
             raise RuntimeError(
                 f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
                 "backward and the run of the queue"
             )
+        if delayed.captured != _capturing(delayed.operands.dy):
+            raise RuntimeError(
+                f"{delayed.route.name}: expected backward and the run of the queue both captured by CUDA graphs, or "
+                f"neither; got {'backward' if delayed.captured else 'the run'} captured alone, which replays would not "
+                "repeat together"
+            )
     first = batch[0]
     first.route.open()
     outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
+    operands = [delayed.operands for delayed in batch]
     ops.grouped_wgrad_(
         outs,
         [],
-        [d.dy for d in batch],
-        [d.x for d in batch],
-        [d.offsets for d in batch],
+        [o.dy for o in operands],
+        [o.x for o in operands],
+        [o.offsets for o in operands],
+        [o.dy_rows for o in operands if o.dy_rows is not None],
+        [o.x_rows for o in operands if o.x_rows is not None],
         first.route.accumulate,
         first.impl,
     )
