@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp.main_grad import grad_dtype, is_dummy
+from fusedmlp.main_grad import expect_no_overwrite, grad_dtype, is_dummy
 from fusedmlp.plain_tensor import is_plain
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
@@ -110,6 +110,7 @@ class MainGradBuffer:
         self._zeroed = True
         for param in self.params:
             param.grad = None
+            expect_no_overwrite(param)
             if hasattr(param, "grad_added_to_main_grad"):
                 param.grad_added_to_main_grad = False
 
@@ -150,11 +151,11 @@ class MainGradBuffer:
         self._refuse_lent("as_grad()")
         self._absorb()
         self._lent = True
-        with torch.no_grad():
-            for param in self.params:
-                main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-                param.grad = main_grad.to(grad_dtype(param))
         try:
+            with torch.no_grad():
+                for param in self.params:
+                    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+                    param.grad = main_grad.to(grad_dtype(param))
             yield
         finally:
             self._lent = False
