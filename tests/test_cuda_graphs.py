@@ -3,16 +3,20 @@
 `python -m bench.gpu_checks graph` captures and replays on a GPU.
 """
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from support.no_reads import no_reads
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import fusedmlp
-from fusedmlp import ops
+from fusedmlp import ops, wgrad_queue
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = ("mlp", "linear")
+KINDS = ("mlp", "linear", "moe")
 WAYS = {  # the mode; whether a queue fuses micro-batches, None without a queue; whether weights are packed
     "main_grad": ("main_grad", None, True),
     "main_grad, fused queue": ("main_grad", True, False),
@@ -139,3 +143,50 @@ def test_a_read_in_backward_or_in_the_queue_is_found(monkeypatch):
     for fuse in (None, False):
         with no_reads(), pytest.raises(AssertionError, match="__bool__ reads a tensor on the host"):
             Layer("linear", True, "off").step("triton", fuse)
+
+
+@pytest.mark.parametrize("as_list", [True, False])
+def test_counts_on_the_host_are_refused_while_a_graph_is_captured(as_list, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():  # of a GPU that need not be there
+        x, weight = torch.empty(6, 4, device="cuda"), torch.empty(2, 5, 4, device="cuda")
+        fusedmlp.grouped_linear(x, weight, torch.tensor([2, 4], device="cuda"))
+        counts = [2, 4] if as_list else torch.tensor([2, 4])
+        with pytest.raises(RuntimeError, match=r"tokens_per_expert: expected a tensor on cuda:0 while .* is captured"):
+            fusedmlp.grouped_linear(x, weight, counts)
+
+
+@pytest.mark.parametrize("captured", ["backward", "the run"])
+def test_a_queue_is_captured_with_its_backward_or_not_at_all(captured, monkeypatch):
+    weight, queue = torch.randn(2, 5, 4, requires_grad=True), fusedmlp.WgradQueue()
+    monkeypatch.setattr(wgrad_queue, "_capturing", lambda _: captured == "backward")
+    fusedmlp.grouped_linear(torch.randn(6, 4), weight, [2, 4], wgrad_queue=queue).sum().backward()
+    monkeypatch.setattr(wgrad_queue, "_capturing", lambda _: captured == "the run")
+    with pytest.raises(RuntimeError, match=f"weight: expected backward and .* got {captured} captured alone"):
+        queue.run()
+    assert weight.grad is None
+    assert len(queue) == 1
+
+
+def test_the_documented_step_runs():
+    text = (Path(__file__).parents[1] / "docs" / "cuda_graphs.md").read_text()
+    example, capture = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    compile(capture, "cuda_graphs.md", "exec")
+    torch.manual_seed(0)
+    names = {}
+    exec(example.replace('device = "cuda"', f'device = "{DEVICE}"'), names)
+    weights = list(names["experts"].parameters())
+    before = [w.detach().clone() for w in weights]
+    names["step"]()
+    grads = []
+    for routed in zip(names["hidden_states"], names["top_k_index"], names["top_k_weights"], strict=True):
+        leaves = [w.clone().requires_grad_() for w in before]
+        y = fusedmlp.moe_experts(*routed, *leaves, accumulate_wgrad="off")
+        grads.append(torch.autograd.grad(y.square().mean(), leaves))
+    total = [sum(pair) for pair in zip(*grads, strict=True)]
+    norm = torch.stack([g.norm() for g in total]).norm()
+    for weight, start, grad in zip(weights, before, total, strict=True):
+        step = 1e-2 * grad * (1 / norm).clamp(max=1)
+        rounding = torch.finfo(torch.float32).eps * start.abs().max()
+        assert step.abs().max() > 100 * rounding
+        torch.testing.assert_close(start - weight.detach(), step, rtol=1e-3, atol=rounding.item())
