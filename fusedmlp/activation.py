@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import KW_ONLY, asdict, dataclass
-from functools import cached_property, lru_cache
+import ast
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -62,6 +62,9 @@ class Activation:
     limit: float | None = None
     alpha: float | None = None
     linear_offset: float = 0.0
+    # This activation as text, the form in which operators take it. Made at once, as torch.compile takes a float that it
+    # meets in a graph for a variable.
+    encoded: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.name not in _KINDS:
@@ -76,6 +79,8 @@ class Activation:
             )
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"activation: limit must be positive; got {self.limit}")
+        encoded = f"{self.name} {self.interleaved} {self.limit} {self.alpha} {self.linear_offset}"
+        object.__setattr__(self, "encoded", encoded)
 
     @property
     def gated(self) -> bool:
@@ -92,16 +97,13 @@ class Activation:
         """Scale of the sigmoid's argument (1 where there is no sigmoid)."""
         return _KINDS[self.name].alpha if self.alpha is None else self.alpha
 
-    @cached_property
-    def encoded(self) -> str:
-        """This activation as text, the form in which operators take it."""
-        return json.dumps(asdict(self))
-
     @staticmethod
     @lru_cache(maxsize=64)
     def decode(encoded: str) -> Activation:
         """Inverse of `encoded`."""
-        return Activation(**json.loads(encoded))
+        name, *options = encoded.split(" ")
+        interleaved, limit, alpha, linear_offset = map(ast.literal_eval, options)
+        return Activation(name, interleaved=interleaved, limit=limit, alpha=alpha, linear_offset=linear_offset)
 
     def split(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and linear views `[..., F]` of the pre-activation `[..., 2F]`."""

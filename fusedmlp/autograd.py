@@ -46,12 +46,16 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
+    def edges(self, ctx: Any) -> list[list[Any]]:
+        """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
+        return self.split([node for node, _ in ctx.next_functions])
+
     def route(self, name: str, weights: list[Tensor], nodes: list[Any]) -> Route:
         """Where the gradient of `weights` goes."""
         return main_grad.route(
             name,
             weights,
-            [node for node, _ in nodes],
+            nodes,
             self.mode,
             overwrite=self.overwrite,
             delayed=self.queue is not None,
@@ -77,6 +81,9 @@ def _first_order_only(backward: _Backward) -> _Backward:
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling():  # no graph has a second order
+            ctx.call.enter_backward(dy)
+            return backward(ctx, dy)
         with torch.no_grad(), main_grad.layer_backward():
             grads = backward(ctx, dy)
         if not torch.is_grad_enabled():
@@ -106,11 +113,11 @@ class GroupedLinear(torch.autograd.Function):
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
-        weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
+        weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
         dy = dy.contiguous()
         route = call.route("weight", weight, weight_nodes)
         dx = None
-        if x_node[0] is not None:
+        if x_node is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
             dx = ops.grouped_gemm(dy, transposed, [], offsets, call.impl)
         db = _bias_grads(bias, bias_nodes)
@@ -150,7 +157,7 @@ class GroupedMLP(torch.autograd.Function):
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, *probs, h) = call.split(ctx.saved_tensors)
-        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
+        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         route2 = call.route("fc2_weight", fc2, nodes2)  # first, as its GEMM is: they could be one parameter
         route1 = call.route("fc1_weight", fc1, nodes1)
@@ -172,21 +179,21 @@ class GroupedMLP(torch.autograd.Function):
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
-                x_node[0] is not None,
+                x_node is not None,
                 route1.delayed or route2.delayed,
                 call.impl,
             )
         )
         dfc2 = call.finish(route2, dy, grads.act_probs, offsets)  # fc2 leaves a queue before fc1
         dfc1 = call.finish(route1, grads.dh, x, offsets)
-        dx = grads.dx if x_node[0] is not None else None
+        dx = grads.dx if x_node is not None else None
         dprobs = [grads.dprobs.to(p.dtype) for p in probs]
         return (None, *dfc1, *dfc2, *_returned(db1, bias1), *_returned(db2, bias2), dx, None, *dprobs)
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
     """Outputs for the bias gradients, which are always returned; none if no bias wants one."""
-    if all(node is None for node, _ in nodes):
+    if all(node is None for node in nodes):
         return []
     return [main_grad.fresh_like(b) for b in bias]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from fusedmlp import autograd, main_grad, ops, validate
+from fusedmlp import autograd, compiled, main_grad, ops, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import Call
 from fusedmlp.main_grad import Mode
@@ -165,14 +166,15 @@ def _prepare(
     impl = validate.implementation(impl, x.device)
     num_experts = next(iter(weights.values())).num_experts
     counts = validate.counts(tokens_per_expert, num_experts)
-    for name, experts in weights.items():
-        main_grad.enter_forward(
-            name,
-            experts.tensors,
-            accumulate_wgrad,
-            overwrite=bool(is_first_microbatch),
-            delayed=wgrad_queue is not None,
-        )
+    if not torch.compiler.is_compiling():
+        for name, experts in weights.items():
+            main_grad.enter_forward(
+                name,
+                experts.tensors,
+                accumulate_wgrad,
+                overwrite=bool(is_first_microbatch),
+                delayed=wgrad_queue is not None,
+            )
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     call = Call(
         tuple(lengths),
@@ -186,4 +188,5 @@ def _prepare(
     # Offsets are made where the counts are: on the host their values can be checked, on a GPU nothing waits.
     counts_impl = "torch" if counts.device.type == "cpu" else impl
     offsets = ops.expert_offsets(counts, x.shape[0], counts_impl)
-    return call, offsets.to(x.device, non_blocking=True)
+    offsets = offsets.to(x.device, non_blocking=True)
+    return compiled.enter(call, weights, offsets) if torch.compiler.is_compiling() else (call, offsets)

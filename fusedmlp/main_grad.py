@@ -27,13 +27,14 @@ itself, and gets it.
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -272,6 +273,95 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
             )
 
 
+class TracedKey(NamedTuple):
+    """What a graph made by `torch.compile` carries from forward to backward, as numbers, for one fused parameter."""
+
+    param: int  # its id; 0 if it is frozen
+    address: int  # of its main_grad, as the graph knows it
+
+
+def traced_targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
+    """What the graph of a compiled layer adds the gradients of `weights` to; empty: it returns them.
+
+    The "grad" mode returns them too: PyTorch adds them to `.grad`.
+    """
+    trained = [weight for weight in weights if weight.requires_grad]
+    if not trained or mode in ("off", "grad"):
+        return []
+    if any(hasattr(weight, "__fsdp_param__") for weight in trained):
+        raise RuntimeError(
+            f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph would "
+            "keep the buffer of one step; call the layer outside of torch.compile"
+        )
+    if mode == "auto" and _resolve_auto(name, trained) == "off":
+        return []
+    outs: list[Tensor | None] = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+    first = next((out for out in outs if out is not None), None)
+    if first is None or sum(out is not None for out in outs) < len(trained):
+        raise _no_main_grad(name)
+    return [torch.zeros_like(first) if out is None else out for out in outs]
+
+
+def traced_keys(name: str, weights: Sequence[Tensor], main_grads: Sequence[Tensor]) -> list[TracedKey]:
+    """The keys of a compiled layer's fused weights, when its forward runs."""
+    keys = [
+        TracedKey(id(weight) if weight.requires_grad else 0, out.data_ptr())
+        for weight, out in zip(weights, main_grads, strict=True)
+    ]
+    if len({key.address for key in keys}) < len(keys):
+        raise RuntimeError(
+            f"{name}: expected a main_grad of its own for every parameter of a compiled layer; got one for several "
+            "(a parameter that experts share?); call the layer outside of torch.compile"
+        )
+    return keys
+
+
+def fuse_traced(groups: Sequence[tuple[str, Sequence[TracedKey]]], device: torch.device) -> list[bool]:
+    """In the backward of a compiled graph, before it adds a layer's gradients: check, set flags, put dummies.
+
+    The graph is one node of the engine, and adds whoever asked for what: whatever it would be wrong for, raises.
+
+    Returns:
+        Per parameter: whether main_grad is to be zeroed first.
+    """
+    running = torch._C._current_autograd_node()
+    nodes = {} if running is None else {id(n.variable): n for n, _ in running.next_functions if _accumulates(n)}
+    overwrites: list[bool] = []
+    fused: list[tuple[Tensor, Any]] = []
+    with layer_backward():
+        for name, keys in groups:
+            for i, key in enumerate(keys):
+                label = name if len(keys) == 1 else f"{name}[{i}]"
+                if not key.param:
+                    overwrites.append(False)
+                    continue
+                node = nodes.get(key.param)
+                if node is None or engine_use(node) is not EngineUse.ACCUMULATE:
+                    raise RuntimeError(
+                        f"{label}: a compiled backward adds to main_grad, and this one must not: expected .backward() "
+                        "that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...), a "
+                        "torch.func transform or compiled autograd (compile with accumulate_wgrad='off' for those)"
+                    )
+                param = node.variable
+                target = _existing_target(param, "main_grad", label)
+                if target is None or target.data_ptr() != key.address:
+                    raise RuntimeError(
+                        f"{label}: expected the main_grad that the compiled forward saw; got another one since"
+                    )
+                _refuse_pending_overwrite(param, sys.maxsize, label)
+                overwrites.append(_overwrites(param, False, label))
+                fused.append((param, node))
+    if device.type == "cuda":
+        _outermost_backward().streams.add(torch.cuda.current_stream(device))
+    for param, node in fused:
+        _mark_fused(param, node)
+    return overwrites
+
+
+def _accumulates(node: Any) -> bool:
+    return isinstance(node, _AccumulateGrad)
+
+
 def fresh_like(param: Tensor) -> Tensor:
     """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
     return _fresh(param, grad_dtype(param))
@@ -302,6 +392,8 @@ def _main_grad_of(param: Tensor) -> Tensor | None:
 
 def grad_dtype(param: Tensor) -> torch.dtype:
     """The dtype that `.grad` of a parameter must have."""
+    if torch.compiler.is_compiling():  # which cannot read grad_dtype; the engine casts
+        return param.dtype
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
     return chosen or param.dtype
 
@@ -324,10 +416,7 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
     else:
         target, what = _main_grad_of(param), "main_grad"
         if target is None:
-            raise RuntimeError(
-                f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
-                "(attach one with fusedmlp.MainGradBuffer)"
-            )
+            raise _no_main_grad(label)
     _refuse_tensor_hooks(param, label)
     if target.shape != param.shape:
         raise ValueError(f"{label}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
@@ -343,6 +432,13 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
             "an earlier main_grad step? clear it with zero_grad(set_to_none=True))"
         )
     return target
+
+
+def _no_main_grad(label: str) -> RuntimeError:
+    return RuntimeError(
+        f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
+        "(attach one with fusedmlp.MainGradBuffer)"
+    )
 
 
 def _refuse_tensor_hooks(param: Tensor, label: str) -> None:

@@ -1,0 +1,164 @@
+"""The layers inside `torch.compile`: the gradient contract in a graph that is traced before it runs.
+
+The compiler must see every write to `main_grad`, so those tensors are inputs of the graph, and the operators of its
+backward mutate them. What only a running program knows is the business of three operators of Python code:
+
+    offsets, keys = enter_forward(offsets, weights, main_grads, ...)    in the graph's forward
+    overwrites = enter_backward(dy, keys, ...)                          in its backward, before the GEMMs
+    zero_where_(main_grads, overwrites)
+
+The compiler moves or drops what nothing depends on. So the forward's GEMMs take their offsets from `enter_forward`,
+`enter_backward` takes `dy`, and the wgrad GEMM adds to what `zero_where_` wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedmlp import main_grad
+from fusedmlp.autograd import Call
+from fusedmlp.validate import Experts
+
+_library = torch.library.Library("fusedmlp", "FRAGMENT")
+
+
+def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusedmlp::{name}", fake, lib=_library)
+    return getattr(torch.ops.fusedmlp, name).default
+
+
+def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[tuple[str, Sequence[Any]]]:
+    groups, start = [], 0
+    for name, length in zip(names.split(","), lengths, strict=True):
+        groups.append((name, tensors[start : start + length]))
+        start += length
+    return groups
+
+
+def _enter_forward(
+    offsets: Tensor, weights: list[Tensor], main_grads: list[Tensor], names: str, lengths: list[int], overwrite: bool
+) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():  # a compiled forward runs without
+        for name, group in _split(weights, names, lengths):
+            main_grad.enter_forward(name, group, "main_grad", overwrite=overwrite, delayed=False)
+    keys = main_grad.traced_keys(names, weights, main_grads)
+    return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
+
+
+def _enter_backward(dy: Tensor, keys: Tensor, names: str, lengths: list[int]) -> Tensor:
+    groups = [
+        (name, [main_grad.TracedKey(*key) for key in group]) for name, group in _split(keys.tolist(), names, lengths)
+    ]
+    return torch.tensor(main_grad.fuse_traced(groups, dy.device))
+
+
+def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
+    for out, overwrite in zip(main_grads, overwrites.tolist(), strict=True):
+        if overwrite:
+            out.zero_()
+
+
+# keys [weights, 2] int64 and overwrites [weights] bool are on the CPU.
+enter_forward = _register(
+    "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, bool overwrite) "
+    "-> (Tensor, Tensor)",
+    _enter_forward,
+    lambda offsets, weights, *_: (
+        torch.empty_like(offsets),
+        torch.empty(len(weights), 2, dtype=torch.int64, device="cpu"),
+    ),
+)
+enter_backward = _register(
+    "enter_backward(Tensor dy, Tensor keys, str names, int[] lengths) -> Tensor",
+    _enter_backward,
+    lambda dy, keys, *_: torch.empty(keys.shape[0], dtype=torch.bool, device="cpu"),
+)
+zero_where_ = _register(
+    "zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) -> ()",
+    _zero_where_,
+    lambda *_: None,
+)
+
+
+@dataclass
+class TracedRoute:
+    """A `main_grad.Route` inside a graph: never delayed, and adding to `main_grad` wherever that is fused."""
+
+    params: list[Tensor]
+    outs: list[Tensor]
+    accumulate: bool
+    wanted: bool
+    delayed = False
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients that backward returns."""
+        return [None] * len(self.params) if self.accumulate or not self.wanted else [*self.outs]
+
+
+@dataclass(frozen=True)
+class TracedCall(Call):
+    """A `Call` inside a graph."""
+
+    main_grads: dict[str, list[Tensor]] = field(default_factory=dict)  # of the weights that are fused
+    keys: Tensor | None = None
+
+    def enter_backward(self, dy: Tensor) -> None:
+        """Before everything else in backward."""
+        if self.keys is not None:
+            overwrites = enter_backward(dy, self.keys, *_names_and_lengths(self.main_grads))
+            zero_where_([out for outs in self.main_grads.values() for out in outs], overwrites)
+
+    def edges(self, ctx: Any) -> list[list[Any]]:
+        """As `Call.edges`; what is not None is True."""
+        return self.split([need or None for need in ctx.needs_input_grad[1:]])
+
+    def route(self, name: str, weights: list[Tensor], edges: list[Any]) -> Any:
+        """As `Call.route`, but a `TracedRoute`."""
+        wanted, fused = any(edge is not None for edge in edges), name in self.main_grads
+        outs = self.main_grads[name] if fused else [main_grad.fresh_like(w) for w in weights if wanted]
+        return TracedRoute(weights, outs, fused, wanted)
+
+
+def _names_and_lengths(groups: dict[str, list[Tensor]]) -> tuple[str, list[int]]:
+    return ",".join(groups), [len(tensors) for tensors in groups.values()]
+
+
+def enter(call: Call, weights: dict[str, Experts], offsets: Tensor) -> tuple[Call, Tensor]:
+    """The call and the offsets to go on with inside a graph.
+
+    Raises:
+        RuntimeError: what cannot be had in a graph: delayed weight gradients, Megatron-FSDP's buffers.
+        RuntimeError, ValueError: main_grad missing.
+    """
+    groups = {name: experts.tensors for name, experts in weights.items()}
+    trained = torch.is_grad_enabled() and any(w.requires_grad for group in groups.values() for w in group)
+    if trained and call.queue is not None:
+        raise RuntimeError(
+            "wgrad_queue (delay_wgrad=True) inside torch.compile: expected none, as a graph cannot put its GEMMs off; "
+            "call the layer outside of torch.compile"
+        )
+    main_grads: dict[str, list[Tensor]] = {}
+    if trained:
+        for name, group in groups.items():
+            outs = main_grad.traced_targets(name, group, call.mode)
+            if outs:
+                main_grads[name] = outs
+    keys = None
+    if main_grads:
+        fused = [weight for name in main_grads for weight in groups[name]]
+        outs = [out for group in main_grads.values() for out in group]
+        offsets, keys = enter_forward(offsets, fused, outs, *_names_and_lengths(main_grads), call.overwrite)
+    # fmt: off
+    traced = TracedCall(
+        call.lengths, call.transposed, call.mode, None, call.overwrite, call.impl, call.activation, main_grads, keys
+    )
+    # fmt: on
+    return traced, offsets
