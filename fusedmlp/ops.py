@@ -53,7 +53,7 @@ def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
 # counts raise ValueError; on a GPU, where reading them would synchronise, an assertion runs on the device and
 # the offsets are clamped to [0, num_rows], so that nothing reads or writes out of bounds.
 expert_offsets = _register(
-    "expert_offsets(Tensor counts, int num_rows, str impl) -> Tensor",
+    "expert_offsets(Tensor counts, SymInt num_rows, str impl) -> Tensor",
     lambda counts, *_: counts.new_empty(counts.shape[0] + 1, dtype=torch.int32),
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
