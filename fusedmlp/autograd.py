@@ -17,7 +17,7 @@ from torch import Tensor
 from fusedmlp import main_grad, ops
 from fusedmlp.main_grad import Mode, Route
 from fusedmlp.mlp_types import MLPGrads, MLPOutput
-from fusedmlp.wgrad_queue import WgradQueue
+from fusedmlp.wgrad_queue import Operands, WgradQueue
 
 _Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
 
@@ -61,14 +61,24 @@ class Call:
             delayed=self.queue is not None,
         )
 
-    def finish(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor) -> list[Tensor | None]:
+    def finish(
+        self,
+        route: Route,
+        dy: Tensor,
+        x: Tensor,
+        offsets: Tensor,
+        *,
+        dy_rows: Tensor | None = None,
+        x_rows: Tensor | None = None,
+    ) -> list[Tensor | None]:
         """What backward returns for a weight; queues its GEMM if it is delayed."""
         if not route.wanted:
             return [None] * len(route.params)
         if not route.delayed:
             return route.finish()
         assert self.queue is not None
-        self.queue.put(route, dy, x, offsets, transposed=self.transposed, impl=self.impl)
+        operands = Operands(dy, x, offsets, dy_rows, x_rows)
+        self.queue.put(route, operands, transposed=self.transposed, impl=self.impl)
         return route.finish_in_backward()
 
 
@@ -123,17 +133,21 @@ class GroupedLinear(torch.autograd.Function):
         db = _bias_grads(bias, bias_nodes)
         if route.outs or db:
             dw = call.logical(route.outs)
-            ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], route.accumulate, call.impl)
+            ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], route.accumulate, call.impl)
         return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 
 class GroupedMLP(torch.autograd.Function):
-    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets[, probs]) -> y`."""
+    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, slots, rows) -> y`.
+
+    `slots` and `rows` (`mlp_types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
-        fc1, fc2, bias1, bias2, (x, offsets, *probs) = call.split(tensors)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows) = call.split(tensors)
+        tokens, row_probs = _of_rows(probs, slots)
         out = MLPOutput(
             *ops.grouped_mlp(
                 x,
@@ -142,23 +156,27 @@ class GroupedMLP(torch.autograd.Function):
                 bias1,
                 bias2,
                 offsets,
-                probs[0] if probs else None,
+                tokens,
+                row_probs,
                 call.activation,
                 call.impl,
             )
         )
         ctx.save_for_backward(*tensors, out.h)
         ctx.call = call
-        return out.y
+        if rows is None:
+            return out.y
+        return ops.combine(out.y, rows, x.shape[0], call.impl)  # type: ignore[no-any-return]
 
     @staticmethod
     @_first_order_only
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, *probs, h) = call.split(ctx.saved_tensors)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(ctx.saved_tensors)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
+        tokens, row_probs = _of_rows(probs, slots)
         route2 = call.route("fc2_weight", fc2, nodes2)  # first, as its GEMM is: they could be one parameter
         route1 = call.route("fc1_weight", fc1, nodes1)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
@@ -175,7 +193,8 @@ class GroupedMLP(torch.autograd.Function):
                 call.logical(fc2),
                 bias2,
                 offsets,
-                probs[0] if probs else None,
+                tokens,
+                row_probs,
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
@@ -184,11 +203,25 @@ class GroupedMLP(torch.autograd.Function):
                 call.impl,
             )
         )
-        dfc2 = call.finish(route2, dy, grads.act_probs, offsets)  # fc2 leaves a queue before fc1
-        dfc1 = call.finish(route1, grads.dh, x, offsets)
-        dx = grads.dx if x_node is not None else None
-        dprobs = [grads.dprobs.to(p.dtype) for p in probs]
-        return (None, *dfc1, *dfc2, *_returned(db1, bias1), *_returned(db2, bias2), dx, None, *dprobs)
+        dx = dprobs = None
+        if x_node is not None:
+            dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
+        if probs is not None:
+            dprobs = grads.dprobs if rows is None else grads.dprobs.index_select(0, rows).view_as(probs)
+            dprobs = dprobs.to(probs.dtype)
+        # fc2 leaves a queue before fc1.
+        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
+        dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)
+        db = _returned(db1, bias1) + _returned(db2, bias2)
+        return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None)
+
+
+def _of_rows(probs: Tensor | None, slots: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """The token that every row is gathered from (None: x has rows), and the probability of every row."""
+    if slots is None:
+        return None, probs
+    assert probs is not None
+    return slots // probs.shape[1], probs.flatten().index_select(0, slots)
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:

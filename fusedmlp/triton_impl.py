@@ -69,10 +69,12 @@ def grouped_mlp(
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
+    tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
+    assert tokens_R is None
     num_rows = x_RH.shape[0]
     tiles = Schedule(offsets, num_rows)
     h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), torch.empty_like(x_RH)
@@ -105,6 +107,7 @@ def grouped_mlp_backward_(
     fc2: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
+    tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     accumulate1: bool,
@@ -113,6 +116,7 @@ def grouped_mlp_backward_(
     keep: bool,
 ) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
+    assert tokens_R is None
     F = fc2[0].shape[-1]
     grads = MLPGrads.empty(x_RH, h_RG, F, probs_R, need_dx, keep)
     tiles = Schedule(offsets, x_RH.shape[0])
@@ -144,9 +148,12 @@ def grouped_wgrad_(
     dy: Sequence[Tensor],
     x: Sequence[Tensor],
     offsets: Sequence[Tensor],
+    dy_rows: Sequence[Tensor],
+    x_rows: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
+    assert len(dy_rows) == len(x_rows) == 0
     _wgrad_(dw, db, dy, x, offsets, accumulate, None)
 
 

@@ -13,13 +13,25 @@ from fusedmlp import ops
 from fusedmlp.main_grad import Route
 
 
-class _Delayed(NamedTuple):
-    route: Route
-    transposed: bool  # the weight is stored [in, out]
+class Operands(NamedTuple):
+    """`dw = dy^T x`: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`; row `r` is `dy[dy_rows[r]]` and `x[x_rows[r]]`."""
+
     dy: Tensor
     x: Tensor
     offsets: Tensor
-    versions: tuple[int, int]
+    dy_rows: Tensor | None
+    x_rows: Tensor | None
+
+    def versions(self) -> list[int]:
+        """Grow with every modification in place."""
+        return [tensor._version for tensor in self if tensor is not None]
+
+
+class _Delayed(NamedTuple):
+    route: Route
+    transposed: bool  # the weight is stored [in, out]
+    operands: Operands
+    versions: list[int]
     impl: str
 
     def shares_launch(self, other: _Delayed) -> bool:
@@ -30,6 +42,8 @@ class _Delayed(NamedTuple):
             and self.route.mode == other.route.mode
             and self.transposed == other.transposed
             and self.impl == other.impl
+            and (self.operands.dy_rows is None) == (other.operands.dy_rows is None)
+            and (self.operands.x_rows is None) == (other.operands.x_rows is None)
         )
 
 
@@ -54,9 +68,9 @@ class WgradQueue:
         """Number of weight gradients waiting."""
         return len(self._pending)
 
-    def put(self, route: Route, dy: Tensor, x: Tensor, offsets: Tensor, *, transposed: bool, impl: str) -> None:
-        """Queue `dw (+)= dy^T x` for the layer's own use: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`."""
-        self._pending.append(_Delayed(route, transposed, dy, x, offsets, (dy._version, x._version), impl))
+    def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
+        """Queue `dw (+)= dy^T x`, for the layer's own use."""
+        self._pending.append(_Delayed(route, transposed, operands, operands.versions(), impl))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -107,7 +121,7 @@ class WgradQueue:
 
 def _run(batch: list[_Delayed]) -> None:
     for delayed in batch:
-        if (delayed.dy._version, delayed.x._version) != delayed.versions:
+        if delayed.operands.versions() != delayed.versions:
             raise RuntimeError(
                 f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
                 "backward and the run of the queue"
@@ -115,12 +129,15 @@ def _run(batch: list[_Delayed]) -> None:
     first = batch[0]
     first.route.open()
     outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
+    operands = [delayed.operands for delayed in batch]
     ops.grouped_wgrad_(
         outs,
         [],
-        [d.dy for d in batch],
-        [d.x for d in batch],
-        [d.offsets for d in batch],
+        [o.dy for o in operands],
+        [o.x for o in operands],
+        [o.offsets for o in operands],
+        [o.dy_rows for o in operands if o.dy_rows is not None],
+        [o.x_rows for o in operands if o.x_rows is not None],
         first.route.accumulate,
         first.impl,
     )

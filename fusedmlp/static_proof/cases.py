@@ -52,9 +52,10 @@ class Layer:
         if self.only_biases:
             grads = [[], []]
         encoded = self.activation.encoded
-        triton_impl.grouped_mlp(x, *weights, *biases, offsets, probs, encoded)
+        triton_impl.grouped_mlp(x, *weights, *biases, offsets, None, probs, encoded)
+        flags = (self.add, self.add, True, False)
         triton_impl.grouped_mlp_backward_(
-            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, probs, encoded, self.add, self.add, True, False
+            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, None, probs, encoded, *flags
         )
 
     def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -77,14 +78,14 @@ def _linear(biases: bool, dtype: torch.dtype) -> None:
     x, w = torch.empty(100, 256, dtype=dtype), torch.empty(3, 128, 256, dtype=dtype)
     bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
     triton_impl.grouped_gemm(x, [w], bias, _offsets((40, 60, 0)))
-    grads = [torch.empty_like(w)], [torch.empty_like(b) for b in bias]
-    triton_impl.grouped_wgrad_(*grads, [torch.empty(100, 128, dtype=dtype)], [x], [_offsets((40, 60, 0))], False)
+    grads, dy = ([torch.empty_like(w)], [torch.empty_like(b) for b in bias]), torch.empty(100, 128, dtype=dtype)
+    triton_impl.grouped_wgrad_(*grads, [dy], [x], [_offsets((40, 60, 0))], [], [], False)
 
 
 def _microbatches(add: bool, dtype: torch.dtype) -> None:
     offsets = [_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0))]
     dy, x = ([torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets] for width in (128, 256))
-    triton_impl.grouped_wgrad_([torch.empty(3, 128, 256)], [], dy, x, offsets, add)
+    triton_impl.grouped_wgrad_([torch.empty(3, 128, 256)], [], dy, x, offsets, [], [], add)
 
 
 def _many_experts(dtype: torch.dtype) -> None:
@@ -94,7 +95,7 @@ def _many_experts(dtype: torch.dtype) -> None:
     x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
     y = triton_impl.grouped_gemm(x, [w], [], offsets)
-    triton_impl.grouped_wgrad_([torch.empty_like(w)], [], [y], [x], [offsets], False)
+    triton_impl.grouped_wgrad_([torch.empty_like(w)], [], [y], [x], [offsets], [], [], False)
 
 
 BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
