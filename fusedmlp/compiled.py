@@ -44,20 +44,26 @@ def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[t
 
 
 def _enter_forward(
-    offsets: Tensor, weights: list[Tensor], main_grads: list[Tensor], names: str, lengths: list[int], overwrite: bool
+    offsets: Tensor,
+    weights: list[Tensor],
+    main_grads: list[Tensor],
+    names: str,
+    lengths: list[int],
+    overwrite: bool,
+    grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():  # a compiled forward runs without
+    with torch.set_grad_enabled(grad_enabled):  # a compiled forward always runs without
         for name, group in _split(weights, names, lengths):
             main_grad.enter_forward(name, group, "main_grad", overwrite=overwrite, delayed=False)
     keys = main_grad.traced_keys(names, weights, main_grads)
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
 
 
-def _enter_backward(dy: Tensor, keys: Tensor, names: str, lengths: list[int]) -> Tensor:
+def _enter_backward(dy: Tensor, keys: Tensor, names: str, lengths: list[int], overwrite: bool) -> Tensor:
     groups = [
         (name, [main_grad.TracedKey(*key) for key in group]) for name, group in _split(keys.tolist(), names, lengths)
     ]
-    return torch.tensor(main_grad.fuse_traced(groups, dy.device))
+    return torch.tensor(main_grad.fuse_traced(groups, overwrite, dy.device))
 
 
 def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
@@ -68,8 +74,8 @@ def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
 
 # keys [weights, 2] int64 and overwrites [weights] bool are on the CPU.
 enter_forward = _register(
-    "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, bool overwrite) "
-    "-> (Tensor, Tensor)",
+    "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, bool overwrite, "
+    "bool grad_enabled) -> (Tensor, Tensor)",
     _enter_forward,
     lambda offsets, weights, *_: (
         torch.empty_like(offsets),
@@ -77,7 +83,7 @@ enter_forward = _register(
     ),
 )
 enter_backward = _register(
-    "enter_backward(Tensor dy, Tensor keys, str names, int[] lengths) -> Tensor",
+    "enter_backward(Tensor dy, Tensor keys, str names, int[] lengths, bool overwrite) -> Tensor",
     _enter_backward,
     lambda dy, keys, *_: torch.empty(keys.shape[0], dtype=torch.bool, device="cpu"),
 )
@@ -113,7 +119,7 @@ class TracedCall(Call):
     def enter_backward(self, dy: Tensor) -> None:
         """Before everything else in backward."""
         if self.keys is not None:
-            overwrites = enter_backward(dy, self.keys, *_names_and_lengths(self.main_grads))
+            overwrites = enter_backward(dy, self.keys, *_names_and_lengths(self.main_grads), self.overwrite)
             zero_where_([out for outs in self.main_grads.values() for out in outs], overwrites)
 
     def edges(self, ctx: Any) -> list[list[Any]]:
@@ -139,14 +145,14 @@ def enter(call: Call, weights: dict[str, Experts], offsets: Tensor) -> tuple[Cal
         RuntimeError, ValueError: main_grad missing.
     """
     groups = {name: experts.tensors for name, experts in weights.items()}
-    trained = torch.is_grad_enabled() and any(w.requires_grad for group in groups.values() for w in group)
-    if trained and call.queue is not None:
+    grad_enabled = torch.is_grad_enabled()
+    if grad_enabled and call.queue is not None and any(w.requires_grad for group in groups.values() for w in group):
         raise RuntimeError(
             "wgrad_queue (delay_wgrad=True) inside torch.compile: expected none, as a graph cannot put its GEMMs off; "
             "call the layer outside of torch.compile"
         )
     main_grads: dict[str, list[Tensor]] = {}
-    if trained:
+    if grad_enabled or call.overwrite:
         for name, group in groups.items():
             outs = main_grad.traced_targets(name, group, call.mode)
             if outs:
@@ -155,7 +161,8 @@ def enter(call: Call, weights: dict[str, Experts], offsets: Tensor) -> tuple[Cal
     if main_grads:
         fused = [weight for name in main_grads for weight in groups[name]]
         outs = [out for group in main_grads.values() for out in group]
-        offsets, keys = enter_forward(offsets, fused, outs, *_names_and_lengths(main_grads), call.overwrite)
+        names_and_lengths = _names_and_lengths(main_grads)
+        offsets, keys = enter_forward(offsets, fused, outs, *names_and_lengths, call.overwrite, grad_enabled)
     # fmt: off
     traced = TracedCall(
         call.lengths, call.transposed, call.mode, None, call.overwrite, call.impl, call.activation, main_grads, keys

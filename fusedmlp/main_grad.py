@@ -316,7 +316,9 @@ def traced_keys(name: str, weights: Sequence[Tensor], main_grads: Sequence[Tenso
     return keys
 
 
-def fuse_traced(groups: Sequence[tuple[str, Sequence[TracedKey]]], device: torch.device) -> list[bool]:
+def fuse_traced(
+    groups: Sequence[tuple[str, Sequence[TracedKey]]], first_microbatch: bool, device: torch.device
+) -> list[bool]:
     """In the backward of a compiled graph, before it adds a layer's gradients: check, set flags, put dummies.
 
     The graph is one node of the engine, and adds whoever asked for what: whatever it would be wrong for, raises.
@@ -349,7 +351,7 @@ def fuse_traced(groups: Sequence[tuple[str, Sequence[TracedKey]]], device: torch
                         f"{label}: expected the main_grad that the compiled forward saw; got another one since"
                     )
                 _refuse_pending_overwrite(param, sys.maxsize, label)
-                overwrites.append(_overwrites(param, False, label))
+                overwrites.append(_overwrites(param, first_microbatch, label))
                 fused.append((param, node))
     if device.type == "cuda":
         _outermost_backward().streams.add(torch.cuda.current_stream(device))
