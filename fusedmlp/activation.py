@@ -62,13 +62,15 @@ class Activation:
     limit: float | None = None
     alpha: float | None = None
     linear_offset: float = 0.0
-    # This activation as text, the form in which operators take it. Made at once, as torch.compile takes a float that it
-    # meets in a graph for a variable.
-    encoded: str = field(init=False, repr=False, compare=False)
+    # Made at once, for torch.compile: it takes a float that it meets in a graph for a variable, and of a frozen object
+    # knows nothing but the fields.
+    gated: bool = field(init=False, repr=False, compare=False)  # whether fc1 has 2F output channels
+    encoded: str = field(init=False, repr=False, compare=False)  # as text, the form in which operators take it
 
     def __post_init__(self) -> None:
         if self.name not in _KINDS:
             raise ValueError(f"activation: expected one of {', '.join(_KINDS)}; got {self.name!r}")
+        object.__setattr__(self, "gated", _KINDS[self.name].gated)
         if not self.gated and (self.interleaved or self.limit is not None or self.linear_offset):
             raise ValueError(
                 f"activation: interleaved, limit and linear_offset need a gated activation; got {self.name!r}"
@@ -81,11 +83,6 @@ class Activation:
             raise ValueError(f"activation: limit must be positive; got {self.limit}")
         encoded = f"{self.name} {self.interleaved} {self.limit} {self.alpha} {self.linear_offset}"
         object.__setattr__(self, "encoded", encoded)
-
-    @property
-    def gated(self) -> bool:
-        """Whether fc1 has `2F` output channels."""
-        return _KINDS[self.name].gated
 
     @property
     def curve(self) -> str:
