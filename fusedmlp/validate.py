@@ -186,6 +186,7 @@ def implementation(impl: str, device: torch.device) -> str:
     return impl
 
 
+@torch.compiler.assume_constant_result
 @cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
