@@ -249,7 +249,8 @@ def test_operators_as_torch_library_sees_them():
     ops = torch.ops.fusedmlp
     weight, main_grad = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
     forward = (torch.tensor([0, 1, 2], dtype=torch.int32), [weight], [main_grad], "weight", [1], True, True)
-    assert set(opcheck(ops.enter_forward.default, forward).values()) == {"SUCCESS"}
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others compare addresses of copies
+    assert set(opcheck(ops.enter_forward.default, forward, test_utils=checks).values()) == {"SUCCESS"}
     offsets, keys = ops.enter_forward(*forward)
     assert torch.equal(offsets, forward[0])
     assert keys.tolist() == [[0, main_grad.data_ptr()]]  # 0: frozen
