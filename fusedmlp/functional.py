@@ -78,7 +78,7 @@ def grouped_mlp(
         source, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout
     )
     probs = validate.probabilities(probs, source)
-    counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts)
+    counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
     call = _prepare(
         x, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, kind.encoded
     )
@@ -184,7 +184,7 @@ def grouped_linear(
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
     biases = [validate.biases("bias", bias, experts, source)]
-    counts = validate.counts(tokens_per_expert, experts.num_experts)
+    counts = validate.counts(tokens_per_expert, experts.num_experts, source)
     # fmt: off
     weights = {"weight": experts}
     call = _prepare(

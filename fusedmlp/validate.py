@@ -98,7 +98,7 @@ def size(name: str, what: str, expected: int, got: int) -> None:
         raise ValueError(f"{name}: expected {what} = {expected}; got {got}")
 
 
-def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
+def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
     """`tokens_per_expert` as an integer tensor `[E]`; its values are checked by the operator."""
     name = "tokens_per_expert"
     if isinstance(tokens_per_expert, Tensor):
@@ -109,6 +109,11 @@ def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
         raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
     if tuple(tensor.shape) != (num_experts,):
         raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
+    if x.tensor.is_cuda and not tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name}: expected a tensor on {x.tensor.device} while a CUDA graph is captured, which would replay with "
+            "whatever the host's memory then holds; got counts on the host"
+        )
     return tensor.contiguous()
 
 

@@ -32,6 +32,7 @@ class _Delayed(NamedTuple):
     transposed: bool  # the weight is stored [in, out]
     operands: Operands
     versions: list[int]
+    captured: bool
     impl: str
 
     def shares_launch(self, other: _Delayed) -> bool:
@@ -70,7 +71,8 @@ class WgradQueue:
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
-        self._pending.append(_Delayed(route, transposed, operands, operands.versions(), impl))
+        captured = _capturing(operands.dy)
+        self._pending.append(_Delayed(route, transposed, operands, operands.versions(), captured, impl))
 
     @torch.no_grad()
     def run(self) -> None:
@@ -80,7 +82,8 @@ class WgradQueue:
         that was swapped for a wrong one, say), it and those behind it are still queued.
 
         Raises:
-            RuntimeError: a tensor that a queued gradient needs was modified in place after backward.
+            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; or only one of
+                backward and run is captured by a CUDA graph.
         """
         while self._pending:
             self._run_next()
@@ -119,12 +122,22 @@ class WgradQueue:
                 yield delayed
 
 
+def _capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _run(batch: list[_Delayed]) -> None:
     for delayed in batch:
         if delayed.operands.versions() != delayed.versions:
             raise RuntimeError(
                 f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
                 "backward and the run of the queue"
+            )
+        if delayed.captured != _capturing(delayed.operands.dy):
+            raise RuntimeError(
+                f"{delayed.route.name}: expected backward and the run of the queue both captured by CUDA graphs, or "
+                f"neither; got {'backward' if delayed.captured else 'the run'} captured alone, which replays would not "
+                "repeat together"
             )
     first = batch[0]
     first.route.open()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from .launches import Launch
 
-_FP32 = 4
+_FP32 = _INT32 = 4
 
 
 def fc1_act(
@@ -60,6 +60,16 @@ def wgrad(
     num_bytes = itemsize * R * (N + K if grad else N) + grad_bytes + bias_grad * E * N + scale * R
     flops = (2 * R * N * K if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
     return Launch("wgrad", flops, num_bytes, grad_bytes)
+
+
+def route(R: int, E: int, itemsize: int) -> Launch:
+    """Reads ids `[R]`, writes offsets `[E + 1]`, and slots and rows `[R]`; `itemsize` of ids."""
+    return Launch("route", 0, itemsize * R + _INT32 * (E + 1 + 2 * R))
+
+
+def combine(T: int, K: int, H: int, itemsize: int) -> Launch:
+    """Reads y `[T * K, H]` and rows `[T * K]`, writes `[T, H]`."""
+    return Launch("combine", T * K * H, itemsize * (T * K + T) * H + _INT32 * T * K)
 
 
 def _used(rows: Sequence[int]) -> int:

@@ -11,7 +11,7 @@ import fusedmlp
 from fusedmlp import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-IMPLS = ("torch",)
+IMPLS = ("torch", "triton")
 pytestmark = pytest.mark.usefixtures("poison")
 
 
