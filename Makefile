@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench kernels clean
+.PHONY: demo test lint bench kernels hub clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -48,10 +48,18 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
 	@touch $(READY)
 
-# The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages that the tests do without.
+# The libraries that fusedmlp plugs into. Those of the first line ask for packages that the tests do without (and
+# megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack.
 $(VENV)/.integrations: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps megatron-core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
+	  megatron-core torchtitan spmd_types kernels
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate peft tyro tomlkit
 	@touch $@
+
+# What `kernel-builder` and `kernels` of Hugging Face take, in build/hub.
+hub: $(READY)
+	rm -rf build/hub
+	$(BIN)/python -m fusedmlp.integrations.hub build/hub
 
 clean:
 	rm -rf $(VENV) .triton build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

@@ -61,7 +61,7 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
     experts = [module for module in model.modules() if _uses_interface(module)]
     if not experts:
         raise ValueError(
-            f"model: expected experts that use Transformers' experts interface; got {type(model).__name__}, which has none"
+            f"model: expected experts that use Transformers' experts interface; got a {type(model).__name__} without"
         )
     for module in experts:
         activation_of(module)

@@ -1,7 +1,10 @@
 """Hugging Face Transformers with `experts_implementation="fusedmlp"`, against its own `eager` experts."""
 
 import copy
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,7 +169,7 @@ def test_generate():
 
 
 def test_ids_of_other_ranks_contribute_nothing():
-    """As Transformers' expert parallelism calls it: this rank's experts are 0 and 1, `num_experts` stands for others."""
+    """As Transformers' expert parallelism calls it: `num_experts` stands for any expert of another rank."""
     experts = models.build("mixtral", "eager").model.layers[0].mlp.experts
     hidden, weights = torch.randn(5, 16), torch.rand(5, 2)
     ids = torch.tensor([[0, 4], [4, 4], [1, 0], [4, 2], [3, 1]])
@@ -253,14 +256,29 @@ def test_an_activation_with_the_right_values_and_the_wrong_gradient_is_not_taken
 
 
 def test_a_model_whose_experts_do_not_use_the_interface_is_refused():
-    with pytest.raises(ValueError, match="expected experts that use .* got Llama4ForCausalLM, which has none"):
+    with pytest.raises(ValueError, match=r"expected experts that use .* got a Llama4ForCausalLM without"):
         register(training.llama4())
 
 
 def test_the_diff_in_the_readme_is_one_line():
-    (diff,) = (d for d in re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL) if "from_pre" in d)
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (diff,) = (diff for diff in diffs if "from_pretrained" in diff)
     (added,) = (line[1:] for line in diff.splitlines() if line.startswith("+"))
     assert not [line for line in diff.splitlines() if line.startswith("-")]
     model = models.build("mixtral", "eager")
     exec(added, {"model": model})
     assert model.config._experts_implementation == "fusedmlp"
+
+
+def test_the_example_trains_both_ways_alike():
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    table = {name: (float(plain.replace(",", "")), float(fused.replace(",", ""))) for name, plain, fused in cells[2:]}
+    for step in ("loss, first step", "loss, last step"):
+        assert table[step][0] == pytest.approx(table[step][1], abs=1e-3)
+    assert table["loss, last step"][0] < table["loss, first step"][0] - 0.5
+    assert table["copies of expert gradients by AccumulateGrad, per step"] == (0, 0)
+    assert table["adds to expert gradients by AccumulateGrad, per step"] == (4, 0)
+    assert all(figure > 0 for figure in table["ms per step, median"])

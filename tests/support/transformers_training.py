@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from support import transformers_models as models
 
 from fusedmlp.integrations.transformers import register
-from support import transformers_models as models
 
 CELLS = [
     {"accumulation": 1, "checkpointing": None, "wgrad": "auto"},
