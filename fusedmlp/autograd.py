@@ -46,6 +46,9 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
+    def enter_backward(self, dy: Tensor) -> None:
+        """Before everything else in backward; here `route` decides all."""
+
     def edges(self, ctx: Any) -> list[list[Any]]:
         """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
         return self.split([node for node, _ in ctx.next_functions])
@@ -92,7 +95,6 @@ def _first_order_only(backward: _Backward) -> _Backward:
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling():  # no graph has a second order
-            ctx.call.enter_backward(dy)
             return backward(ctx, dy)
         with torch.no_grad(), main_grad.layer_backward():
             grads = backward(ctx, dy)
@@ -125,6 +127,7 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
         weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
         dy = dy.contiguous()
+        call.enter_backward(dy)
         route = call.route("weight", weight, weight_nodes)
         dx = None
         if x_node is not None:
@@ -176,6 +179,7 @@ class GroupedMLP(torch.autograd.Function):
         fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(ctx.saved_tensors)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
+        call.enter_backward(dy)
         tokens, row_probs = _of_rows(probs, slots)
         route2 = call.route("fc2_weight", fc2, nodes2)  # first, as its GEMM is: they could be one parameter
         route1 = call.route("fc1_weight", fc1, nodes1)

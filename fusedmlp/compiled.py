@@ -4,11 +4,12 @@ The compiler must see every write to `main_grad`, so those tensors are inputs of
 backward mutate them. What only a running program knows is the business of three operators of Python code:
 
     offsets, keys = enter_forward(offsets, weights, main_grads, ...)    in the graph's forward
-    overwrites = enter_backward(dy, keys, ...)                          in its backward, before the GEMMs
+    overwrites = enter_backward(dy, main_grads, keys, ...)              in its backward, before the GEMMs
     zero_where_(main_grads, overwrites)
 
-The compiler moves or drops what nothing depends on. So the forward's GEMMs take their offsets from `enter_forward`,
-`enter_backward` takes `dy`, and the wgrad GEMM adds to what `zero_where_` wrote.
+The compiler moves or drops what nothing depends on. So the forward's GEMMs take their offsets from `enter_forward`;
+`enter_backward` takes `dy`, and `main_grads` as the calls before left them, as the first to come overwrites them; and
+the wgrad GEMM adds to what `zero_where_` wrote.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ def _enter_forward(
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
 
 
-def _enter_backward(dy: Tensor, keys: Tensor, names: str, lengths: list[int], overwrite: bool) -> Tensor:
+def _enter_backward(
+    dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: str, lengths: list[int], overwrite: bool
+) -> Tensor:
     groups = [
         (name, [main_grad.TracedKey(*key) for key in group]) for name, group in _split(keys.tolist(), names, lengths)
     ]
@@ -83,9 +86,9 @@ enter_forward = _register(
     ),
 )
 enter_backward = _register(
-    "enter_backward(Tensor dy, Tensor keys, str names, int[] lengths, bool overwrite) -> Tensor",
+    "enter_backward(Tensor dy, Tensor[] main_grads, Tensor keys, str names, int[] lengths, bool overwrite) -> Tensor",
     _enter_backward,
-    lambda dy, keys, *_: torch.empty(keys.shape[0], dtype=torch.bool, device="cpu"),
+    lambda dy, main_grads, keys, *_: torch.empty(keys.shape[0], dtype=torch.bool, device="cpu"),
 )
 zero_where_ = _register(
     "zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) -> ()",
@@ -111,16 +114,17 @@ class TracedRoute:
 
 @dataclass(frozen=True)
 class TracedCall(Call):
-    """A `Call` inside a graph."""
+    """A `Call` inside a graph; also outside, where without `fullgraph` the graph broke right before the layer."""
 
     main_grads: dict[str, list[Tensor]] = field(default_factory=dict)  # of the weights that are fused
     keys: Tensor | None = None
 
     def enter_backward(self, dy: Tensor) -> None:
-        """Before everything else in backward."""
+        """As `Call.enter_backward`; here `enter_backward` decides all."""
         if self.keys is not None:
-            overwrites = enter_backward(dy, self.keys, *_names_and_lengths(self.main_grads), self.overwrite)
-            zero_where_([out for outs in self.main_grads.values() for out in outs], overwrites)
+            outs = [out for group in self.main_grads.values() for out in group]
+            overwrites = enter_backward(dy, outs, self.keys, *_names_and_lengths(self.main_grads), self.overwrite)
+            zero_where_(outs, overwrites)
 
     def edges(self, ctx: Any) -> list[list[Any]]:
         """As `Call.edges`; what is not None is True."""

@@ -341,8 +341,8 @@ def fuse_traced(
                 if node is None or engine_use(node) is not EngineUse.ACCUMULATE:
                     raise RuntimeError(
                         f"{label}: a compiled backward adds to main_grad, and this one must not: expected .backward() "
-                        "that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...), a "
-                        "torch.func transform or compiled autograd (compile with accumulate_wgrad='off' for those)"
+                        "that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...) or "
+                        "a torch.func transform (compile with accumulate_wgrad='off' for those)"
                     )
                 param = node.variable
                 target = _existing_target(param, "main_grad", label)

@@ -254,7 +254,7 @@ def test_operators_as_torch_library_sees_them():
     offsets, keys = ops.enter_forward(*forward)
     assert torch.equal(offsets, forward[0])
     assert keys.tolist() == [[0, main_grad.data_ptr()]]  # 0: frozen
-    backward = (torch.ones(2, 3), keys, "weight", [1], True)
+    backward = (torch.ones(2, 3), [main_grad], keys, "weight", [1], True)
     assert set(opcheck(ops.enter_backward.default, backward).values()) == {"SUCCESS"}
     assert ops.enter_backward(*backward).tolist() == [False]
     for overwrite in (False, True):
@@ -268,4 +268,4 @@ def test_operators_as_torch_library_sees_them():
     weight.main_grad = main_grad
     _, keys = ops.enter_forward(*forward)
     with pytest.raises(RuntimeError, match="this one must not"):  # no backward runs
-        ops.enter_backward(torch.ones(2, 3), keys, "weight", [1], True)
+        ops.enter_backward(torch.ones(2, 3), [main_grad], keys, "weight", [1], True)

@@ -159,19 +159,43 @@ def test_auto_decides_for_each_weight(make_compiled, assert_close):
     assert fc2.grad is None
 
 
-def test_frozen_experts_among_fused_ones(make_compiled, assert_close):
+@pytest.mark.parametrize("mode", ["main_grad", "off"])
+def test_frozen_experts_among_trained_ones(mode, make_compiled, assert_close):
     layer = make_compiled("mlp", False)
     before, wgrads = layer.attach(False), layer.wgrads()
     frozen = {0, 4}
     for i in frozen:
         layer.params[i].requires_grad_(False)
         del layer.params[i].main_grad
-    layer.backward()
+    layer.backward(accumulate_wgrad=mode)
     for i, param in enumerate(layer.params):
         if i in frozen:
             assert (param.grad, param.grad_added_to_main_grad) == (None, False)
+        elif mode == "off":
+            assert_close([param.grad, param.main_grad], [wgrads[i], before[i]])
         else:
             assert_close([param.main_grad], [before[i] + wgrads[i]])
+
+
+def test_a_wholly_frozen_weight(make_compiled, assert_close):
+    layer = make_compiled("mlp", bias=True)
+    before, wgrads = layer.attach(False), layer.wgrads()
+    for frozen in (layer.params[0], layer.biases[1]):
+        frozen.requires_grad_(False)
+    layer.backward()
+    assert_close([layer.params[1].main_grad, layer.biases[0].grad], [before[1] + wgrads[1], wgrads[2]])
+    assert torch.equal(layer.params[0].main_grad, before[0])
+
+
+def test_without_fullgraph_what_is_refused_runs_outside_of_the_graph(make_layer, assert_close):
+    torch._dynamo.reset()
+    layer, queue = make_layer("mlp"), fusedmlp.WgradQueue()
+    before, (x, dy) = layer.attach(False), layer.batch(1)
+    run = torch.compile(lambda x: layer(x, wgrad_queue=queue) * 2, backend="aot_eager")
+    run(x).backward(dy)
+    assert len(queue) == 2
+    queue.run()
+    assert_close(layer.main_grads(), [b + 2 * w for b, w in zip(before, layer.wgrads(), strict=True)])
 
 
 def test_retain_graph_twice_adds_twice(make_compiled, assert_close):
@@ -191,7 +215,8 @@ def test_main_grad_replaced_between_steps(make_compiled, assert_close):
         assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(seed), strict=True)])
 
 
-def test_one_weight_used_twice_in_a_graph_and_once_outside(make_layer, assert_close):
+@pytest.mark.parametrize("first", [True, False])
+def test_one_weight_used_twice_and_in_plain_pytorch_in_one_graph(first, make_layer, assert_close):
     torch._dynamo.reset()
     layer = make_layer("linear")
     (before,), (weight,) = layer.attach(False), layer.params
@@ -199,8 +224,12 @@ def test_one_weight_used_twice_in_a_graph_and_once_outside(make_layer, assert_cl
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(x1, x2):
-        return layer(x1), layer(x2) * 2, (weight * 3).sum()
+        y1, y2 = (layer(x, is_first_microbatch=first) for x in (x1, x2))
+        return y1, y2 * 2, (weight * 3).sum()
 
+    if first:
+        before.zero_()
+        weight.main_grad.fill_(float("nan"))
     y1, y2, plain = run(x1, x2)
     torch.autograd.backward([y1, y2, plain], [dy1, dy2, torch.ones(())])
     expected = before + layer.wgrads(1)[0] + 2 * layer.wgrads(2)[0] + 3
@@ -262,6 +291,31 @@ def test_compiled_and_eager_backwards_in_one(make_compiled, make_layer, assert_c
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2), strict=True)])
 
 
+@pytest.mark.parametrize("row", [ROWS[0], ROWS[3], ROWS[7], ROWS[12]], ids=str)
+def test_a_graph_that_breaks_right_before_the_layer(row, make_layer, assert_close, monkeypatch):
+    torch._dynamo.reset()
+    for function in (fusedmlp.autograd.GroupedLinear, fusedmlp.autograd.GroupedMLP):
+        monkeypatch.setattr(function, "apply", torch.compiler.disable(function.apply))
+    run = torch.compile(make_layer.__call__, backend="aot_eager")
+
+    class Compiled(make_layer):
+        def __call__(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
+            return run(self, x, **options)
+
+    check_row(row, Compiled("linear"), assert_close)
+
+
+def test_without_fullgraph_experts_may_share_a_parameter(make_layer, assert_close):
+    torch._dynamo.reset()
+    layer = make_layer("linear", False)
+    layer.groups[0][2] = layer.groups[0][0]
+    x, dy = layer.batch(1)
+    run = torch.compile(make_layer.__call__, backend="aot_eager")
+    run(layer, x).backward(dy)
+    first, _, third = layer.wgrads()
+    assert_close([layer.params[0].grad], [first + third])
+
+
 # Refused. What the tracer meets comes as its error, with ours inside.
 TRACED = torch._dynamo.exc.Unsupported
 
@@ -284,6 +338,12 @@ def remove_main_grad(layer):
     del layer.params[0].main_grad
 
 
+def use_a_product(layer):
+    product = layer.params[0] * 1
+    product.main_grad = torch.zeros_like(product, requires_grad=False)
+    layer.groups = [[product]]
+
+
 def share_a_parameter(layer):
     layer.groups[0][1] = layer.groups[0][0]
 
@@ -301,6 +361,7 @@ def share_a_main_grad(layer):
         (set_fsdp_parameters, True, {}, TRACED, "weight: a parameter of Megatron-FSDP inside torch.compile"),
         (set_wrong_main_grad, True, {"accumulate_wgrad": "main_grad"}, ValueError, "weight: expected main_grad of shape"),
         (set_tensor_hook, True, {}, RuntimeError, "weight: the parameter has a tensor hook"),
+        (use_a_product, True, {}, RuntimeError, "weight: .* needs a leaf parameter"),
         (share_a_parameter, False, {}, TRACED, "duplicate tensor input"),
         (share_a_main_grad, False, {}, RuntimeError, "weight: expected a main_grad of its own for every parameter"),
     ],
@@ -333,12 +394,13 @@ def test_stock_ddp_takes_gradients_and_refuses_main_grad(compiled, ddp, assert_c
 
 def test_torch_func_is_refused(make_layer):
     layer = make_layer("linear")
-    layer.attach()
-    x, _ = layer.batch(1)
+    before, (x, _) = layer.attach(False), layer.batch(1)
     torch._dynamo.reset()
     run = torch.compile(torch.func.grad(lambda x: layer(x).nansum()), fullgraph=True, backend="aot_eager")
-    with pytest.raises(Exception, match="torch.func"):
+    with pytest.raises(RuntimeError, match="weight: .* a torch.func transform"):
         run(x)
+    assert torch.equal(layer.params[0].main_grad, before[0])
+    assert layer.params[0].grad_added_to_main_grad is False
 
 
 @pytest.mark.parametrize("use", ["grad of weight", "grad of x", "inputs", "another main_grad", "double"])
