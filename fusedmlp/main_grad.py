@@ -290,8 +290,8 @@ def traced_targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Ten
         return []
     if any(hasattr(weight, "__fsdp_param__") for weight in trained):
         raise RuntimeError(
-            f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph would "
-            "keep the buffer of one step; call the layer outside of torch.compile"
+            f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph "
+            "would keep the buffer of one step; call the layer outside of torch.compile"
         )
     if mode == "auto" and _resolve_auto(name, trained) == "off":
         return []

@@ -152,16 +152,6 @@ def train(model, forward, dtype=torch.float32, fused=True):
     return {name: t.detach().double() for name, t in found.items()}
 
 
-@pytest.fixture(scope="module")
-def references():
-    model = Model()
-    exact = copy.deepcopy(model).double()
-    return (
-        train(exact, exact.loop, torch.float64, fused=False),
-        train(copy.deepcopy(model), copy.deepcopy(model).loop, fused=False),
-    )
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_training_a_model_of_every_layer(backend):
     model = Model()
@@ -186,7 +176,6 @@ def test_training_a_model_of_every_layer(backend):
             event.key in ("aten::clone", "aten::copy_") and bool(event.input_shapes) and event.input_shapes[0] in shapes
             for event in profiled.events()
         )
-    print(backend, copies)
     assert (copies["compiled"] == copies["eager"]) == (backend == "inductor")
 
 

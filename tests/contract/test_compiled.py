@@ -331,7 +331,7 @@ def set_tensor_hook(layer):
 
 def set_fsdp_parameters(layer):
     for param in layer.params:
-        param.__fsdp_param__, param.get_main_grad = True, lambda: param.main_grad
+        param.__fsdp_param__, param.get_main_grad = True, lambda param=param: param.main_grad
 
 
 def remove_main_grad(layer):
@@ -359,7 +359,13 @@ def share_a_main_grad(layer):
         (remove_main_grad, True, {"accumulate_wgrad": "main_grad"}, TRACED, "weight: .* expects a main_grad"),
         (remove_main_grad, False, {}, TRACED, "experts 0 and 1 differ"),
         (set_fsdp_parameters, True, {}, TRACED, "weight: a parameter of Megatron-FSDP inside torch.compile"),
-        (set_wrong_main_grad, True, {"accumulate_wgrad": "main_grad"}, ValueError, "weight: expected main_grad of shape"),
+        (
+            set_wrong_main_grad,
+            True,
+            {"accumulate_wgrad": "main_grad"},
+            ValueError,
+            "weight: expected main_grad of shape",
+        ),
         (set_tensor_hook, True, {}, RuntimeError, "weight: the parameter has a tensor hook"),
         (use_a_product, True, {}, RuntimeError, "weight: .* needs a leaf parameter"),
         (share_a_parameter, False, {}, TRACED, "duplicate tensor input"),
@@ -388,7 +394,7 @@ def test_stock_ddp_takes_gradients_and_refuses_main_grad(compiled, ddp, assert_c
     model(x, counts).sum().backward()
     assert_close([module.weight.grad], [expected])
     module.weight.main_grad = torch.zeros_like(module.weight)
-    with pytest.raises(RuntimeError, match="weight: DistributedDataParallel .*would miss one in main_grad"):
+    with pytest.raises(RuntimeError, match=r"weight: DistributedDataParallel .*would miss one in main_grad"):
         model(x, counts)
 
 
@@ -397,32 +403,51 @@ def test_torch_func_is_refused(make_layer):
     before, (x, _) = layer.attach(False), layer.batch(1)
     torch._dynamo.reset()
     run = torch.compile(torch.func.grad(lambda x: layer(x).nansum()), fullgraph=True, backend="aot_eager")
-    with pytest.raises(RuntimeError, match="weight: .* a torch.func transform"):
+    with pytest.raises(RuntimeError, match=r"weight: .* a torch\.func transform"):
         run(x)
     assert torch.equal(layer.params[0].main_grad, before[0])
     assert layer.params[0].grad_added_to_main_grad is False
 
 
-@pytest.mark.parametrize("use", ["grad of weight", "grad of x", "inputs", "another main_grad", "double"])
-def test_refused_in_backward(use, make_compiled):
+def ask_for_weight_gradient(y, x, dy, weight):
+    torch.autograd.grad(y, weight, dy)
+
+
+def ask_for_input_gradient(y, x, dy, weight):
+    torch.autograd.grad(y, x, dy)
+
+
+def accumulate_into_input_only(y, x, dy, weight):
+    y.backward(dy, inputs=[x])
+
+
+def differentiate_twice(y, x, dy, weight):
+    (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
+    dx.sum().backward()
+
+
+def replace_main_grad(y, x, dy, weight):
+    weight.main_grad = weight.main_grad.clone()
+    y.backward(dy)
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [
+        (ask_for_weight_gradient, "this one must not"),
+        (ask_for_input_gradient, "this one must not"),
+        (accumulate_into_input_only, "this one must not"),
+        (differentiate_twice, "create_graph=True"),
+        (replace_main_grad, "another one since"),
+    ],
+)
+def test_refused_in_backward(backward, message, make_compiled):
     layer = make_compiled("linear")
     before, (x, dy) = layer.attach(False), layer.batch(1)
     (weight,) = layer.params
     y = layer(x.requires_grad_())
-    message = {"another main_grad": "another one since", "double": "create_graph=True"}.get(use, "this one must not")
     with pytest.raises(RuntimeError, match=message):
-        if use == "grad of weight":
-            torch.autograd.grad(y, weight, dy)
-        elif use == "grad of x":
-            torch.autograd.grad(y, x, dy)
-        elif use == "inputs":
-            y.backward(dy, inputs=[x])
-        elif use == "double":
-            (dx,) = torch.autograd.grad(y, x, dy.requires_grad_(), create_graph=True)
-            dx.sum().backward()
-        else:
-            weight.main_grad = weight.main_grad.clone()
-            y.backward(dy)
+        backward(y, x, dy, weight)
     assert torch.equal(weight.main_grad, before[0])
     assert (weight.grad, weight.grad_added_to_main_grad) == (None, False)
 
