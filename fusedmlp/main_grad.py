@@ -326,8 +326,9 @@ def fuse_traced(
     Returns:
         Per parameter: whether main_grad is to be zeroed first.
     """
-    running = torch._C._current_autograd_node()
-    nodes = {} if running is None else {id(n.variable): n for n, _ in running.next_functions if _accumulates(n)}
+    running: Any = torch._C._current_autograd_node()
+    edges = () if running is None else running.next_functions
+    nodes = {id(node.variable): node for node, _ in edges if isinstance(node, _AccumulateGrad)}
     overwrites: list[bool] = []
     fused: list[tuple[Tensor, Any]] = []
     with layer_backward():
@@ -358,10 +359,6 @@ def fuse_traced(
     for param, node in fused:
         _mark_fused(param, node)
     return overwrites
-
-
-def _accumulates(node: Any) -> bool:
-    return isinstance(node, _AccumulateGrad)
 
 
 def fresh_like(param: Tensor) -> Tensor:
