@@ -15,13 +15,14 @@ the wgrad GEMM adds to what `zero_where_` wrote.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedmlp import main_grad
+from fusedmlp import autograd, main_grad
 from fusedmlp.autograd import Call
 from fusedmlp.validate import Experts
 
@@ -50,23 +51,17 @@ def _enter_forward(
     main_grads: list[Tensor],
     names: str,
     lengths: list[int],
-    overwrite: bool,
+    first_microbatch: bool,
     grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
     with torch.set_grad_enabled(grad_enabled):  # a compiled forward always runs without
-        for name, group in _split(weights, names, lengths):
-            main_grad.enter_forward(name, group, "main_grad", overwrite=overwrite, delayed=False)
-    keys = main_grad.traced_keys(names, weights, main_grads)
+        keys = main_grad.enter_traced_forward(_split(weights, names, lengths), main_grads, first_microbatch)
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
 
 
-def _enter_backward(
-    dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: str, lengths: list[int], overwrite: bool
-) -> Tensor:
-    groups = [
-        (name, [main_grad.TracedKey(*key) for key in group]) for name, group in _split(keys.tolist(), names, lengths)
-    ]
-    return torch.tensor(main_grad.fuse_traced(groups, overwrite, dy.device))
+def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: str, lengths: list[int]) -> Tensor:
+    rows = [main_grad.TracedKey(*row) for row in keys.tolist()]
+    return torch.tensor(main_grad.enter_traced_backward(_split(rows, names, lengths), dy.device))
 
 
 def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
@@ -75,18 +70,18 @@ def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
             out.zero_()
 
 
-# keys [weights, 2] int64 and overwrites [weights] bool are on the CPU.
+# keys [weights, 3] int64 and overwrites [weights] bool are on the CPU.
 enter_forward = _register(
-    "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, bool overwrite, "
-    "bool grad_enabled) -> (Tensor, Tensor)",
+    "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, "
+    "bool first_microbatch, bool grad_enabled) -> (Tensor, Tensor)",
     _enter_forward,
     lambda offsets, weights, *_: (
         torch.empty_like(offsets),
-        torch.empty(len(weights), 2, dtype=torch.int64, device="cpu"),
+        torch.empty(len(weights), len(main_grad.TracedKey._fields), dtype=torch.int64, device="cpu"),
     ),
 )
 enter_backward = _register(
-    "enter_backward(Tensor dy, Tensor[] main_grads, Tensor keys, str names, int[] lengths, bool overwrite) -> Tensor",
+    "enter_backward(Tensor dy, Tensor[] main_grads, Tensor keys, str names, int[] lengths) -> Tensor",
     _enter_backward,
     lambda dy, main_grads, keys, *_: torch.empty(keys.shape[0], dtype=torch.bool, device="cpu"),
 )
@@ -123,16 +118,16 @@ class TracedCall(Call):
         """As `Call.enter_backward`; here `enter_backward` decides all."""
         if self.keys is not None:
             outs = [out for group in self.main_grads.values() for out in group]
-            overwrites = enter_backward(dy, outs, self.keys, *_names_and_lengths(self.main_grads), self.overwrite)
+            overwrites = enter_backward(dy, outs, self.keys, *_names_and_lengths(self.main_grads))
             zero_where_(outs, overwrites)
 
     def edges(self, ctx: Any) -> list[list[Any]]:
         """As `Call.edges`; what is not None is True."""
         return self.split([need or None for need in ctx.needs_input_grad[1:]])
 
-    def route(self, name: str, weights: list[Tensor], edges: list[Any]) -> Any:
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any, undo: ExitStack) -> Any:
         """As `Call.route`, but a `TracedRoute`."""
-        wanted, fused = any(edge is not None for edge in edges), name in self.main_grads
+        wanted, fused = any(node is not None for node in nodes), name in self.main_grads
         outs = self.main_grads[name] if fused else [main_grad.fresh_like(w) for w in weights if wanted]
         return TracedRoute(weights, outs, fused, wanted)
 
@@ -141,8 +136,22 @@ def _names_and_lengths(groups: dict[str, list[Tensor]]) -> tuple[str, list[int]]
     return ",".join(groups), [len(tensors) for tensors in groups.values()]
 
 
-def enter(call: Call, weights: dict[str, Experts], offsets: Tensor) -> tuple[Call, Tensor]:
-    """The call and the offsets to go on with inside a graph.
+class _Linear(autograd.GroupedLinear):
+    jvp = torch.autograd.Function.jvp  # the tracer takes no other
+
+
+class _MLP(autograd.GroupedMLP):
+    jvp = torch.autograd.Function.jvp
+
+
+def run(
+    function: type[torch.autograd.Function],
+    call: Call,
+    weights: dict[str, Experts],
+    tensors: Sequence[Tensor | None],
+    first_microbatch: bool,
+) -> Tensor:
+    """The layer inside a graph; `tensors` as `function` takes them.
 
     Raises:
         RuntimeError: what cannot be had in a graph: delayed weight gradients, Megatron-FSDP's buffers.
@@ -156,20 +165,22 @@ def enter(call: Call, weights: dict[str, Experts], offsets: Tensor) -> tuple[Cal
             "call the layer outside of torch.compile"
         )
     main_grads: dict[str, list[Tensor]] = {}
-    if grad_enabled or call.overwrite:
-        for name, group in groups.items():
-            outs = main_grad.traced_targets(name, group, call.mode)
-            if outs:
-                main_grads[name] = outs
+    for name, group in groups.items():
+        outs = main_grad.traced_targets(name, group, call.mode)
+        if outs:
+            main_grads[name] = outs
+    *parameters, (x, offsets, *rest) = call.split(tensors)
     keys = None
     if main_grads:
         fused = [weight for name in main_grads for weight in groups[name]]
         outs = [out for group in main_grads.values() for out in group]
         names_and_lengths = _names_and_lengths(main_grads)
-        offsets, keys = enter_forward(offsets, fused, outs, *names_and_lengths, call.overwrite, grad_enabled)
+        offsets, keys = enter_forward(offsets, fused, outs, *names_and_lengths, first_microbatch, grad_enabled)
     # fmt: off
     traced = TracedCall(
-        call.lengths, call.transposed, call.mode, None, call.overwrite, call.impl, call.activation, main_grads, keys
+        call.lengths, call.transposed, call.mode, None, False, call.impl, call.activation, main_grads, keys
     )
     # fmt: on
-    return traced, offsets
+    flat = [tensor for group in parameters for tensor in group]
+    y: Tensor = (_MLP if function is autograd.GroupedMLP else _Linear).apply(traced, *flat, x, offsets, *rest)
+    return y

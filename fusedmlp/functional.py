@@ -84,9 +84,9 @@ def grouped_mlp(
     )
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
-    call, offsets = _enter(call, weights, _offsets(counts, x, call.impl))
-    y: Tensor = autograd.GroupedMLP.apply(call, *tensors, x.contiguous(), offsets, probs, None, None)  # type: ignore[no-untyped-call]
-    return y
+    offsets = _offsets(counts, x, call.impl)
+    rest = [x.contiguous(), offsets, probs, None, None]
+    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def moe_experts(
@@ -142,10 +142,8 @@ def moe_experts(
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     order = Routing(*ops.route(ids, weights["fc1_weight"].num_experts, call.impl))
-    call, offsets = _enter(call, weights, order.offsets)
-    rest = [hidden_states.contiguous(), offsets, probs, order.slots, order.rows]
-    y: Tensor = autograd.GroupedMLP.apply(call, *tensors, *rest)  # type: ignore[no-untyped-call]
-    return y
+    rest = [hidden_states.contiguous(), order.offsets, probs, order.slots, order.rows]
+    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def grouped_linear(
@@ -186,14 +184,12 @@ def grouped_linear(
     biases = [validate.biases("bias", bias, experts, source)]
     counts = validate.counts(tokens_per_expert, experts.num_experts, source)
     # fmt: off
-    weights = {"weight": experts}
     call = _prepare(
-        x, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, ""
+        x, {"weight": experts}, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, ""
     )
     # fmt: on
-    call, offsets = _enter(call, weights, _offsets(counts, x, call.impl))
-    y: Tensor = autograd.GroupedLinear.apply(call, *experts.tensors, *biases[0], x.contiguous(), offsets)  # type: ignore[no-untyped-call]
-    return y
+    tensors = [*experts.tensors, *biases[0], x.contiguous(), _offsets(counts, x, call.impl)]
+    return _run(autograd.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch)
 
 
 def _mlp_arguments(
@@ -227,6 +223,23 @@ def _mlp_arguments(
     return activation, {"fc1_weight": fc1, "fc2_weight": fc2}, biases
 
 
+def _run(
+    function: type[torch.autograd.Function],
+    call: Call,
+    weights: dict[str, Experts],
+    tensors: Sequence[Tensor | None],
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
+    if torch.compiler.is_compiling():
+        return compiled.run(function, call, weights, tensors, bool(is_first_microbatch))
+    y: Tensor = function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if is_first_microbatch and not call.first_recomputed:
+        for experts in weights.values():
+            main_grad.expect_overwrite(experts.tensors, call.mode)
+    return y
+
+
 def _prepare(
     x: Tensor,
     weights: dict[str, Experts],
@@ -240,27 +253,20 @@ def _prepare(
 ) -> Call:
     """The call's constants; checks what is common to all functions."""
     impl = validate.implementation(impl, x.device)
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        for name, experts in weights.items():
+            main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     return Call(
         tuple(lengths),
         weight_layout == "in_out",
         accumulate_wgrad,
         wgrad_queue,
-        bool(is_first_microbatch),
+        bool(is_first_microbatch) and not traced and main_grad.inside_backward(),
         impl,
         activation,
     )
-
-
-def _enter(call: Call, weights: dict[str, Experts], offsets: Tensor) -> tuple[Call, Tensor]:
-    """Enter the gradient contract, when everything else is checked: the call and the offsets to go on with."""
-    if torch.compiler.is_compiling():
-        return compiled.enter(call, weights, offsets)
-    for name, experts in weights.items():
-        main_grad.enter_forward(
-            name, experts.tensors, call.mode, overwrite=call.overwrite, delayed=call.queue is not None
-        )
-    return call, offsets
 
 
 def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:

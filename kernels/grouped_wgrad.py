@@ -298,5 +298,7 @@ def grouped_wgrad_(
             accumulate=accumulate,
             bias_grad=launches.size_of(db_EN.base if db_EN else None),
             scale=launches.size_of(scale_R),
+            dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
+            x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
         ),
     )

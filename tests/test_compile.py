@@ -242,8 +242,8 @@ def test_operators_as_torch_library_sees_them():
     assert set(opcheck(ops.enter_forward.default, forward, test_utils=checks).values()) == {"SUCCESS"}
     offsets, keys = ops.enter_forward(*forward)
     assert torch.equal(offsets, forward[0])
-    assert keys.tolist() == [[0, main_grad.data_ptr()]]  # 0: frozen
-    backward = (torch.ones(2, 3), [main_grad], keys, "weight", [1], True)
+    assert keys.tolist() == [[0, main_grad.data_ptr(), 0]]  # 0: frozen
+    backward = (torch.ones(2, 3), [main_grad], keys, "weight", [1])
     assert set(opcheck(ops.enter_backward.default, backward).values()) == {"SUCCESS"}
     assert ops.enter_backward(*backward).tolist() == [False]
     for overwrite in (False, True):
@@ -257,4 +257,4 @@ def test_operators_as_torch_library_sees_them():
     weight.main_grad = main_grad
     _, keys = ops.enter_forward(*forward)
     with pytest.raises(RuntimeError, match="this one must not"):  # no backward runs
-        ops.enter_backward(torch.ones(2, 3), [main_grad], keys, "weight", [1], True)
+        ops.enter_backward(torch.ones(2, 3), [main_grad], keys, "weight", [1])

@@ -152,3 +152,22 @@ def test_norm_and_clipping_see_what_is_in_grad():
     with buffer.as_grad():
         total = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()]))
     torch.testing.assert_close(total, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("how", ["swap_tensors", "another owner", "detach"])
+@pytest.mark.parametrize("call", ["zero_", "norm", "as_grad"])
+def test_a_main_grad_that_was_taken_away_is_noticed(how, call):
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(4))]
+    buffer = MainGradBuffer(params)
+    if how == "swap_tensors":
+        torch.utils.swap_tensors(params[1], Parameter(torch.zeros(4)))
+    elif how == "another owner":
+        params[1].main_grad = torch.zeros(4)
+    else:
+        buffer.detach()
+    calls = {"zero_": buffer.zero_, "norm": buffer.norm, "as_grad": lambda: buffer.as_grad().__enter__()}
+    place, what = ("0" if how == "detach" else "1"), ("another" if how == "another owner" else "none")
+    with pytest.raises(
+        RuntimeError, match=rf"params\[{place}\]: expected the main_grad .* got {what}, .* new MainGradBuffer"
+    ):
+        calls[call]()

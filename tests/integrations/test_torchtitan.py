@@ -6,11 +6,13 @@ import pytest
 import torch
 from support import torchtitan_moe as layers
 from support.tolerance import assert_close
+from support.world import launch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
 from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
@@ -123,6 +125,22 @@ def test_frozen_experts_stay_frozen():
     moe = layers.build(layers.config()).requires_grad_(False)
     convert(moe)
     assert not any(parameter.requires_grad for parameter in layers.fused_of(moe).parameters())
+
+
+def test_under_torchtitans_expert_and_tensor_parallelism(tmp_path):
+    """Two ranks, against one process in float64; torchtitan shards the parameters, by the names of its own experts."""
+    for errors in launch("support.torchtitan_world:parallel", 2, tmp_path):
+        assert errors.keys() == {"expert", "tensor"}
+        for kind, found in errors.items():
+            assert len(found) == 9
+            assert all(error <= 16 * torch.finfo(torch.float32).eps for error in found.values()), (kind, found)
+
+
+def test_one_placement_for_both_halves():
+    made = FusedExpertsConverter.Config().build().convert(layers.config()).routed_experts.inner_experts
+    made.sharding_config = ShardingConfig(state_shardings={"w1_EFD": 1, "w2_EDF": 2, "w3_EFD": 2})
+    with pytest.raises(ValueError, match="expected one placement for w1_EFD and w3_EFD; got 1 and 2"):
+        made.build()
 
 
 def test_what_cannot_be_converted_is_refused():

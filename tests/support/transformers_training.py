@@ -17,6 +17,16 @@ CELLS = [
 ]
 
 
+_eager = {}
+
+
+def eager_losses(folder, accumulation):
+    """Of the eager experts, once: checkpointing does not change what they compute."""
+    if accumulation not in _eager:
+        _eager[accumulation] = losses(folder, "eager", accumulation=accumulation, checkpointing=None, wgrad="auto")
+    return _eager[accumulation]
+
+
 def losses(folder, implementation, *, accumulation, checkpointing, wgrad):
     """The training loss of each of 20 steps."""
     arguments = transformers.TrainingArguments(
