@@ -50,18 +50,6 @@ GIVEN = {
         import fusedmlp
         x, tokens_per_expert = torch.randn(32, 64), torch.full((8,), 4)
         """,
-    "errors_in_backward": """
-        import torch
-        import fusedmlp
-        experts, queue = fusedmlp.GroupedMLP(2, 4, 8), fusedmlp.WgradQueue()
-        buffer = fusedmlp.MainGradBuffer(experts.parameters())
-        weights = experts.fc1.weight, experts.fc2.weight
-        batches = [torch.randn(6, 4) for _ in range(3)]
-        def model(batch):
-            if batch is batches[1]:
-                raise torch.OutOfMemoryError("for the example")
-            return fusedmlp.grouped_mlp(batch, *weights, [4, 2], wgrad_queue=queue).square().sum()
-        """,
     "fsdp2": """
         import torch
         import fusedmlp
