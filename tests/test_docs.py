@@ -45,6 +45,18 @@ GIVEN = {
                 super().__init__()
                 self.experts = experts
         """,
+    "fsdp2": """
+        import fusedmlp, torch
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList([fusedmlp.GroupedMLP(2, 8, 4, accumulate_wgrad="grad")])
+            def forward(self, x):
+                return self.layers[0](x, [3, 2])
+        model, steps = Model(), torch.randn(2, 3, 5, 8)
+        loss = lambda model, x: model(x).square().mean()
+        """,
     "hub": """
         from pathlib import Path
         import torch
