@@ -15,22 +15,22 @@ IMPLS = ("torch", "triton")
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def check(case):
+def check(case, impls=IMPLS):
     inputs = Inputs(case)
     expected, low_precision = moe.reference(inputs, torch.float64), moe.reference(inputs, case.dtype)
     widest = max(case.dtype, case.main_grad_dtype, case.weights_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    for impl in IMPLS:
+    for impl in impls:
         assert_close(moe.run(inputs, impl, DEVICE), expected, low_precision, widest)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_case(seed):
-    check(moe.random_case(seed))
+    check(moe.random_case(seed), IMPLS if seed % 4 == 0 else ("torch",))  # the interpreter is slow
 
 
 @pytest.mark.parametrize("activation", GATED + UNGATED)
 def test_activation(activation):
-    check(Case(activation=activation, bias=True))
+    check(Case(activation=activation, bias=True), IMPLS if activation == "geglu" else ("torch",))
 
 
 def test_gpt_oss_activation():
