@@ -21,6 +21,7 @@ from fusedmlp.mlp_types import MLPGrads, MLPOutput
 from fusedmlp.wgrad_queue import Operands, WgradQueue
 
 _Grads = tuple[Tensor | None, ...]
+_nothing_to_undo = ExitStack()
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,19 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
+    def enter_backward(self, dy: Tensor) -> None:
+        """Before everything else in backward; here `route` decides all."""
+
+    def edges(self, ctx: Any) -> list[list[Any]]:
+        """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
+        return self.split([node for node, _ in ctx.next_functions])
+
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any, undo: ExitStack) -> Route:
         """Where the gradient of `weights` goes; `running` is the node whose backward asks."""
         return main_grad.route(
             name,
             weights,
-            [node for node, _ in nodes],
+            nodes,
             running,
             self.mode,
             first_recomputed=self.first_recomputed,
@@ -93,6 +101,8 @@ def _first_order_only(backward: Callable[[Any, Tensor, ExitStack], _Grads]) -> C
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
+        if torch.compiler.is_compiling():  # a graph has no second order, and undoes nothing
+            return backward(ctx, dy, _nothing_to_undo)
         if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
             raise RuntimeError(
                 "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
@@ -137,11 +147,12 @@ class GroupedLinear(torch.autograd.Function):
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
-        weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
+        weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
         dy = dy.contiguous()
+        call.enter_backward(dy)
         route = call.route("weight", weight, weight_nodes, ctx, undo)
         dx = None
-        if x_node[0] is not None:
+        if x_node is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
             dx = ops.grouped_gemm(dy, transposed, [], offsets, call.impl)
         db = _bias_grads(bias, bias_nodes)
@@ -190,8 +201,9 @@ class GroupedMLP(torch.autograd.Function):
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(ctx.saved_tensors)
-        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
+        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
+        call.enter_backward(dy)
         tokens, row_probs = _of_rows(probs, slots)
         route2 = call.route("fc2_weight", fc2, nodes2, ctx, undo)  # first, as its GEMM is: they could be one parameter
         route1 = call.route("fc1_weight", fc1, nodes1, ctx, undo)
@@ -214,13 +226,13 @@ class GroupedMLP(torch.autograd.Function):
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
-                x_node[0] is not None,
+                x_node is not None,
                 route1.delayed or route2.delayed,
                 call.impl,
             )
         )
         dx = dprobs = None
-        if x_node[0] is not None:
+        if x_node is not None:
             dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
         if probs is not None:
             dprobs = grads.dprobs if rows is None else grads.dprobs.index_select(0, rows).view_as(probs)
@@ -242,7 +254,7 @@ def _of_rows(probs: Tensor | None, slots: Tensor | None) -> tuple[Tensor | None,
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
     """Outputs for the bias gradients, which are always returned; none if no bias wants one."""
-    if all(node is None for node, _ in nodes):
+    if all(node is None for node in nodes):
         return []
     return [main_grad.fresh_like(b) for b in bias]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedmlp import autograd, main_grad, ops, validate
+from fusedmlp import autograd, compiled, main_grad, ops, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import Call
 from fusedmlp.main_grad import Mode
@@ -231,7 +231,9 @@ def _run(
     is_first_microbatch: bool | None,
 ) -> Tensor:
     """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
-    y: Tensor = function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if torch.compiler.is_compiling():
+        return compiled.run(function, call, weights, tensors, bool(is_first_microbatch))
+    y: Tensor = function.apply(call, *tensors)
     if is_first_microbatch and not call.first_recomputed:
         for experts in weights.values():
             main_grad.expect_overwrite(experts.tensors, call.mode)
@@ -251,15 +253,17 @@ def _prepare(
 ) -> Call:
     """The call's constants; checks what is common to all functions."""
     impl = validate.implementation(impl, x.device)
-    for name, experts in weights.items():
-        main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        for name, experts in weights.items():
+            main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     return Call(
         tuple(lengths),
         weight_layout == "in_out",
         accumulate_wgrad,
         wgrad_queue,
-        bool(is_first_microbatch) and main_grad.inside_backward(),
+        bool(is_first_microbatch) and not traced and main_grad.inside_backward(),
         impl,
         activation,
     )

@@ -30,13 +30,14 @@ takes back if the layer's backward fails. What the GEMM wrote by then stays: doc
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -260,8 +261,9 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         )
     if inside_backward():
         _outermost_backward()
-    else:  # whatever is left was interrupted
-        _running.backwards.clear()
+    else:  # what is left was interrupted while it ended
+        while _running.backwards:
+            _running.backwards.popitem()[1].end()
     ddp = DistributedDataParallel._get_active_ddp_module()
     if not torch.is_grad_enabled():
         if ddp is not None:
@@ -314,6 +316,101 @@ def expect_no_overwrite(weight: Tensor) -> None:
 _without_grad_in_ddp = WeakTensorKeyDictionary()
 
 
+class TracedKey(NamedTuple):
+    """What a graph made by `torch.compile` carries from forward to backward, as numbers, for one fused parameter."""
+
+    param: int  # its id; 0 if it is frozen
+    address: int  # of its main_grad, as the graph knows it
+    first_recomputed: int  # see autograd.Call
+
+
+def traced_targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
+    """What the graph of a compiled layer adds the gradients of `weights` to; empty: it returns them.
+
+    The "grad" mode returns them too: PyTorch adds them to `.grad`.
+    """
+    trained = [weight for weight in weights if weight.requires_grad]
+    if not trained or mode in ("off", "grad"):
+        return []
+    outs: list[Tensor | None] = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+    present = [out for out in outs if out is not None]
+    if torch.is_grad_enabled():
+        if any(hasattr(weight, "__fsdp_param__") for weight in trained):
+            raise RuntimeError(
+                f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph "
+                "would keep the buffer of one step; call the layer outside of torch.compile"
+            )
+        if mode == "auto":
+            mode = _resolve_auto(name, trained)
+        if mode == "main_grad" and len(present) < len(trained):
+            raise _no_main_grad(name)
+    if len(present) < len(trained):
+        return []
+    return [torch.zeros_like(present[0]) if out is None else out for out in outs]
+
+
+def enter_traced_forward(
+    groups: Sequence[tuple[str, Sequence[Tensor]]], main_grads: Sequence[Tensor], first_microbatch: bool
+) -> list[TracedKey]:
+    """When the forward of a compiled layer runs: what a forward does outside; the keys of its fused weights."""
+    for name, weights in groups:
+        enter_forward(name, weights, "main_grad", delayed=False)
+    if len({out.data_ptr() for out in main_grads}) < len(main_grads):
+        names = ", ".join(name for name, _ in groups)
+        raise RuntimeError(
+            f"{names}: expected a main_grad of its own for every parameter of a compiled layer; got one for several "
+            "(a parameter that experts share?); call the layer outside of torch.compile"
+        )
+    recomputed = first_microbatch and inside_backward()
+    if first_microbatch and not recomputed:
+        for _, weights in groups:
+            expect_overwrite(weights, "main_grad")
+    params = [id(weight) if weight.requires_grad else 0 for _, weights in groups for weight in weights]
+    return [TracedKey(param, out.data_ptr(), recomputed) for param, out in zip(params, main_grads, strict=True)]
+
+
+def enter_traced_backward(groups: Sequence[tuple[str, Sequence[TracedKey]]], device: torch.device) -> list[bool]:
+    """In the backward of a compiled graph, before it adds a layer's gradients: check, set flags, put dummies.
+
+    The graph is one node of the engine, and adds whoever asked for what: whatever it would be wrong for, raises.
+
+    Returns:
+        Per parameter: whether main_grad is to be zeroed first.
+    """
+    running: Any = torch._C._current_autograd_node()
+    edges = () if running is None else running.next_functions
+    accumulating: list[Any] = [node for node, _ in edges if isinstance(node, _AccumulateGrad)]
+    nodes = {id(node.variable): node for node in accumulating}
+    overwrites = []
+    with one_thread, ExitStack() as undo:
+        for name, keys in groups:
+            for i, key in enumerate(keys):
+                if not key.param:
+                    overwrites.append(False)
+                    continue
+                label = name if len(keys) == 1 else f"{name}[{i}]"
+                node = nodes.get(key.param)
+                if node is None or engine_use(node, running) is not EngineUse.ACCUMULATE:
+                    raise RuntimeError(
+                        f"{label}: a compiled backward adds to main_grad, and this one must not: expected .backward() "
+                        "that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...) or "
+                        "a torch.func transform (compile with accumulate_wgrad='off' for those)"
+                    )
+                param = node.variable
+                target = _existing_target(param, "main_grad", label)
+                if target is None or target.data_ptr() != key.address:
+                    raise RuntimeError(
+                        f"{label}: expected the main_grad that the compiled forward saw; got another one since"
+                    )
+                _refuse_pending_overwrite(param, sys.maxsize, label)
+                overwrites.append(_overwrites(param, bool(key.first_recomputed), label, undo))
+                _mark_fused(param, node, undo)
+        undo.pop_all()
+    if device.type == "cuda" and any(key.param for _, keys in groups for key in keys):
+        _outermost_backward().streams.add(torch.cuda.current_stream(device))
+    return overwrites
+
+
 def fresh_like(param: Tensor) -> Tensor:
     """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
     return _fresh(param, grad_dtype(param))
@@ -344,6 +441,8 @@ def _main_grad_of(param: Tensor) -> Tensor | None:
 
 def grad_dtype(param: Tensor) -> torch.dtype:
     """The dtype that `.grad` of a parameter must have."""
+    if torch.compiler.is_compiling():  # which cannot read grad_dtype; the engine casts
+        return param.dtype
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
     return chosen or param.dtype
 
@@ -366,10 +465,7 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
     else:
         target, what = _main_grad_of(param), "main_grad"
         if target is None:
-            raise RuntimeError(
-                f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
-                "(attach one with fusedmlp.MainGradBuffer)"
-            )
+            raise _no_main_grad(label)
     _refuse_tensor_hooks(param, label)
     if target.shape != param.shape:
         raise ValueError(f"{label}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
@@ -387,6 +483,13 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
             "an earlier main_grad step? clear it with zero_grad(set_to_none=True))"
         )
     return target
+
+
+def _no_main_grad(label: str) -> RuntimeError:
+    return RuntimeError(
+        f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
+        "(attach one with fusedmlp.MainGradBuffer)"
+    )
 
 
 def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
@@ -417,6 +520,12 @@ class _Backward:
         self.hooks: list[Any] = []  # to be removed
         self.over = False
 
+    def end(self) -> None:
+        """Make sure that nothing of it lasts."""
+        self.over = True
+        for hook in self.hooks:
+            hook.remove()
+
 
 class _End:
     """Callback for the end of a backward. The engine alone holds it, and lets go of it also if the backward fails.
@@ -433,9 +542,8 @@ class _End:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def __del__(self) -> None:
-        self._backward.over = True
-        for hook in self._backward.hooks:
-            hook.remove()
+        if hasattr(self, "_backward"):  # not interrupted in __init__
+            self._backward.end()
 
 
 class _Running(threading.local):

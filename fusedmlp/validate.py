@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ IMPLS = ("auto", "triton", "torch")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MAX_ROWS = 2**31 - 1  # kernels number rows in int32
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # few operators take these
 
 
@@ -182,7 +182,7 @@ def implementation(impl: str, device: torch.device) -> str:
     if impl == "auto":
         impl = "torch" if device.type == "cpu" else "triton"
     if impl == "triton":
-        if not _has_triton():
+        if not _HAS_TRITON:
             raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
         if device.type == "cpu" and not environment.triton_interpret():
             raise RuntimeError(
@@ -190,11 +190,6 @@ def implementation(impl: str, device: torch.device) -> str:
                 "is imported; got tensors on the CPU without it"
             )
     return impl
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:

@@ -99,6 +99,7 @@ def _uses_interface(module: nn.Module) -> bool:
     return hasattr(module, "has_gate") and hasattr(module, "is_concatenated")
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def activation_of(experts: nn.Module) -> Activation:
     """The activation of experts that use Transformers' interface; found once per module.
 
