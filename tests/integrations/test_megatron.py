@@ -96,6 +96,7 @@ def test_layers_and_config_and_state_on_one_rank(tmp_path):
     assert found["layers"] == 14
     assert found["checkpoints"] == 6
     assert found["honoured"] == 11
+    assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
     assert found["state_dict_names"] == STATE_DICT
     refused = found["refusals"]
     assert refused.pop("DDP does not delay, no gradient") is None
