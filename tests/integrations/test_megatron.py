@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,7 @@ def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
         assert count >= {1: 28, 2: 44}[world_size]  # 48 since 0.17
         assert failures == {}
         assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in refused["delayed"]
-        if world_size == 2:
+        if world_size == 2 and metadata.version("megatron-core") >= "0.17":
             assert "expected no_shard or optim, one micro-batch, or calculate_per_token" in refused["scaled again"]
 
 

@@ -211,7 +211,7 @@ def refusals():
     """What is raised where Megatron-FSDP would make a wrong gradient of a right one."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=dist.get_world_size())
     found = {}
-    if dist.get_world_size() == 2:
+    if dist.get_world_size() == 2 and HAS_DTYPES:  # before, the weights do not know their owner
         try:
             run_cell(FsdpCell(microbatches=3, expert_parallel=True))
         except RuntimeError as error:
