@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench kernels megatron clean
+.PHONY: demo test lint docs bench kernels hub megatron clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -22,6 +22,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 
 # Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
@@ -48,9 +51,9 @@ megatron: $(VENV)/.integrations $(MEGATRONS:%=.megatron/%/.ready)
 	  { echo "megatron: megatron-core $*, one of MEGATRONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-bench: $(READY)
-	$(BIN)/python -m bench.bench_grouped_mlp
-	$(BIN)/python -m bench.bench_overhead
+# The page of comparisons; the figures of README.md and docs/ come from a copy of its table in bench/results/.
+bench: $(READY) $(VENV)/.integrations
+	$(BIN)/python -m fusedmlp bench --report build/bench
 
 # torch goes first: anything that merely asks for "torch" must find it already there.
 $(READY): pyproject.toml constraints.txt Makefile
@@ -58,14 +61,23 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  { echo "fusedmlp needs Python 3.11 or newer, $(PYTHON) is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,bench]'
 	@touch $(READY)
 
-# The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages of which the tests need one.
+# The libraries that fusedmlp plugs into. Those of the first line ask for packages that the tests do without (and
+# megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack, einops what Megatron-FSDP
+# does.
 $(VENV)/.integrations: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt einops
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps megatron-core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
+	  megatron-core torchtitan spmd_types kernels
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate peft tyro tomlkit \
+	  einops
 	@touch $@
+
+# What `kernel-builder` and `kernels` of Hugging Face take, in build/hub.
+hub: $(READY)
+	rm -rf build/hub
+	$(BIN)/python -m fusedmlp.integrations.hub build/hub
 
 clean:
 	rm -rf $(VENV) .triton .megatron build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

@@ -47,6 +47,7 @@ class Case:
     apart: bool = False  # one tensor per expert, each at an address of its own
     misaligned: bool = False  # main_grad starts 4 bytes off
     mode: str = "add"  # "overwrite", "queue", "fused queue"
+    top_k: int = 0  # moe_experts, of tokens with so many experts each
 
 
 def cases(small: bool) -> dict[str, Case]:
@@ -63,6 +64,9 @@ def cases(small: bool) -> dict[str, Case]:
         "apart": Case(H, F, {}, biases=True, apart=True),
         "misaligned main_grad": Case(H, F, {}, misaligned=True),
         "odd sizes": Case(H + 1, F + 3, {}, biases=True),
+        "tokens": Case(H, F, {}, biases=True, top_k=4),
+        "tokens, apart, fused queue": Case(H, F, {}, apart=True, mode="fused queue", top_k=4),
+        "tokens, odd sizes": Case(H + 1, F + 3, {}, top_k=3),
         "odd sizes, in_out, apart": Case(H + 1, F + 3, {}, layout="in_out", apart=True),
     }
 
@@ -82,8 +86,13 @@ class Layer:
             return torch.cat([t, torch.full((PADDING, *t.shape[1:]), float("nan"), dtype=t.dtype)]).to(device)
 
         rows = sum(counts)
-        self.x, self.dy = (padded(normal(rows, H).to(dtype)).requires_grad_(i == 0) for i in range(2))
-        self.probs = padded(torch.rand(rows, generator=generator)).requires_grad_()
+        if case.top_k:
+            tokens = -(-(rows + PADDING) // case.top_k)
+            self.x, self.dy = (normal(tokens, H).to(device, dtype).requires_grad_(i == 0) for i in range(2))
+            self.probs = torch.rand(tokens, case.top_k, generator=generator).to(device).requires_grad_()
+        else:
+            self.x, self.dy = (padded(normal(rows, H).to(dtype)).requires_grad_(i == 0) for i in range(2))
+            self.probs = padded(torch.rand(rows, generator=generator)).requires_grad_()
         weights = (normal(E, 2 * F, H) * H**-0.5, normal(E, H, F) * F**-0.5)
         if case.layout == "in_out":
             weights = (weights[0].mT.contiguous(), weights[1].mT.contiguous())
@@ -95,6 +104,16 @@ class Layer:
             flat = torch.full((param.numel() + 1,), start, device=device)
             param.main_grad = flat[int(case.misaligned) :][: param.numel()].view(param.shape)
         self.count_tensor = torch.tensor(counts, device=device)
+        self.ids = torch.empty(self.probs.shape, dtype=torch.int64, device=device)
+        self.load(counts)
+
+    def load(self, counts: Counts) -> None:
+        """Give experts other numbers of rows; of tokens, the rows that are left are of experts elsewhere."""
+        self.count_tensor.copy_(torch.tensor(counts))
+        experts = torch.full((self.ids.numel(),), -1)
+        experts[: sum(counts)] = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        mixed = torch.randperm(experts.numel(), generator=torch.Generator().manual_seed(0))
+        self.ids.copy_(experts[mixed].view(self.ids.shape))
 
     def _split(self, packed: Tensor) -> list[Parameter]:
         return [Parameter(t.clone()) for t in packed] if self.case.apart else [Parameter(packed)]
@@ -104,20 +123,18 @@ class Layer:
         w1, w2, b1, b2 = (
             group if self.case.apart else group[0] if group else None for group in (*self.weights, *self.biases)
         )
-        return fusedmlp.grouped_mlp(
-            self.x,
-            w1,
-            w2,
-            self.count_tensor,
-            probs=self.probs,
-            fc1_bias=b1 or None if self.case.apart else b1,
-            fc2_bias=b2 or None if self.case.apart else b2,
-            activation=fusedmlp.Activation("swiglu", **self.case.options),
-            weight_layout=self.case.layout,
-            wgrad_queue=queue,
-            is_first_microbatch=self.case.mode == "overwrite",
-            impl=impl,
-        )
+        options = {
+            "fc1_bias": b1 or None if self.case.apart else b1,
+            "fc2_bias": b2 or None if self.case.apart else b2,
+            "activation": fusedmlp.Activation("swiglu", **self.case.options),
+            "weight_layout": self.case.layout,
+            "wgrad_queue": queue,
+            "is_first_microbatch": self.case.mode == "overwrite",
+            "impl": impl,
+        }
+        if self.case.top_k:
+            return fusedmlp.moe_experts(self.x, self.ids, self.probs, w1, w2, **options)
+        return fusedmlp.grouped_mlp(self.x, w1, w2, self.count_tensor, probs=self.probs, **options)
 
     def run(self, impl: str = "auto") -> dict[str, Tensor]:
         """Forward and backward, twice where a queue is to fuse two micro-batches."""
@@ -151,20 +168,24 @@ class Layer:
         biases = [self._joined([p.detach() for p in g]).to(dtype).requires_grad_() for g in self.biases if g]
         x, probs = (t.detach().to(dtype).requires_grad_() for t in (self.x, self.probs))
         w1, w2 = (p.mT if transposed else p for p in params)
-        y = torch.zeros_like(x)
+        slots = torch.arange(probs.numel(), device=x.device)  # of rows, sorted by expert
+        if self.case.top_k:
+            slots = self.ids.where(self.ids >= 0, len(self.counts)).flatten().argsort(stable=True)
+        tokens = slots // max(1, self.case.top_k)
+        x_rows, probs_rows = x[tokens], probs.flatten()[slots]
         pieces, row = [], 0
         for e, n in enumerate(self.counts):
             part = slice(row, row + n)
-            h = x[part] @ w1[e].T
+            h = x_rows[part] @ w1[e].T
             if biases:
                 h = h + biases[0][e]
             out = self._activation(h) @ w2[e].T
             if biases:
                 out = out + biases[1][e]
-            pieces.append(out * probs[part, None])
+            pieces.append(out * probs_rows[part, None])
             row += n
-        y = torch.cat([*pieces, torch.zeros_like(x[row:]).detach()])
-        y[:row].backward(self.dy[:row].to(dtype))
+        y = torch.zeros_like(x).index_add(0, tokens[:row], torch.cat(pieces))
+        y.backward(self.dy.to(dtype))
         grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, probs, *params, *biases)]
         results = dict(zip(("dx", "dprobs", "fc1", "fc2", "bias1", "bias2"), grads, strict=False))
         for name in ("fc1", "fc2"):
@@ -228,8 +249,8 @@ def sync(device: str, small: bool) -> None:
 
 
 def graph(device: str, small: bool) -> None:
-    """Captured steps: plain, and with tables of addresses, of experts' tensors and of micro-batches."""
-    for name in ("add", "apart", "fused queue"):
+    """Captured steps: plain, with tables of addresses, of experts' tensors and of micro-batches, and from tokens."""
+    for name in ("add", "apart", "fused queue", "tokens", "tokens, apart, fused queue"):
         _replay(name, cases(small)[name], device, small)
 
 
@@ -249,7 +270,7 @@ def _replay(name: str, case: Case, device: str, small: bool) -> None:
             results = layer.run()
     for counts in loads:
         for one in (layer, fresh):
-            one.count_tensor.copy_(torch.tensor(counts))
+            one.load(counts)
             for param in itertools.chain(*one.weights):
                 param.main_grad.fill_(0.5)
         if device == "cuda":

@@ -164,18 +164,20 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
     act = Activation("swiglu").encoded
 
     def wgrad() -> list[Tensor]:
-        ops.grouped_wgrad_([dw], [], [dy], [a], [offsets], True, "triton")
+        ops.grouped_wgrad_([dw], [], [dy], [a], [offsets], [], [], True, "triton")
         return [dw]
 
     def dgrad_act() -> list[Tensor]:
         weights: list[list[Tensor]] = [[fc1], [fc2], []]
         flags = (False, False, False, True)  # add to neither weight gradient, no dx; keep dh and act_probs
         return list(
-            ops.grouped_mlp_backward_([], [], [], [], dy, x, h, *weights, offsets, probs, act, *flags, "triton")
+            ops.grouped_mlp_backward_([], [], [], [], dy, x, h, *weights, offsets, None, probs, act, *flags, "triton")
         )[1:]
 
     yield _Scratch("gemm", lambda: [ops.grouped_gemm(a, [fc2], [], offsets, "triton")])
-    yield _Scratch("fc1_act", lambda: list(ops.grouped_mlp(x, [fc1], [fc2], [], [], offsets, probs, act, "triton")))
+    yield _Scratch(
+        "fc1_act", lambda: list(ops.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, act, "triton"))
+    )
     yield _Scratch("dgrad_act", dgrad_act)
     yield _Scratch("wgrad", wgrad, dw.zero_)
 

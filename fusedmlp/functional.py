@@ -1,20 +1,23 @@
 """The public functions. Letters used everywhere:
 
-`R` routed rows (sorted by expert), `E` experts, `H` hidden size, `F` expert ffn size, `G` (`F1` in docs): `2F` for
-gated activations, else `F`. Shape suffixes: `x_RH` is `[R, H]`. In files about one GEMM: `K` in, `N` out features.
+`R` routed rows (sorted by expert), `T` tokens, `K` experts per token, `E` experts, `H` hidden size, `F` expert ffn
+size, `G` (`F1` in docs): `2F` for gated activations, else `F`. Shape suffixes: `x_RH` is `[R, H]`. In files about one
+GEMM: `K` in, `N` out features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from fusedmlp import autograd, main_grad, ops, validate
+from fusedmlp import autograd, compiled, main_grad, ops, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import Call
 from fusedmlp.main_grad import Mode
-from fusedmlp.validate import Experts
+from fusedmlp.mlp_types import Routing
+from fusedmlp.validate import Experts, Input
 from fusedmlp.wgrad_queue import WgradQueue
 
 
@@ -68,39 +71,79 @@ def grouped_mlp(
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
         RuntimeError: gradient fusion asked for where it cannot be had; no triton, or no GPU for it.
     """
-    if isinstance(activation, str):
-        activation = Activation(activation)
-    elif not isinstance(activation, Activation):
-        raise TypeError(f"activation: expected a name or a fusedmlp.Activation; got {activation!r}")
     validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
-    x = validate.rows(x)
-    fc1 = validate.experts("fc1_weight", fc1_weight, weight_layout, x)
-    fc2 = validate.experts("fc2_weight", fc2_weight, weight_layout, x)
-    validate.size("fc1_weight", "in_features (H, the width of x)", x.shape[1], fc1.in_features)
-    validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.num_experts, fc2.num_experts)
-    validate.size("fc2_weight", "out_features (H, the width of x)", x.shape[1], fc2.out_features)
-    factor = 2 if activation.gated else 1
-    validate.size(
-        "fc1_weight",
-        f"out_features (F1) for {activation.name}, {factor} * F of fc2_weight,",
-        factor * fc2.in_features,
-        fc1.out_features,
-    )
-    probs = validate.probabilities(probs, x)
-    biases = [
-        validate.biases("fc1_bias", fc1_bias, fc1, x),
-        validate.biases("fc2_bias", fc2_bias, fc2, x),
-    ]
-    weights = {"fc1_weight": fc1, "fc2_weight": fc2}
+    source = validate.rows("x", x)
     # fmt: off
-    call, offsets = _prepare(
-        x, weights, biases, tokens_per_expert, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch,
-        impl, activation.encoded,
+    kind, weights, biases = _mlp_arguments(
+        source, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout
+    )
+    probs = validate.probabilities(probs, source)
+    counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
+    call = _prepare(
+        x, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, kind.encoded
     )
     # fmt: on
-    rest = [x.contiguous(), offsets] + ([] if probs is None else [probs])
-    y: Tensor = autograd.GroupedMLP.apply(call, *fc1.tensors, *fc2.tensors, *biases[0], *biases[1], *rest)  # type: ignore[no-untyped-call]
-    return y
+    tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
+    offsets = _offsets(counts, x, call.impl)
+    rest = [x.contiguous(), offsets, probs, None, None]
+    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
+
+
+def moe_experts(
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    fc1_weight: Tensor | Sequence[Tensor],
+    fc2_weight: Tensor | Sequence[Tensor],
+    *,
+    fc1_bias: Tensor | Sequence[Tensor] | None = None,
+    fc2_bias: Tensor | Sequence[Tensor] | None = None,
+    activation: str | Activation = "swiglu",
+    weight_layout: str = "out_in",
+    accumulate_wgrad: Mode = "auto",
+    wgrad_queue: WgradQueue | None = None,
+    is_first_microbatch: bool | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
+
+    `y[t] = sum over k of top_k_weights[t, k] * mlp(e, hidden_states[t])` with `e = top_k_index[t, k]` and `mlp` as
+    in `grouped_mlp`. Ids outside `[0, E)` mark rows of experts that are elsewhere: they cost no GEMM work and add
+    zero, and their weights get a zero gradient. A token may choose one expert several times.
+
+    GEMMs gather their rows from the tokens, and backward keeps `hidden_states` once per token. Shapes do not depend
+    on values, and nothing waits for the device. Sums over `k` are in fp32 and in that order, so that the bits of `y`
+    and of all gradients repeat.
+
+    Args:
+        hidden_states: `[T, H]`, float32, bfloat16 or float16.
+        top_k_index: `[T, K]`, of any integer dtype, on the device of hidden_states. `T * K` is below `2**31`.
+        top_k_weights: `[T, K]`, any of the dtypes of hidden_states. Gets a gradient.
+        fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
+        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl: as in `grouped_mlp`.
+
+    Returns:
+        `[T, H]`, dtype of hidden_states.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `grouped_mlp`.
+    """
+    validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
+    source = validate.rows("hidden_states", hidden_states)
+    # fmt: off
+    kind, weights, biases = _mlp_arguments(
+        source, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout
+    )
+    ids, probs = validate.choices(top_k_index, top_k_weights, source)
+    call = _prepare(
+        hidden_states, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl,
+        kind.encoded,
+    )
+    # fmt: on
+    tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
+    order = Routing(*ops.route(ids, weights["fc1_weight"].num_experts, call.impl))
+    rest = [hidden_states.contiguous(), order.offsets, probs, order.slots, order.rows]
+    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def grouped_linear(
@@ -135,17 +178,65 @@ def grouped_linear(
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
     validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
-    x = validate.rows(x)
-    experts = validate.experts("weight", weight, weight_layout, x)
+    source = validate.rows("x", x)
+    experts = validate.experts("weight", weight, weight_layout, source)
     validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
-    biases = [validate.biases("bias", bias, experts, x)]
+    biases = [validate.biases("bias", bias, experts, source)]
+    counts = validate.counts(tokens_per_expert, experts.num_experts, source)
     # fmt: off
-    call, offsets = _prepare(
-        x, {"weight": experts}, biases, tokens_per_expert, weight_layout, accumulate_wgrad, wgrad_queue,
-        is_first_microbatch, impl, "",
+    call = _prepare(
+        x, {"weight": experts}, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, ""
     )
     # fmt: on
-    y: Tensor = autograd.GroupedLinear.apply(call, *experts.tensors, *biases[0], x.contiguous(), offsets)  # type: ignore[no-untyped-call]
+    tensors = [*experts.tensors, *biases[0], x.contiguous(), _offsets(counts, x, call.impl)]
+    return _run(autograd.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch)
+
+
+def _mlp_arguments(
+    x: Input,
+    fc1_weight: Tensor | Sequence[Tensor],
+    fc2_weight: Tensor | Sequence[Tensor],
+    fc1_bias: Tensor | Sequence[Tensor] | None,
+    fc2_bias: Tensor | Sequence[Tensor] | None,
+    activation: str | Activation,
+    weight_layout: str,
+) -> tuple[Activation, dict[str, Experts], list[list[Tensor]]]:
+    """The activation, the weights by name, and the biases of an MLP, checked against each other."""
+    if isinstance(activation, str):
+        activation = Activation(activation)
+    elif not isinstance(activation, Activation):
+        raise TypeError(f"activation: expected a name or a fusedmlp.Activation; got {activation!r}")
+    hidden_size, width = x.tensor.shape[1], f"(H, the width of {x.name})"
+    fc1 = validate.experts("fc1_weight", fc1_weight, weight_layout, x)
+    fc2 = validate.experts("fc2_weight", fc2_weight, weight_layout, x)
+    validate.size("fc1_weight", f"in_features {width}", hidden_size, fc1.in_features)
+    validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.num_experts, fc2.num_experts)
+    validate.size("fc2_weight", f"out_features {width}", hidden_size, fc2.out_features)
+    factor = 2 if activation.gated else 1
+    validate.size(
+        "fc1_weight",
+        f"out_features (F1) for {activation.name}, {factor} * F of fc2_weight,",
+        factor * fc2.in_features,
+        fc1.out_features,
+    )
+    biases = [validate.biases("fc1_bias", fc1_bias, fc1, x), validate.biases("fc2_bias", fc2_bias, fc2, x)]
+    return activation, {"fc1_weight": fc1, "fc2_weight": fc2}, biases
+
+
+def _run(
+    function: type[torch.autograd.Function],
+    call: Call,
+    weights: dict[str, Experts],
+    tensors: Sequence[Tensor | None],
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
+    if torch.compiler.is_compiling():
+        return compiled.run(function, call, weights, tensors, bool(is_first_microbatch))
+    y: Tensor = function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if is_first_microbatch and not call.first_recomputed:
+        for experts in weights.values():
+            main_grad.expect_overwrite(experts.tensors, call.mode)
     return y
 
 
@@ -153,37 +244,34 @@ def _prepare(
     x: Tensor,
     weights: dict[str, Experts],
     biases: list[list[Tensor]],
-    tokens_per_expert: Tensor | Sequence[int],
     weight_layout: str,
     accumulate_wgrad: Mode,
     wgrad_queue: WgradQueue | None,
     is_first_microbatch: bool | None,
     impl: str,
     activation: str,
-) -> tuple[Call, Tensor]:
-    """The call's constants and its row offsets `[E + 1]`; checks what is common to both functions."""
+) -> Call:
+    """The call's constants; checks what is common to all functions."""
     impl = validate.implementation(impl, x.device)
-    num_experts = next(iter(weights.values())).num_experts
-    counts = validate.counts(tokens_per_expert, num_experts)
-    for name, experts in weights.items():
-        main_grad.enter_forward(
-            name,
-            experts.tensors,
-            accumulate_wgrad,
-            overwrite=bool(is_first_microbatch),
-            delayed=wgrad_queue is not None,
-        )
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        for name, experts in weights.items():
+            main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
-    call = Call(
+    return Call(
         tuple(lengths),
         weight_layout == "in_out",
         accumulate_wgrad,
         wgrad_queue,
-        bool(is_first_microbatch),
+        bool(is_first_microbatch) and not traced and main_grad.inside_backward(),
         impl,
         activation,
     )
-    # Offsets are made where the counts are: on the host their values can be checked, on a GPU nothing waits.
+
+
+def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:
+    """First rows of the experts, `[E + 1]`, on the device of x."""
+    # Made where the counts are: on the host their values can be checked, on a GPU nothing waits.
     counts_impl = "torch" if counts.device.type == "cpu" else impl
-    offsets = ops.expert_offsets(counts, x.shape[0], counts_impl)
-    return call, offsets.to(x.device, non_blocking=True)
+    offsets: Tensor = ops.expert_offsets(counts, x.shape[0], counts_impl)
+    return offsets.to(x.device, non_blocking=True)

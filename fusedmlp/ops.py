@@ -1,9 +1,12 @@
 """The operators, registered with `torch.library`: schema, what they mutate, their fakes.
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
-likewise). `offsets` `[E + 1]` comes from `expert_offsets`, `activation` is `Activation.encoded`, and `impl`
-names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor without elements stands
+likewise). `offsets` `[E + 1]` comes from `expert_offsets` or `route`, `activation` is `Activation.encoded`, and
+`impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor without elements stands
 for "none". Nothing is validated here (see `validate.py`).
+
+With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. Those of padding rows
+are valid indices, and are not used.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import torch_impl
-from fusedmlp.mlp_types import MLPGrads, MLPOutput
+from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
 
 _library = torch.library.Library("fusedmlp", "DEF")
 
@@ -40,12 +43,19 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
     return getattr(torch.ops.fusedmlp, name).default
 
 
-def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *_: Any) -> MLPOutput:
-    return MLPOutput(torch.empty_like(x), x.new_empty(x.shape[0], fc1[0].shape[-2]))
+def _fake_route(top_k_index: Tensor, num_experts: int, _: str) -> Routing:
+    sizes = num_experts + 1, top_k_index.numel(), top_k_index.numel()
+    return Routing(*(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes))
+
+
+def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
+    *_, tokens, _, _, _ = rest
+    num_rows = (x if tokens is None else tokens).shape[0]
+    return MLPOutput(x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, fc1[0].shape[-2]))
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
-    _, _, _, _, _, x, h, _, fc2, _, _, probs, _, _, _, need_dx, keep, _ = args
+    _, _, _, _, _, x, h, _, fc2, _, _, _, probs, _, _, _, need_dx, keep, _ = args
     return MLPGrads.empty(x, h, fc2[0].shape[-1], probs, need_dx, keep)
 
 
@@ -53,8 +63,16 @@ def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
 # counts raise ValueError; on a GPU, where reading them would synchronise, an assertion runs on the device and
 # the offsets are clamped to [0, num_rows], so that nothing reads or writes out of bounds.
 expert_offsets = _register(
-    "expert_offsets(Tensor counts, int num_rows, str impl) -> Tensor",
+    "expert_offsets(Tensor counts, SymInt num_rows, str impl) -> Tensor",
     lambda counts, *_: counts.new_empty(counts.shape[0] + 1, dtype=torch.int32),
+)
+# top_k_index [T, K] of any integer dtype -> (offsets, slots, rows): Routing. Ids outside [0, num_experts) are of no
+# expert; their rows are padding.
+route = _register("route(Tensor top_k_index, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", _fake_route)
+# out[t] = sum over k of y[rows[t * K + k]], in that order, in fp32: [T, H]. Padding rows of y are zero.
+combine = _register(
+    "combine(Tensor y, Tensor rows, SymInt num_tokens, str impl) -> Tensor",
+    lambda y, _, num_tokens, *__: y.new_empty(num_tokens, y.shape[1]),
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
 grouped_gemm = _register(
@@ -62,23 +80,24 @@ grouped_gemm = _register(
     lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
 )
 # dw[e] (+)= dy^T x over the rows of e, summed over segments (micro-batches); db[e] = column sums of dy, for one
-# segment only.
+# segment only. dy_rows and x_rows are as `tokens` of each segment, for dy and for x; none or all segments have them.
 grouped_wgrad_ = _register(
     "grouped_wgrad_(Tensor(a!)[] dw, Tensor(b!)[] db, Tensor[] dy, Tensor[] x, Tensor[] offsets, "
-    "bool accumulate, str impl) -> ()",
+    "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str impl) -> ()",
     lambda *_: None,
 )
-# -> (y, h): MLPOutput
+# -> (y, h): MLPOutput. With `tokens`, x is [T, H].
 grouped_mlp = _register(
     "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[] bias1, Tensor[] bias2, Tensor offsets, "
-    "Tensor? probs, str activation, str impl) -> (Tensor, Tensor)",
+    "Tensor? tokens, Tensor? probs, str activation, str impl) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )
-# -> (dx, dprobs, dh, act_probs): MLPGrads. The last two only if `keep`, for delayed weight gradients.
+# -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
+# `tokens`, dy and x are [T, H].
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
-    "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? probs, "
-    "str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, str impl) "
+    "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "
+    "Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, str impl) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )

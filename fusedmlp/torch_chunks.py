@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Elements of a chunk's widest activation and of its weight gradient (4 MiB in fp32), measured best on 2 MiB of L2.
-_CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 # Rows after padding, relative to those before, up to which batching is worth it.
 _MAX_PADDING = 1.5
 
@@ -35,7 +35,7 @@ class Chunks:
         self._width = width
         packed = all(_packed(tensors, dim) for tensors, dim in groups if tensors)
         weight = max((t[0][0].numel() for t, dim in groups if t and dim == 2 and packed), default=1)
-        self._max_experts = max(1, _CHUNK_ELEMENTS // weight) if packed else 1
+        self._max_experts = max(1, CHUNK_ELEMENTS // weight) if packed else 1
         self._buffers: dict[str, Tensor] = {}
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -58,7 +58,7 @@ class Chunks:
             size > 0
             and total > 0
             and count <= self._max_experts
-            and rows * self._width <= _CHUNK_ELEMENTS
+            and rows * self._width <= CHUNK_ELEMENTS
             and rows <= _MAX_PADDING * (total + size)
         )
 
@@ -104,15 +104,22 @@ class Chunk:
             return group[0][self._experts]
         return group[self._experts.start].unsqueeze(0)
 
-    def pad(self, name: str, t_RN: Tensor) -> Tensor:
-        """This chunk's rows as `[e, C, N]`; rows that are not there are zero."""
-        rows = t_RN[self._rows]
-        if self._slots is None:
-            return rows.view(*self._shape, -1)
+    def pad(self, name: str, t_RN: Tensor, gather_R: Tensor | None = None) -> Tensor:
+        """This chunk's rows as `[e, C, N]`; rows that are not there are zero. Row `r` is `t[gather[r]]`, if given."""
+        if gather_R is None:
+            rows = t_RN[self._rows]
+            if self._slots is None:
+                return rows.view(*self._shape, -1)
+            sources = self._sources
+        else:
+            rows, sources = t_RN, gather_R[self._rows]
+            if self._slots is not None:
+                sources = sources[self._sources]
         padded = self.buffer(name, t_RN.shape[1], t_RN.dtype)
         places = padded.flatten(0, 1)
-        torch.index_select(rows, 0, self._sources, out=places)
-        places.index_fill_(0, self._empty, 0)
+        torch.index_select(rows, 0, sources, out=places)
+        if self._slots is not None:
+            places.index_fill_(0, self._empty, 0)
         return padded
 
     def target(self, name: str, out_RN: Tensor) -> Tensor:

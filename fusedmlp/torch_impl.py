@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fusedmlp import torch_activation
 from fusedmlp.activation import Activation
-from fusedmlp.mlp_types import MLPGrads, MLPOutput
-from fusedmlp.torch_chunks import Chunks
+from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
+from fusedmlp.torch_chunks import CHUNK_ELEMENTS, Chunks
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
@@ -27,6 +27,30 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
     if sum(sizes) > num_rows:
         raise ValueError(f"tokens_per_expert: expected a sum of at most {num_rows} (rows of x); got {sum(sizes)}")
     return torch.tensor([0, *running_sum(sizes)], dtype=torch.int32, device=counts.device)
+
+
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """Expert ids `[T, K]` to the order of rows; see `mlp_types.Routing`."""
+    ids = top_k_index.flatten().long()
+    sorted_ids, slots = ids.where((ids >= 0) & (ids < num_experts), num_experts).sort(stable=True)
+    experts = torch.arange(num_experts + 1, device=ids.device)
+    offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
+    rows = torch.empty_like(slots, dtype=torch.int32)
+    rows[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
+    return Routing(offsets, slots.int(), rows)
+
+
+def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
+    """Every token's rows added up, in fp32, in the order of its choices: `[T, H]`."""
+    rows_TK = rows_R.view(num_tokens, rows_R.numel() // max(num_tokens, 1))
+    out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
+    step = max(1, CHUNK_ELEMENTS // y_RH.shape[1])
+    for part_tH, rows_tK in zip(out_TH.split(step), rows_TK.split(step), strict=True):
+        sum_tH = torch.zeros_like(part_tH, dtype=torch.float32)
+        for rows_t in rows_tK.unbind(1):
+            sum_tH += y_RH.index_select(0, rows_t)
+        part_tH.copy_(sum_tH)
+    return out_TH
 
 
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
@@ -50,16 +74,18 @@ def grouped_mlp(
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
+    tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
 ) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
     kind = Activation.decode(activation)
-    h_RG, y_RH = x_RH.new_empty(x_RH.shape[0], fc1[0].shape[-2]), torch.empty_like(x_RH)
+    num_rows = (x_RH if tokens_R is None else tokens_R).shape[0]
+    h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), x_RH.new_empty(num_rows, x_RH.shape[1])
     chunks = Chunks(offsets, x_RH.device, h_RG.shape[1], (fc1, 2), (fc2, 2), (bias1, 1), (bias2, 1))
     for chunk in chunks:
         h_eCG, y_eCH = chunk.target("h", h_RG), chunk.target("y", y_RH)
-        torch.bmm(chunk.pad("x", x_RH), chunk.of(fc1, 2).transpose(1, 2), out=h_eCG)
+        torch.bmm(chunk.pad("x", x_RH, tokens_R), chunk.of(fc1, 2).transpose(1, 2), out=h_eCG)
         if bias1:
             h_eCG.add_(chunk.of(bias1, 1).unsqueeze(1))
         chunk.store(h_eCG, h_RG)
@@ -91,6 +117,7 @@ def grouped_mlp_backward_(
     fc2: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
+    tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     accumulate1: bool,
@@ -109,7 +136,7 @@ def grouped_mlp_backward_(
     matrices, vectors = (fc1, fc2, dw1, dw2), (bias2, db1, db2)
     chunks = Chunks(offsets, x_RH.device, h_RG.shape[1], *[(t, 2) for t in matrices], *[(t, 1) for t in vectors])
     for chunk in chunks:
-        dy_eCH = chunk.pad("dy", dy_RH)
+        dy_eCH = chunk.pad("dy", dy_RH, tokens_R)
         da_eCF = chunk.buffer("da low", ffn_size, dtype)
         torch.bmm(dy_eCH, chunk.of(fc2, 2), out=da_eCF)
         da_eCF = chunk.cast("da", da_eCF)
@@ -137,7 +164,7 @@ def grouped_mlp_backward_(
         if dw2:
             chunk.wgrad_(dw2, dy_eCH, a_eCF, accumulate2)
         if dw1:
-            chunk.wgrad_(dw1, dh_eCG, chunk.pad("x", x_RH), accumulate1)
+            chunk.wgrad_(dw1, dh_eCG, chunk.pad("x", x_RH, tokens_R), accumulate1)
         if db2:
             chunk.bias_grad_(db2, dy_eCH, probs_eC1)
         if db1:
@@ -157,6 +184,8 @@ def grouped_wgrad_(
     dy: Sequence[Tensor],
     x: Sequence[Tensor],
     offsets: Sequence[Tensor],
+    dy_rows: Sequence[Tensor],
+    x_rows: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
     """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of dy[0]."""
@@ -164,9 +193,9 @@ def grouped_wgrad_(
         add = accumulate or s > 0
         chunks = Chunks(segment_offsets, dy[s].device, dy[s].shape[1], (dw, 2), (db, 1))
         for chunk in chunks:
-            dy_eCN = chunk.pad("dy", dy[s])
+            dy_eCN = chunk.pad("dy", dy[s], dy_rows[s] if dy_rows else None)
             if dw:
-                chunk.wgrad_(dw, dy_eCN, chunk.pad("x", x[s]), add)
+                chunk.wgrad_(dw, dy_eCN, chunk.pad("x", x[s], x_rows[s] if x_rows else None), add)
             if db:
                 chunk.bias_grad_(db, dy_eCN, None)
         chunks.clear_empty_experts_(dw if not add else [], db)

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from fusedmlp import autotune, environment
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import schedule
+from fusedmlp.kernels import routing, schedule
 from fusedmlp.kernels.activation import Options
+from fusedmlp.kernels.combine import combine_
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
 from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.kernels.schedule import Schedule
-from fusedmlp.mlp_types import MLPGrads, MLPOutput
+from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
 
 if environment.tuned():
     autotune.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -54,6 +55,20 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
 
 
 @_on_own_device
+def route(top_k_index: Tensor, num_experts: int) -> Routing:
+    """`[T, K]` ids of any integer dtype to the order of rows, by expert."""
+    return Routing(*routing.route(top_k_index, num_experts))
+
+
+@_on_own_device
+def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
+    """`out[t] = sum over k of y[rows[t * K + k]]`, `[T, H]`."""
+    out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
+    combine_(out_TH, y_RH, rows_R)
+    return out_TH
+
+
+@_on_own_device
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
@@ -69,13 +84,14 @@ def grouped_mlp(
     bias1: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
+    tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
-    num_rows = x_RH.shape[0]
+    num_rows = (x_RH if tokens_R is None else tokens_R).shape[0]
     tiles = Schedule(offsets, num_rows)
-    h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), torch.empty_like(x_RH)
+    h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), x_RH.new_empty(num_rows, x_RH.shape[1])
     a_RF = x_RH.new_empty(num_rows, fc2[0].shape[-1])
     grouped_fc1_act_(
         h_RG,
@@ -86,6 +102,7 @@ def grouped_mlp(
         _options(activation),
         bias_EG=_optional(bias1, 1),
         probs_R=probs_R,
+        rows_R=tokens_R,
     )
     scale_R = probs_R if bias2 else None
     grouped_gemm_(y_RH, a_RF, ExpertTensors.of(fc2, 2), tiles, bias_EN=_optional(bias2, 1), scale_R=scale_R)
@@ -105,6 +122,7 @@ def grouped_mlp_backward_(
     fc2: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
+    tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     accumulate1: bool,
@@ -115,7 +133,7 @@ def grouped_mlp_backward_(
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
     F = fc2[0].shape[-1]
     grads = MLPGrads.empty(x_RH, h_RG, F, probs_R, need_dx, keep)
-    tiles = Schedule(offsets, x_RH.shape[0])
+    tiles = Schedule(offsets, h_RG.shape[0])
     dh_RG = grads.dh if keep else torch.empty_like(h_RG)
     a_RF = grads.act_probs if keep else h_RG.new_empty(h_RG.shape[0], F)
     dprobs_R = grouped_dgrad_act_(
@@ -128,12 +146,14 @@ def grouped_mlp_backward_(
         _options(activation),
         bias_EH=_optional(bias2, 1) if probs_R is not None else None,
         probs_R=probs_R,
+        rows_R=tokens_R,
     )
     if need_dx:
         fc1_T = ExpertTensors.of([w.transpose(-1, -2) for w in fc1], 2)
         grouped_gemm_(grads.dx, dh_RG, fc1_T, tiles)
-    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], accumulate2, probs_R)
-    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], accumulate1, None)
+    rows = [] if tokens_R is None else [tokens_R]
+    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], rows, [], accumulate2, probs_R)
+    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], [], rows, accumulate1, None)
     return grads if dprobs_R is None else grads._replace(dprobs=dprobs_R)
 
 
@@ -144,10 +164,12 @@ def grouped_wgrad_(
     dy: Sequence[Tensor],
     x: Sequence[Tensor],
     offsets: Sequence[Tensor],
+    dy_rows: Sequence[Tensor],
+    x_rows: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
-    _wgrad_(dw, db, dy, x, offsets, accumulate, None)
+    _wgrad_(dw, db, dy, x, offsets, dy_rows, x_rows, accumulate, None)
 
 
 def _wgrad_(
@@ -156,12 +178,16 @@ def _wgrad_(
     dy: Sequence[Tensor],
     x: Sequence[Tensor],
     offsets: Sequence[Tensor],
+    dy_rows: Sequence[Tensor],
+    x_rows: Sequence[Tensor],
     accumulate: bool,
     scale_R: Tensor | None,
 ) -> None:
     if dw or db:
         outputs = (ExpertTensors.of(dw, 2) if dw else None, _optional(db, 1))
-        launch_grouped_wgrad_(*outputs, dy, x, offsets, accumulate=accumulate, scale_R=scale_R)
+        launch_grouped_wgrad_(
+            *outputs, dy, x, offsets, accumulate=accumulate, scale_R=scale_R, dy_rows=dy_rows, x_rows=x_rows
+        )
 
 
 def _optional(group: Sequence[Tensor], dim: int) -> ExpertTensors | None:

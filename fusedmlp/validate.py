@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,12 +11,15 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.main_grad import MODES, same_strides
+from fusedmlp.plain_tensor import is_plain
 from fusedmlp.wgrad_queue import WgradQueue
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_MAX_ROWS = 2**31 - 1  # kernels number rows in int32
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # few operators take these
 
 
@@ -38,18 +40,25 @@ def options(accumulate_wgrad: str, weight_layout: str, wgrad_queue: object) -> N
         raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(wgrad_queue)}")
 
 
-def rows(x: object) -> Tensor:
-    """`x` as `[R, in]`, of a supported dtype."""
+class Input(NamedTuple):
+    """The layer's input, whose kind the other tensors must have, and what its argument is called."""
+
+    name: str
+    tensor: Tensor
+
+
+def rows(name: str, x: object) -> Input:
+    """The input as `[rows, in]`, of a supported dtype."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"x: expected a tensor; got {_kind(x)}")
+        raise TypeError(f"{name}: expected a tensor; got {_kind(x)}")
     if x.dim() != 2:
-        raise ValueError(f"x: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
+        raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
     if x.dtype not in _DTYPES:
-        raise TypeError(f"x: expected dtype {_names(_DTYPES)}; got {x.dtype}")
-    return x
+        raise TypeError(f"{name}: expected dtype {_names(_DTYPES)}; got {x.dtype}")
+    return Input(name, _plain(name, x))
 
 
-def experts(name: str, weight: object, weight_layout: str, x: Tensor) -> Experts:
+def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
     """A weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
     tensors, packed = _group(name, weight)
     _same_kind(name, tensors, x, 3 if packed else 2)
@@ -69,7 +78,7 @@ def experts(name: str, weight: object, weight_layout: str, x: Tensor) -> Experts
     return Experts(tensors, count, out_features, in_features)
 
 
-def biases(name: str, bias: object, weight: Experts, x: Tensor) -> list[Tensor]:
+def biases(name: str, bias: object, weight: Experts, x: Input) -> list[Tensor]:
     """A bias: None, `[E, out]` or E times `[out]`."""
     if bias is None:
         return []
@@ -90,36 +99,81 @@ def size(name: str, what: str, expected: int, got: int) -> None:
         raise ValueError(f"{name}: expected {what} = {expected}; got {got}")
 
 
-def counts(tokens_per_expert: object, num_experts: int) -> Tensor:
+def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
     """`tokens_per_expert` as an integer tensor `[E]`; its values are checked by the operator."""
     name = "tokens_per_expert"
     if isinstance(tokens_per_expert, Tensor):
-        tensor = tokens_per_expert.long() if tokens_per_expert.dtype in _WIDE_UNSIGNED else tokens_per_expert
-        if tensor.dtype not in _INTEGER_DTYPES:
-            raise TypeError(f"{name}: expected an integer dtype; got {tensor.dtype}")
+        tensor = _integers(name, tokens_per_expert)
     elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
         tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
     else:
         raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
     if tuple(tensor.shape) != (num_experts,):
         raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
+    if x.tensor.is_cuda and not tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{name}: expected a tensor on {x.tensor.device} while a CUDA graph is captured, which would replay with "
+            "whatever the host's memory then holds; got counts on the host"
+        )
     return tensor.contiguous()
 
 
-def probabilities(probs: object, x: Tensor) -> Tensor | None:
+def probabilities(probs: object, x: Input) -> Tensor | None:
     """`probs` as `[R]`."""
     if probs is None:
         return None
     if not isinstance(probs, Tensor):
         raise TypeError(f"probs: expected a tensor or None; got {_kind(probs)}")
-    num_rows = x.shape[0]
+    num_rows = x.tensor.shape[0]
     if tuple(probs.shape) not in ((num_rows,), (num_rows, 1)):
         raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}")
-    if probs.dtype not in _DTYPES:
-        raise TypeError(f"probs: expected dtype {_names(_DTYPES)}; got {probs.dtype}")
-    if probs.device != x.device:
-        raise ValueError(f"probs: expected device {x.device}, that of x; got {probs.device}")
-    return probs.reshape(-1).contiguous()
+    _floating("probs", probs, x)
+    return _plain("probs", probs).reshape(-1).contiguous()
+
+
+def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tensor, Tensor]:
+    """Every token's experts and their weights, both `[T, K]`."""
+    if not isinstance(top_k_index, Tensor):
+        raise TypeError(f"top_k_index: expected a tensor; got {_kind(top_k_index)}")
+    if not isinstance(top_k_weights, Tensor):
+        raise TypeError(f"top_k_weights: expected a tensor; got {_kind(top_k_weights)}")
+    num_tokens = x.tensor.shape[0]
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != num_tokens or top_k_index.shape[1] == 0:
+        raise ValueError(
+            f"top_k_index: expected shape [T, K] with T = {num_tokens}, the tokens of {x.name}, and K > 0; got "
+            f"{tuple(top_k_index.shape)}"
+        )
+    if top_k_index.numel() > _MAX_ROWS:
+        raise ValueError(f"top_k_index: expected at most {_MAX_ROWS} ids; got {top_k_index.numel()}")
+    if top_k_weights.shape != top_k_index.shape:
+        raise ValueError(
+            f"top_k_weights: expected shape {tuple(top_k_index.shape)}, that of top_k_index; got "
+            f"{tuple(top_k_weights.shape)}"
+        )
+    ids = _integers("top_k_index", _plain("top_k_index", top_k_index))
+    _same_device("top_k_index", top_k_index, x)
+    _floating("top_k_weights", top_k_weights, x)
+    return ids.contiguous(), _plain("top_k_weights", top_k_weights).contiguous()
+
+
+def _integers(name: str, tensor: Tensor) -> Tensor:
+    """In a dtype that operators take."""
+    if tensor.dtype in _WIDE_UNSIGNED:
+        return tensor.long()
+    if tensor.dtype not in _INTEGER_DTYPES:
+        raise TypeError(f"{name}: expected an integer dtype; got {tensor.dtype}")
+    return tensor
+
+
+def _floating(name: str, tensor: Tensor, x: Input) -> None:
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(f"{name}: expected dtype {_names(_DTYPES)}; got {tensor.dtype}")
+    _same_device(name, tensor, x)
+
+
+def _same_device(name: str, tensor: Tensor, x: Input) -> None:
+    if tensor.device != x.tensor.device:
+        raise ValueError(f"{name}: expected device {x.tensor.device}, that of {x.name}; got {tensor.device}")
 
 
 def implementation(impl: str, device: torch.device) -> str:
@@ -128,7 +182,7 @@ def implementation(impl: str, device: torch.device) -> str:
     if impl == "auto":
         impl = "torch" if device.type == "cpu" else "triton"
     if impl == "triton":
-        if not _has_triton():
+        if not _HAS_TRITON:
             raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
         if device.type == "cpu" and not environment.triton_interpret():
             raise RuntimeError(
@@ -136,11 +190,6 @@ def implementation(impl: str, device: torch.device) -> str:
                 "is imported; got tensors on the CPU without it"
             )
     return impl
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -159,7 +208,7 @@ def _group(name: str, value: object) -> tuple[list[Tensor], bool]:
     raise TypeError(f"{name}: expected a tensor or a sequence of one tensor per expert; got {_kind(value)}")
 
 
-def _same_kind(name: str, tensors: list[Tensor], x: Tensor, dim: int) -> None:
+def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
     """All of one shape with `dim` dimensions, of the dtype and device of x."""
     shape = tensors[0].shape
     for i, tensor in enumerate(tensors):
@@ -168,10 +217,28 @@ def _same_kind(name: str, tensors: list[Tensor], x: Tensor, dim: int) -> None:
             raise ValueError(f"{label}: expected {dim} dimensions; got shape {tuple(tensor.shape)}")
         if tensor.shape != shape:
             raise ValueError(f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}")
-        if tensor.dtype != x.dtype:
-            raise TypeError(f"{label}: expected dtype {x.dtype}, that of x; got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{label}: expected device {x.device}, that of x; got {tensor.device}")
+        _plain(label, tensor)
+        if tensor.dtype != x.tensor.dtype:
+            raise TypeError(
+                f"{label}: expected dtype {x.tensor.dtype}, that of {x.name}; got {tensor.dtype}"
+                f"{_autocast(x.tensor.device)}"
+            )
+        _same_device(label, tensor, x)
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    if not is_plain(tensor):
+        raise TypeError(
+            f"{name}: expected a plain tensor; got a {type(tensor).__name__} (of a DTensor, pass .to_local(): its "
+            "gradient flows back through that, with accumulate_wgrad 'auto' or 'off')"
+        )
+    return tensor
+
+
+def _autocast(device: torch.device) -> str:
+    if not torch.is_autocast_enabled(device.type):
+        return ""
+    return " (autocast does not change this layer: pass x in the dtype of the weights)"
 
 
 def _kind(value: object) -> str:

@@ -14,8 +14,10 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import triton
 
-# How tiles reach a multiprocessor: by descriptors, by pointers, or by pointers that `alignment` allows no vectors.
-Path = Literal["tma", "pointer", "unaligned"]
+# How tiles reach a multiprocessor: by descriptors; by descriptors but for one operand, whose rows are gathered by
+# pointers (no descriptor can follow an index); all by pointers; or by pointers that `alignment` allows no vectors.
+Path = Literal["tma", "gather", "pointer", "unaligned"]
+BY_DESCRIPTORS: tuple[Path, ...] = ("tma", "gather")
 ShapeClass = Literal["short", "long"]
 # Mean rows per expert below which a shape is "short".
 SHORT_ROWS = 64
@@ -90,16 +92,21 @@ _AMD_RAGGED: _Rows = {
 
 # M-ragged passes by descriptors: 128 x 256 accumulators (fc1: two of 128 x 128), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than it can deliver at full speed. They fill a multiprocessor, so programs are
-# persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before.
+# persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before. Not where
+# fc1 gathers rows, whose addresses would be two tiles' at once, more than there are registers.
 _SM_90: _Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
     ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
+    ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8), Tile(128, 128, 32, 8, 6, 8, 8)),
+    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
 }
 _SM_100: _Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
     ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
+    ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8), Tile(128, 128, 64, 8, 4, 4, 8)),
+    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
 }
 
 # Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
@@ -111,6 +118,14 @@ _WGRAD_TMA: _Rows = {
         Tile(64, 128, 256, 8, 4, SUBTILES=4, GROUP_M=16, PER_SM=1),
     ),
     ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)),
+}
+# Loads of indices take some of the stages, addresses take registers: more stages and threads, for as much on its way.
+_WGRAD_TMA |= {
+    ("wgrad", "gather", 16): _both(
+        Tile(64, 128, 128, 8, 5, SUBTILES=4, GROUP_M=8, PER_SM=2),
+        Tile(64, 128, 256, 8, 6, SUBTILES=4, GROUP_M=16, PER_SM=1),
+    ),
+    ("wgrad", "gather", 32): _both(Tile(32, 128, 128, 8, 6, SUBTILES=4, GROUP_M=8, PER_SM=1)),
 }
 _SM_90 |= _WGRAD_TMA
 _SM_100 |= _WGRAD_TMA
@@ -134,7 +149,7 @@ TABLES: dict[str, _Rows] = {
     "gfx942": _POINTER | _AMD_RAGGED | _GFX,
     "gfx950": _POINTER | _AMD_RAGGED | _GFX,
     "interpreter": {
-        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path == "tma" else (1, 2, 0))))
+        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path in BY_DESCRIPTORS else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
         for path in get_args(Path)
         for bits in (16, 32)
@@ -185,12 +200,18 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
 
 
 def choose(
-    kernel: str, dtype: torch.dtype, device: torch.device, tma_fits: bool, vectors_fit: bool, rows_per_expert: float
+    kernel: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    tma_fits: bool,
+    vectors_fit: bool,
+    rows_per_expert: float,
+    gathered: bool = False,
 ) -> tuple[Path, Tile]:
-    """`select` with the best path that the tensors and the device allow."""
-    path: Path = "pointer" if vectors_fit else "unaligned"
-    if tma_fits and has_path(kernel, dtype, device, "tma"):
-        path = "tma"
+    """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index."""
+    path: Path = "gather" if gathered else "tma"
+    if not (tma_fits and has_path(kernel, dtype, device, path)):
+        path = "pointer" if vectors_fit else "unaligned"
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 

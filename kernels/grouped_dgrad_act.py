@@ -6,6 +6,9 @@ With `g`, `l` the gate and linear parts of `h`, recomputed from it:
 (the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and the
 launcher adds those in a fixed order: no atomics, the same bits every run.
 
+With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. Descriptors cannot
+follow an index, so dy then comes by pointers, through cp.async, also where all else goes by TMA.
+
 The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles.
 """
 
@@ -19,7 +22,7 @@ from torch import Tensor
 from . import activation, cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
-from .configs import choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
 from .schedule import Schedule, load_tile, tile_at, zero_padding
 
@@ -38,6 +41,7 @@ def _load_h(h_M1, mask_M1, column, F, WIDTH: tl.constexpr, GATED: tl.constexpr, 
 def _grouped_dgrad_act_kernel(
     dy_ptr,
     dy_desc,
+    rows_ptr,
     w_ptr,
     w_desc,
     w_table_ptr,
@@ -90,7 +94,10 @@ def _grouped_dgrad_act_kernel(
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         f, mask_M1 = f_tile * BLOCK_F, row_M1 < rows
-        dy_M1 = dy_ptr + (first + row_M1).to(tl.int64) * stride_dy_r
+        dy_row_M1 = first + row_M1
+        if rows_ptr is not None:
+            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
+        dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
@@ -163,39 +170,48 @@ def grouped_dgrad_act_(
     *,
     bias_EH: ExpertTensors | None = None,
     probs_R: Tensor | None = None,
+    rows_R: Tensor | None = None,
 ) -> Tensor | None:
     """Writes all of `dh` and `a`, zeros at padding rows; returns `dprobs [R]` in fp32, zero at padding rows, or None.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
+    `rows` (`[R]` integers, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
     """
     (num_rows, F), H, num_experts = a_RF.shape, dy_RH.shape[1], schedule.num_experts
     w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])
     w_view = descriptors.matrices(w_EFH, num_experts, (F, H)) if num_rows else None
-    fits = w_view is not None and all(map(descriptors.fits_tensor, (dy_RH, h_RG, dh_RG, a_RF)))
+    gathered = rows_R is not None
+    fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
+    fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else descriptors.fits_tensor(dy_RH))
     aligned = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
-    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, aligned, schedule.rows_per_expert)
+    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, aligned, schedule.rows_per_expert, gathered)
     num_f = triton.cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
     if not num_rows:
         return None if partial is None else partial.sum(0)
     k_contiguous = w_EFH.strides[1] == 1
     dy_desc = w_desc = dh_desc = dh_linear_desc = a_desc = None
-    if path == "tma" and w_view is not None:
+    if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
-        dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
+        if not gathered:
+            dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    tokens = dy_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
     launches.report(
         path,
-        lambda: cost.dgrad_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
+        lambda: cost.dgrad_act(
+            schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
+        ),
     )
     tiles = schedule.max_tiles(tile.BLOCK_M) * num_f
     _grouped_dgrad_act_kernel[(num_programs(tile, dy_RH.device, tiles),)](
         dy_RH,
         dy_desc,
+        rows_R,
         w_EFH.base,
         w_desc,
         w_EFH.table,

@@ -4,7 +4,8 @@ One program computes both channels of an output column: `h` has `G = 2F` columns
 accumulators), or interleaved, gate `2f` and linear `2f + 1` (neighbours in one accumulator, which is then twice as
 wide). The activation is taken of `h` as stored, so that backward, which recomputes it from `h`, sees the same values.
 
-With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before.
+With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before. Descriptors
+cannot follow an index, so x then comes by pointers, through cp.async, also where all else goes by TMA.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from . import activation, cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
-from .configs import choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
 from .schedule import Schedule, load_tile, tile_at, zero_padding
 
@@ -154,24 +155,28 @@ def grouped_fc1_act_(
     if a_RF.numel() == 0:
         return
     w_view = descriptors.matrices(w_EGH, num_experts, (G, H))
-    used = [h_RG, a_RF] if rows_R is not None else [h_RG, a_RF, x_RH]
-    fits = w_view is not None and all(map(descriptors.fits_tensor, used))
+    gathered = rows_R is not None
+    fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, a_RF)))
+    fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else descriptors.fits_tensor(x_RH))
     aligned = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
-    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, aligned, schedule.rows_per_expert)
+    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, aligned, schedule.rows_per_expert, gathered)
     k_contiguous = w_EGH.strides[1] == 1
     x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
-    if path == "tma" and w_view is not None:
+    if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
-        if rows_R is None:
+        if not gathered:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * act.CHANNEL_STEP, tile.BLOCK_K, k_contiguous)
         h_desc = descriptors.ragged_rows(h_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         h_linear_desc = descriptors.ragged_rows(h_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    tokens = x_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EG is not None, launches.size_of(probs_R)
     launches.report(
         path,
-        lambda: cost.fc1_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
+        lambda: cost.fc1_act(
+            schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
+        ),
     )
     tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(F, tile.BLOCK_N)
     _grouped_fc1_act_kernel[(num_programs(tile, x_RH.device, tiles),)](

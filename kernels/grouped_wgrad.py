@@ -4,6 +4,9 @@ In the same launch, the programs of the first column tile sum `db[e, n] = sum_r 
 several segments (micro-batches), each with its own `dy`, `x` and row offsets; all are summed before the one update
 of `dw`. Each element of `dw` belongs to one program, which adds once and in a fixed order: the same bits every run.
 
+With `dy_rows` or `x_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted before. Descriptors
+cannot follow an index, so it then comes by pointers, through cp.async, also where the other one and `dw` go by TMA.
+
 The kernel computes `dw[e, n, k] = sum_r left[r, n] right[r, k]`. Left is `dy` and right is `x`, or, where `dw` is
 stored `[K, N]`, the other way round (`SWAPPED`), so that rows of `dw` are contiguous.
 """
@@ -26,7 +29,7 @@ from .configs import Path, Tile, choose, dot_precision, has_path, num_programs, 
 from .descriptors import fits
 from .expert_tensors import ExpertTensors, device_table
 from .schedule import expert_order, wgrad_tile
-from .segments import load_rows_of, one_descriptor
+from .segments import load_rows_of, one_descriptor, segment_base
 from .wgrad_epilogue import add_to_descriptor, add_to_pointers
 
 
@@ -34,6 +37,7 @@ from .wgrad_epilogue import add_to_descriptor, add_to_pointers
 def _column_sums(
     dy_desc,
     dy_ptr,
+    dy_rows_ptr,
     scale_ptr,
     offsets_ptr,
     expert,
@@ -47,7 +51,7 @@ def _column_sums(
     first = tl.load(offsets_ptr + expert)
     size = tl.load(offsets_ptr + expert + 1) - first
     for start in tl.range(0, size, ROWS, num_stages=3):  # without a dot, loads are pipelined on demand only
-        wide = load_rows_of(dy_desc, dy_ptr, first, size, start, column, num_columns, ROWS, COLUMNS)
+        wide = load_rows_of(dy_desc, dy_ptr, dy_rows_ptr, first, size, start, column, num_columns, ROWS, COLUMNS)
         wide = wide.to(tl.float32)
         if scale_ptr is not None:
             rows = start + tl.arange(0, ROWS)
@@ -60,8 +64,10 @@ def _column_sums(
 def _grouped_wgrad_kernel(
     left_ptr,
     left_desc,
+    left_rows_ptr,
     right_ptr,
     right_desc,
+    right_rows_ptr,
     dw_ptr,
     dw_table_ptr,
     dw_desc,
@@ -109,10 +115,14 @@ def _grouped_wgrad_kernel(
         if db_ptr is not None and (n_tile if SWAPPED else k_tile) == 0:
             # A loop of its own: sums inside the GEMM's would move every tile of dy through registers, in all programs.
             if SWAPPED:
-                sums = _column_sums(right_desc, right_ptr, scale_ptr, offsets_ptr, expert, k, K, BLOCK_R, BLOCK_K)
+                sums = _column_sums(
+                    right_desc, right_ptr, right_rows_ptr, scale_ptr, offsets_ptr, expert, k, K, BLOCK_R, BLOCK_K
+                )
                 column, columns = k + tl.arange(0, BLOCK_K), K
             else:
-                sums = _column_sums(left_desc, left_ptr, scale_ptr, offsets_ptr, expert, n, N, BLOCK_R, BLOCK_N)
+                sums = _column_sums(
+                    left_desc, left_ptr, left_rows_ptr, scale_ptr, offsets_ptr, expert, n, N, BLOCK_R, BLOCK_N
+                )
                 column, columns = n + tl.arange(0, BLOCK_N), N
             db = expert_base(db_ptr, db_table_ptr, stride_db_e, expert)
             tl.store(db + column, round_to(sums, db_ptr.dtype.element_ty), mask=column < columns)
@@ -122,22 +132,23 @@ def _grouped_wgrad_kernel(
             num_rows = 0
             for s in range(0, 1 if segments_ptr is None else num_segments):
                 left, right, offsets = left_ptr, right_ptr, offsets_ptr
+                left_rows, right_rows = left_rows_ptr, right_rows_ptr
                 if segments_ptr is not None:
                     offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
-                    left, right = tl.load(segments_ptr + s), tl.load(segments_ptr + num_segments + s)
-                    if left_desc is None:
-                        left = left.to(tl.pointer_type(left_ptr.dtype.element_ty))
-                        right = right.to(tl.pointer_type(right_ptr.dtype.element_ty))
-                        if SEGMENTS_ALIGNED:
-                            left, right = tl.multiple_of(left, 16), tl.multiple_of(right, 16)
-                    else:
-                        left, right = left.to(tl.int32), right.to(tl.int32)
+                    left = segment_base(left_desc, left_ptr, segments_ptr + s, SEGMENTS_ALIGNED)
+                    right = segment_base(right_desc, right_ptr, segments_ptr + num_segments + s, SEGMENTS_ALIGNED)
+                    rows = segments_ptr + 3 * num_segments + s
+                    if left_rows_ptr is not None:
+                        left_rows = tl.load(rows).to(tl.pointer_type(left_rows_ptr.dtype.element_ty))
+                        rows += num_segments
+                    if right_rows_ptr is not None:
+                        right_rows = tl.load(rows).to(tl.pointer_type(right_rows_ptr.dtype.element_ty))
                 first = tl.load(offsets + expert)
                 size = tl.load(offsets + expert + 1) - first
                 num_rows += size
                 for start in range(0, size, BLOCK_R):
-                    left_RN = load_rows_of(left_desc, left, first, size, start, n, N, BLOCK_R, BLOCK_N)
-                    right_RK = load_rows_of(right_desc, right, first, size, start, k, K, BLOCK_R, BLOCK_K)
+                    left_RN = load_rows_of(left_desc, left, left_rows, first, size, start, n, N, BLOCK_R, BLOCK_N)
+                    right_RK = load_rows_of(right_desc, right, right_rows, first, size, start, k, K, BLOCK_R, BLOCK_K)
                     acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
 
             # With a bias, experts without rows are visited for its sake.
@@ -151,6 +162,26 @@ def _grouped_wgrad_kernel(
         tile = next_tile
 
 
+class _Operand(NamedTuple):
+    """Left or right: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
+
+    tensors: Sequence[Tensor]
+    rows: Sequence[Tensor]  # [R_s] of every segment, or none
+
+    @property
+    def columns(self) -> int:
+        return self.tensors[0].shape[1]
+
+    def described(self, rows: int, columns: int) -> tuple[TensorDescriptor | None, list[int]] | None:
+        """A descriptor (none where rows are gathered: vectors, then) and each segment's place; None: go by pointers."""
+        if not self.rows:
+            return one_descriptor(self.tensors, rows, columns)
+        return (None, self.addresses()) if vectors_fit(self.tensors, [], [self.columns]) else None
+
+    def addresses(self) -> list[int]:
+        return [t.data_ptr() for t in self.tensors]
+
+
 class _Way(NamedTuple):
     """How operands reach the kernel; without descriptors, by pointers."""
 
@@ -159,26 +190,32 @@ class _Way(NamedTuple):
     left: TensorDescriptor | None = None
     right: TensorDescriptor | None = None
     dw: TensorDescriptor | None = None
-    coordinates: tuple[int, ...] = ()  # of every segment: all left ones, then all right ones
+    places: tuple[int, ...] = ()  # of every segment, coordinates or addresses: all left ones, then all right ones
 
 
-def _way(dw_ENK: ExpertTensors | None, left: Sequence[Tensor], right: Sequence[Tensor], num_experts: int) -> _Way:
+def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_experts: int) -> _Way:
     """Descriptors where all three operands fit them, judged by pointers and strides alone."""
-    dtype, device = left[0].dtype, left[0].device
-    rows_per_expert = sum(t.shape[0] for t in left) / num_experts
-    if dw_ENK is not None and dw_ENK.table is None and has_path("wgrad", dtype, device, "tma"):
-        tile = select("wgrad", dtype, device, "tma", rows_per_expert)
-        shape = [num_experts, left[0].shape[1], right[0].shape[1]]
+    dtype, device = left.tensors[0].dtype, left.tensors[0].device
+    rows_per_expert = sum(t.shape[0] for t in left.rows or left.tensors) / num_experts
+    path: Path = "gather" if left.rows or right.rows else "tma"
+    if dw_ENK is not None and dw_ENK.table is None and has_path("wgrad", dtype, device, path):
+        tile = select("wgrad", dtype, device, path, rows_per_expert)
+        shape = [num_experts, left.columns, right.columns]
         strides = [abs(dw_ENK.stride_e), *dw_ENK.strides]
-        lefts = one_descriptor(left, tile.BLOCK_M, tile.BLOCK_N)
-        rights = one_descriptor(right, tile.BLOCK_M, tile.BLOCK_K)
+        lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
+        rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
         if lefts and rights and fits(dw_ENK.lowest.data_ptr(), dw_ENK.lowest.element_size(), shape, strides):
             block = [1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES]
             dw_desc = TensorDescriptor(dw_ENK.lowest, shape, strides, block)
-            return _Way("tma", tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
-    tensors, sizes = (*left, *right) if dw_ENK else left, [t[0].shape[1] for t in (left, right) if t]
-    aligned = vectors_fit(tensors, [dw_ENK] if dw_ENK else [], sizes)
-    return _Way(*choose("wgrad", dtype, device, False, aligned, rows_per_expert))
+            return _Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+    used = [left, right] if dw_ENK else [left]
+    aligned = vectors_fit(
+        [t for operand in used for t in operand.tensors],
+        [dw_ENK] if dw_ENK else [],
+        [operand.columns for operand in used],
+    )
+    path, tile = choose("wgrad", dtype, device, False, aligned, rows_per_expert)
+    return _Way(path, tile, places=tuple(address for operand in used for address in operand.addresses()))
 
 
 def grouped_wgrad_(
@@ -190,31 +227,37 @@ def grouped_wgrad_(
     *,
     accumulate: bool,
     scale_R: Tensor | None = None,
+    dy_rows: Sequence[Tensor] = (),
+    x_rows: Sequence[Tensor] = (),
 ) -> None:
     """Adds to `dw`, or writes it (zeros for experts without rows); writes `db`, for one segment only.
 
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets [E + 1]`. Without `dw`, `x` is unused.
+    `dy_rows` or `x_rows` (`[R_s]` integers of every segment, read for owned rows only) make that operand `[T_s, ...]`:
+    row r takes its row `rows[r]`.
     """
     num_experts, device = offsets[0].shape[0] - 1, dy_RN[0].device
-    left, right, swapped = dy_RN, x_RK, False
+    left, right, swapped = _Operand(dy_RN, dy_rows), _Operand(x_RK, x_rows), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
-        left, right, swapped = x_RK, dy_RN, True
+        left, right, swapped = right, left, True
         dw_ENK = dw_ENK._replace(strides=dw_ENK.strides[::-1])
-    N, K = left[0].shape[1], right[0].shape[1] if dw_ENK else 1
+    N, K = left.columns, right.columns if dw_ENK else 1
     way = _way(dw_ENK, left, right, num_experts)
-    tile, by_pointer = way.tile, way.dw is None
+    tile = way.tile
     segments = None
     if len(offsets) > 1:
-        places = way.coordinates or tuple(t.data_ptr() for t in (*left, *right))
-        segments = device_table((*places, *(t.data_ptr() for t in offsets)), device)
-    order = expert_order(offsets[0], None if segments is None else segments[2 * len(offsets) :])
+        addresses = (t.data_ptr() for t in (*offsets, *left.rows, *right.rows))
+        segments = device_table((*way.places, *addresses), device)
+    order = expert_order(offsets[0], None if segments is None else segments[2 * len(offsets) : 3 * len(offsets)])
     num_tiles = num_experts * triton.cdiv(N, tile.BLOCK_N) * triton.cdiv(K, tile.BLOCK_K)
     _grouped_wgrad_kernel[(num_programs(tile, device, num_tiles),)](
-        left[0] if by_pointer else None,
+        left.tensors[0] if way.left is None else None,
         way.left,
-        right[0] if by_pointer and dw_ENK else None,
+        left.rows[0] if left.rows else None,
+        right.tensors[0] if way.right is None and dw_ENK else None,
         way.right,
-        dw_ENK.base if by_pointer and dw_ENK else None,
+        right.rows[0] if right.rows and dw_ENK else None,
+        dw_ENK.base if way.dw is None and dw_ENK else None,
         dw_ENK.table if dw_ENK else None,
         way.dw,
         db_EN.base if db_EN else None,
@@ -234,7 +277,7 @@ def grouped_wgrad_(
         swapped,
         dw_ENK is not None and dw_ENK.stride_e < 0,
         dw_ENK is not None and dw_ENK.aligned,
-        segments is not None and all(t.data_ptr() % 16 == 0 for t in (*left, *right)),
+        segments is not None and all(t.data_ptr() % 16 == 0 for t in (*left.tensors, *right.tensors)),
         tile.BLOCK_M,
         tile.BLOCK_N,
         tile.BLOCK_K,
@@ -255,5 +298,7 @@ def grouped_wgrad_(
             accumulate=accumulate,
             bias_grad=launches.size_of(db_EN.base if db_EN else None),
             scale=launches.size_of(scale_R),
+            dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
+            x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
         ),
     )

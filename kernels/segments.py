@@ -23,15 +23,21 @@ _MAX_ROWS = 2**30
 
 
 @triton.jit
-def load_rows_of(desc, base, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def load_rows_of(
+    desc, base, rows_ptr, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
 
-    `base`: with a descriptor, None or the segment's coordinate; without, a pointer.
+    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `rows_ptr`, only without: row r
+    lies at row `rows_ptr[r]` of `base`; indices beyond the group are not read.
     """
     if desc is None:
         rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
         columns = column + tl.arange(0, COLUMNS)
-        mask = (rows < first + size)[:, None] & (columns < num_columns)[None, :]
+        mask_R = rows < first + size
+        if rows_ptr is not None:
+            rows = tl.load(rows_ptr + rows, mask=mask_R, other=0).to(tl.int64)
+        mask = mask_R[:, None] & (columns < num_columns)[None, :]
         tile = tl.load(base + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
     elif base is None:
         tile = load_ragged(desc, first, size, [start, column])
@@ -39,6 +45,19 @@ def load_rows_of(desc, base, first, size, start, column, num_columns, ROWS: tl.c
         wrap, end, row = to_ragged_indices(first, size, start)
         tile = tl.reshape(desc.load([wrap, end, base, row, column]), (ROWS, COLUMNS))
     return tile
+
+
+@triton.jit
+def segment_base(desc, like_ptr, entry_ptr, ALIGNED: tl.constexpr):
+    """`base` of `load_rows_of` for one segment, from an entry of the table; ALIGNED: all are multiples of 16 bytes."""
+    base = tl.load(entry_ptr)
+    if desc is None:
+        base = base.to(tl.pointer_type(like_ptr.dtype.element_ty))
+        if ALIGNED:
+            base = tl.multiple_of(base, 16)
+    else:
+        base = base.to(tl.int32)
+    return base
 
 
 def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[TensorDescriptor, list[int]] | None:

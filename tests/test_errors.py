@@ -132,6 +132,80 @@ def test_grouped_linear_names_its_own_arguments():
         grouped_linear(X, FC1, COUNTS, bias=torch.randn(2, 9))
 
 
+IDS, TOP_K_WEIGHTS = torch.zeros(6, 2, dtype=torch.int64), torch.rand(6, 2)
+MOE_CASES = {
+    "x rank": (
+        {"hidden_states": X[None]},
+        ValueError,
+        r"hidden_states: expected 2 dimensions .*got shape \(1, 6, 4\)",
+    ),
+    "x type": ({"hidden_states": None}, TypeError, r"hidden_states: expected a tensor; got NoneType"),
+    "x dtype": ({"hidden_states": X.double()}, TypeError, r"hidden_states: expected dtype .*; got torch.float64"),
+    "fc1 in": (
+        {"fc1_weight": torch.randn(2, 10, 3)},
+        ValueError,
+        r"fc1_weight: expected in_features \(H, the width of hidden_states\) = 4; got 3",
+    ),
+    "fc2 dtype": (
+        {"fc2_weight": FC2.bfloat16()},
+        TypeError,
+        r"fc2_weight: expected dtype torch.float32, that of hidden_states; got torch.bfloat16",
+    ),
+    "fc2 experts": ({"fc2_weight": torch.randn(3, 4, 5)}, ValueError, r"fc2_weight: expected experts, .* = 2; got 3"),
+    "bias": ({"fc1_bias": torch.randn(2, 5)}, ValueError, r"fc1_bias: expected 2 experts of 10 features; got 2 of 5"),
+    "ids type": ({"top_k_index": [[0, 1]]}, TypeError, r"top_k_index: expected a tensor; got list"),
+    "ids dtype": (
+        {"top_k_index": IDS.float()},
+        TypeError,
+        r"top_k_index: expected an integer dtype; got torch.float32",
+    ),
+    "ids bool": ({"top_k_index": IDS.bool()}, TypeError, r"top_k_index: expected an integer dtype; got torch.bool"),
+    "ids rank": (
+        {"top_k_index": IDS[:, 0]},
+        ValueError,
+        r"top_k_index: expected shape \[T, K\] with T = 6, the tokens of hidden_states, and K > 0; got \(6,\)",
+    ),
+    "ids tokens": ({"top_k_index": IDS[:5]}, ValueError, r"top_k_index: .* T = 6.* got \(5, 2\)"),
+    "no choices": ({"top_k_index": IDS[:, :0]}, ValueError, r"top_k_index: .* K > 0; got \(6, 0\)"),
+    "ids device": (
+        {"top_k_index": IDS.to(META)},
+        ValueError,
+        r"top_k_index: expected device cpu, that of hidden_states; got meta",
+    ),
+    "too many ids": (
+        {"top_k_index": IDS[:, :1].expand(6, 2**29), "top_k_weights": TOP_K_WEIGHTS[:, :1].expand(6, 2**29)},
+        ValueError,
+        r"top_k_index: expected at most 2147483647 ids; got 3221225472",
+    ),
+    "weights type": ({"top_k_weights": None}, TypeError, r"top_k_weights: expected a tensor; got NoneType"),
+    "weights shape": (
+        {"top_k_weights": TOP_K_WEIGHTS.t()},
+        ValueError,
+        r"top_k_weights: expected shape \(6, 2\), that of top_k_index; got \(2, 6\)",
+    ),
+    "weights dtype": ({"top_k_weights": IDS}, TypeError, r"top_k_weights: expected dtype .*; got torch.int64"),
+    "weights device": (
+        {"top_k_weights": TOP_K_WEIGHTS.to(META)},
+        ValueError,
+        r"top_k_weights: expected device cpu, that of hidden_states; got meta",
+    ),
+    "activation": ({"activation": "tanh"}, ValueError, r"activation: expected one of swiglu, .*; got 'tanh'"),
+    "layout": ({"weight_layout": "io"}, ValueError, r"weight_layout: expected one of 'out_in', 'in_out'; got 'io'"),
+    "queue": ({"wgrad_queue": []}, TypeError, r"wgrad_queue: expected a fusedmlp.WgradQueue or None; got list"),
+    "impl": ({"impl": "cuda"}, ValueError, r"impl: expected one of 'auto', 'triton', 'torch'; got 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("case", MOE_CASES)
+def test_argument_of_moe_experts(case):
+    changed, error, message = MOE_CASES[case]
+    arguments = {"hidden_states": X, "top_k_index": IDS, "top_k_weights": TOP_K_WEIGHTS}
+    arguments |= {"fc1_weight": FC1, "fc2_weight": FC2}
+    fusedmlp.moe_experts(**arguments)
+    with pytest.raises(error, match=message):
+        fusedmlp.moe_experts(**arguments | changed)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

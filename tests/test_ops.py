@@ -25,9 +25,13 @@ def tensors():
         "bias1": (2, 6),
         "bias2": (2, 4),
         "probs": (7,),
+        "token_x": (3, 4),
+        "token_dy": (3, 4),
     }
     made = {name: torch.randn(size, device=DEVICE) for name, size in sizes.items()}
-    return made | {"offsets": torch.tensor([0, 4, 6], dtype=torch.int32, device=DEVICE)}
+    made["offsets"] = torch.tensor([0, 4, 6], dtype=torch.int32, device=DEVICE)
+    made["tokens"] = torch.tensor([2, 0, 2, 1, 1, 0, 2], dtype=torch.int32, device=DEVICE)
+    return made
 
 
 def check(op, arguments):
@@ -41,6 +45,36 @@ def test_expert_offsets(impl):
     offsets = check(OPS.expert_offsets, (torch.tensor([4, 2], device=DEVICE), 7, impl))
     assert offsets.tolist() == [0, 4, 6]
     assert offsets.dtype == torch.int32
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_route(impl, dtype):
+    ids = torch.tensor([[2, 0], [5, 2], [0, 2], [3, 4]], dtype=dtype, device=DEVICE)
+    offsets, slots, rows = check(OPS.route, (ids, 4, impl))
+    assert offsets.tolist() == [0, 2, 2, 5, 6]
+    assert slots.tolist() == [1, 4, 0, 3, 5, 6, 2, 7]  # experts 0, 2 and 3 in flat order, then what is of nobody
+    assert rows[slots.long()].tolist() == list(range(8))
+    assert {offsets.dtype, slots.dtype, rows.dtype} == {torch.int32}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_route_takes_ids_outside_for_nobodys_at_any_magnitude(impl):
+    ids = torch.tensor([[-1, 1, 2**32, 2**31, -(2**63), 2**63 - 1, 0]], device=DEVICE)
+    offsets, slots, _ = OPS.route(ids, 2, impl)
+    assert offsets.tolist() == [0, 1, 2]
+    assert slots.tolist() == [6, 1, 0, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_combine(impl, dtype):
+    y = torch.randn(6, 5, device=DEVICE).to(dtype)
+    rows = torch.tensor([4, 0, 1, 3, 5, 2], dtype=torch.int32, device=DEVICE)
+    out = check(OPS.combine, (y, rows, 2, impl))
+    wide = y.float()
+    expected = [(wide[4] + wide[0]) + wide[1], (wide[3] + wide[5]) + wide[2]]
+    assert torch.equal(out, torch.stack(expected).to(dtype))  # to the bit: fp32, in order, one cast
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -60,7 +94,7 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
     dw, db = torch.ones(2, 4, 4, device=DEVICE), torch.empty(2, 4, device=DEVICE).zero_()
     outs = ([dw], [db]) if packed else (list(dw.unbind()), list(db.unbind()))
     dy, x = tensors["dy"], tensors["x"]
-    arguments = (*outs, [dy], [x], [tensors["offsets"]], accumulate, impl)
+    arguments = (*outs, [dy], [x], [tensors["offsets"]], [], [], accumulate, impl)
     assert opcheck(OPS.grouped_wgrad_.default, arguments)["test_schema"] == "SUCCESS"
     dw.fill_(1)
     OPS.grouped_wgrad_(*arguments)
@@ -73,7 +107,7 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
 def test_grouped_mlp(tensors, impl, with_probs):
     t = tensors
     probs = t["probs"] if with_probs else None
-    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], probs, SWIGLU, impl)
+    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], None, probs, SWIGLU, impl)
     y, h = check(OPS.grouped_mlp, forward)
     assert y.shape == (7, 4)
     assert h.shape == (7, 6)
@@ -89,6 +123,7 @@ def test_grouped_mlp(tensors, impl, with_probs):
             [t["fc2"]],
             [t["bias2"]],
             t["offsets"],
+            None,
             probs,
             SWIGLU,
             True,
@@ -103,6 +138,52 @@ def test_grouped_mlp(tensors, impl, with_probs):
         assert grads.act_probs.shape == ((7, 3) if keep else (0,))
         for kept in (grads.dh, grads.act_probs) if keep else (grads.dx,):
             assert kept[6].count_nonzero() == 0
+
+
+def gathered(tensors):
+    """The same operands with a row for every index."""
+    index = tensors["tokens"].long()
+    return tensors | {"x": tensors["token_x"][index], "dy": tensors["token_dy"][index]}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("gathers", ["dy", "x", "both"])
+def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
+    plain = gathered(tensors)
+    names = [f"token_{name}" if gathers in (name, "both") else name for name in ("dy", "x")]
+    indices = [[tensors["tokens"]] * 2 if gathers in (name, "both") else [] for name in ("dy", "x")]
+    operands = [[(tensors if "token" in name else plain)[name]] * 2 for name in names]
+    dw, expected = torch.ones(2, 2, 4, 4, device=DEVICE)
+    arguments = ([dw], [], *operands, [tensors["offsets"]] * 2, *indices, True, impl)
+    assert opcheck(OPS.grouped_wgrad_.default, arguments)["test_schema"] == "SUCCESS"
+    dw.fill_(1)
+    OPS.grouped_wgrad_(*arguments)
+    OPS.grouped_wgrad_(
+        [expected], [], [plain["dy"]] * 2, [plain["x"]] * 2, [tensors["offsets"]] * 2, [], [], True, "torch"
+    )
+    torch.testing.assert_close(dw, expected)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("keep", [True, False])
+def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
+    t, results = tensors, {}
+    tensors["tokens"][6] = 0  # of a padding row
+    for name, source, tokens, run in (
+        ("gathered", t | {"x": t["token_x"], "dy": t["token_dy"]}, t["tokens"], check),
+        ("plain", gathered(t), None, lambda op, arguments: op(*arguments)),
+    ):
+        weights = ([t["fc1"]], [t["fc2"]])
+        common = (t["offsets"], tokens, t["probs"], SWIGLU)
+        y, h = run(OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], *common, impl))
+        outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
+        operands = (source["dy"], source["x"], h, *weights, [t["bias2"]])
+        backward = ([[out] for out in outs], operands, common, (True, False, True, keep, impl))
+        grads = run(OPS.grouped_mlp_backward_, tuple(argument for part in backward for argument in part))
+        # Checking an operator runs it several times, and fc1 adds.
+        results[name] = [y, h, *grads, *outs[1:]]
+    for got, expected in zip(results["gathered"], results["plain"], strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):

@@ -1,32 +1,44 @@
-"""The README says what is true: its example runs as pasted, and its figures are those of the committed results."""
+"""The README says what is true: its examples run as pasted, and its figures are those of the committed results."""
 
-import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from bench import figures
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs_as_pasted(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def printed_numbers(example, tmp_path):
     assert len([line for line in example.splitlines() if line]) <= 20
     script = tmp_path / "example.py"
     script.write_text(example)
     done = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    norms = [float(line.split()[1]) for line in done.stdout.splitlines()]
-    assert len(norms) == 3
-    assert all(0 < norm <= 1 for norm in norms)
+    return [[float(number) for number in line.split()] for line in done.stdout.splitlines()]
 
 
-def test_every_figure_comes_from_committed_results():
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "bench" / "readme.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert module.render(README) == README
+def test_the_examples_run_as_pasted(tmp_path):
+    training, tokens = (
+        printed_numbers(example, tmp_path) for example in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    )
+    assert len(training) == 3
+    assert all(0 < norm <= 1 for _, norm in training)
+    assert all(norm > 0 for norm in tokens[0])
+
+
+@pytest.mark.parametrize("page", figures.FIGURES)
+def test_every_figure_comes_from_committed_results(page):
+    assert figures.render(page) == (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_every_picture_comes_from_committed_results():
+    for name, svg in figures.pictures().items():
+        assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == svg + "\n", name
 
 
 def test_every_switch_in_the_readme_exists():

@@ -141,7 +141,7 @@ def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.Shape
         all_cases = all_cases | cases.ONCE
     for shape in shapes:
         yield shape, True, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
-        if any(path == "tma" for _, path, _ in own):
+        if any(path in configs.BY_DESCRIPTORS for _, path, _ in own):
             yield shape, False, cases.CORE
 
 
@@ -195,7 +195,7 @@ def problems(
         yield "a GEMM without tensor-core instructions"
     if is_gemm and target.name == "sm_90" and dtype in ("bf16", "fp16") and "wgmma" not in used.tensor_core:
         yield "a 16-bit GEMM without wgmma"
-    if path == "tma" and target.has_tma and not used.tma:
+    if path in configs.BY_DESCRIPTORS and target.has_tma and not used.tma:
         yield "descriptors without TMA instructions"
 
 

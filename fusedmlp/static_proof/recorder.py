@@ -103,7 +103,7 @@ def recording(
     table = _Table(
         (key, {"short": tiles[shape], "long": tiles[shape]})
         for key, tiles in configs.TABLES[target.name].items()
-        if with_tma or key[1] != "tma"
+        if with_tma or key[1] not in configs.BY_DESCRIPTORS
     )
     run: Any = JITFunction.run
     active = driver._active

@@ -1,6 +1,7 @@
 """One small grouped layer, and the same layer as a loop over experts in plain PyTorch and float64.
 
-Sizes: 3 experts, of which the middle one gets no tokens; the last 2 of 7 rows are padding and hold NaN.
+Sizes: 3 experts, of which the middle one gets no tokens; the last 2 of 7 rows are padding and hold NaN, or, of tokens,
+chose experts that are elsewhere.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import fusedmlp
 from fusedmlp import ops
 
 COUNTS, ROWS = (3, 0, 2), 7
+TOP_K = ((2, 0), (0, 5), (2, 2), (-1, 0), (0, 2), (3, -1), (-2, 7))
 
 
 class Layer:
-    """`grouped_mlp` ("mlp") or `grouped_linear` ("linear") with its weights.
+    """`grouped_mlp` ("mlp"), `moe_experts` ("moe") or `grouped_linear` ("linear") with its weights.
 
     `params` are all weights (packed: one each for fc1 and fc2, else one per expert), `biases` likewise.
     """
@@ -37,14 +39,14 @@ class Layer:
         ffn: int = 5,
     ) -> None:
         self.kind, self.packed, self.layout, self.dtype = kind, packed, layout, dtype
-        self._widths = (hidden, hidden if kind == "mlp" else ffn)
+        self._widths = (hidden, ffn if kind == "linear" else hidden)
         self._generator = torch.Generator().manual_seed(0)
-        shapes = [(2 * ffn, hidden), (hidden, ffn)] if kind == "mlp" else [(ffn, hidden)]
+        shapes = [(ffn, hidden)] if kind == "linear" else [(2 * ffn, hidden), (hidden, ffn)]
         self.groups = [self._group(shape if layout == "out_in" else shape[::-1]) for shape in shapes]
         self.bias_groups = [self._group(shape[:1]) for shape in shapes] if bias else []
         self.params = [p for group in self.groups for p in group]
         self.biases = [p for group in self.bias_groups for p in group]
-        self.probs = self._random(ROWS).abs()
+        self.probs = self._random(ROWS, 2).abs() if kind == "moe" else self._random(ROWS).abs()
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(self.dtype)
@@ -64,12 +66,15 @@ class Layer:
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
         """Run the layer of the library."""
         weights = [group[0] if self.packed else group for group in self.groups]
-        names = ("fc1_bias", "fc2_bias") if self.kind == "mlp" else ("bias",)
+        names = ("bias",) if self.kind == "linear" else ("fc1_bias", "fc2_bias")
         if self.bias_groups:
             groups = [group[0] if self.packed else group for group in self.bias_groups]
             options |= dict(zip(names, groups, strict=True))
         if self.kind == "mlp":
             return fusedmlp.grouped_mlp(x, *weights, COUNTS, probs=self.probs, weight_layout=self.layout, **options)
+        if self.kind == "moe":
+            top_k = torch.tensor(TOP_K), self.probs
+            return fusedmlp.moe_experts(x, *top_k, *weights, weight_layout=self.layout, **options)
         return fusedmlp.grouped_linear(x, *weights, COUNTS, weight_layout=self.layout, **options)
 
     def backward(self, *seeds: int, **options: Any) -> None:
@@ -79,7 +84,7 @@ class Layer:
             self(x, **options).backward(dy)
 
     def loop(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The layer as a loop over experts; `tensors` stand for `params + biases`. Rows without padding."""
+        """The layer as a loop; `tensors` stand for `params + biases`. Rows without padding."""
         experts, rest = [], list(tensors)
         for group in self.groups + self.bias_groups:
             mine, rest = rest[: len(group)], rest[len(group) :]
@@ -87,17 +92,28 @@ class Layer:
         weights, biases = experts[: len(self.groups)], experts[len(self.groups) :]
         if self.layout == "in_out":
             weights = [[w.T for w in group] for group in weights]
-        outputs, start = [], 0
-        for e, count in enumerate(COUNTS):
-            rows = slice(start, start + count)
-            y = x[rows] @ weights[0][e].T
+
+        def expert(e: int, x: Tensor) -> Tensor:
+            y = x @ weights[0][e].T
             y = y + biases[0][e] if biases else y
-            if self.kind == "mlp":
+            if self.kind != "linear":
                 gate, linear = y.chunk(2, dim=1)
                 y = (torch.nn.functional.silu(gate) * linear) @ weights[1][e].T
                 y = y + biases[1][e] if biases else y
-                y = y * self.probs[rows].to(y.dtype).unsqueeze(1)
-            outputs.append(y)
+            return y
+
+        if self.kind == "moe":
+            probs, chosen = self.probs.to(x.dtype), list(zip(x.split(1), TOP_K, strict=True))[: sum(COUNTS)]
+            outputs = [
+                sum(probs[t, k] * expert(e, x_t) for k, e in enumerate(ids) if e in range(len(COUNTS)))
+                for t, (x_t, ids) in enumerate(chosen)
+            ]
+            return torch.cat(outputs)  # type: ignore[arg-type]
+        outputs, start = [], 0
+        for e, count in enumerate(COUNTS):
+            rows = slice(start, start + count)
+            y = expert(e, x[rows])
+            outputs.append(y * self.probs[rows].to(y.dtype).unsqueeze(1) if self.kind == "mlp" else y)
             start += count
         return torch.cat(outputs)
 
@@ -175,12 +191,12 @@ def wgrad_gemms(monkeypatch: pytest.MonkeyPatch) -> Recorder:
             recorder.calls.append((name, [t.data_ptr() for t in outputs], accumulate))
 
     def grouped_wgrad_(*args: Any) -> Any:
-        record("wgrad", args[0], args[5])
+        record("wgrad", args[0], args[7])
         return linear(*args)
 
     def grouped_mlp_backward_(*args: Any) -> Any:
-        record("fc1", args[0], args[13])
-        record("fc2", args[1], args[14])
+        record("fc1", args[0], args[14])
+        record("fc2", args[1], args[15])
         return mlp(*args)
 
     monkeypatch.setattr(ops, "grouped_wgrad_", grouped_wgrad_)

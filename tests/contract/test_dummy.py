@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fusedmlp
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
 
 

@@ -9,7 +9,7 @@ import fusedmlp
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
 
 
@@ -204,7 +204,7 @@ def test_guard_5_fusion_on_a_non_leaf_is_refused(kind, packed, mode, make_layer)
     for group in layer.groups:
         for weight in group:
             weight.main_grad = torch.zeros_like(weight)
-    name = ("fc2_weight" if kind == "mlp" else "weight") + ("" if packed else r"\[0\]")
+    name = ("weight" if kind == "linear" else "fc2_weight") + ("" if packed else r"\[0\]")
     with pytest.raises(RuntimeError, match=f"{name}: accumulate_wgrad='{mode}' needs a leaf parameter"):
         layer.backward(accumulate_wgrad=mode)
 
@@ -252,7 +252,7 @@ CREATE_GRAPH = pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarnin
 
 @pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["square", "sum"])
 @pytest.mark.parametrize("mode", ["main_grad", "grad", "off"])
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
 def test_guard_6_double_backward_raises(kind, mode, loss, make_layer):
     """A penalty on dx, as in WGAN-GP: dropped in silence if dx came back without a graph."""
     layer = make_layer(kind)

@@ -9,7 +9,7 @@ import fusedmlp
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
 
 

@@ -1,19 +1,22 @@
 """The guards of GRADIENTS.md, by their numbers there: 7, 8, 9 and 12, about what a layer is used with."""
 
 import warnings
+from contextlib import nullcontext
+from functools import partial
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
 
 
@@ -74,6 +77,49 @@ def test_guard_8_ddp_refuses_main_grad_and_delay(case, packed, ddp, make_layer):
     what = "a delayed gradient" if queue is not None else "one in main_grad"
     with pytest.raises(RuntimeError, match=rf"fc1_weight.*: DistributedDataParallel .*would miss {what}"):
         model(layer.batch(1)[0], accumulate_wgrad=mode, wgrad_queue=queue)
+
+
+class Recomputed(torch.nn.Module):
+    """`Wrapped`, under a checkpoint."""
+
+    def __init__(self, layer, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = Wrapped(layer), use_reentrant
+
+    def forward(self, x, **options):
+        return checkpoint(partial(self.inner, **options), x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("where", ["no_sync", "checkpoint", "reentrant checkpoint", "delayed all-reduce"])
+def test_guard_8_ddp_refuses_wherever_the_layer_is(where, delayed, ddp, make_layer):
+    layer, options = make_layer(), {}
+    before = [] if delayed else layer.attach()
+    model = Recomputed(layer, where.startswith("reentrant")) if "checkpoint" in where else Wrapped(layer)
+    if where == "delayed all-reduce":
+        model.head = torch.nn.Linear(4, 4)
+        options["delay_all_reduce_named_params"] = [(n, p) for n, p in model.named_parameters() if "head" not in n]
+        options["param_to_hook_all_reduce"] = model.head.weight
+    wrapped = ddp(model, **options)
+    x, dy = layer.batch(1)
+    with pytest.raises(RuntimeError, match=r"fc1_weight.*: DistributedDataParallel .*would miss"):
+        with wrapped.no_sync() if where == "no_sync" else nullcontext():
+            wrapped(x.requires_grad_(), wgrad_queue=fusedmlp.WgradQueue() if delayed else None).backward(dy)
+    assert all(p.grad is None for p in layer.params)
+    assert all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=False))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_guard_8_ddp_lets_evaluation_and_the_module_itself_through(use_reentrant, ddp, make_layer, assert_close):
+    layer = make_layer()
+    before = layer.attach()
+    model = Recomputed(layer, use_reentrant)
+    x, dy = layer.batch(1)
+    with torch.no_grad():
+        y = ddp(model)(x.requires_grad_())  # that DDP is gone
+    assert_close([y[:5]], [layer.loop(x.double()[:5], [p.double() for p in layer.params])])
+    model(x).backward(dy)
+    assert_close(layer.main_grads(), sums(before, layer.wgrads()))
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])

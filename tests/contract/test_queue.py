@@ -5,9 +5,11 @@ import torch
 
 import fusedmlp
 from fusedmlp import ops
+from fusedmlp.main_grad import Route
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"),
+    [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
 )
 FUSE = pytest.mark.parametrize("fuse", [False, True])
 
@@ -108,7 +110,7 @@ def test_bf16_weights(dtype, fuse, make_layer, assert_close):
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2)), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False)])
+@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False), ("moe", True)])
 @FUSE
 @pytest.mark.parametrize("by", ["call", "parameter"])
 @pytest.mark.parametrize(("overwriting", "left"), [((1, 3), (3, 4)), ((1, 2), (2, 3, 4)), ((3,), (3, 4)), ((4,), (4,))])
@@ -159,6 +161,20 @@ def test_one_weight_used_in_both_layouts(fuse, assert_close):
 
 
 @FUSE
+@pytest.mark.parametrize("packed", [True, False])
+def test_one_weight_in_micro_batches_of_rows_and_of_tokens(packed, fuse, wgrad_gemms, make_layer, assert_close):
+    layers, queue = [make_layer("mlp", packed), make_layer("moe", packed)], fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    layers[1].groups, layers[1].params = layers[0].groups, layers[0].params
+    before = layers[0].attach()
+    for i, seed in ((0, 1), (1, 2), (0, 3), (1, 4)):
+        layers[i].backward(seed, wgrad_queue=queue)
+    queue.run()
+    both = plus(layers[0].wgrads(1, 3), layers[1].wgrads(2, 4))
+    assert_close(layers[0].main_grads(), plus(before, both))
+    assert len(wgrad_gemms.calls) == 2 * (2 if fuse else 4)  # one launch gathers all of its segments, or none
+
+
+@FUSE
 def test_one_weight_fused_into_grad_and_into_main_grad(fuse, make_layer, assert_close):
     layer, queue = make_layer("linear"), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = layer.attach()
@@ -169,7 +185,7 @@ def test_one_weight_fused_into_grad_and_into_main_grad(fuse, make_layer, assert_
     assert_close(layer.grads(), layer.wgrads(2))
 
 
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
 @pytest.mark.parametrize("which", ["x", "dy"])
 def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_layer):
     layer, queue = make_layer(kind), fusedmlp.WgradQueue()
@@ -179,7 +195,7 @@ def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_
     (x if which == "x" else dy).mul_(2)
     with pytest.raises(RuntimeError, match=r"weight: .*modified in place between backward and the run"):
         queue.run()
-    name = {"mlp": "fc1" if which == "x" else "fc2"}.get(kind, "weight")
+    name = "weight" if kind == "linear" else "fc1" if which == "x" else "fc2"
     index = 0 if name in ("fc1", "weight") else 1
     assert torch.equal(layer.main_grads()[index], before[index])
 
@@ -234,22 +250,22 @@ def test_run_is_under_no_grad(target, make_layer):
 @FUSE
 @pytest.mark.parametrize("target", ["grad", "main_grad", "main_grad, first"])
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
-def test_after_an_exception_the_run_can_be_repeated(failing, target, fuse, monkeypatch, make_layer, assert_close):
+def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, monkeypatch, make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = [torch.zeros_like(p) for p in layer.params]
     if "main_grad" in target:
         before = before if "first" in target and layer.attach() else layer.attach()
     for seed in (1, 2):
         layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in target and seed == 1)
-    gemm, calls = ops.grouped_wgrad_, []
+    opens, calls = Route.open, []
 
-    def breaks(*args):
-        calls.append(args)
+    def breaks(route):
+        calls.append(route)
+        opens(route)
         if len(calls) == failing + 1:
             raise MemoryError("no room")
-        return gemm(*args)
 
-    monkeypatch.setattr(ops, "grouped_wgrad_", breaks)
+    monkeypatch.setattr(Route, "open", breaks)
     if failing < (2 if fuse else 4):
         with pytest.raises(MemoryError, match="no room"):
             queue.run()

@@ -11,7 +11,8 @@ pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 ABSENT = None
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"),
+    [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
 )
 
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmlp
 
 LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False)]
+    ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
 LAYOUTS = pytest.mark.parametrize("layout", ["out_in", "in_out"])
 
@@ -277,7 +277,7 @@ def test_bf16_weights_with_either_main_grad(kind, packed, dtype, make_layer, ass
     assert_close(layer.main_grads(), expected, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
+@pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
 def test_bf16_micro_batches_are_summed_in_fp32(kind, make_layer, assert_close):
     """A main_grad of 1000 keeps additions of 1e-4; in bf16 they would all be lost."""
     layer = make_layer(kind, dtype=torch.bfloat16)

@@ -53,7 +53,7 @@ def reference(inputs, dtype):
     return {name: t.double() for name, t in results.items()}
 
 
-def run(inputs, where="packed", *, best="tma"):
+def run(inputs, where="packed", *, rows=None, best="tma"):
     """`dh`, `a` and `dprobs` of all rows; checks which path was taken."""
     case, num_rows = inputs.case, inputs.probs.shape[0]
     h = pre_activation(inputs).to(DEVICE)
@@ -69,6 +69,7 @@ def run(inputs, where="packed", *, best="tma"):
             _options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EH=experts.place(inputs.bias2, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
+            rows_R=None if rows is None else rows.to(DEVICE),
         )
     (launch,) = log
     assert launch.path == experts.expected_path("dgrad_act", case.dtype, DEVICE, best, (case.H, case.F))
@@ -76,10 +77,23 @@ def run(inputs, where="packed", *, best="tma"):
     return {name: t.cpu() for name, t in results.items()}, launch
 
 
-def check(case, where="packed", *, best="tma"):
+def gather(inputs, index_dtype=torch.int32):
+    """Puts the rows of dy into another order, among rows that nobody wants; the index that undoes it."""
+    order = torch.randperm(2 * inputs.dy.shape[0], generator=torch.Generator().manual_seed(1))
+    order = order[: inputs.dy.shape[0]]
+    tokens = torch.full((2 * order.numel(), inputs.case.H), float("nan"), dtype=inputs.dy.dtype)
+    tokens[order] = inputs.dy
+    order[sum(inputs.case.counts) :] = 10**6  # padding rows' indices are not used
+    inputs.dy = tokens
+    return order.to(index_dtype)
+
+
+def check(case, where="packed", *, gathered=False, best="tma"):
     inputs = Inputs(case)
-    got, _ = run(inputs, where, best=best)
-    owned = sum(case.counts)
+    permuted, owned = inputs.dy, sum(case.counts)
+    rows = gather(inputs) if gathered else None
+    got, _ = run(inputs, where, rows=rows, best=best)
+    inputs.dy = permuted
     assert all((t[owned:] == 0).all() for t in got.values())
     expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)
     assert_close({name: t[:owned].double() for name, t in got.items()}, expected, low, case.dtype)
@@ -106,8 +120,37 @@ def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_loads(load):
-    check(Case(LOADS[load], padding=20, H=40, F=72, bias=True))
+@pytest.mark.parametrize("gathered", [False, True])
+def test_loads(load, gathered):
+    check(Case(LOADS[load], 20, H=48, F=72, bias=True), gathered=gathered, best="gather" if gathered else "tma")
+
+
+@pytest.mark.parametrize("kind", ["gated", "interleaved"])
+@pytest.mark.parametrize("path", ["gather", "pointer", "unaligned"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_gathered_by_index(kind, path, dtype, monkeypatch):
+    name, options = ACTIVATIONS[kind]
+    case = Case((3, 0, 17, 1), 21, H=80, F=48, activation=name, options=options, bias=True, dtype=dtype)
+    if path != "gather":
+        monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    if path == "unaligned":
+        monkeypatch.setattr(grouped_dgrad_act, "vectors_fit", lambda *_: False)
+    check(case, gathered=True, best=path)
+
+
+@pytest.mark.parametrize(("H", "F"), [(1, 1), (33, 35), (8, 40)])
+def test_gathered_rows_of_odd_sizes(H, F):
+    check(Case((5, 18, 0, 1), 3, H=H, F=F, bias=True, dtype=torch.bfloat16), gathered=True, best="unaligned")
+
+
+def test_an_index_may_be_of_int64_and_name_a_row_twice():
+    inputs = Inputs(Case((3, 0, 2), 1, H=48, F=32, bias=True))
+    rows = gather(inputs, torch.int64)
+    rows[4] = rows[0]
+    twice, _ = run(inputs, rows=rows, best="gather")
+    inputs.dy = inputs.dy[rows.clamp(max=inputs.dy.shape[0] - 1)]
+    permuted, _ = run(inputs)
+    torch.testing.assert_close(twice, permuted)
 
 
 @pytest.mark.parametrize("where", experts.PLACES)

@@ -114,7 +114,7 @@ def test_without_probs_or_bias():
 
 @pytest.mark.parametrize("kind", ["gated", "interleaved"])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("path", ["tma", "pointer", "unaligned"])
+@pytest.mark.parametrize("path", ["gather", "pointer", "unaligned"])
 def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     name, options = ACTIVATIONS[kind]
     inputs = Inputs(Case((3, 0, 17, 1), 6, H=48, F=32, activation=name, options=options, bias=True))
@@ -125,13 +125,22 @@ def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     tokens[order] = inputs.x[:owned]
     inputs.x = tokens
     rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # padding rows' indices are not used
-    if path != "tma":
+    if path != "gather":
         monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
     if path == "unaligned":
         monkeypatch.setattr(grouped_fc1_act, "vectors_fit", lambda *_: False)
     gathered, _ = run(inputs, rows=rows, best=path)
     for key, tensor in permuted.items():
         torch.testing.assert_close(gathered[key], tensor)
+
+
+def test_tokens_that_no_vector_can_be_loaded_from_are_gathered_element_by_element():
+    inputs = Inputs(Case((3, 0, 17), 0, H=48, F=32, dtype=torch.bfloat16))
+    permuted, _ = run(inputs)
+    shifted = torch.cat([inputs.x.new_zeros(1), inputs.x.flatten()])[1:].view_as(inputs.x)
+    inputs.x = shifted if DEVICE == "cpu" else shifted.to(DEVICE)
+    gathered, _ = run(inputs, rows=torch.arange(20), best="unaligned")
+    torch.testing.assert_close(gathered, permuted)
 
 
 def test_infinite_weights_of_the_last_expert_do_not_reach_padding_rows():

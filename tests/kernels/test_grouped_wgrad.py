@@ -1,5 +1,8 @@
 """The wgrad kernel by itself: every path, main_grad in odd places and layouts, several segments, no rows."""
 
+import dataclasses
+from typing import get_args
+
 import pytest
 import torch
 from support import experts as support
@@ -46,8 +49,8 @@ def main_grad(place, count, N, K, dtype=torch.float32):
     return flat, [t.T for t in experts] if "in_out" in place else experts
 
 
-def run(experts, segs, accumulate, packed=False, db=None, scale=None):
-    """The path that was taken."""
+def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rows):
+    """The path that was taken. `rows`: `dy_rows` or `x_rows`."""
     group = experts
     if packed:
         size = experts[0].shape.numel()
@@ -60,6 +63,7 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None):
             *operands,
             accumulate=accumulate,
             scale_R=scale,
+            **rows,
         )
     return recorded[-1].path
 
@@ -206,7 +210,7 @@ def test_every_path_and_every_run_give_the_same_bits(segmented, dtype):
 def test_column_subtiles(subtiles, place, monkeypatch):
     if DEVICE == "cpu":
         tile = Tile(16, 32, 64, 1, 1, SUBTILES=subtiles, GROUP_M=3, PER_SM=1)
-        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in ("tma", "pointer", "unaligned")}
+        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in get_args(configs.Path)}
         monkeypatch.setitem(configs.TABLES, "interpreter", configs.TABLES["interpreter"] | rows)
     one = wgrad_segment(RAGGED, 72, 136, device=DEVICE)
     _, experts = main_grad(place, 4, 72, 136)
@@ -240,6 +244,67 @@ def test_a_segment_without_rows():
     _, experts = main_grad("packed", 2, 40, 72)
     assert run(experts, segs, accumulate=True) == path_of("tma", torch.float32)
     check(experts, segs, UNTOUCHED)
+
+
+def gathered(segs, name, index_dtype=torch.int32):
+    """`(segments, index of each)`: one operand's rows in another order, among rows that nobody wants."""
+    moved, rows = [], []
+    for i, one in enumerate(segs):
+        operand = getattr(one, name)
+        order = torch.randperm(2 * operand.shape[0], generator=torch.Generator().manual_seed(i))[: operand.shape[0]]
+        tokens = torch.full((2 * operand.shape[0], operand.shape[1]), float("nan"), dtype=operand.dtype)
+        tokens[order] = operand.cpu()
+        order[int(one.offsets[-1]) :] = 10**6  # padding rows' indices are not used
+        moved.append(dataclasses.replace(one, **{name: tokens.to(DEVICE)}))
+        rows.append(order.to(DEVICE, index_dtype))
+    return moved, {f"{name}_rows": rows}
+
+
+@pytest.mark.parametrize("name", ["dy", "x"])
+@pytest.mark.parametrize("place", ["packed", "packed in_out", "misaligned", "scattered in_out"])
+@pytest.mark.parametrize(
+    ("dtype", "loads"),
+    [
+        (torch.bfloat16, [RAGGED]),
+        (torch.float16, [(0, 0, 0), (1, 1, 1)]),
+        (torch.float32, [(3, 0, 20), (0, 0, 7), (40, 0, 1)]),
+    ],
+    ids=str,
+)
+def test_rows_gathered_by_index(name, place, dtype, loads):
+    segs = [wgrad_segment(counts, 48, 80, dtype, seed=i, device=DEVICE) for i, counts in enumerate(loads)]
+    moved, rows = gathered(segs, name)
+    _, experts = main_grad(place, len(loads[0]), 48, 80)
+    best = "gather" if PLACES[place] == "tma" else PLACES[place]
+    assert run(experts, moved, True, **rows) == path_of(best, dtype, (48, 80))
+    check(experts, segs, UNTOUCHED)
+
+
+@pytest.mark.parametrize("name", ["dy", "x"])
+@pytest.mark.parametrize(("N", "K"), [(1, 1), (37, 65), (8, 100)])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
+def test_gathered_rows_of_odd_sizes(name, N, K, index_dtype):
+    one = wgrad_segment(RAGGED, N, K, torch.bfloat16, device=DEVICE)
+    moved, rows = gathered([one], name, index_dtype)
+    _, experts = main_grad("packed", 4, N, K)
+    assert run(experts, moved, False, packed=True, **rows) == "unaligned"
+    check(experts, [one], 0.0)
+
+
+@pytest.mark.parametrize("place", ["packed", "packed in_out", "misaligned", None])
+def test_bias_gradient_of_gathered_rows(place):
+    one = wgrad_segment(RAGGED, 48, 80, device=DEVICE)
+    scale = torch.rand(one.dy.shape[0], device=DEVICE) + 0.5
+    got, want = torch.full((2, 4, 48), float("nan"), device=DEVICE)
+    moved, rows = gathered([one], "dy")
+    if place is None:
+        db, offsets = ExpertTensors.of([got], 1), [one.offsets]
+        grouped_wgrad_(None, db, [moved[0].dy], [], offsets, accumulate=False, scale_R=scale, **rows)
+        grouped_wgrad_(None, ExpertTensors.of([want], 1), [one.dy], [], offsets, accumulate=False, scale_R=scale)
+    else:
+        run(main_grad(place, 4, 48, 80)[1], moved, True, db=got, scale=scale, **rows)
+        run(main_grad(place, 4, 48, 80)[1], [one], True, db=want, scale=scale)
+    torch.testing.assert_close(got, want)  # the other is checked above
 
 
 def test_elements_beyond_int32():

@@ -48,6 +48,6 @@ def tiles_of(counts, num_rows, device):
 
 def expected_path(kernel, dtype, device, best, sizes):
     """`best`, or what comes after it for those sizes and that device."""
-    if best == "tma" and configs.has_path(kernel, dtype, torch.device(device), "tma"):
-        return "tma"
+    if best in configs.BY_DESCRIPTORS and configs.has_path(kernel, dtype, torch.device(device), best):
+        return best
     return "unaligned" if best == "unaligned" or any(size % 16 for size in sizes) else "pointer"

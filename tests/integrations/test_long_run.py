@@ -1,0 +1,41 @@
+"""500 steps of the demo's model under DDP on two ranks; see `support/long_run.py`."""
+
+import pytest
+from support.world import launch
+
+from fusedmlp.demo.compare import agreement
+
+STEPS, KILL_AT, UNTIL = 500, 233, 330
+pytestmark = pytest.mark.timeout(1500)  # about a minute of two cores, if nobody else uses them
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Of rank 0. That the gradients of every step agree, at the same weights, is asserted in the ranks."""
+    return launch("support.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS, timeout=900)[0]
+
+
+def test_losses_of_fused_and_plain_training_agree(runs):
+    fused, plain, control = runs["fused"]["losses"], runs["plain"], runs["control"]
+    assert len(fused) == STEPS
+    assert sum(fused[-20:]) / 20 < fused[0] - 2
+    curves = agreement(plain, fused, control)
+    assert curves.agree, (curves.worst_step, max(curves.difference), max(curves.bound))
+    assert max(curves.bound) < 0.5  # nats per byte: the bound means something
+    assert runs["fused"]["empty"] > STEPS  # experts without tokens
+
+
+def test_memory_is_flat(runs):
+    """One gradient of the smallest expert weight, kept in each step, would be 13 MiB."""
+    (early_rss, early_tensors), (late_rss, late_tensors) = runs["fused"]["memory"]
+    assert late_tensors == early_tensors
+    assert late_rss - early_rss < 4 * 2**20
+
+
+def test_killed_in_the_middle_of_a_step_and_resumed(runs, tmp_path):
+    """SIGKILL, then a new world from the last checkpoint: the same losses, bit for bit."""
+    with pytest.raises(AssertionError):
+        launch("support.long_run:killed", 2, tmp_path, STEPS, str(tmp_path), KILL_AT)
+    for start, losses in launch("support.long_run:resumed", 2, tmp_path, STEPS, str(tmp_path), UNTIL):
+        assert start == KILL_AT // 100 * 100
+        assert losses == runs["fused"]["losses"][start:UNTIL]

@@ -1,0 +1,104 @@
+"""Sorting by counting against torch's stable sort, and the sum of a token's rows against float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import tolerance
+
+from fusedmlp.kernels import launches, routing
+from fusedmlp.kernels.combine import combine_
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+def expected(ids, num_experts):
+    """`(offsets, slots, rows)` by a stable sort."""
+    flat = ids.flatten().to(torch.int64)
+    experts = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+    slots = experts.argsort(stable=True)
+    counts = experts.bincount(minlength=num_experts + 1)
+    return torch.cat([counts.new_zeros(1), counts[:num_experts].cumsum(0)]), slots, slots.argsort()
+
+
+def check(ids, num_experts):
+    found = routing.route(ids.to(DEVICE), num_experts)
+    for name, got, want in zip(("offsets", "slots", "rows"), found, expected(ids, num_experts), strict=True):
+        assert got.dtype == torch.int32
+        assert torch.equal(got.cpu().long(), want), name
+    return found
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.integers(0, 300), st.integers(1, 9), st.integers(1, 40), st.integers(0, 3), st.integers(0, 2**31))
+def test_any_size_and_ids_of_other_ranks(num_tokens, top_k, num_experts, beyond, seed):
+    generator = torch.Generator().manual_seed(seed)
+    check(torch.randint(-beyond, num_experts + beyond, (num_tokens, top_k), generator=generator), num_experts)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "num_experts"),
+    [(torch.uint8, 300), (torch.int8, 512), (torch.int16, 7), (torch.int32, 1), (torch.int64, 1000)],
+    ids=str,
+)
+def test_dtypes_and_many_experts(dtype, num_experts):
+    """More experts than the dtype counts to, more rows than one block has, and blocks that end within a token."""
+    limits = torch.iinfo(dtype)
+    ids = torch.randint(max(limits.min, -2), min(limits.max, num_experts + 1) + 1, (701, 3)).to(dtype)
+    ids[5] = limits.max
+    ids[6] = limits.min
+    check(ids, num_experts)
+
+
+def test_more_blocks_than_are_summed_at_once(monkeypatch):
+    monkeypatch.setattr(routing, "_BLOCK", 16)
+    monkeypatch.setattr(routing, "_CHUNK", 16)
+    check(torch.randint(0, 5, (450, 5)), 5)
+
+
+@pytest.mark.parametrize("ids", [[[3] * 4] * 40, [[9] * 4] * 40, [[-1, 2]], [[0]]], ids=str)
+def test_all_to_one_expert_or_to_none(ids):
+    check(torch.tensor(ids), 4)
+
+
+def test_the_same_bits_every_run():
+    ids = torch.randint(0, 3, (2000, 2))
+    assert all(torch.equal(a, b) for a, b in zip(check(ids, 3), check(ids, 3), strict=True))
+
+
+@pytest.mark.parametrize(("top_k", "H"), [(1, 16), (2, 33), (8, 48), (11, 1500), (20, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_rows_of_a_token_are_summed_in_order(top_k, H, dtype):
+    y = torch.randn(30 * top_k, H).to(dtype)
+    rows = torch.randperm(30 * top_k)
+    out = torch.full((30, H), float("nan"), dtype=dtype, device=DEVICE)
+    combine_(out, y.to(DEVICE), rows.to(DEVICE, torch.int32))
+    parts = y[rows].view(30, top_k, H)
+    in_order = torch.zeros(30, H)
+    for k in range(top_k):
+        in_order += parts[:, k].float()
+    assert torch.equal(out.cpu(), in_order.to(dtype))
+    exact, low = parts.double().sum(1), parts.float().sum(1).to(dtype).double()
+    tolerance.assert_close({"out": out.cpu().double()}, {"out": exact}, {"out": low}, dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (5, 0)])
+def test_nothing_to_sum(shape):
+    combine_(torch.empty(shape, device=DEVICE), torch.empty(2 * shape[0], shape[1], device=DEVICE), torch.arange(10))
+
+
+def test_tokens_that_choose_no_expert_are_zero():
+    out = torch.full((3, 8), float("nan"), device=DEVICE)
+    combine_(out, torch.empty(0, 8, device=DEVICE), torch.empty(0, dtype=torch.int32, device=DEVICE))
+    assert (out == 0).all()
+
+
+def test_least_traffic_is_reported():
+    with launches.recording() as recorded:
+        routing.route(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), 7)
+        combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
+    assert recorded == [
+        launches.Launch("route", 0, 30 * 8 + 4 * (8 + 30 + 30), path="pointer"),
+        launches.Launch("combine", 30 * 16, 4 * 40 * 16 + 4 * 30, path="pointer"),
+    ]
