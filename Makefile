@@ -1,14 +1,16 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
+# `make megatron` runs its tests with every megatron-core named here, beside that of .venv.
 TRITONS := 3.6.0 3.9.0
+MEGATRONS := 0.16.1 0.17.0 0.18.0
 KERNELS ?=
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench kernels clean
+.PHONY: demo test lint docs bench kernels hub megatron clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -20,6 +22,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 
 # Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
@@ -35,9 +40,20 @@ kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-bench: $(READY)
-	$(BIN)/python -m bench.bench_grouped_mlp
-	$(BIN)/python -m bench.bench_overhead
+megatron: $(VENV)/.integrations $(MEGATRONS:%=.megatron/%/.ready)
+	@for version in '' $(MEGATRONS:%=$(CURDIR)/.megatron/%); do \
+	  PYTHONPATH=$$version $(BIN)/python -m pytest tests/integrations/test_megatron.py || exit 1; \
+	done
+
+.megatron/%/.ready: $(READY)
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --ignore-requires-python --no-deps --target $(@D) megatron-core==$* || \
+	  { echo "megatron: megatron-core $*, one of MEGATRONS in the Makefile, cannot be installed: see above"; exit 1; }
+	@touch $@
+
+# The page of comparisons; the figures of README.md and docs/ come from a copy of its table in bench/results/.
+bench: $(READY) $(VENV)/.integrations
+	$(BIN)/python -m fusedmlp bench --report build/bench
 
 # torch goes first: anything that merely asks for "torch" must find it already there.
 $(READY): pyproject.toml constraints.txt Makefile
@@ -45,13 +61,23 @@ $(READY): pyproject.toml constraints.txt Makefile
 	  { echo "fusedmlp needs Python 3.11 or newer, $(PYTHON) is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,bench]'
 	@touch $(READY)
 
-# The libraries that fusedmlp plugs into. megatron-core asks for Python 3.12, and for packages that the tests do without.
+# The libraries that fusedmlp plugs into. Those of the first line ask for packages that the tests do without (and
+# megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack, einops what Megatron-FSDP
+# does.
 $(VENV)/.integrations: $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps megatron-core
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
+	  megatron-core torchtitan spmd_types kernels
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate peft tyro tomlkit \
+	  einops
 	@touch $@
 
+# What `kernel-builder` and `kernels` of Hugging Face take, in build/hub.
+hub: $(READY)
+	rm -rf build/hub
+	$(BIN)/python -m fusedmlp.integrations.hub build/hub
+
 clean:
-	rm -rf $(VENV) .triton build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .triton .megatron build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+TARGETS = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -19,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_kernels, _add_bench, _add_tune):
+    for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
         add(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
@@ -64,6 +66,34 @@ def _demo(args: argparse.Namespace) -> int:
     return 0 if results.passed else 1
 
 
+def _add_doctor(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine can run, and why not more",
+        description="Report GPU, driver and versions, the kernels and paths that a layer will use and why, the "
+        "integrations that can be imported, and a numerical self-test. Exit status 1 if a number is wrong, 2 if "
+        "fusedmlp cannot run here as it should.",
+    )
+    _add_layer(parser)
+    parser.add_argument("--weights", choices=("packed", "separate", "megatron"), default="packed", help="how they lie")
+    parser.add_argument("--target", choices=TARGETS, help="GPU to show kernels for; default: the one here, or sm_90")
+    parser.add_argument("--json", action="store_true", help="print one object instead of text")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from fusedmlp.doctor import command
+
+    layer = {"E": args.experts, "H": args.hidden, "F": args.ffn, "R": args.rows}
+    return command.run(layer | {"dtype": args.dtype, "weights": args.weights}, args.target, args.json)
+
+
+def _add_layer(parser: argparse.ArgumentParser) -> None:
+    for name, default in (("experts", 128), ("hidden", 2048), ("ffn", 768), ("rows", 65536)):
+        parser.add_argument(f"--{name}", type=_positive, default=default, help=f"default: {default}")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
+
 def _add_tune(commands: Commands) -> None:
     parser = commands.add_parser(
         "tune",
@@ -71,9 +101,7 @@ def _add_tune(commands: Commands) -> None:
         description="Time the kernels' tiles for one layer on this GPU, on scratch tensors, and keep the fastest for "
         "FUSEDMLP_TUNED=1. The shipped tiles need no tuning.",
     )
-    for name, default in (("experts", 128), ("hidden", 2048), ("ffn", 768), ("rows", 65536)):
-        parser.add_argument(f"--{name}", type=_positive, default=default, help=f"default: {default}")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    _add_layer(parser)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON instead of a table")
     parser.set_defaults(run=_tune)
@@ -141,7 +169,7 @@ def _kernels(args: argparse.Namespace) -> int:
 def _add_bench(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="what hardware allows: limit times of every pass, and the balance of the kernels' schedules",
+        help="comparisons with peers, limit times of every pass, and the balance of the kernels' schedules",
         description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
         "measured in the same run. Every shape comes with even loads, Zipf-skewed ones and a quarter of the experts "
         "empty.",
@@ -149,11 +177,21 @@ def _add_bench(commands: Commands) -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
+    what.add_argument("--report", type=Path, metavar="DIR", help="run the comparisons with peers; one page into DIR")
+    parser.add_argument("--results", type=Path, help="for --report: what `pytest bench --benchmark-json` or it wrote")
+    parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.set_defaults(run=_bench)
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if args.report is not None:
+        try:
+            from fusedmlp.report import command as report
+        except ModuleNotFoundError as error:
+            print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
+            return 2
+        return report.run(args.report, args.results, args.tiny, args.json)
     from fusedmlp.limits import command
 
     command.run("roofline" if args.roofline else "schedule", args.json)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import KW_ONLY, asdict, dataclass
-from functools import cached_property, lru_cache
+import ast
+from dataclasses import KW_ONLY, dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -62,10 +62,15 @@ class Activation:
     limit: float | None = None
     alpha: float | None = None
     linear_offset: float = 0.0
+    # Made at once, for torch.compile: it takes a float that it meets in a graph for a variable, and of a frozen object
+    # knows nothing but the fields.
+    gated: bool = field(init=False, repr=False, compare=False)  # whether fc1 has 2F output channels
+    encoded: str = field(init=False, repr=False, compare=False)  # as text, the form in which operators take it
 
     def __post_init__(self) -> None:
         if self.name not in _KINDS:
             raise ValueError(f"activation: expected one of {', '.join(_KINDS)}; got {self.name!r}")
+        object.__setattr__(self, "gated", _KINDS[self.name].gated)
         if not self.gated and (self.interleaved or self.limit is not None or self.linear_offset):
             raise ValueError(
                 f"activation: interleaved, limit and linear_offset need a gated activation; got {self.name!r}"
@@ -76,11 +81,8 @@ class Activation:
             )
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"activation: limit must be positive; got {self.limit}")
-
-    @property
-    def gated(self) -> bool:
-        """Whether fc1 has `2F` output channels."""
-        return _KINDS[self.name].gated
+        encoded = f"{self.name} {self.interleaved} {self.limit} {self.alpha} {self.linear_offset}"
+        object.__setattr__(self, "encoded", encoded)
 
     @property
     def curve(self) -> str:
@@ -92,16 +94,13 @@ class Activation:
         """Scale of the sigmoid's argument (1 where there is no sigmoid)."""
         return _KINDS[self.name].alpha if self.alpha is None else self.alpha
 
-    @cached_property
-    def encoded(self) -> str:
-        """This activation as text, the form in which operators take it."""
-        return json.dumps(asdict(self))
-
     @staticmethod
     @lru_cache(maxsize=64)
     def decode(encoded: str) -> Activation:
         """Inverse of `encoded`."""
-        return Activation(**json.loads(encoded))
+        name, *options = encoded.split(" ")
+        interleaved, limit, alpha, linear_offset = map(ast.literal_eval, options)
+        return Activation(name, interleaved=interleaved, limit=limit, alpha=alpha, linear_offset=linear_offset)
 
     def split(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and linear views `[..., F]` of the pre-activation `[..., 2F]`."""

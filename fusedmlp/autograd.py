@@ -7,9 +7,10 @@ i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from fusedmlp.main_grad import Mode, Route
 from fusedmlp.mlp_types import MLPGrads, MLPOutput
 from fusedmlp.wgrad_queue import Operands, WgradQueue
 
-_Backward = Callable[[Any, Tensor], tuple[Tensor | None, ...]]
+_Grads = tuple[Tensor | None, ...]
+_nothing_to_undo = ExitStack()
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Call:
     transposed: bool  # weights are stored [in, out]
     mode: Mode
     queue: WgradQueue | None
-    overwrite: bool
+    first_recomputed: bool  # a checkpoint's second forward of the first micro-batch
     impl: str
     activation: str = ""
 
@@ -46,15 +48,24 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any]) -> Route:
-        """Where the gradient of `weights` goes."""
+    def enter_backward(self, dy: Tensor) -> None:
+        """Before everything else in backward; here `route` decides all."""
+
+    def edges(self, ctx: Any) -> list[list[Any]]:
+        """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
+        return self.split([node for node, _ in ctx.next_functions])
+
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any, undo: ExitStack) -> Route:
+        """Where the gradient of `weights` goes; `running` is the node whose backward asks."""
         return main_grad.route(
             name,
             weights,
-            [node for node, _ in nodes],
+            nodes,
+            running,
             self.mode,
-            overwrite=self.overwrite,
+            first_recomputed=self.first_recomputed,
             delayed=self.queue is not None,
+            undo=undo,
         )
 
     def finish(
@@ -63,32 +74,43 @@ class Call:
         dy: Tensor,
         x: Tensor,
         offsets: Tensor,
+        undo: ExitStack,
         *,
         dy_rows: Tensor | None = None,
         x_rows: Tensor | None = None,
     ) -> list[Tensor | None]:
         """What backward returns for a weight; queues its GEMM if it is delayed."""
-        if not route.wanted:
-            return [None] * len(route.params)
-        if not route.delayed:
+        if route.wanted and not route.delayed:
             return route.finish()
-        assert self.queue is not None
-        operands = Operands(dy, x, offsets, dy_rows, x_rows)
-        self.queue.put(route, operands, transposed=self.transposed, impl=self.impl)
-        return route.finish_in_backward()
+        if route.delayed:
+            assert self.queue is not None
+            undo.callback(self.queue.take_back, route)
+            operands = Operands(dy, x, offsets, dy_rows, x_rows)
+            self.queue.put(route, operands, transposed=self.transposed, impl=self.impl)
+        return [None] * len(route.params)
 
 
-def _first_order_only(backward: _Backward) -> _Backward:
-    """Run a backward without recording it; differentiating its results again is an error, never a silent zero.
+def _first_order_only(backward: Callable[[Any, Tensor, ExitStack], _Grads]) -> Callable[[Any, Tensor], _Grads]:
+    """Run a backward without recording it, and take back what it did if it fails.
+
+    Differentiating its results again is an error, never a silent zero:
 
     `torch.autograd.function.once_differentiable` lets results through as constants if the incoming gradient is one
     (as for `y.sum()`), which would drop a gradient penalty's own gradient.
     """
 
     @wraps(backward)
-    def run(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.no_grad(), main_grad.layer_backward():
-            grads = backward(ctx, dy)
+    def run(ctx: Any, dy: Tensor) -> _Grads:
+        if torch.compiler.is_compiling():  # a graph has no second order, and undoes nothing
+            return backward(ctx, dy, _nothing_to_undo)
+        if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
+            raise RuntimeError(
+                "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
+                "is not supported; expected one backward for each gradient of y"
+            )
+        with main_grad.one_thread, torch.no_grad(), ExitStack() as undo:
+            grads = backward(ctx, dy, undo)
+            undo.pop_all()
         if not torch.is_grad_enabled():
             return grads
         message = b"fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"
@@ -99,8 +121,17 @@ def _first_order_only(backward: _Backward) -> _Backward:
     return run
 
 
+def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
+    raise RuntimeError(
+        "fusedmlp under forward-mode AD (torch.autograd.forward_ad, torch.func.jvp): expected reverse mode"
+        " (torch.autograd.grad), or plain PyTorch"
+    )
+
+
 class GroupedLinear(torch.autograd.Function):
     """`apply(call, *weight, *bias, x, offsets) -> y`."""
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
@@ -112,22 +143,23 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, undo: ExitStack) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
-        weight_nodes, bias_nodes, (x_node, _) = call.split(ctx.next_functions)
+        weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
         dy = dy.contiguous()
-        route = call.route("weight", weight, weight_nodes)
+        call.enter_backward(dy)
+        route = call.route("weight", weight, weight_nodes, ctx, undo)
         dx = None
-        if x_node[0] is not None:
+        if x_node is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
             dx = ops.grouped_gemm(dy, transposed, [], offsets, call.impl)
         db = _bias_grads(bias, bias_nodes)
         if route.outs or db:
             dw = call.logical(route.outs)
             ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], route.accumulate, call.impl)
-        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
+        return (None, *call.finish(route, dy, x, offsets, undo), *_returned(db, bias), dx, None)
 
 
 class GroupedMLP(torch.autograd.Function):
@@ -135,6 +167,8 @@ class GroupedMLP(torch.autograd.Function):
 
     `slots` and `rows` (`mlp_types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
     """
+
+    jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
@@ -163,15 +197,16 @@ class GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor, undo: ExitStack) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(ctx.saved_tensors)
-        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.split(ctx.next_functions)
+        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
+        call.enter_backward(dy)
         tokens, row_probs = _of_rows(probs, slots)
-        route2 = call.route("fc2_weight", fc2, nodes2)  # first, as its GEMM is: they could be one parameter
-        route1 = call.route("fc1_weight", fc1, nodes1)
+        route2 = call.route("fc2_weight", fc2, nodes2, ctx, undo)  # first, as its GEMM is: they could be one parameter
+        route1 = call.route("fc1_weight", fc1, nodes1, ctx, undo)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(
@@ -191,20 +226,20 @@ class GroupedMLP(torch.autograd.Function):
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
-                x_node[0] is not None,
+                x_node is not None,
                 route1.delayed or route2.delayed,
                 call.impl,
             )
         )
         dx = dprobs = None
-        if x_node[0] is not None:
+        if x_node is not None:
             dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
         if probs is not None:
             dprobs = grads.dprobs if rows is None else grads.dprobs.index_select(0, rows).view_as(probs)
             dprobs = dprobs.to(probs.dtype)
         # fc2 leaves a queue before fc1.
-        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
-        dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)
+        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, undo, dy_rows=tokens)
+        dfc1 = call.finish(route1, grads.dh, x, offsets, undo, x_rows=tokens)
         db = _returned(db1, bias1) + _returned(db2, bias2)
         return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None)
 
@@ -219,7 +254,7 @@ def _of_rows(probs: Tensor | None, slots: Tensor | None) -> tuple[Tensor | None,
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
     """Outputs for the bias gradients, which are always returned; none if no bias wants one."""
-    if all(node is None for node, _ in nodes):
+    if all(node is None for node in nodes):
         return []
     return [main_grad.fresh_like(b) for b in bias]
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_FLAGS = ("FUSEDMLP_DENSE_DUMMY", "FUSEDMLP_TUNED", "TRITON_INTERPRET")
+
 
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "0")
@@ -40,3 +42,10 @@ def cache_folder() -> Path:
 def triton_interpret() -> bool:
     """Whether Triton kernels run under the CPU interpreter."""
     return _flag("TRITON_INTERPRET")
+
+
+def switches() -> dict[str, str]:
+    """Those that are set, by name; raises if a value is wrong."""
+    for name in _FLAGS:
+        _flag(name)
+    return {name: os.environ[name] for name in (*_FLAGS, "FUSEDMLP_CACHE") if name in os.environ}

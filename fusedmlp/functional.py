@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from fusedmlp import autograd, main_grad, ops, validate
+from fusedmlp import autograd, compiled, main_grad, ops, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import Call
 from fusedmlp.main_grad import Mode
@@ -84,8 +85,8 @@ def grouped_mlp(
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     offsets = _offsets(counts, x, call.impl)
-    y: Tensor = autograd.GroupedMLP.apply(call, *tensors, x.contiguous(), offsets, probs, None, None)  # type: ignore[no-untyped-call]
-    return y
+    rest = [x.contiguous(), offsets, probs, None, None]
+    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def moe_experts(
@@ -142,8 +143,7 @@ def moe_experts(
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     order = Routing(*ops.route(ids, weights["fc1_weight"].num_experts, call.impl))
     rest = [hidden_states.contiguous(), order.offsets, probs, order.slots, order.rows]
-    y: Tensor = autograd.GroupedMLP.apply(call, *tensors, *rest)  # type: ignore[no-untyped-call]
-    return y
+    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def grouped_linear(
@@ -189,8 +189,7 @@ def grouped_linear(
     )
     # fmt: on
     tensors = [*experts.tensors, *biases[0], x.contiguous(), _offsets(counts, x, call.impl)]
-    y: Tensor = autograd.GroupedLinear.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    return y
+    return _run(autograd.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch)
 
 
 def _mlp_arguments(
@@ -224,6 +223,23 @@ def _mlp_arguments(
     return activation, {"fc1_weight": fc1, "fc2_weight": fc2}, biases
 
 
+def _run(
+    function: type[torch.autograd.Function],
+    call: Call,
+    weights: dict[str, Experts],
+    tensors: Sequence[Tensor | None],
+    is_first_microbatch: bool | None,
+) -> Tensor:
+    """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
+    if torch.compiler.is_compiling():
+        return compiled.run(function, call, weights, tensors, bool(is_first_microbatch))
+    y: Tensor = function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    if is_first_microbatch and not call.first_recomputed:
+        for experts in weights.values():
+            main_grad.expect_overwrite(experts.tensors, call.mode)
+    return y
+
+
 def _prepare(
     x: Tensor,
     weights: dict[str, Experts],
@@ -237,21 +253,17 @@ def _prepare(
 ) -> Call:
     """The call's constants; checks what is common to all functions."""
     impl = validate.implementation(impl, x.device)
-    for name, experts in weights.items():
-        main_grad.enter_forward(
-            name,
-            experts.tensors,
-            accumulate_wgrad,
-            overwrite=bool(is_first_microbatch),
-            delayed=wgrad_queue is not None,
-        )
+    traced = torch.compiler.is_compiling()
+    if not traced:
+        for name, experts in weights.items():
+            main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     return Call(
         tuple(lengths),
         weight_layout == "in_out",
         accumulate_wgrad,
         wgrad_queue,
-        bool(is_first_microbatch),
+        bool(is_first_microbatch) and not traced and main_grad.inside_backward(),
         impl,
         activation,
     )

@@ -22,18 +22,22 @@ gradient goes to `main_grad` too, as an owner may drop `.grad`; with Megatron's 
 A gradient is fused (written to `main_grad` or `.grad`) only if the autograd engine will run the parameter's
 AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) somebody asked for the gradient
 itself, and gets it.
+
+Whatever else backward changes (flags, dummies, the queue, which gradient overwrites) it changes before the GEMM, and
+takes back if the layer's backward fails. What the GEMM wrote by then stays: docs/errors_in_backward.md.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,10 +45,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedmlp import environment
+from fusedmlp.plain_tensor import is_plain
+from fusedmlp.sharded_params import gathered_by_fsdp2
 
 Mode = Literal["auto", "main_grad", "grad", "off"]
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 MODES = ("auto", "main_grad", "grad", "off")
+
+
+# Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
+# to one main_grad at once, and one of the sums would be lost.
+one_thread = threading.RLock()
 
 
 class EngineUse(Enum):
@@ -55,17 +66,18 @@ class EngineUse(Enum):
     DROP = "nothing: no gradient is wanted"
 
 
-def engine_use(node: Any) -> EngineUse:
+def engine_use(node: Any, running: Any) -> EngineUse:
     """Read the engine's plan for the graph node that a weight's gradient flows to (None: needs no grad).
 
     `torch._C._will_engine_execute_node` is private; `torch.autograd.graph` relies on it too. It raises for a
-    leaf whose gradient is captured instead of accumulated.
+    leaf whose gradient is captured instead of accumulated. Under distributed autograd, which captures every leaf's, it
+    knows no plan and denies all nodes, even the `running` one.
     """
     if node is None:
         return EngineUse.DROP
     try:
         if not torch._C._will_engine_execute_node(node):
-            return EngineUse.DROP
+            return EngineUse.DROP if torch._C._will_engine_execute_node(running) else EngineUse.CAPTURE
     except RuntimeError:
         return EngineUse.CAPTURE
     return EngineUse.ACCUMULATE if isinstance(node, _AccumulateGrad) else EngineUse.CAPTURE
@@ -75,9 +87,8 @@ def engine_use(node: Any) -> EngineUse:
 class Route:
     """Where the wgrad GEMM of one weight (packed: one tensor; else one per expert) writes in one backward.
 
-    Run the GEMM into `outs`, adding to them if `accumulate`, then call `finish()` and return its result from
-    backward. If `delayed`, queue the route and return `finish_in_backward()`; the queue then calls `open()`, runs
-    the GEMM and calls `finish_delayed()`.
+    Run the GEMM into `outs`, adding to them if `accumulate`, and return `finish()` from backward. If `delayed`, queue
+    the route; the queue then calls `open()`, runs the GEMM and calls `finish_delayed()`.
     """
 
     name: str
@@ -165,51 +176,46 @@ class Route:
         return outs
 
     def finish(self) -> list[Tensor | None]:
-        """After the GEMM: set flags and dummies; the gradients that backward returns."""
-        grads: list[Tensor | None] = []
-        for param, node, use, fused, out in zip(
-            self.params, self.nodes, self.uses, self._fused, self._close(), strict=True
-        ):
-            if fused and self.mode == "main_grad":
-                _mark_fused(param, node)
-            grads.append(None if fused or use is EngineUse.DROP else out)
-        return grads
-
-    def finish_in_backward(self) -> list[Tensor | None]:
-        """Of a delayed wgrad: what backward does and returns before the GEMM runs."""
-        for param, node, use, overwrite in zip(self.params, self.nodes, self.uses, self.overwrites, strict=True):
-            if self.mode == "main_grad" and use is EngineUse.ACCUMULATE:
-                _mark_fused(param, node)
-            if overwrite:
-                _pending_overwrites.setdefault(param, {})[self._order] = weakref.ref(self)
-        return [None] * len(self.params)
+        """After the GEMM: the gradients that backward returns."""
+        return [
+            None if fused or use is EngineUse.DROP else out
+            for use, fused, out in zip(self.uses, self._fused, self._close(), strict=True)
+        ]
 
     def finish_delayed(self) -> None:
         """Of a delayed wgrad, after the GEMM: `.grad` is set where there was none to add to."""
         for i, out in enumerate(self._close()):
-            param = self.params[i]
-            if self.overwrites[i]:
-                del _pending_overwrites[param][self._order]
             if not self._fused[i] and self._owners[i] == i and self.uses[i] is EngineUse.ACCUMULATE:
-                param.grad = out
+                self.params[i].grad = out
+        self.overwrite_no_more()
+
+    def overwrite_no_more(self) -> None:
+        """Of a delayed wgrad that has been computed, or never will be: it is no danger to what comes before it."""
+        for param, overwrite in zip(self.params, self.overwrites, strict=True):
+            if overwrite:
+                _pending_overwrites.get(param, {}).pop(self._order, None)
 
 
 def route(
     name: str,
     weights: Sequence[Tensor],
     nodes: Sequence[Any],
+    running: Any,
     mode: Mode,
     *,
-    overwrite: bool,
+    first_recomputed: bool,
     delayed: bool,
+    undo: ExitStack,
 ) -> Route:
-    """Decide, inside backward, where the gradient of one weight goes.
+    """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
 
-    `nodes` are the graph nodes that the gradients of `weights` flow to. The parameter is taken from its node:
-    checkpointing and saved-tensor hooks hand back weights that have lost their attributes. A gradient that somebody
-    asked for (CAPTURE) is never delayed, nor are those of the same list.
+    `nodes` are the graph nodes that the gradients of `weights` flow to, `running` the one that makes them. The
+    parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
+    attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list. `undo` is
+    to be closed if the layer's backward fails, and gets what then takes back all that was done here.
+    `first_recomputed`: see `autograd.Call`.
     """
-    uses = [engine_use(node) for node in nodes]
+    uses = [engine_use(node, running) for node in nodes]
     params = [
         node.variable if use is EngineUse.ACCUMULATE else weight
         for node, use, weight in zip(nodes, uses, weights, strict=True)
@@ -221,7 +227,7 @@ def route(
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
     overwrites = [
-        mode == "main_grad" and use is EngineUse.ACCUMULATE and _overwrites(param, overwrite, name)
+        mode == "main_grad" and use is EngineUse.ACCUMULATE and _overwrites(param, first_recomputed, name, undo)
         for param, use in zip(params, uses, strict=True)
     ]
     result = Route(name, params, list(nodes), uses, mode, delayed, overwrites)
@@ -232,28 +238,38 @@ def route(
                 result.target(i)  # raises now rather than when the queue runs
     elif result.wanted:
         result.open()
+    undo.callback(result.overwrite_no_more)
+    for param, node, use, overwrite in zip(params, nodes, uses, overwrites, strict=True):
+        if mode == "main_grad" and use is EngineUse.ACCUMULATE:
+            _mark_fused(param, node, undo)
+        if delayed and overwrite:
+            _pending_overwrites.setdefault(param, {})[result._order] = weakref.ref(result)
     return result
 
 
-def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite: bool, delayed: bool) -> None:
-    """In forward: raise for what backward could not do, and note that `main_grad` is to be overwritten."""
+def inside_backward() -> bool:
+    """Whether this thread is running a backward; a forward is a checkpoint's second one then."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> None:
+    """In forward: raise for what backward could not do."""
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(
             "fusedmlp inside a torch.func transform (grad, vmap, jvp, ...): expected plain autograd; the transform "
             "would bypass .grad and main_grad"
         )
-    if torch._C._current_graph_task_id() != -1:  # a checkpoint's second forward
+    if inside_backward():
         _outermost_backward()
-    elif overwrite:
-        for weight in weights:
-            if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and _has_main_grad(weight))):
-                _to_overwrite[weight] = torch.is_grad_enabled() or _to_overwrite.get(weight, False)
+    else:  # what is left was interrupted while it ended
+        while _running.backwards:
+            _running.backwards.popitem()[1].end()
     ddp = DistributedDataParallel._get_active_ddp_module()
     if not torch.is_grad_enabled():
         if ddp is not None:
             _without_grad_in_ddp.update((weight, weakref.ref(ddp)) for weight in weights)
         return
-    if ddp is None and torch._C._current_graph_task_id() != -1:
+    if ddp is None and inside_backward():
         ddp = next((alive() for alive in map(_without_grad_in_ddp.get, weights) if alive is not None), None)
     managed = set() if ddp is None else {id(p) for p in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
     for i, weight in enumerate(weights):
@@ -264,7 +280,14 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
         fused = mode in ("main_grad", "grad") or (mode == "auto" and has_main_grad)
         if fused and not weight.is_leaf:
             raise RuntimeError(
-                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}"
+                f"{label}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of {weight.grad_fn}, "
+                "through which only a returned gradient flows back: use accumulate_wgrad='off'"
+            )
+        if (delayed or (fused and mode != "grad")) and gathered_by_fsdp2(weight):
+            raise RuntimeError(
+                f"{label}: FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
+                f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without "
+                "delay, and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
             )
         if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
             _existing_target(weight, mode, label)
@@ -276,9 +299,115 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, overwrite
             )
 
 
+def expect_overwrite(weights: Sequence[Tensor], mode: Mode) -> None:
+    """After a forward of the first micro-batch that succeeded: the next gradient of its weights overwrites."""
+    for weight in weights:
+        if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and _has_main_grad(weight))):
+            _to_overwrite[weight] = torch.is_grad_enabled() or _to_overwrite.get(weight, False)
+
+
+def expect_no_overwrite(weight: Tensor) -> None:
+    """Its `main_grad` has been zeroed."""
+    _to_overwrite.pop(weight, None)
+
+
 # Parameter -> the DDP, weakly, in whose forward a layer used it under no_grad: in evaluation, or in a reentrant
 # checkpoint, whose second forward, in backward, DDP knows nothing of.
 _without_grad_in_ddp = WeakTensorKeyDictionary()
+
+
+class TracedKey(NamedTuple):
+    """What a graph made by `torch.compile` carries from forward to backward, as numbers, for one fused parameter."""
+
+    param: int  # its id; 0 if it is frozen
+    address: int  # of its main_grad, as the graph knows it
+    first_recomputed: int  # see autograd.Call
+
+
+def traced_targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
+    """What the graph of a compiled layer adds the gradients of `weights` to; empty: it returns them.
+
+    The "grad" mode returns them too: PyTorch adds them to `.grad`.
+    """
+    trained = [weight for weight in weights if weight.requires_grad]
+    if not trained or mode in ("off", "grad"):
+        return []
+    outs: list[Tensor | None] = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+    present = [out for out in outs if out is not None]
+    if torch.is_grad_enabled():
+        if any(hasattr(weight, "__fsdp_param__") for weight in trained):
+            raise RuntimeError(
+                f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph "
+                "would keep the buffer of one step; call the layer outside of torch.compile"
+            )
+        if mode == "auto":
+            mode = _resolve_auto(name, trained)
+        if mode == "main_grad" and len(present) < len(trained):
+            raise _no_main_grad(name)
+    if len(present) < len(trained):
+        return []
+    return [torch.zeros_like(present[0]) if out is None else out for out in outs]
+
+
+def enter_traced_forward(
+    groups: Sequence[tuple[str, Sequence[Tensor]]], main_grads: Sequence[Tensor], first_microbatch: bool
+) -> list[TracedKey]:
+    """When the forward of a compiled layer runs: what a forward does outside; the keys of its fused weights."""
+    for name, weights in groups:
+        enter_forward(name, weights, "main_grad", delayed=False)
+    if len({out.data_ptr() for out in main_grads}) < len(main_grads):
+        names = ", ".join(name for name, _ in groups)
+        raise RuntimeError(
+            f"{names}: expected a main_grad of its own for every parameter of a compiled layer; got one for several "
+            "(a parameter that experts share?); call the layer outside of torch.compile"
+        )
+    recomputed = first_microbatch and inside_backward()
+    if first_microbatch and not recomputed:
+        for _, weights in groups:
+            expect_overwrite(weights, "main_grad")
+    params = [id(weight) if weight.requires_grad else 0 for _, weights in groups for weight in weights]
+    return [TracedKey(param, out.data_ptr(), recomputed) for param, out in zip(params, main_grads, strict=True)]
+
+
+def enter_traced_backward(groups: Sequence[tuple[str, Sequence[TracedKey]]], device: torch.device) -> list[bool]:
+    """In the backward of a compiled graph, before it adds a layer's gradients: check, set flags, put dummies.
+
+    The graph is one node of the engine, and adds whoever asked for what: whatever it would be wrong for, raises.
+
+    Returns:
+        Per parameter: whether main_grad is to be zeroed first.
+    """
+    running: Any = torch._C._current_autograd_node()
+    edges = () if running is None else running.next_functions
+    nodes = {id(node.variable): node for node, _ in edges if isinstance(node, _AccumulateGrad)}
+    overwrites = []
+    with one_thread, ExitStack() as undo:
+        for name, keys in groups:
+            for i, key in enumerate(keys):
+                if not key.param:
+                    overwrites.append(False)
+                    continue
+                label = name if len(keys) == 1 else f"{name}[{i}]"
+                node = nodes.get(key.param)
+                if node is None or engine_use(node, running) is not EngineUse.ACCUMULATE:
+                    raise RuntimeError(
+                        f"{label}: a compiled backward adds to main_grad, and this one must not: expected .backward() "
+                        "that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...) or "
+                        "a torch.func transform (compile with accumulate_wgrad='off' for those)"
+                    )
+                param = node.variable
+                target = _existing_target(param, "main_grad", label)
+                if target is None or target.data_ptr() != key.address:
+                    raise RuntimeError(
+                        f"{label}: expected the main_grad that the compiled forward saw; got another one since"
+                    )
+                _refuse_pending_overwrite(param, sys.maxsize, label)
+                overwrites.append(_overwrites(param, bool(key.first_recomputed), label, undo))
+                _mark_fused(param, node, undo)
+        undo.pop_all()
+    if device.type == "cuda" and any(key.param for _, keys in groups for key in keys):
+        _outermost_backward().streams.add(torch.cuda.current_stream(device))
+    return overwrites
 
 
 def fresh_like(param: Tensor) -> Tensor:
@@ -311,6 +440,8 @@ def _main_grad_of(param: Tensor) -> Tensor | None:
 
 def grad_dtype(param: Tensor) -> torch.dtype:
     """The dtype that `.grad` of a parameter must have."""
+    if torch.compiler.is_compiling():  # which cannot read grad_dtype; the engine casts
+        return param.dtype
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
     return chosen or param.dtype
 
@@ -333,10 +464,7 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
     else:
         target, what = _main_grad_of(param), "main_grad"
         if target is None:
-            raise RuntimeError(
-                f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
-                "(attach one with fusedmlp.MainGradBuffer)"
-            )
+            raise _no_main_grad(label)
     _refuse_tensor_hooks(param, label)
     if target.shape != param.shape:
         raise ValueError(f"{label}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
@@ -344,6 +472,8 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
         raise ValueError(f"{label}: expected {what} on {param.device}; got {target.device}")
     if target.dtype not in (torch.float32, param.dtype):
         raise ValueError(f"{label}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
+    if not is_plain(target):
+        raise TypeError(f"{label}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
         raise ValueError(f"{label}: expected {what} with requires_grad=False; got True")
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
@@ -352,6 +482,13 @@ def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
             "an earlier main_grad step? clear it with zero_grad(set_to_none=True))"
         )
     return target
+
+
+def _no_main_grad(label: str) -> RuntimeError:
+    return RuntimeError(
+        f'{label}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
+        "(attach one with fusedmlp.MainGradBuffer)"
+    )
 
 
 def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
@@ -363,8 +500,9 @@ def _refuse_tensor_hooks(param: Tensor, label: str) -> None:
 
 
 # Parameters whose next gradient overwrites main_grad, because a forward outside of any backward said so (True; False:
-# it ran under no_grad). The first gradient that arrives takes the parameter out, whichever micro-batch it is of: a
-# tied weight, a second backward through one graph, a checkpoint inside the backward all add.
+# it ran under no_grad, in an evaluation or before a reentrant checkpoint recomputes it). The first gradient that
+# arrives takes the parameter out, whichever micro-batch it is of: a tied weight, a second backward through one graph, a
+# checkpoint inside the backward all add.
 _to_overwrite = WeakTensorKeyDictionary()
 # Parameter with `overwrite_main_grad` -> the backward that last overwrote its main_grad, weakly. Its owner hands it a
 # new main_grad for every backward, or more often, and then clears `grad_added_to_main_grad`.
@@ -374,28 +512,44 @@ _pending_overwrites = WeakTensorKeyDictionary()
 
 
 class _Backward:
-    """Lives as long as a backward runs: the engine holds it, as a callback for its end, and lets go if that fails."""
+    """What one run of the engine needs until its end."""
 
     def __init__(self) -> None:
         self.streams: set[torch.cuda.Stream] = set()  # that wrote gradients of which the engine knows nothing
         self.hooks: list[Any] = []  # to be removed
+        self.over = False
+
+    def end(self) -> None:
+        """Make sure that nothing of it lasts."""
+        self.over = True
+        for hook in self.hooks:
+            hook.remove()
+
+
+class _End:
+    """Callback for the end of a backward. The engine alone holds it, and lets go of it also if the backward fails.
+
+    So nothing may refer to it, not even a local variable: the traceback of an error would keep that alive.
+    """
+
+    def __init__(self, backward: _Backward) -> None:
+        self._backward = backward
 
     def __call__(self) -> None:
         """On the streams from which backward was called, as the engine does for the gradients that it knows."""
-        for stream in self.streams:
+        for stream in self._backward.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def __del__(self) -> None:
-        for hook in self.hooks:
-            hook.remove()
+        if hasattr(self, "_backward"):  # not interrupted in __init__
+            self._backward.end()
 
 
 class _Running(threading.local):
     """The backwards that run in this thread, by graph task, in the order in which they were met."""
 
     def __init__(self) -> None:
-        self.backwards: dict[int, weakref.ref[_Backward]] = {}
-        self.taken: list[Tensor] = []  # parameters that the layer at hand took out of `_to_overwrite`
+        self.backwards: dict[int, _Backward] = {}
 
 
 _running = _Running()
@@ -408,54 +562,39 @@ def _outermost_backward() -> _Backward:
     inside the outer one, came here before. One through a graph from before would not be.
     """
     task, running = torch._C._current_graph_task_id(), _running.backwards
-    for ended in [other for other, backward in running.items() if backward() is None]:
+    for ended in [other for other, backward in running.items() if backward.over]:
         del running[ended]
     if task not in running:
         backward = _Backward()
         engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(backward)
-        running[task] = weakref.ref(backward)
-    outermost = next(iter(running.values()))()
-    assert outermost is not None
-    return outermost
+        engine.queue_callback(_End(backward))
+        running[task] = backward
+    return next(iter(running.values()))
 
 
-def _overwrites(param: Tensor, first_microbatch: bool, label: str) -> bool:
+def _overwrites(param: Tensor, first_recomputed: bool, label: str, undo: ExitStack) -> bool:
     """Whether the gradient at hand replaces what main_grad holds."""
     if getattr(param, "overwrite_main_grad", False):
         backward = _outermost_backward()
         last: weakref.ref[_Backward] | None = _overwritten_in.get(param)
+        undo.callback(_overwritten_in.__setitem__, param, last)
         _overwritten_in[param] = weakref.ref(backward)
         handed_over = not getattr(param, "grad_added_to_main_grad", True)
         if handed_over:
-            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            _set_flag(param, undo)
         return handed_over or last is None or last() is not backward
     recorded = _to_overwrite.get(param)
     if recorded is None:
         return False
-    if not recorded and not first_microbatch:
+    if not recorded and not first_recomputed:
         raise RuntimeError(
             f"{label}: a forward under torch.no_grad() had is_first_microbatch=True, and now a gradient of another "
             "micro-batch comes; expected the first one's, from a reentrant checkpoint around it (leave "
             "is_first_microbatch out of evaluation; use_reentrant=False allows any order)"
         )
+    undo.callback(_to_overwrite.__setitem__, param, True)
     del _to_overwrite[param]
-    _running.taken.append(param)
     return True
-
-
-@contextmanager
-def layer_backward() -> Iterator[None]:
-    """Around the backward of one layer: if it fails, the first gradient is still to arrive."""
-    _running.taken = []
-    try:
-        yield
-    except BaseException:
-        for param in _running.taken:
-            _to_overwrite[param] = True
-        raise
-    finally:
-        _running.taken = []
 
 
 def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
@@ -467,11 +606,17 @@ def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
         )
 
 
-def _mark_fused(param: Tensor, node: Any) -> None:
+def _mark_fused(param: Tensor, node: Any, undo: ExitStack) -> None:
     if hasattr(param, "grad_added_to_main_grad"):
-        param.grad_added_to_main_grad = True
+        _set_flag(param, undo)
+        undo.callback(setattr, param, "grad", param.grad)
         put_dummy(param)
-        _catch_plain_gradient(param, node)
+        _catch_plain_gradient(param, node, undo)
+
+
+def _set_flag(param: Any, undo: ExitStack) -> None:
+    undo.callback(setattr, param, "grad_added_to_main_grad", param.grad_added_to_main_grad)
+    param.grad_added_to_main_grad = True
 
 
 def put_dummy(param: Tensor) -> None:
@@ -480,17 +625,18 @@ def put_dummy(param: Tensor) -> None:
         param.grad = _dummy(param)
 
 
-def _catch_plain_gradient(param: Tensor, node: Any) -> None:
+def _catch_plain_gradient(param: Tensor, node: Any, undo: ExitStack) -> None:
     """See that what plain PyTorch makes of a fused parameter in this backward is not lost.
 
     `node` accumulates it after our backward. Left alone, it would add into the dummy (an error, if that is expanded),
     and the owner, seeing the flag, would drop the sum.
     """
+    backward = _outermost_backward()
     stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
 
     def run(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...] | None:
         (grad,) = grads
-        if grad is None:
+        if grad is None or backward.over:
             return None
         owner_adds = getattr(param, "zero_out_wgrad", False)
         after_the_queue = owner_adds and getattr(param, "skip_backward_post_hook", False)
@@ -510,7 +656,9 @@ def _catch_plain_gradient(param: Tensor, node: Any) -> None:
             _main_grad_of(param).add_(grad)  # type: ignore[union-attr]
         return (None,)
 
-    _outermost_backward().hooks.append(node.register_prehook(run))
+    hook = node.register_prehook(run)
+    undo.callback(hook.remove)
+    backward.hooks.append(hook)
 
 
 def is_dummy(grad: Tensor) -> bool:
@@ -539,6 +687,8 @@ def _dummy(param: Tensor) -> Tensor:
 
 def _was_written(zero: Tensor) -> bool:
     """Whether somebody wrote to an element of a dummy; through `.data`, only a CPU can tell without waiting."""
+    if zero.is_inference():  # counts no writes
+        return True
     return zero._version != 0 or (zero.device.type == "cpu" and bool(zero))
 
 

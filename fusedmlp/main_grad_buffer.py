@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fusedmlp.main_grad import grad_dtype, is_dummy
+from fusedmlp.main_grad import expect_no_overwrite, grad_dtype, is_dummy
+from fusedmlp.plain_tensor import is_plain
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
+
+
+class _NotPickled:
+    """An attribute of the parameters of a buffer; it keeps them out of pickles.
+
+    PyTorch pickles a parameter's attributes. What unpickles has a `main_grad` that no optimizer steps from, and every
+    gradient would go there. (`copy.deepcopy` of a `Parameter` leaves attributes behind.)
+    """
+
+    def __reduce__(self) -> NoReturn:
+        raise RuntimeError(
+            "a parameter with a main_grad of MainGradBuffer: expected it without to be pickled; call buffer.detach() "
+            "first, or save the state_dict() instead"
+        )
 
 
 class MainGradBuffer:
@@ -50,15 +65,20 @@ class MainGradBuffer:
     ) -> None:
         self.params = list(params)
         self._lent = False  # inside as_grad
+        self._zeroed = False  # a step began with zero_()
         self._check(dtype)
         starts, end = [], 0
         for param in self.params:
             starts.append(end)
             end += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
         self.flat = torch.zeros(end, dtype=dtype, device=self.params[0].device)
-        for param, start in zip(self.params, starts, strict=True):
+        self._views = [
+            self.flat[start : start + param.numel()].view(param.shape)
+            for param, start in zip(self.params, starts, strict=True)
+        ]
+        for param, view in zip(self.params, self._views, strict=True):
             extended: Any = param
-            extended.main_grad = self.flat[start : start + param.numel()].view(param.shape)
+            extended.main_grad, extended._main_grad_owner = view, _NotPickled()
             if grad_added_to_main_grad:
                 extended.grad_added_to_main_grad = False
 
@@ -70,6 +90,11 @@ class MainGradBuffer:
         for i, param in enumerate(self.params):
             if not param.is_leaf or not param.requires_grad:
                 raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {param.grad_fn or param}")
+            if not is_plain(param):
+                raise ValueError(
+                    f"params[{i}]: expected a plain tensor; got a {type(param).__name__} (FSDP2 reduces .grad: step "
+                    "from that, with accumulate_wgrad='grad' and fusedmlp.integrations.fsdp2.accumulate_in)"
+                )
             if param.device != self.params[0].device:
                 raise ValueError(f"params[{i}]: expected device {self.params[0].device}; got {param.device}")
             if dtype not in (torch.float32, param.dtype):
@@ -80,9 +105,12 @@ class MainGradBuffer:
     def zero_(self) -> None:
         """Start a step: zero the buffer, clear every `grad_added_to_main_grad`, drop every `.grad`."""
         self._refuse_lent("zero_()")
+        self._refuse_taken_away()
         self.flat.zero_()
+        self._zeroed = True
         for param in self.params:
             param.grad = None
+            expect_no_overwrite(param)
             if hasattr(param, "grad_added_to_main_grad"):
                 param.grad_added_to_main_grad = False
 
@@ -102,6 +130,8 @@ class MainGradBuffer:
     @torch.no_grad()
     def _absorb(self) -> None:
         """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
+        self._refuse_taken_away()
+        self._refuse_no_gradient()
         for param in self.params:
             if param.grad is not None and not is_dummy(param.grad):
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
@@ -121,11 +151,11 @@ class MainGradBuffer:
         self._refuse_lent("as_grad()")
         self._absorb()
         self._lent = True
-        with torch.no_grad():
-            for param in self.params:
-                main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-                param.grad = main_grad.to(grad_dtype(param))
         try:
+            with torch.no_grad():
+                for param in self.params:
+                    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
+                    param.grad = main_grad.to(grad_dtype(param))
             yield
         finally:
             self._lent = False
@@ -138,11 +168,29 @@ class MainGradBuffer:
                 f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
             )
 
+    def _refuse_taken_away(self) -> None:
+        for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            if getattr(param, "main_grad", None) is not view:
+                raise RuntimeError(
+                    f"params[{i}]: expected the main_grad that this buffer gave it; got "
+                    f"{'another' if hasattr(param, 'main_grad') else 'none'}, so that gradients go elsewhere (after "
+                    "detach(), torch.utils.swap_tensors or another owner, make a new MainGradBuffer)"
+                )
+
+    def _refuse_no_gradient(self) -> None:
+        """Parameters that a model no longer has keep their main_grad, at zero; others have its gradients."""
+        arrived = (p.grad is not None or getattr(p, "grad_added_to_main_grad", True) for p in self.params)
+        if self._zeroed and not any(arrived) and not self.flat.any():
+            raise RuntimeError(
+                "params: expected a gradient for at least one since zero_(); got none, so that the model has others "
+                "now (after fully_shard, load_state_dict(assign=True) or copy.deepcopy, make a new MainGradBuffer)"
+            )
+
     def detach(self) -> None:
         """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays."""
         for param in self.params:
             if param.grad is not None and is_dummy(param.grad):
                 param.grad = None
-            for name in ("main_grad", "grad_added_to_main_grad"):
+            for name in ("main_grad", "grad_added_to_main_grad", "_main_grad_owner"):
                 if hasattr(param, name):
                     delattr(param, name)

@@ -194,9 +194,18 @@ def _expert_names(group: str, num_experts: int) -> list[str]:
     return [f"{group}{e}" for e in range(num_experts)]
 
 
-def _convert_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+def _convert_state(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
+) -> None:
     """Before loading: turn the packed form of a state dict into the module's unpacked form, or the reverse."""
     assert isinstance(module, GroupedLinear)
+    if metadata.get("assign_to_params_buffers"):
+        for name, parameter in module.named_parameters():
+            if getattr(parameter, "main_grad", None) is not None:
+                raise RuntimeError(
+                    f"load_state_dict(assign=True): expected parameters without main_grad, as they are replaced; got "
+                    f"{prefix}{name} with one (use assign=False, or load first and then make the MainGradBuffer)"
+                )
     for group in module._groups:
         packed = prefix + group
         split = [prefix + name for name in _expert_names(group, module.num_experts)]

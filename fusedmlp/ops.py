@@ -63,7 +63,7 @@ def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
 # counts raise ValueError; on a GPU, where reading them would synchronise, an assertion runs on the device and
 # the offsets are clamped to [0, num_rows], so that nothing reads or writes out of bounds.
 expert_offsets = _register(
-    "expert_offsets(Tensor counts, int num_rows, str impl) -> Tensor",
+    "expert_offsets(Tensor counts, SymInt num_rows, str impl) -> Tensor",
     lambda counts, *_: counts.new_empty(counts.shape[0] + 1, dtype=torch.int32),
 )
 # top_k_index [T, K] of any integer dtype -> (offsets, slots, rows): Routing. Ids outside [0, num_experts) are of no
@@ -71,7 +71,7 @@ expert_offsets = _register(
 route = _register("route(Tensor top_k_index, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", _fake_route)
 # out[t] = sum over k of y[rows[t * K + k]], in that order, in fp32: [T, H]. Padding rows of y are zero.
 combine = _register(
-    "combine(Tensor y, Tensor rows, int num_tokens, str impl) -> Tensor",
+    "combine(Tensor y, Tensor rows, SymInt num_tokens, str impl) -> Tensor",
     lambda y, _, num_tokens, *__: y.new_empty(num_tokens, y.shape[1]),
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.

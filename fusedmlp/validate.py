@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.main_grad import MODES, same_strides
+from fusedmlp.plain_tensor import is_plain
 from fusedmlp.wgrad_queue import WgradQueue
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
@@ -19,6 +19,7 @@ IMPLS = ("auto", "triton", "torch")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _MAX_ROWS = 2**31 - 1  # kernels number rows in int32
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # few operators take these
 
 
@@ -54,7 +55,7 @@ def rows(name: str, x: object) -> Input:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
     if x.dtype not in _DTYPES:
         raise TypeError(f"{name}: expected dtype {_names(_DTYPES)}; got {x.dtype}")
-    return Input(name, x)
+    return Input(name, _plain(name, x))
 
 
 def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
@@ -127,7 +128,7 @@ def probabilities(probs: object, x: Input) -> Tensor | None:
     if tuple(probs.shape) not in ((num_rows,), (num_rows, 1)):
         raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}")
     _floating("probs", probs, x)
-    return probs.reshape(-1).contiguous()
+    return _plain("probs", probs).reshape(-1).contiguous()
 
 
 def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tensor, Tensor]:
@@ -149,10 +150,10 @@ def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tenso
             f"top_k_weights: expected shape {tuple(top_k_index.shape)}, that of top_k_index; got "
             f"{tuple(top_k_weights.shape)}"
         )
-    ids = _integers("top_k_index", top_k_index)
+    ids = _integers("top_k_index", _plain("top_k_index", top_k_index))
     _same_device("top_k_index", top_k_index, x)
     _floating("top_k_weights", top_k_weights, x)
-    return ids.contiguous(), top_k_weights.contiguous()
+    return ids.contiguous(), _plain("top_k_weights", top_k_weights).contiguous()
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:
@@ -181,7 +182,7 @@ def implementation(impl: str, device: torch.device) -> str:
     if impl == "auto":
         impl = "torch" if device.type == "cpu" else "triton"
     if impl == "triton":
-        if not _has_triton():
+        if not _HAS_TRITON:
             raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
         if device.type == "cpu" and not environment.triton_interpret():
             raise RuntimeError(
@@ -189,11 +190,6 @@ def implementation(impl: str, device: torch.device) -> str:
                 "is imported; got tensors on the CPU without it"
             )
     return impl
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
@@ -221,9 +217,28 @@ def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
             raise ValueError(f"{label}: expected {dim} dimensions; got shape {tuple(tensor.shape)}")
         if tensor.shape != shape:
             raise ValueError(f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}")
+        _plain(label, tensor)
         if tensor.dtype != x.tensor.dtype:
-            raise TypeError(f"{label}: expected dtype {x.tensor.dtype}, that of {x.name}; got {tensor.dtype}")
+            raise TypeError(
+                f"{label}: expected dtype {x.tensor.dtype}, that of {x.name}; got {tensor.dtype}"
+                f"{_autocast(x.tensor.device)}"
+            )
         _same_device(label, tensor, x)
+
+
+def _plain(name: str, tensor: Tensor) -> Tensor:
+    if not is_plain(tensor):
+        raise TypeError(
+            f"{name}: expected a plain tensor; got a {type(tensor).__name__} (of a DTensor, pass .to_local(): its "
+            "gradient flows back through that, with accumulate_wgrad 'auto' or 'off')"
+        )
+    return tensor
+
+
+def _autocast(device: torch.device) -> str:
+    if not torch.is_autocast_enabled(device.type):
+        return ""
+    return " (autocast does not change this layer: pass x in the dtype of the weights)"
 
 
 def _kind(value: object) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp import ops
-from fusedmlp.main_grad import Route
+from fusedmlp.main_grad import Route, one_thread
 
 
 class Operands(NamedTuple):
@@ -23,11 +24,12 @@ class Operands(NamedTuple):
     x_rows: Tensor | None
 
     def versions(self) -> list[int]:
-        """Grow with every modification in place."""
-        return [tensor._version for tensor in self if tensor is not None]
+        """Grow with every modification in place; tensors of `torch.inference_mode()` do not count those."""
+        return [-1 if t.is_inference() else t._version for t in self if t is not None]
 
 
-class _Delayed(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Delayed:
     route: Route
     transposed: bool  # the weight is stored [in, out]
     operands: Operands
@@ -64,26 +66,50 @@ class WgradQueue:
     def __init__(self, *, fuse_microbatches: bool = False) -> None:
         self.fuse_microbatches = fuse_microbatches
         self._pending: deque[_Delayed] = deque()
+        self._begun: str | None = None  # the weight whose GEMM has begun, until it has left the queue
 
     def __len__(self) -> int:
         """Number of weight gradients waiting."""
         return len(self._pending)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._pending:
+            raise RuntimeError(
+                f"WgradQueue: expected an empty queue to be copied or pickled; got one with {len(self)} gradients "
+                "waiting, which belong to the original's parameters: run() it first"
+            )
+        return self.__dict__
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
         captured = _capturing(operands.dy)
         self._pending.append(_Delayed(route, transposed, operands, operands.versions(), captured, impl))
 
+    def take_back(self, route: Route) -> None:
+        """Remove what `put` queued, if it is there: the backward of its layer failed."""
+        for delayed in [d for d in self._pending if d.route is route]:
+            self._pending.remove(delayed)
+
+    def clear(self) -> None:
+        """Forget everything queued, of a step that is not to be finished: after an error, see `run()`.
+
+        The gradients are lost. Start the next step from a zeroed `main_grad`, or with `is_first_microbatch=True`.
+        """
+        while self._pending:
+            self._pending.popleft().route.overwrite_no_more()
+        self._begun = None
+
     @torch.no_grad()
     def run(self) -> None:
         """Compute everything queued; a no-op when empty.
 
-        A gradient leaves the queue once it has been added. If one raises before its GEMM started (a `main_grad`
-        that was swapped for a wrong one, say), it and those behind it are still queued.
+        A gradient leaves the queue once it has been added. If one raises before its GEMM has begun (a `main_grad`
+        that was swapped for a wrong one, say), it and those behind it are still queued, and can be run again. If its
+        GEMM has begun, part of it may have been added: the queue then runs no more until `clear()` empties it.
 
         Raises:
-            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; or only one of
-                backward and run is captured by a CUDA graph.
+            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; only one of
+                backward and run is captured by a CUDA graph; or an earlier run failed after a GEMM had begun.
         """
         while self._pending:
             self._run_next()
@@ -100,10 +126,38 @@ class WgradQueue:
             self._run_next()
 
     def _run_next(self) -> None:
+        if self._begun is not None:
+            raise RuntimeError(
+                f"{self._begun}: an earlier run failed after the GEMM of this weight gradient had begun, and main_grad "
+                "(or .grad) may hold part of that gradient; discard the step: zero main_grad and .grad, and call "
+                "queue.clear()"
+            )
         batch = list(self._next_batch())
-        _run(batch)
-        done = {id(delayed) for delayed in batch}
-        self._pending = deque(d for d in self._pending if id(d) not in done)
+        _check(batch)
+        with one_thread:
+            self._add(batch)
+        for delayed in batch:  # in place: another thread may be adding to the queue
+            self._pending.remove(delayed)
+        self._begun = None
+
+    def _add(self, batch: list[_Delayed]) -> None:
+        first = batch[0]
+        first.route.open()
+        outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
+        operands = [delayed.operands for delayed in batch]
+        self._begun = first.route.name
+        ops.grouped_wgrad_(
+            outs,
+            [],
+            [o.dy for o in operands],
+            [o.x for o in operands],
+            [o.offsets for o in operands],
+            [o.dy_rows for o in operands if o.dy_rows is not None],
+            [o.x_rows for o in operands if o.x_rows is not None],
+            first.route.accumulate,
+            first.impl,
+        )
+        first.route.finish_delayed()
 
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to one that overwrites."""
@@ -126,7 +180,7 @@ def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _run(batch: list[_Delayed]) -> None:
+def _check(batch: list[_Delayed]) -> None:
     for delayed in batch:
         if delayed.operands.versions() != delayed.versions:
             raise RuntimeError(
@@ -139,19 +193,3 @@ def _run(batch: list[_Delayed]) -> None:
                 f"neither; got {'backward' if delayed.captured else 'the run'} captured alone, which replays would not "
                 "repeat together"
             )
-    first = batch[0]
-    first.route.open()
-    outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
-    operands = [delayed.operands for delayed in batch]
-    ops.grouped_wgrad_(
-        outs,
-        [],
-        [o.dy for o in operands],
-        [o.x for o in operands],
-        [o.offsets for o in operands],
-        [o.dy_rows for o in operands if o.dy_rows is not None],
-        [o.x_rows for o in operands if o.x_rows is not None],
-        first.route.accumulate,
-        first.impl,
-    )
-    first.route.finish_delayed()

@@ -3,6 +3,9 @@
 `rows` is the number of rows of each expert, over all segments. Weights of experts without rows are not read, and
 their gradients, if added to, not touched. Sizes are of one element in bytes: `itemsize` of activations, weights and
 biases, others of what they are named after, 0 where there is none.
+
+Rows that are gathered from tokens share them: `tokens` is how many there are (None: nothing is gathered), and each is
+read once, with an int32 index for every row.
 """
 
 from __future__ import annotations
@@ -15,12 +18,20 @@ _FP32 = _INT32 = 4
 
 
 def fc1_act(
-    rows: Sequence[int], H: int, F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: int = _FP32
+    rows: Sequence[int],
+    H: int,
+    F: int,
+    itemsize: int,
+    *,
+    gated: bool = True,
+    bias: bool = False,
+    probs: int = _FP32,
+    tokens: int | None = None,
 ) -> Launch:
     """Pass (1): reads x `[R, H]` and fc1 `[E, G, H]`, writes h `[R, G]` and the activation `[R, F]`."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
-    elements = R * (H + G + F) + E * G * (H + bias)
-    return Launch("fc1_act", 2 * R * G * H, itemsize * elements + probs * R)
+    elements = R * (G + F) + E * G * (H + bias)
+    return Launch("fc1_act", 2 * R * G * H, itemsize * elements + _read(R, H, itemsize, tokens) + probs * R)
 
 
 def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: int = 0) -> Launch:
@@ -31,12 +42,21 @@ def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = Fal
 
 
 def dgrad_act(
-    rows: Sequence[int], H: int, F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: int = _FP32
+    rows: Sequence[int],
+    H: int,
+    F: int,
+    itemsize: int,
+    *,
+    gated: bool = True,
+    bias: bool = False,
+    probs: int = _FP32,
+    tokens: int | None = None,
 ) -> Launch:
     """Pass (3): reads dy `[R, H]`, fc2 `[E, H, F]` and h `[R, G]`, writes dh `[R, G]`, the activation and dprobs."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
-    elements = R * (H + 2 * G + F) + E * H * (F + bias)
-    return Launch("dgrad_act", 2 * R * H * F, itemsize * elements + (probs + _FP32 if probs else 0) * R)
+    elements = R * (2 * G + F) + E * H * (F + bias)
+    num_bytes = itemsize * elements + _read(R, H, itemsize, tokens) + (probs + _FP32 if probs else 0) * R
+    return Launch("dgrad_act", 2 * R * H * F, num_bytes)
 
 
 def wgrad(
@@ -49,6 +69,8 @@ def wgrad(
     accumulate: bool,
     bias_grad: int = 0,
     scale: int = 0,
+    dy_tokens: int | None = None,
+    x_tokens: int | None = None,
 ) -> Launch:
     """Passes (5) and (6): reads dy `[R, N]` and x `[R, K]`; reads and writes `[E, N, K]`, or writes it alone.
 
@@ -57,7 +79,9 @@ def wgrad(
     R, E = sum(rows), len(rows)
     moved = 2 * _used(rows) if accumulate else E  # times the size of one expert's gradient
     grad_bytes = grad * moved * N * K
-    num_bytes = itemsize * R * (N + K if grad else N) + grad_bytes + bias_grad * E * N + scale * R
+    num_bytes = grad_bytes + bias_grad * E * N + scale * R + _read(R, N, itemsize, dy_tokens)
+    if grad:
+        num_bytes += _read(R, K, itemsize, x_tokens)
     flops = (2 * R * N * K if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
     return Launch("wgrad", flops, num_bytes, grad_bytes)
 
@@ -70,6 +94,11 @@ def route(R: int, E: int, itemsize: int) -> Launch:
 def combine(T: int, K: int, H: int, itemsize: int) -> Launch:
     """Reads y `[T * K, H]` and rows `[T * K]`, writes `[T, H]`."""
     return Launch("combine", T * K * H, itemsize * (T * K + T) * H + _INT32 * T * K)
+
+
+def _read(R: int, columns: int, itemsize: int, tokens: int | None) -> int:
+    """Bytes of `[R, columns]`, or of its tokens and the index."""
+    return itemsize * R * columns if tokens is None else itemsize * min(tokens, R) * columns + _INT32 * R
 
 
 def _used(rows: Sequence[int]) -> int:

@@ -199,10 +199,13 @@ def grouped_dgrad_act_(
         dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    tokens = dy_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
     launches.report(
         path,
-        lambda: cost.dgrad_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
+        lambda: cost.dgrad_act(
+            schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
+        ),
     )
     tiles = schedule.max_tiles(tile.BLOCK_M) * num_f
     _grouped_dgrad_act_kernel[(num_programs(tile, dy_RH.device, tiles),)](

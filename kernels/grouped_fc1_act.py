@@ -170,10 +170,13 @@ def grouped_fc1_act_(
         h_desc = descriptors.ragged_rows(h_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
         h_linear_desc = descriptors.ragged_rows(h_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    tokens = x_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EG is not None, launches.size_of(probs_R)
     launches.report(
         path,
-        lambda: cost.fc1_act(schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs),
+        lambda: cost.fc1_act(
+            schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
+        ),
     )
     tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(F, tile.BLOCK_N)
     _grouped_fc1_act_kernel[(num_programs(tile, x_RH.device, tiles),)](

@@ -134,9 +134,9 @@ def _grouped_wgrad_kernel(
                 left, right, offsets = left_ptr, right_ptr, offsets_ptr
                 left_rows, right_rows = left_rows_ptr, right_rows_ptr
                 if segments_ptr is not None:
+                    offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
                     left = segment_base(left_desc, left_ptr, segments_ptr + s, SEGMENTS_ALIGNED)
                     right = segment_base(right_desc, right_ptr, segments_ptr + num_segments + s, SEGMENTS_ALIGNED)
-                    offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
                     rows = segments_ptr + 3 * num_segments + s
                     if left_rows_ptr is not None:
                         left_rows = tl.load(rows).to(tl.pointer_type(left_rows_ptr.dtype.element_ty))
@@ -298,5 +298,7 @@ def grouped_wgrad_(
             accumulate=accumulate,
             bias_grad=launches.size_of(db_EN.base if db_EN else None),
             scale=launches.size_of(scale_R),
+            dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
+            x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
         ),
     )

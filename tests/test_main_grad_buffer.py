@@ -1,5 +1,7 @@
 """MainGradBuffer: layout, clipping, and stepping any torch optimizer from it."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -152,3 +154,37 @@ def test_norm_and_clipping_see_what_is_in_grad():
     with buffer.as_grad():
         total = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in module.parameters()]))
     torch.testing.assert_close(total, torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("how", ["swap_tensors", "another owner", "detach"])
+@pytest.mark.parametrize("call", ["zero_", "norm", "as_grad"])
+def test_a_main_grad_that_was_taken_away_is_noticed(how, call):
+    params = [Parameter(torch.ones(3)), Parameter(torch.ones(4))]
+    buffer = MainGradBuffer(params)
+    if how == "swap_tensors":
+        torch.utils.swap_tensors(params[1], Parameter(torch.zeros(4)))
+    elif how == "another owner":
+        params[1].main_grad = torch.zeros(4)
+    else:
+        buffer.detach()
+    calls = {"zero_": buffer.zero_, "norm": buffer.norm, "as_grad": lambda: buffer.as_grad().__enter__()}
+    place, what = ("0" if how == "detach" else "1"), ("another" if how == "another owner" else "none")
+    with pytest.raises(
+        RuntimeError, match=rf"params\[{place}\]: expected the main_grad .* got {what}, .* new MainGradBuffer"
+    ):
+        calls[call]()
+
+
+@pytest.mark.parametrize("call", ["norm", "as_grad"])
+def test_a_step_without_any_gradient_is_noticed(call):
+    """As where the model's parameters are no longer those of the buffer."""
+    model = GroupedMLP(3, 4, 5)
+    buffer = MainGradBuffer(model.parameters())
+    calls = {"norm": buffer.norm, "as_grad": lambda: buffer.as_grad().__enter__()}
+    buffer.zero_()
+    x = torch.randn(5, 4)
+    copy.deepcopy(model)(x, [3, 0, 2]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"expected a gradient for at least one since zero_\(\); got none"):
+        calls[call]()
+    model(0 * x, [3, 0, 2]).sum().backward()  # a gradient of zeros is one
+    calls[call]()

@@ -1,31 +1,75 @@
 """What a user installs."""
 
+import json
+import os
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import fusedmlp
+
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    out = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True)
+def _run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
     assert done.returncode == 0, done.stdout + done.stderr
-    return next(out.glob("*.whl"))
+    return done.stdout
 
 
-def test_the_wheel_holds_the_kernels_under_fusedmlp_only(wheel):
-    names = zipfile.ZipFile(wheel).namelist()
-    assert "fusedmlp/kernels/grouped_wgrad.py" in names
-    assert "fusedmlp/py.typed" in names
-    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"fusedmlp"}
-    in_tree = {f"fusedmlp/kernels/{path.name}" for path in (ROOT / "kernels").glob("*.py")}
-    assert in_tree <= set(names)
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """The sdist, and the wheel that is made from it."""
+    out = tmp_path_factory.mktemp("dist")
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel}
+
+
+def _modules(folder):
+    return {path.relative_to(ROOT).as_posix() for kind in ("py", "toml") for path in (ROOT / folder).rglob(f"*.{kind}")}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(archives):
+    names = set(zipfile.ZipFile(archives["wheel"]).namelist())
+    package = {name for name in names if ".dist-info/" not in name}
+    kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
+    assert "fusedmlp/kernels/grouped_wgrad.py" in kernels
+    assert package == _modules("fusedmlp") | kernels | {"fusedmlp/py.typed"}
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(archives):
+    with tarfile.open(archives["sdist"]) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
+    kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
+    rest = {"fusedmlp/py.typed", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert names == _modules("fusedmlp") | kernels | rest
+
+
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_each_works_in_a_clean_environment(kind, archives, tmp_path):
+    """Of its own but for the libraries that it depends on."""
+    _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"TRITON_INTERPRET": "0", "PYTHONSAFEPATH": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    _run(*pip, "--no-build-isolation", archives[kind], env=environment)
+    where = _run(
+        python, "-W", "error", "-c", "import fusedmlp; print(fusedmlp.__file__)", env=environment, cwd=tmp_path
+    )
+    assert Path(where.strip()) == site / "fusedmlp" / "__init__.py"
+    report = json.loads(_run(python, "-m", "fusedmlp", "doctor", "--json", env=environment, cwd=tmp_path))
+    assert report["machine"]["fusedmlp"] == fusedmlp.__version__
+    assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
+    assert not (site / "kernels").exists()
 
 
 def test_the_layout():

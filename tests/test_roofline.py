@@ -46,6 +46,25 @@ def test_costs_of_a_layer_small_enough_to_count():
     assert (biases_alone.flops, biases_alone.bytes) == (5 * 4, 2 * (5 * 4 + 3 * 4))
 
 
+def test_gathered_rows_read_every_token_once():
+    rows = [3, 0, 2]
+    index = 4 * 5
+    for tokens, read in ((2, 2), (9, 5)):  # no more than there are rows
+        saved = 2 * (5 - read) * 4 - index
+        for pass_, options in ((cost.fc1_act, {}), (cost.dgrad_act, {"gated": False, "probs": 0})):
+            whole, gathered = (pass_(rows, 4, 6, 2, **options, tokens=t) for t in (None, tokens))
+            assert gathered.flops == whole.flops
+            assert gathered.bytes == whole.bytes - saved
+        for name in ("dy_tokens", "x_tokens"):
+            whole, gathered = (cost.wgrad(rows, 4, 4, 2, 4, accumulate=True, **{name: t}) for t in (None, tokens))
+            assert (gathered.grad_bytes, gathered.bytes) == (whole.grad_bytes, whole.bytes - saved)
+    passes = roofline.passes(BY_NAME["qwen3-30b-8k"], shapes.even(BY_NAME["qwen3-30b-8k"]))
+    T, R, H = 8192, 65536, 2048
+    assert passes["fc1_act"].bytes - passes["fc1_act, gathered"].bytes == 2 * (R - T) * H - 4 * R
+    assert passes["combine"].bytes == 2 * (R + T) * H + 4 * R
+    assert passes["route"].bytes == 8 * R + 4 * (129 + 2 * R)
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_loads_route_every_row(name):
     shape = BY_NAME[name]
@@ -78,9 +97,10 @@ def test_every_schedule_keeps_the_multiprocessors_busy():
 def test_the_command_prints_every_pass_of_every_shape():
     command = [sys.executable, "-m", "fusedmlp", "bench", "--roofline", "--json"]
     rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert len(rows) == len(shapes.SHAPES) * len(shapes.LOADS) * 8
+    with_tokens = len(shapes.SHAPES) - 1  # all but deepseek-ep
+    assert len(rows) == len(shapes.LOADS) * (8 * len(shapes.SHAPES) + 6 * with_tokens)
     for row in rows:
-        assert row["flops"] > 0
+        assert row["flops"] > 0 or row["pass"] == "route"
         assert set(row["limit_ms"]) == {gpu.name for gpu in GPUS}
         by_hand = max(row["flops"] / H100.bf16_flops, row["bytes"] / H100.bandwidth) * 1e3
         assert row["limit_ms"][H100.name] == pytest.approx(by_hand)

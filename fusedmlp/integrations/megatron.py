@@ -61,6 +61,7 @@ class ExpertLinear(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.num_local_experts, self.partition_dim, self.groups = num_local_experts, int(parallel == "row"), groups
+        self.tensor_model_parallel = True  # by this and partition_dim, Megatron-FSDP knows how weights are divided
         self.use_bias: bool = config.add_bias_linear
         self.delay_wgrad_compute: bool = config.delay_wgrad_compute
         self._hooks: list[Callable[[], object]] = []
@@ -130,15 +131,24 @@ class ExpertLinear(MegatronModule):
         if isinstance(state, Tensor) and state.numel():
             raise ValueError(f"_extra_state: expected no fp8 state; got {state.numel()} bytes")
 
+    def forward(self) -> None:
+        """Nothing, but calling a layer runs the hooks with which an owner gathers its weights beforehand."""
+
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Called by Megatron's DDP for every weight with a delayed gradient."""
         self._hooks.append(hook)
 
-    def refuse_ddp_without_delay(self) -> None:
-        """Raise if Megatron's DDP is going to reduce these weights before their delayed gradients are there."""
+    def refuse_owners_that_do_not_wait(self) -> None:
+        """Raise if the weights' owner is going to reduce their gradients before the delayed ones are there."""
         weight: Any = self.get_parameter("weight0")
-        wrapped = hasattr(weight, "grad_added_to_main_grad") and not hasattr(weight, "__fsdp_param__")
-        if self.delay_wgrad_compute and wrapped and not self._hooks:
+        if not self.delay_wgrad_compute:
+            return
+        if hasattr(weight, "__fsdp_param__"):
+            raise RuntimeError(
+                "config.delay_wgrad_compute: expected False under Megatron-FSDP, which reduces gradients when backward "
+                "ends, before backward_dw() computes them"
+            )
+        if hasattr(weight, "grad_added_to_main_grad") and not self._hooks:
             raise RuntimeError(
                 "config.delay_wgrad_compute: expected DistributedDataParallelConfig(delay_wgrad_compute=True) too; "
                 "without it DDP reduces gradients when backward ends, before backward_dw() computes them"
@@ -240,7 +250,12 @@ class FusedGroupedMLP(TEGroupedMLP):
         linears = (self.linear_fc1, self.linear_fc2)
         if torch.is_grad_enabled():
             for linear in linears:
-                linear.refuse_ddp_without_delay()
+                linear.refuse_owners_that_do_not_wait()
+        for linear in linears:
+            linear()
+        under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.weight0, "__fsdp_param__")
+        if under_fsdp:
+            self._keep_what_fsdp_adds_up()
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
@@ -257,7 +272,33 @@ class FusedGroupedMLP(TEGroupedMLP):
             accumulate_wgrad=mode,
             wgrad_queue=self._queue,
         )
+        if under_fsdp and y.requires_grad:
+            y.register_hook(lambda _: self._keep_what_fsdp_adds_up())
         return y, None
+
+    def _keep_what_fsdp_adds_up(self) -> None:
+        """Take `overwrite_main_grad` off weights in whose `main_grad` Megatron-FSDP adds micro-batches up.
+
+        It sets it on all weights whenever it gathers them: before a forward, that of recomputation included, and for
+        some modules before their backward. Where it does not shard gradients (the strategy "optim", or no other rank
+        to shard them with), `main_grad` outlives a micro-batch, and overwriting would lose those before.
+        """
+        for linear in (self.linear_fc1, self.linear_fc2):
+            for weight in linear.group("weight"):
+                if not weight.requires_grad:
+                    continue
+                owner, buffer = weight._megatron_fsdp_model, weight._gbuf  # type: ignore[attr-defined]
+                if buffer.is_data_distributed:
+                    continue
+                weight.overwrite_main_grad = False  # type: ignore[attr-defined]
+                scaled = buffer.gradient_scaling_factor not in (None, 1)
+                if scaled and owner.microbatch_count > 0 and not owner.is_delay_grad_reduce:
+                    raise RuntimeError(
+                        "data_parallel_sharding_strategy: expected no_shard or optim, one micro-batch, or "
+                        "calculate_per_token_loss, where experts have an expert data parallel size of 1; got "
+                        f"{owner.data_parallel_sharding_strategy}, under which Megatron-FSDP scales what earlier "
+                        "micro-batches left in main_grad again with every one"
+                    )
 
     def backward_dw(self) -> None:
         """The weight gradients that `delay_wgrad_compute` put off in the oldest backward: fc2's, then fc1's."""

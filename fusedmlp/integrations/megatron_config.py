@@ -38,6 +38,9 @@ _REFUSED = {
     "moe_single_grouped_bias": "one bias for all experts",
     "activation_func_fp8_input_store": "fp8 storage of the activation's input",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients computed inside the dispatcher's backward",
+    "quant_recipe": "quantised experts",
+    "moe_paged_stash": "paged activations of TransformerEngine's own fused experts",
+    "init_model_with_meta_device": "parameters that are made without memory",
 }
 
 
@@ -54,6 +57,17 @@ def refuse_unsupported(config: Any) -> None:
                 "config.offload_modules: expected none inside the experts, which keep no activation; got "
                 f"{sorted(modules)}"
             )
+    shards = getattr(config, "expert_gtp_weight_remat_size", 1)
+    if shards > 1:
+        raise ValueError(f"config.expert_gtp_weight_remat_size: expected 1, as weights stay whole; got {shards}")
+    if getattr(config, "transformer_impl", None) == "inference_optimized":
+        raise ValueError("config.transformer_impl: expected 'local' or 'transformer_engine'; got 'inference_optimized'")
+    clamped = config.gated_linear_unit and config.activation_func_clamp_value is not None
+    if clamped and config.bias_activation_fusion and config.activation_func == F.silu:
+        raise ValueError(
+            "config.activation_func_clamp_value: expected None, or bias_activation_fusion False, with swiglu, as "
+            f"TEGroupedMLP's fusion ignores it; got {config.activation_func_clamp_value}"
+        )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         raise ValueError(f"config.moe_apply_probs_on_input: expected moe_router_topk 1; got {config.moe_router_topk}")
     if config.add_bias_linear and (config.expert_tensor_parallel_size or 1) > 1:

@@ -24,9 +24,9 @@ GPUS = (
         "B200",
         "sm_100",
         2250e12,
-        8.0e12,
+        7.7e12,
         148,
-        "NVIDIA Blackwell datasheet, HGX B200: 4.5 PFLOP/s with sparsity; 8 TB/s",
+        "NVIDIA HGX B200 datasheet: 4.5 PFLOP/s with sparsity; 7.7 TB/s (8 is a GB200's)",
     ),
     GPU("MI300X", "gfx942", 1307.4e12, 5.3e12, 304, "AMD Instinct MI300X datasheet: 1,307.4 TFLOP/s; 5.3 TB/s"),
 )

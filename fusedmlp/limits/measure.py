@@ -128,7 +128,10 @@ def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, f
 
 
 def beside_limits(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Rows of `roofline.rows` with `ms` and `of_limit`, the share of the limit by ceilings measured in this run."""
+    """Rows of `roofline.rows` with `ms` and `of_limit`, the share of the limit by ceilings measured in this run.
+
+    Passes of `moe_experts` alone are not measured, and stay as they are.
+    """
     ceiling = ceilings()
     shapes = {shape.name: shape for shape in SHAPES}
     for (shape, load), group in groupby(rows, lambda row: (row["shape"], row["load"])):
@@ -139,5 +142,7 @@ def beside_limits(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         del layer
         torch.cuda.empty_cache()
         for row in group:
-            limit = limit_ms(row["flops"], row["bytes"], *ceiling)
-            yield row | {"ms": times[row["pass"]], "of_limit": limit / times[row["pass"]]}
+            if row["pass"] in times:
+                limit = limit_ms(row["flops"], row["bytes"], *ceiling)
+                row = row | {"ms": times[row["pass"]], "of_limit": limit / times[row["pass"]]}
+            yield row

@@ -37,13 +37,16 @@ class Layer:
     grad_dtype: torch.dtype | None = torch.float32  # of main_grad; None: the weight's
     add: bool = True
     only_biases: bool = False  # weights do not require gradients
+    gathered: bool = False  # rows, of x and of dy, from tokens
 
     def __call__(self, dtype: torch.dtype) -> None:
         """Launch the passes."""
         H, F = self.sizes
         G = 2 * F if self.activation.gated else F
         offsets = _offsets((40, 60, 0))
-        x, dy, h = (torch.empty(100, width, dtype=dtype) for width in (H, H, G))
+        tokens = torch.empty(100, dtype=torch.int32) if self.gathered else None
+        x, dy = torch.empty(2, 50 if self.gathered else 100, H, dtype=dtype)
+        h = torch.empty(100, G, dtype=dtype)
         probs = torch.empty(100) if self.probs else None
         weights = [self._experts((G, H), dtype), self._experts((H, F), dtype)]
         grads = [self._experts(shape, self.grad_dtype or dtype) for shape in ((G, H), (H, F))]
@@ -52,10 +55,10 @@ class Layer:
         if self.only_biases:
             grads = [[], []]
         encoded = self.activation.encoded
-        triton_impl.grouped_mlp(x, *weights, *biases, offsets, None, probs, encoded)
+        triton_impl.grouped_mlp(x, *weights, *biases, offsets, tokens, probs, encoded)
         flags = (self.add, self.add, True, False)
         triton_impl.grouped_mlp_backward_(
-            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, None, probs, encoded, *flags
+            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, probs, encoded, *flags
         )
 
     def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -82,10 +85,12 @@ def _linear(biases: bool, dtype: torch.dtype) -> None:
     triton_impl.grouped_wgrad_(*grads, [dy], [x], [_offsets((40, 60, 0))], [], [], False)
 
 
-def _microbatches(add: bool, dtype: torch.dtype) -> None:
+def _microbatches(add: bool, gathered: bool, dtype: torch.dtype) -> None:
+    """`gathered`: rows of x from tokens, as fc1 has them."""
     offsets = [_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0))]
     dy, x = ([torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets] for width in (128, 256))
-    triton_impl.grouped_wgrad_([torch.empty(3, 128, 256)], [], dy, x, offsets, [], [], add)
+    rows = [torch.empty(t.shape[0], dtype=torch.int32) for t in x] if gathered else []
+    triton_impl.grouped_wgrad_([torch.empty(3, 128, 256)], [], dy, x, offsets, [], rows, add)
 
 
 def _many_experts(dtype: torch.dtype) -> None:
@@ -96,15 +101,24 @@ def _many_experts(dtype: torch.dtype) -> None:
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
     y = triton_impl.grouped_gemm(x, [w], [], offsets)
     triton_impl.grouped_wgrad_([torch.empty_like(w)], [], [y], [x], [offsets], [], [], False)
+    order = triton_impl.route(torch.empty(num_rows // 8, 8, dtype=torch.int64), num_experts)
+    for width in (256, 255):
+        triton_impl.combine(torch.empty(num_rows, width, dtype=dtype), order.rows, num_rows // 8)
 
 
 BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
 
 # What needs the most registers, first of all on every path that the tables have: by pointers (experts apart), by
-# pointers without vectors (odd sizes), and by descriptors where there are any.
+# pointers without vectors (odd sizes), and by descriptors where there are any, for all operands or for all but the one
+# that is gathered.
 DEMANDING: Cases = {
-    "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
-    "odd sizes, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", sizes=(257, 131)),
+    "gathered, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", gathered=True),
+    "gathered, odd sizes, gpt-oss, biases, experts apart": Layer(
+        _GPT_OSS, biases=True, experts="apart", sizes=(257, 131), gathered=True
+    ),
+    "gathered micro-batches": partial(_microbatches, True, True),
+    "gathered": Layer(gathered=True),
+    "gathered, gpt-oss, biases": Layer(_GPT_OSS, biases=True, gathered=True),
     "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
     "first micro-batch": Layer(add=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
@@ -117,7 +131,9 @@ CORE: Cases = {
     "main_grad": Layer(),
     "gelu, biases, first micro-batch": Layer(Activation("gelu"), biases=True, add=False),
     "odd sizes, biases": Layer(biases=True, sizes=(257, 131)),
-    "several micro-batches": partial(_microbatches, True),
+    "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
+    "odd sizes, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", sizes=(257, 131)),
+    "several micro-batches": partial(_microbatches, True, False),
 }
 # What differs in layout or in the scalar function: for bf16 and fp32.
 VARIATIONS: Cases = {
@@ -125,7 +141,9 @@ VARIATIONS: Cases = {
     "experts reversed, main_grad of the weight's dtype": Layer(experts="reversed", grad_dtype=None),
     "odd sizes, in_out, experts apart": Layer(experts="apart", in_out=True, sizes=(257, 131)),
     "multiples of 8, gelu, biases": Layer(Activation("gelu"), biases=True, sizes=(264, 136)),
-    "several micro-batches, first": partial(_microbatches, False),
+    "several micro-batches, first": partial(_microbatches, False, False),
+    "gathered, first micro-batch": Layer(add=False, gathered=True),
+    "gathered, odd sizes, gelu": Layer(Activation("gelu"), sizes=(257, 131), gathered=True),
     "linear, bias": partial(_linear, True),
     BIASES_ALONE: Layer(biases=True, only_biases=True),
 }

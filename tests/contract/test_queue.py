@@ -5,6 +5,7 @@ import torch
 
 import fusedmlp
 from fusedmlp import ops
+from fusedmlp.main_grad import Route
 
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"),
@@ -249,22 +250,22 @@ def test_run_is_under_no_grad(target, make_layer):
 @FUSE
 @pytest.mark.parametrize("target", ["grad", "main_grad", "main_grad, first"])
 @pytest.mark.parametrize("failing", [0, 1, 2, 3])
-def test_after_an_exception_the_run_can_be_repeated(failing, target, fuse, monkeypatch, make_layer, assert_close):
+def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, monkeypatch, make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = [torch.zeros_like(p) for p in layer.params]
     if "main_grad" in target:
         before = before if "first" in target and layer.attach() else layer.attach()
     for seed in (1, 2):
         layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in target and seed == 1)
-    gemm, calls = ops.grouped_wgrad_, []
+    opens, calls = Route.open, []
 
-    def breaks(*args):
-        calls.append(args)
+    def breaks(route):
+        calls.append(route)
+        opens(route)
         if len(calls) == failing + 1:
             raise MemoryError("no room")
-        return gemm(*args)
 
-    monkeypatch.setattr(ops, "grouped_wgrad_", breaks)
+    monkeypatch.setattr(Route, "open", breaks)
     if failing < (2 if fuse else 4):
         with pytest.raises(MemoryError, match="no room"):
             queue.run()

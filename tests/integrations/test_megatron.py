@@ -10,84 +10,30 @@ from support.world import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain_step.py"
 WORLDS = pytest.mark.parametrize("world_size", [1, 2])
-
-
-@WORLDS
-def test_gradients_in_every_cell(world_size, tmp_path):
-    """Against float64 autograd; what a cell is stands in `support/megatron_experts.py`."""
-    for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path):
-        assert count == {1: 120, 2: 184}[world_size]
-        assert failures == {}
-
-
-@pytest.mark.parametrize("what", ["a returned gradient after a fused one", "a dummy that is not zero"])
-def test_megatron_would_lose_or_double_what_our_module_does_not_do(what, tmp_path):
-    (result,) = launch("support.megatron_experts:sabotage", 1, tmp_path)
-    assert result[what]["ours"] < 1e-6
-    assert result[what]["sabotaged"] > 1e-3
-
-
-def test_without_a_dummy_megatron_refuses(tmp_path):
-    (result,) = launch("support.megatron_experts:sabotage", 1, tmp_path)
-    assert "param.grad being None is not safe when overlap_grad_reduce is True" in result["no dummy"]
-
-
-@WORLDS
-def test_whole_layers_equal_those_with_sequential_experts(world_size, tmp_path):
-    assert launch("support.megatron_layers:layers", world_size, tmp_path) == [{1: 12, 2: 18}[world_size]] * world_size
-
-
-@WORLDS
-def test_checkpoints_load_into_the_other_kind_of_experts(world_size, tmp_path):
-    assert (
-        launch("support.megatron_layers:checkpoints", world_size, tmp_path) == [{1: 6, 2: 24}[world_size]] * world_size
-    )
-
-
-def test_the_example_trains_a_gpt_as_plain_autograd_does():
-    def losses(*options):
-        command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--steps", "8", "--device", "cpu", *options]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
-
-    fused = losses()
-    assert len(fused) == 8
-    assert fused[-1] < fused[0] - 0.3
-    assert losses("--plain") == pytest.approx(fused, abs=2e-3)
-
-
-def test_the_state_dict_is_that_of_te_grouped_mlp(tmp_path):
-    (names,) = launch("support.megatron_layers:state_dict_names", 1, tmp_path)
-    assert names == {
-        "linear_fc1.weight0": [24, 8],  # the gate's rows first
-        "linear_fc1.weight1": [24, 8],
-        "linear_fc1.bias0": [24],
-        "linear_fc1.bias1": [24],
-        "linear_fc1._extra_state": [0],
-        "linear_fc2.weight0": [8, 12],
-        "linear_fc2.weight1": [8, 12],
-        "linear_fc2.bias0": [8],
-        "linear_fc2.bias1": [8],
-        "linear_fc2._extra_state": [0],
-    }
-
-
-def test_the_sharded_state_dict_is_that_of_te_grouped_mlp(tmp_path):
-    _, names = launch("support.megatron_layers:sharded_names", 2, tmp_path)
-    prefix, saved = "mlp.experts.linear_fc", "mlp.experts.experts.linear_fc"
-    assert names == {
-        f"{prefix}1.weight0": [f"{saved}1.weight", [4, 12, 8], [2, 0, 0], [0, 0, 0]],
-        f"{prefix}1.weight1": [f"{saved}1.weight", [4, 12, 8], [3, 0, 0], [0, 0, 0]],
-        f"{prefix}2.weight0": [f"{saved}2.weight", [4, 8, 12], [2, 0, 0], [0, 0, 0]],
-        f"{prefix}2.weight1": [f"{saved}2.weight", [4, 8, 12], [3, 0, 0], [0, 0, 0]],
-        f"{prefix}1._extra_state": [f"{saved}1._extra_state", [4], [2], [0, 0, 0]],
-        f"{prefix}1._extra_state1": [f"{saved}1._extra_state", [4], [3], [0, 0, 0]],
-        f"{prefix}2._extra_state": [f"{saved}2._extra_state", [4], [2], [0, 0, 0]],
-        f"{prefix}2._extra_state1": [f"{saved}2._extra_state", [4], [3], [0, 0, 0]],
-    }
-
-
+# TEGroupedMLP's, of two experts with biases.
+STATE_DICT = {
+    "linear_fc1.weight0": [24, 8],  # the gate's rows first
+    "linear_fc1.weight1": [24, 8],
+    "linear_fc1.bias0": [24],
+    "linear_fc1.bias1": [24],
+    "linear_fc1._extra_state": [0],
+    "linear_fc2.weight0": [8, 12],
+    "linear_fc2.weight1": [8, 12],
+    "linear_fc2.bias0": [8],
+    "linear_fc2.bias1": [8],
+    "linear_fc2._extra_state": [0],
+}
+PREFIX, SAVED = "mlp.experts.linear_fc", "mlp.experts.experts.linear_fc"
+SHARDED_STATE_DICT = {
+    f"{PREFIX}1.weight0": [f"{SAVED}1.weight", [4, 12, 8], [2, 0, 0], [0, 0, 0]],
+    f"{PREFIX}1.weight1": [f"{SAVED}1.weight", [4, 12, 8], [3, 0, 0], [0, 0, 0]],
+    f"{PREFIX}2.weight0": [f"{SAVED}2.weight", [4, 8, 12], [2, 0, 0], [0, 0, 0]],
+    f"{PREFIX}2.weight1": [f"{SAVED}2.weight", [4, 8, 12], [3, 0, 0], [0, 0, 0]],
+    f"{PREFIX}1._extra_state": [f"{SAVED}1._extra_state", [4], [2], [0, 0, 0]],
+    f"{PREFIX}1._extra_state1": [f"{SAVED}1._extra_state", [4], [3], [0, 0, 0]],
+    f"{PREFIX}2._extra_state": [f"{SAVED}2._extra_state", [4], [2], [0, 0, 0]],
+    f"{PREFIX}2._extra_state1": [f"{SAVED}2._extra_state", [4], [3], [0, 0, 0]],
+}
 MESSAGES = {
     "fp8": r"config\.fp8: expected it unset, as .* got 'e4m3'",
     "fp4": r"config\.fp4: expected it unset",
@@ -107,13 +53,73 @@ MESSAGES = {
     "DDP does not delay": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
     "fusion without main_grad": r"fc1_weight\[0\]: .* expects a main_grad attribute",
     "fp8 state": r"_extra_state: expected no fp8 state; got 3 bytes",
+    "quant_recipe": r"config\.quant_recipe: expected it unset",
+    "moe_paged_stash": r"config\.moe_paged_stash: expected it unset",
+    "init_model_with_meta_device": r"config\.init_model_with_meta_device: expected it unset",
+    "expert_gtp_weight_remat_size": r"config\.expert_gtp_weight_remat_size: expected 1, .* got 2",
+    "transformer_impl": r"config\.transformer_impl: expected 'local' or .* got 'inference_optimized'",
+    "activation_func_clamp_value": r"config\.activation_func_clamp_value: expected None, .* with swiglu, .* got 1.0",
     "no experts": r"layer_spec: expected a Megatron spec that holds a MoELayer",
 }
 
 
-def test_what_cannot_be_honoured_is_refused(tmp_path):
-    (found,) = launch("support.megatron_layers:refusals", 1, tmp_path)
-    assert found.pop("DDP does not delay, no gradient") is None
-    assert found.keys() == MESSAGES.keys()
+@WORLDS
+def test_gradients_in_every_cell(world_size, tmp_path):
+    """Against float64 autograd; what a cell is stands in `support/megatron_experts.py`."""
+    for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path):
+        assert count == {1: 122, 2: 186}[world_size]
+        assert failures == {}
+
+
+@WORLDS
+def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
+    """The same, with two steps of an optimizer; what a cell is stands in `support/megatron_fsdp.py`."""
+    for count, failures, refused in launch("support.megatron_fsdp:run_all", world_size, tmp_path):
+        assert count == {1: 28, 2: 48}[world_size]
+        assert failures == {}
+        assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in refused["delayed"]
+        if world_size == 2:
+            assert "expected no_shard or optim, one micro-batch, or calculate_per_token" in refused["scaled again"]
+
+
+def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):
+    (result,) = launch("support.megatron_experts:sabotage", 1, tmp_path)
+    for what in ("a returned gradient after a fused one", "a dummy that is not zero"):
+        assert result[what]["ours"] < 1e-6
+        assert result[what]["sabotaged"] > 1e-3
+    assert "param.grad being None is not safe when overlap_grad_reduce is True" in result["no dummy"]
+
+
+def test_layers_and_config_and_state_on_one_rank(tmp_path):
+    """Whole layers beside those with Megatron's sequential experts; see `support/megatron_layers.py`."""
+    (found,) = launch("support.megatron_layers:run_all", 1, tmp_path)
+    assert found["layers"] == 14
+    assert found["checkpoints"] == 6
+    assert found["honoured"] == 11
+    assert found["state_dict_names"] == STATE_DICT
+    refused = found["refusals"]
+    assert refused.pop("DDP does not delay, no gradient") is None
+    assert refused.keys() == MESSAGES.keys()
     for name, message in MESSAGES.items():
-        assert re.search(message, found[name] or ""), (name, found[name])
+        assert re.search(message, refused[name] or ""), (name, refused[name])
+
+
+def test_layers_and_checkpoints_on_two_ranks(tmp_path):
+    for rank, found in enumerate(launch("support.megatron_layers:run_all", 2, tmp_path)):
+        assert found["layers"] == 28
+        assert found["checkpoints"] == 24
+        if rank == 1:
+            assert found["sharded_names"] == SHARDED_STATE_DICT
+
+
+def test_the_example_trains_a_gpt_as_plain_autograd_does():
+    def losses(*options):
+        command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--steps", "8", "--device", "cpu", *options]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", done.stdout)]
+
+    fused = losses()
+    assert len(fused) == 8
+    assert fused[-1] < fused[0] - 0.3
+    assert losses("--plain") == pytest.approx(fused, abs=2e-3)

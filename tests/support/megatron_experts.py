@@ -40,9 +40,10 @@ class Cell:
     dtype: str = "float32"
     order: str = ""  # of backward (b) and backward_dw (w); "": not delayed
     fuse_microbatches: bool = False
+    overlap_param_gather: bool = False
 
     def __str__(self):
-        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(Cell(), k)]
+        changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(type(self)(), k)]
         return ",".join(changed) or "default"
 
 
@@ -76,6 +77,14 @@ def cells(world_size):
                 add_bias_linear=sharded,
             )
         yield Cell(overlap, sharded, microbatches=3, gradient_accumulation_fusion=fusion)
+    for order in ("", "bbww"):
+        yield Cell(
+            overlap_grad_reduce=True,
+            use_distributed_optimizer=True,
+            overlap_param_gather=True,
+            microbatches=order.count("b") or 1,
+            order=order,
+        )
 
 
 class Model(MegatronModule):
@@ -124,9 +133,14 @@ def batch(cell, index, rank):
     return x, torch.rand(rows, generator=generator), dy
 
 
-def expected_grads(model, cell, dtype=torch.float64):
+def weights_of(model):
+    """By name, copied."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def expected_grads(weights, cell, dtype=torch.float64):
     """By parameter name: plain autograd over this rank's micro-batches, experts in a loop."""
-    params = {name: p.detach().to(dtype).requires_grad_() for name, p in model.named_parameters()}
+    params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in weights.items()}
     for index in range(cell.microbatches):
         x, probs, dy = (t.to(dtype) for t in batch(cell, index, dist.get_rank()))
         rows, outputs = (x @ params["dense.weight"].T).split(COUNTS), []
@@ -177,18 +191,32 @@ def train_step(model, ddp, cell):
     ddp.finish_grad_sync()
 
 
+def owned_by_this_rank(buffer):
+    """Which elements of one of DDP's buffers; all, unless the distributed optimizer divides them."""
+    if not buffer.ddp_config.use_distributed_optimizer:
+        return torch.ones_like(buffer.grad_data, dtype=torch.bool)
+    owned = torch.zeros_like(buffer.grad_data, dtype=torch.bool)
+    for bucket in buffer.buckets:
+        size = bucket.grad_data.numel() // buffer.data_parallel_group.size()
+        first = bucket.offset + size * buffer.data_parallel_group.rank()
+        owned[first : first + size] = True
+    return owned
+
+
+def forget_what_others_own(ddp):
+    """As after an optimizer's step, when other ranks' weights are outdated until the next forward gathers them."""
+    for buffer in ddp.buffers + ddp.expert_parallel_buffers:
+        buffer.param_data[~owned_by_this_rank(buffer)] = torch.nan
+    for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+        group.param_gather_dispatched = False
+
+
 def landed(ddp, model, want):
     """What DDP's buffers hold of every gradient; where another rank owns it after the reduction, what is wanted."""
     names = {p: name for name, p in model.named_parameters()}
     result = {}
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
-        got, owned = buffer.grad_data.double(), torch.ones_like(buffer.grad_data, dtype=torch.bool)
-        if ddp.ddp_config.use_distributed_optimizer:
-            owned.zero_()
-            for bucket in buffer.buckets:
-                size = bucket.grad_data.numel() // buffer.data_parallel_group.size()
-                first = bucket.offset + size * buffer.data_parallel_group.rank()
-                owned[first : first + size] = True
+        got, owned = buffer.grad_data.double(), owned_by_this_rank(buffer)
         for param in buffer.params:
             start = param.main_grad.storage_offset() - buffer.grad_data.storage_offset()
             here = slice(start, start + param.numel())
@@ -209,15 +237,19 @@ def run_cell(cell):
         overlap_grad_reduce=cell.overlap_grad_reduce,
         use_distributed_optimizer=cell.use_distributed_optimizer,
         delay_wgrad_compute=bool(cell.order),
+        overlap_param_gather=cell.overlap_param_gather,
+        bucket_size=20 if cell.overlap_param_gather else None,  # of few parameters, gathered one after the other
     )
     ddp = DistributedDataParallel(config, ddp_config, model)
     experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
-    dtype = getattr(torch, cell.dtype)
+    dtype, weights = getattr(torch, cell.dtype), weights_of(model)
     for _ in range(2):
         train_step(model, ddp, cell)
-        want, low = (reduced(expected_grads(model, cell, d), experts, cell) for d in (torch.float64, dtype))
+        want, low = (reduced(expected_grads(weights, cell, d), experts, cell) for d in (torch.float64, dtype))
         assert_close(landed(ddp, model, want), want, low, dtype)
         assert all(p.grad is None for p in model.parameters())
+        if cell.overlap_param_gather:
+            forget_what_others_own(ddp)
 
 
 def run_all():
@@ -257,7 +289,7 @@ def sabotage():
                 except AssertionError as error:
                     found[what] = str(error)
                     break
-            want = expected_grads(model, cell)
+            want = expected_grads(weights_of(model), cell)
             got = landed(ddp, model, want)
             found[what][who] = max(float((got[name] - want[name]).abs().max()) for name in want)
     return found

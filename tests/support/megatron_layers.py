@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import support.megatron_world  # noqa: F401  before Megatron asks for a GPU
@@ -17,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -84,41 +87,44 @@ def same(a, b):
     return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
 
 
-def checkpoint_round_trip(source, target, source_parallel, target_parallel, glu):
-    """Saves one kind of experts, loads the other, perhaps with another expert parallel size; the same weights?"""
+KINDS = {"sequential": sequential, "fused": fused}
+
+
+def save_checkpoint(source, parallel, glu):
+    """Its folder, and all weights in it."""
     folder = shared_folder()
-    kinds = {"sequential": sequential, "fused": fused}
-    kept = None
-    for kind, parallel, step in ((source, source_parallel, "save"), (target, target_parallel, "load")):
-        parallel_state.initialize_model_parallel(expert_model_parallel_size=parallel)
-        torch.manual_seed(17 if step == "save" else 99)
-        if parallel > 1:
-            torch.manual_seed(torch.initial_seed() + dist.get_rank())
-        config = make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu)
-        experts = kinds[kind](config)
-        state = experts.sharded_state_dict(prefix="mlp.experts.")
-        if step == "save":
-            dist_checkpointing.save(state, str(folder))
-            kept = all_weights(experts)
-        else:
-            assert not same(kept, all_weights(experts))
-            loaded = dist_checkpointing.load(state, str(folder))
-            loaded = {name.removeprefix("mlp.experts."): tensor for name, tensor in loaded.items()}
-            wrong = experts.load_state_dict(loaded, strict=kind == "fused")
-            assert not [name for name in wrong.missing_keys if "_extra_state" not in name]
-            assert same(kept, all_weights(experts))
-        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=parallel)
+    torch.manual_seed(17 + (dist.get_rank() if parallel > 1 else 0))
+    experts = KINDS[source](make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu))
+    dist_checkpointing.save(experts.sharded_state_dict(prefix="mlp.experts."), str(folder))
+    kept = all_weights(experts)
+    parallel_state.destroy_model_parallel()
+    return folder, kept
+
+
+def load_checkpoint(folder, kept, target, parallel, glu):
+    """Into other experts, perhaps with another expert parallel size: the same weights?"""
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=parallel)
+    torch.manual_seed(99 + (dist.get_rank() if parallel > 1 else 0))
+    experts = KINDS[target](make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu))
+    assert not same(kept, all_weights(experts))
+    loaded = dist_checkpointing.load(experts.sharded_state_dict(prefix="mlp.experts."), str(folder))
+    loaded = {name.removeprefix("mlp.experts."): tensor for name, tensor in loaded.items()}
+    wrong = experts.load_state_dict(loaded, strict=target == "fused")
+    assert not [name for name in wrong.missing_keys if "_extra_state" not in name]
+    assert same(kept, all_weights(experts))
+    parallel_state.destroy_model_parallel()
 
 
 def checkpoints():
+    """How many were loaded."""
     count = 0
     sizes = [1] if dist.get_world_size() == 1 else [1, 2]
-    for source, target in (("fused", "fused"), ("fused", "sequential"), ("sequential", "fused")):
-        for source_parallel in sizes:
-            for target_parallel in sizes:
-                for glu in (True, False):
-                    checkpoint_round_trip(source, target, source_parallel, target_parallel, glu)
-                    count += 1
+    for source, glu, source_parallel in product(KINDS, (True, False), sizes):
+        folder, kept = save_checkpoint(source, source_parallel, glu)
+        for target, target_parallel in product(KINDS if source == "fused" else ["fused"], sizes):
+            load_checkpoint(folder, kept, target, target_parallel, glu)
+            count += 1
     return count
 
 
@@ -136,6 +142,44 @@ def same_weights(ours, theirs):
         for mine, yours in zip(weights_of(ours.experts), weights_of(theirs.experts), strict=True):
             for a, b in zip(mine, yours, strict=True):
                 a.copy_(b)
+
+
+def on_one_process(layer, config, x):
+    """A swiglu layer without dispatcher: the outputs for this rank's tokens, and every rank's expert weights."""
+    experts = [[w.double().requires_grad_() for w in pair] for pair in all_weights(layer.experts)]
+    probs, routing_map = layer.router(x)
+    rows, y = x.view(-1, config.hidden_size).double(), 0
+    for e, (fc1, fc2) in enumerate(experts):
+        gate, linear = (rows @ fc1.T).chunk(2, -1)
+        y = y + torch.where(routing_map[:, e], probs[:, e], 0).unsqueeze(-1) * ((F.silu(gate) * linear) @ fc2.T)
+    return y.view(x.shape), experts
+
+
+def compare_with_one_process(sizes, dispatcher, options):
+    """A step of our layer, its experts on several ranks, against experts that are all here."""
+    parallel_state.initialize_model_parallel(**sizes)
+    config = make_config(moe_token_dispatcher_type=dispatcher, **options | sizes)
+    torch.manual_seed(5)
+    layer = moe_layer(config, ours=True)
+    torch.manual_seed(7 + dist.get_rank())
+    x, dy = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    y, _ = layer(ours)
+    y.backward(dy)
+    got_router, layer.router.weight.grad = layer.router.weight.grad, None
+    want, experts = on_one_process(layer, config, theirs)
+    want.backward(dy.double())
+    pairs = [(y, want), (ours.grad, theirs.grad), (got_router, layer.router.weight.grad)]
+    first = layer.local_expert_indices[0]
+    for e, pair in enumerate(experts):
+        for i, weight in enumerate(pair):
+            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(grad)
+            if e in layer.local_expert_indices:
+                pairs.append((weights_of(layer.experts)[e - first][i].grad, grad))
+    for a, b in pairs:
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-6)
+    parallel_state.destroy_model_parallel()
 
 
 def compare_layers(sizes, dispatcher, options):
@@ -178,7 +222,13 @@ LAYERS = {
         "moe_router_pre_softmax": True,
         "moe_apply_probs_on_input": True,
     },
+    "dropped above the capacity": {"moe_expert_capacity_factor": 0.5},
+    "dropped above the capacity, padded to it": {
+        "moe_expert_capacity_factor": 0.75,
+        "moe_pad_expert_input_to_capacity": True,
+    },
 }
+NEED_ALL_TO_ALL = list(LAYERS)[-2:]
 
 
 PARALLEL = (
@@ -191,14 +241,26 @@ PARALLEL = (
 
 def layers():
     """How many layers were compared."""
+    # On CPU tensors that the dispatcher would have fetched from a GPU, as numpy arrays, it does nothing.
+    token_dispatcher.maybe_move_tensor_to_cpu = _as_if_fetched
     count = 0
     for sizes in PARALLEL[:1] if dist.get_world_size() == 1 else PARALLEL[1:]:
-        # The all-to-all dispatcher needs a GPU as soon as there are two ranks: it hands gloo counts that stay tensors.
-        for dispatcher in ("allgather",) if sizes else ("allgather", "alltoall"):
-            for options in LAYERS.values():
+        for dispatcher in ("allgather", "alltoall"):
+            for name, options in LAYERS.items():
+                if dispatcher == "allgather" and name in NEED_ALL_TO_ALL:
+                    continue
+                if len(sizes) > 1 and name not in (*list(LAYERS)[:2], *NEED_ALL_TO_ALL):
+                    continue
                 compare_layers(sizes, dispatcher, options)
                 count += 1
+            if list(sizes) == ["expert_model_parallel_size"]:
+                compare_with_one_process(sizes, dispatcher, {})
+                count += 1
     return count
+
+
+def _as_if_fetched(tensor, as_numpy=False, record_stream=False):
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def state_dict_names():
@@ -217,6 +279,91 @@ def sharded_names():
         name: [shard.key, list(shard.global_shape), list(shard.global_offset), list(shard.replica_id)]
         for name, shard in state.items()
     }
+
+
+HONOURED = {
+    "default": {},
+    "biases": {"add_bias_linear": True},
+    "biases, probabilities on the input": {
+        "add_bias_linear": True,
+        "moe_apply_probs_on_input": True,
+        "moe_router_topk": 1,
+    },
+    "no gate": {"gated_linear_unit": False, "activation_func": F.gelu, "activation_func_clamp_value": 0.1},
+    "tanh gelu": {"activation_func": partial(F.gelu, approximate="tanh")},
+    "clamped, offset": {
+        "activation_func": quick_gelu,
+        "activation_func_clamp_value": 0.2,
+        "glu_linear_offset": 1.0,
+        "add_bias_linear": True,
+    },
+    "clamped swiglu": {"activation_func_clamp_value": 0.1},
+    "fused biases": {"bias_activation_fusion": True},
+    "latent size": {"moe_latent_size": 6},
+    "ffn size of dense layers": {"moe_ffn_hidden_size": None, "ffn_hidden_size": 10},
+    "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+}
+
+
+def as_megatron_documents_it(config, experts, x, counts, probs):
+    """The outputs of TEGroupedMLP's formula, in a loop over experts."""
+    outputs = []
+    for e, (x_e, p_e) in enumerate(zip(x.split(counts), probs.unsqueeze(-1).split(counts), strict=True)):
+        fc1, fc2 = experts["linear_fc1.weight", e], experts["linear_fc2.weight", e]
+        if config.moe_apply_probs_on_input:
+            x_e, p_e = x_e * p_e, torch.ones_like(p_e)
+        h = F.linear(x_e, fc1, experts.get(("linear_fc1.bias", e)))
+        if config.gated_linear_unit:
+            gate, linear = h.chunk(2, -1)
+            clamp = config.activation_func_clamp_value
+            if clamp is not None:
+                gate, linear = gate.clamp(max=clamp), linear.clamp(-clamp, clamp)
+            a = config.activation_func(gate) * (linear + config.glu_linear_offset)
+        else:
+            a = config.activation_func(h)
+        outputs.append(F.linear(a * p_e, fc2))
+        if config.add_bias_linear:
+            outputs[-1] = outputs[-1] + experts["linear_fc2.bias", e] * p_e
+    return torch.cat(outputs)
+
+
+def honoured():
+    """Every config field of `HONOURED`: outputs and all gradients against the formula in float64; how many."""
+    parallel_state.initialize_model_parallel()
+    for options in HONOURED.values():
+        torch.manual_seed(3)
+        config = make_config()
+        for name, value in options.items():  # some ask at construction that TransformerEngine is there
+            setattr(config, name, value)
+        experts, counts = fused(config), [3, 0, 5, 2]
+        for name, param in experts.named_parameters():
+            if "bias" in name:
+                torch.nn.init.normal_(param)
+            else:
+                torch.nn.init.normal_(param, std=0.3)
+        hidden = config.moe_latent_size or config.hidden_size
+        x, dy, probs = torch.randn(10, hidden), torch.randn(10, hidden), torch.rand(10)
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            inputs = [t.to(dtype, copy=True).requires_grad_() for t in (x, probs)]
+            if dtype == torch.float32:
+                y, bias = experts(inputs[0], torch.tensor(counts), inputs[1])
+                assert bias is None
+                y.backward(dy)
+                params = list(experts.parameters())
+            else:
+                loop = {
+                    (name.rstrip("0123456789"), int(name[-1])): p.detach().double().requires_grad_()
+                    for name, p in experts.named_parameters()
+                }
+                y = as_megatron_documents_it(config, loop, inputs[0], counts, inputs[1])
+                y.backward(dy.double())
+                params = list(loop.values())
+            results.append([y, *(t.grad for t in inputs), *(p.grad for p in params)])
+        for got, want in zip(*results, strict=True):
+            torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+    parallel_state.destroy_model_parallel()
+    return len(HONOURED)
 
 
 def raised(run):
@@ -245,6 +392,11 @@ def refusals():
         "bias_dropout_fusion": True,
         "expert_tensor_parallel_size": 2,
         "moe_apply_probs_on_input": True,
+        "quant_recipe": "a recipe",
+        "moe_paged_stash": True,
+        "init_model_with_meta_device": True,
+        "expert_gtp_weight_remat_size": 2,
+        "transformer_impl": "inference_optimized",
     }.items():
         config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
         setattr(config, name, value)
@@ -254,6 +406,9 @@ def refusals():
     found["offload_modules"] = raised(lambda: fused(config))
     config = make_config(activation_func=squared_relu)
     found["gated squared relu"] = raised(lambda: fused(config))
+    config = make_config(bias_activation_fusion=True)
+    config.activation_func_clamp_value = 1.0
+    found["activation_func_clamp_value"] = raised(lambda: fused(config))
 
     config = make_config(gradient_accumulation_fusion=True)
     config.delay_wgrad_compute = True
@@ -269,3 +424,16 @@ def refusals():
     found["fp8 state"] = raised(lambda: experts.linear_fc1.set_extra_state(torch.ones(3, dtype=torch.uint8)))
     found["no experts"] = raised(lambda: with_fused_experts(get_gpt_layer_local_spec()))
     return found
+
+
+def run_all():
+    """The results of every function that this number of ranks can run, by name."""
+    functions = {
+        1: [layers, checkpoints, honoured, refusals, state_dict_names],
+        2: [layers, checkpoints, sharded_names],
+    }
+    results = {}
+    for function in functions[dist.get_world_size()]:
+        results[function.__name__] = function()
+        parallel_state.destroy_model_parallel()
+    return results

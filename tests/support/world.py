@@ -24,7 +24,7 @@ TESTS = Path(__file__).parents[1]
 def launch(function, world_size, folder, *arguments, timeout=300):
     """Run `function` ("module:name") in every process of a new world; the results, by rank."""
     outs = [folder / f"{rank}.json" for rank in range(world_size)]
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    path = os.pathsep.join([str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-m", "support.world"]
     with ExitStack() as stack:

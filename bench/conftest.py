@@ -1,0 +1,113 @@
+"""`pytest bench --benchmark-only`: options, the layers, and what goes into the results beside times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+import torch
+
+from bench import layers, recording
+from fusedmlp.limits.shapes import LOADS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+_missing: list[dict[str, str]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("fusedmlp")
+    group.addoption("--tiny", action="store_true", help="one tiny layer in three rounds, to try the benchmarks")
+    group.addoption("--seconds", type=float, default=0.25, help="spent on the rounds of each row")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
+def pytest_configure(config: pytest.Config) -> None:
+    recording.keep_freed_memory()
+    if DEVICE == "cuda":
+        config.option.benchmark_timer = "bench.recording.Stamp"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layer" in metafunc.fixturenames:
+        dtypes = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
+        tiny = metafunc.config.getoption("tiny")
+        loads = ("quarter empty",) if tiny else LOADS
+        cases = [(shape, load, dtype) for shape in layers.shapes(DEVICE, tiny) for load in loads for dtype in dtypes]
+        ids = [f"{shape.name}, {load}, {str(dtype).removeprefix('torch.')}" for shape, load, dtype in cases]
+        metafunc.parametrize("layer", cases, indirect=True, ids=ids, scope="session")
+
+
+@pytest.fixture(scope="session")
+def layer(request: pytest.FixtureRequest) -> Iterator[layers.Layer]:
+    yield layers.Layer(*request.param, DEVICE)
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+Record = Callable[..., None]
+
+
+@pytest.fixture
+def record(benchmark: Any, request: pytest.FixtureRequest) -> Record:
+    """`record(layer, what, who, run, setup, **extra)`: time `run` and put everything into the results."""
+
+    def record(
+        layer: layers.Layer,
+        what: str,
+        who: str,
+        run: Callable[..., object],
+        setup: Callable[[], object],
+        **extra: Any,
+    ) -> None:
+        def fresh() -> Any:
+            arguments = setup()
+            recording.flush_cache(DEVICE)
+            return (arguments if isinstance(arguments, tuple) else ()), {}
+
+        now = recording.clock(DEVICE)
+        arguments, _ = fresh()
+        start = now()
+        run(*arguments)
+        once = max(now() - start, 1e-6)
+        option = request.config.getoption
+        rounds = 3 if option("tiny") else max(5, min(100, int(option("seconds") / once)))
+        benchmark.group = f"{layer}: {what}"
+        benchmark.name = who
+        benchmark.extra_info.update(
+            what=what, who=who, load=layer.load, dtype=str(layer.dtype).removeprefix("torch."), **asdict(layer.shape)
+        )
+        benchmark.extra_info.update(extra)
+        benchmark.pedantic(run, setup=fresh, rounds=rounds)
+
+    return record
+
+
+@pytest.fixture
+def require() -> Callable[[str, Callable[[str], str]], None]:
+    """`require(who, missing)`: a peer that cannot run here is a row of the results that says why."""
+
+    def require(who: str, missing: Callable[[str], str]) -> None:
+        if why := missing(DEVICE):
+            row = {"who": who, "why": why}
+            if row not in _missing:
+                _missing.append(row)
+            pytest.skip(f"{who}: {why}")
+
+    return require
+
+
+def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
+    """Versions, ceilings of this machine and who was missing go into the file with the times."""
+    name = torch.cuda.get_device_name() if DEVICE == "cuda" else output_json["machine_info"]["cpu"]["brand_raw"]
+    output_json["fusedmlp"] = {
+        "device": DEVICE,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "missing": _missing,
+        "ceilings": {
+            dtype: {"flops": flops, "bandwidth": bandwidth} for dtype, flops, bandwidth in recording.ceilings(DEVICE)
+        },
+    }

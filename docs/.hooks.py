@@ -1,0 +1,67 @@
+"""What pages take from the source while the site is built, so that it cannot fall behind."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def on_page_markdown(markdown, page, config, files):
+    """MkDocs calls this for every page."""
+    for marker, generate in (("<!-- errors -->", errors), ("<!-- switches -->", switches)):
+        if marker in markdown:
+            markdown = markdown.replace(marker, generate())
+    return markdown
+
+
+def errors():
+    """A table of every `raise`, module by module."""
+    lines = []
+    for path in sorted((ROOT / "fusedmlp").rglob("*.py")) + sorted((ROOT / "kernels").rglob("*.py")):
+        if "fusedmlp/kernels" in path.as_posix():
+            continue
+        found = list(raised(ast.parse(path.read_text(encoding="utf-8"))))
+        if found:
+            name = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".")
+            name = f"fusedmlp.{name}" if name.startswith("kernels") else name
+            lines += [f"\n## `{name}`\n", "| error | message |", "| --- | --- |"]
+            lines += [f"| `{kind}` | {_escaped(message)} |" for kind, message in found]
+    return "\n".join(lines)
+
+
+def raised(tree):
+    """`(type, message)` of every exception that is raised with one."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            yield ast.unparse(node.exc.func), _text(node.exc.args[0])
+
+
+def _text(node):
+    """A message, with … for what is filled in."""
+    match node:
+        case ast.Constant():
+            return str(node.value)
+        case ast.JoinedStr():
+            return "".join(_text(part) for part in node.values)
+        case ast.BinOp(op=ast.Add()):
+            return _text(node.left) + _text(node.right)
+    return "…"
+
+
+def _escaped(message):
+    special = {"|": "\\|", "<": "&lt;", "_": "\\_", "*": "\\*", "[": "\\[", "\n": " "}
+    return "".join(special.get(character, character) for character in message)
+
+
+def switches():
+    """The table of the module that reads them."""
+    text = ast.get_docstring(ast.parse((ROOT / "fusedmlp" / "environment.py").read_text(encoding="utf-8")))
+    rows = []
+    for line in text.splitlines():
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            if cells[0]:
+                rows.append(cells)
+            else:  # a row that runs on
+                rows[-1] = [f"{above} {below}".strip() for above, below in zip(rows[-1], cells, strict=True)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)

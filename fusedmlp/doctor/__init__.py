@@ -1,0 +1,1 @@
+"""`python -m fusedmlp doctor`: what this machine can run, why not more, and whether it computes the right numbers."""

@@ -1,0 +1,93 @@
+"""`python -m fusedmlp doctor`: the report, as text or JSON, and the exit status."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from fusedmlp import environment
+from fusedmlp.doctor import facts, selftest
+
+RIGHT, WRONG_NUMBERS, CANNOT_RUN = 0, 1, 2
+
+
+def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
+    """Print the report on a layer (`paths.Problem` by name) for `target`, or else for the GPU here; the exit status."""
+    machine = facts.machine()
+    libraries = facts.integrations()
+    checks, seconds = selftest.run()
+    architecture = target or machine.architecture or "sm_90"
+    passes, why_no_passes = _passes(layer, architecture)
+    status = RIGHT if all(check.ok for check in checks) else WRONG_NUMBERS
+    if machine.problems:
+        status = CANNOT_RUN
+    if as_json:
+        document = {
+            "machine": asdict(machine),
+            "kernels": {"target": architecture, "layer": layer, "passes": passes, "why_none": why_no_passes},
+            "integrations": [asdict(integration) for integration in libraries],
+            "self_test": {"seconds": seconds, "checks": [asdict(check) | {"ok": check.ok} for check in checks]},
+            "status": status,
+        }
+        print(json.dumps(document, indent=1))
+        return status
+    print("\n".join(_machine_lines(machine)))
+    sizes = ", ".join(f"{name} {value}" for name, value in layer.items())
+    here = "" if architecture == machine.architecture else ", which is not here"
+    print(f"\nKernels for a layer of {sizes}, on {architecture}{here}:")
+    print(f"  none shown: {why_no_passes}" if why_no_passes else "\n".join(_pass_lines(passes)))
+    print("\nIntegrations:")
+    for integration in libraries:
+        text = "importable" if integration.ok else integration.why_not
+        print(f"  {integration.name:<14}{integration.version or '-':<10}{text}")
+    print(f"\nSelf-test against float64, {seconds:.1f} s:")
+    for check in checks:
+        verdict = "ok" if check.ok else "WRONG"
+        where = f"{check.implementation} on {check.device}"
+        found = check.raised or f"error {check.error:.1e}, allowed {check.allowed:.1e}"
+        print(f"  {where:<16}{check.result:<8}{found}  {verdict}")
+    print(f"\n{_verdict(machine, status)}")
+    return status
+
+
+def _passes(layer: dict[str, Any], target: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of `paths.passes`, or why there are none."""
+    if environment.triton_interpret():
+        return [], "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
+    try:
+        import torch
+
+        from fusedmlp.doctor import paths
+    except ModuleNotFoundError as error:
+        return [], f"{error.name} is not installed"
+    problem = paths.Problem(**(layer | {"dtype": getattr(torch, layer["dtype"])}))
+    return [asdict(row) for row in paths.passes(problem, target)], ""
+
+
+def _machine_lines(machine: facts.Machine) -> list[str]:
+    lines = [
+        f"fusedmlp {machine.fusedmlp}, Python {machine.python}, {machine.system}",
+        f"torch {machine.torch}, triton {machine.triton or 'not installed'}",
+    ]
+    if machine.gpu:
+        gib = (machine.memory_bytes or 0) / 2**30
+        lines.append(
+            f"{machine.gpu}: {gib:.0f} GiB, {machine.multiprocessors} multiprocessors, kernels of "
+            f"{machine.architecture}, driver {machine.driver or 'unknown'}"
+        )
+    lines.append(f'impl="auto" is "{machine.implementation}" here: {machine.why}')
+    lines += [f"{name}={value} is set" for name, value in machine.switches.items()]
+    return lines + [f"PROBLEM: {problem}" for problem in machine.problems]
+
+
+def _pass_lines(passes: list[dict[str, Any]]) -> list[str]:
+    return [f"  {row['name']:<11}{row['path']:<10}{row['tile']:<24}{row['why']}" for row in passes]
+
+
+def _verdict(machine: facts.Machine, status: int) -> str:
+    if status == CANNOT_RUN:
+        return f"fusedmlp cannot run here as it should: {machine.problems[0]}"
+    if status == WRONG_NUMBERS:
+        return "The numbers are wrong: do not train with this installation."
+    return "All is well." if machine.gpu else "All is well, on the CPU: no GPU was found."

@@ -1,0 +1,47 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): gradients accumulated in the dtype that they are reduced in.
+
+See docs/fsdp2.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Keep `.grad` of unsharded parameters in `dtype`, for `MixedPrecisionPolicy(reduce_dtype=dtype)`.
+
+    Left alone, FSDP2 has every micro-batch's gradient made in `param_dtype`, casts it and adds it. After this, with
+    `accumulate_wgrad="grad"`, the weight-gradient GEMM itself adds in `dtype` and nothing is rounded, cast or copied.
+    It holds for all parameters of the model: FSDP2 wants one gradient dtype in each of its groups.
+
+    Args:
+        model: after `fully_shard` of it and of its parts.
+        dtype: the policy's `reduce_dtype`.
+
+    Raises:
+        ValueError: no part of the model went through `fully_shard`, or one has another `reduce_dtype`.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        raise ValueError("model: expected parts that went through fully_shard; got none")
+    for module in sharded:
+        policy = module._get_fsdp_state()._mp_policy
+        if (policy.reduce_dtype or policy.param_dtype or dtype) != dtype:
+            raise ValueError(
+                f"model: expected MixedPrecisionPolicy(reduce_dtype={dtype}), as FSDP2 casts gradients to that; got "
+                f"{policy}"
+            )
+
+    def set_grad_dtype(module: nn.Module, args: Any) -> None:
+        for param in module.parameters():
+            if not isinstance(param, DTensor) and param.requires_grad:  # those that are unsharded now
+                param.grad_dtype = dtype
+
+    for module in sharded:  # after FSDP2's own hook, which unshards
+        module.register_forward_pre_hook(set_grad_dtype)

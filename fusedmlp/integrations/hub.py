@@ -1,0 +1,54 @@
+"""The kernels in the layout of the Hugging Face Hub (docs/hub.md). `python -m fusedmlp.integrations.hub FOLDER` writes
+
+FOLDER/build.toml                      what kernel-builder reads
+FOLDER/torch-ext/fusedmlp_kernels/     its source: the files of kernels/, and hub.py as __init__.py
+FOLDER/build/torch-{cuda,rocm,cpu}/    what it builds from that, and what `kernels.get_kernel` loads
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+
+_KERNELS = Path(__file__).parents[1] / "kernels"
+
+
+def assemble(folder: Path) -> None:
+    """Write the layout into `folder`, which must not exist or be empty.
+
+    Raises:
+        FileExistsError: it holds something.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"folder: expected an empty or a new one; got {folder}, which holds something")
+    general = tomllib.loads((_KERNELS / "build.toml").read_text())["general"]
+    module = general["name"].replace("-", "_")
+    _copy_package(folder / "torch-ext" / module)
+    shutil.copy(_KERNELS / "build.toml", folder)
+    for backend in general["backends"]:
+        variant = folder / "build" / f"torch-{backend}"
+        _copy_package(variant)
+        metadata = {
+            "id": f"{module}_{backend}_{general['version']}",
+            "name": general["name"],
+            "version": general["version"],
+            "license": general["license"],
+            "python-depends": [],
+            "backend": {"type": backend},
+        }
+        (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
+
+
+def _copy_package(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    for source in _KERNELS.glob("*.py"):
+        shutil.copy(source, folder / ("__init__.py" if source.name == "hub.py" else source.name))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m fusedmlp.integrations.hub FOLDER")
+    assemble(Path(sys.argv[1]))

@@ -1,0 +1,210 @@
+"""torchtitan (0.3): experts whose weight gradients accumulate where they are used. See docs/torchtitan.md.
+
+    from fusedmlp.integrations.torchtitan import FusedExpertsConverter, convert
+
+    model_spec = model_registry("30B-A3B", converters=[FusedExpertsConverter.Config()])  # before the model is built
+    convert(model)                                                                       # or in a model that is
+
+Letters as torchtitan's suffixes: `E` experts, `F` expert ffn size, `D` model dimension, `R` routed rows; `G` is `2F`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.config import derive
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
+from torchtitan.protocols.sharding import ShardingConfig
+
+import fusedmlp
+
+# Rows of w13 alternate, gate first: a part of its rows (tensor parallelism) has both of each channel.
+_SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
+_Init = dict[str, Callable[[Tensor], object]] | None  # by name of the parameter
+_PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
+
+
+class FusedGroupedExperts(GroupedExperts):
+    """torchtitan's `GroupedExperts`, with its arguments, its state dict, and `w1`, `w3` as one parameter.
+
+    `w13_EGD` holds row `f` of `w1` in row `2f` and that of `w3` in row `2f + 1`. Optimizers see `w13_EGD` and `w2_EDF`;
+    state dicts hold `w1_EFD`, `w2_EDF` and `w3_EFD`, which are attributes too (copies on save, views as attributes).
+    Computes in the dtype of its weights; torchtitan's own experts compute in bfloat16 always.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        """That of `GroupedExperts`. Initialisers and shardings of `w1_EFD` and `w3_EFD` are applied to `w13_EGD`."""
+
+        def build(self, **kwargs: Any) -> FusedGroupedExperts:
+            """The module, on the current default device."""
+            built = cast(FusedGroupedExperts, GroupedExperts.Config.build(self, **kwargs))
+            built._param_init = _packed_init(self.param_init)
+            built._sharding_config = _packed_sharding(self.sharding_config)
+            return built
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        raise NotImplementedError(
+            f"{cls.__name__}: fusedmlp's experts have no low-precision form; use its converter without torchtitan's"
+        )
+
+    def __init__(self, config: Config) -> None:
+        Module.__init__(self)
+        self.num_experts = config.num_experts
+        self.w13_EGD = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, config.dim))
+        self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
+        self.register_state_dict_post_hook(_unpack_state)
+        self.register_load_state_dict_pre_hook(_pack_state)
+
+    @property
+    def w1_EFD(self) -> Tensor:
+        """The gate's weights."""
+        return _halves(self.w13_EGD)[:, :, 0]
+
+    @property
+    def w3_EFD(self) -> Tensor:
+        """The linear part's weights."""
+        return _halves(self.w13_EGD)[:, :, 1]
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        """`[R, D]` to `[R, D]`; rows of expert 0 first. Rows beyond the sum of the counts are padding."""
+        w13_EGD, w2_EDF = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_EGD, self.w2_EDF))
+        y_RD = fusedmlp.grouped_mlp(
+            x_RD.to(w13_EGD.dtype), w13_EGD, w2_EDF, num_tokens_per_expert_E, activation=_SWIGLU
+        )
+        return y_RD.to(x_RD.dtype)
+
+
+class FusedExpertsConverter(ModelConfigConverter):
+    """Puts `FusedGroupedExperts` in the place of every `GroupedExperts` of a model's config tree."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """No options."""
+
+    def __init__(self, config: Config) -> None:
+        pass
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """The converted tree; it is changed in place where it can be.
+
+        Raises:
+            NotImplementedError: experts of a class derived from `GroupedExperts`; names it.
+            ValueError: no experts.
+        """
+        found = list(model_config.traverse(GroupedExperts.Config))
+        if not found:
+            raise ValueError(f"model_config: expected GroupedExperts in it; got a {type(model_config)._owner} without")
+        for _, config, parent, key in found:
+            _refuse_derived(cast(Any, config)._owner)
+            fused = derive(config, FusedGroupedExperts.Config)
+            if parent is None:
+                return fused
+            if isinstance(parent, list):
+                parent[cast(int, key)] = fused
+            else:
+                setattr(parent, cast(str, key), fused)
+        return model_config
+
+
+def convert(model: nn.Module) -> None:
+    """Put `FusedGroupedExperts` in the place of every `GroupedExperts` inside a model that is built.
+
+    The weights stay; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Convert before the model is
+    parallelized and before its optimizer is made: both keep the parameters that they were given.
+
+    Raises:
+        NotImplementedError: experts of a class derived from `GroupedExperts`; names it.
+        RuntimeError: a model that is parallelized.
+        ValueError: no experts.
+    """
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, GroupedExperts)
+    ]
+    if not found:
+        raise ValueError(f"model: expected GroupedExperts inside it; got a {type(model).__name__} without")
+    for _, name, experts in found:
+        _refuse_derived(type(experts))
+        if experts._parallelized or any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
+            raise RuntimeError(f"model: expected one that is not parallelized yet; got {name} with sharded weights")
+    for parent, name, experts in found:
+        setattr(parent, name, _converted(experts))
+
+
+def _converted(experts: GroupedExperts) -> FusedGroupedExperts:
+    num_experts, hidden_dim, dim = experts.w1_EFD.shape
+    config = FusedGroupedExperts.Config(
+        dim=dim,
+        hidden_dim=hidden_dim,
+        num_experts=num_experts,
+        param_init=experts._param_init,
+        sharding_config=experts._sharding_config,
+    )
+    with torch.device("meta"):
+        fused = config.build()
+    packed = _packed(experts.w1_EFD.detach(), experts.w3_EFD.detach())
+    fused.w13_EGD = nn.Parameter(packed, requires_grad=experts.w1_EFD.requires_grad or experts.w3_EFD.requires_grad)
+    fused.w2_EDF = experts.w2_EDF
+    fused.train(experts.training)
+    return fused
+
+
+def _refuse_derived(owner: type) -> None:
+    if owner is not GroupedExperts:
+        raise NotImplementedError(f"{owner.__name__}: expected GroupedExperts itself, whose forward fusedmlp knows")
+
+
+def _packed(w1_EFD: Tensor, w3_EFD: Tensor) -> Tensor:
+    packed: Tensor = torch.stack([w1_EFD, w3_EFD], 2).flatten(1, 2)
+    return packed
+
+
+def _halves(w13_EGD: Tensor) -> Tensor:
+    """`[E, F, 2, D]`: views whose last-but-one dimension is never sharded, so that either half can be written to."""
+    halves: Tensor = w13_EGD.unflatten(1, (-1, 2))
+    return halves
+
+
+def _unpack_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    halves = _halves(state.pop(prefix + _PACKED))
+    state[prefix + _GATE], state[prefix + _LINEAR] = (halves[:, :, i].contiguous() for i in range(2))
+
+
+def _pack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    if prefix + _GATE in state and prefix + _LINEAR in state:
+        state[prefix + _PACKED] = _packed(state.pop(prefix + _GATE), state.pop(prefix + _LINEAR))
+
+
+def _packed_init(param_init: _Init) -> _Init:
+    if param_init is None:
+        return None
+    rest = dict(param_init)
+    gate, linear = rest.pop(_GATE), rest.pop(_LINEAR)
+
+    def initialise(w13_EGD: Tensor) -> None:
+        with torch.no_grad():
+            halves = _halves(w13_EGD)
+            gate(halves[:, :, 0])
+            linear(halves[:, :, 1])
+
+    return rest | {_PACKED: initialise}
+
+
+def _packed_sharding(sharding: ShardingConfig | None) -> ShardingConfig | None:
+    if sharding is None:
+        return None
+    states = dict(sharding.state_shardings)
+    gate, linear = states.pop(_GATE), states.pop(_LINEAR)
+    if gate != linear:
+        raise ValueError(f"sharding_config: expected one placement for {_GATE} and {_LINEAR}; got {gate} and {linear}")
+    return replace(sharding, state_shardings=states | {_PACKED: gate})

@@ -1,0 +1,147 @@
+"""Every system of docs/systems.md in every mode: right, against float64 autograd, or refused, changing nothing."""
+
+import copy
+import pickle
+import re
+import threading
+import time
+
+import pytest
+import torch
+from support import systems
+from support.systems import MODES, SYSTEMS, Step
+
+import fusedmlp
+from fusedmlp import ops
+
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "per expert"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("system", [s for s in SYSTEMS if s.run is not None], ids=lambda s: s.name)
+def test_system(system, mode, packed, make_layer, assert_close):
+    step = Step(make_layer, mode, packed)
+    if mode in system.refused:
+        places = step.places()
+        with pytest.raises((RuntimeError, TypeError, ValueError), match=re.escape(system.refused[mode])):
+            system.run(step)
+        if not system.refused_late:
+            assert all(torch.equal(p, b) for p, b in zip(places, step.before, strict=True))
+        return
+    handed = system.run(step)
+    if step.queue is not None:
+        step.queue.run()
+    expected = step.layer.wgrads(*system.seeds)
+    if not system.seeds:
+        expected = [torch.zeros_like(w) for w in expected]
+    if handed is None:
+        expected = [b.double() + w for b, w in zip(step.before, expected, strict=True)]
+        assert_close(step.places(), expected, dtype=step.layer.dtype)
+    else:
+        assert_close(handed, expected)
+        assert all(torch.equal(p, b) for p, b in zip(step.places(), step.before, strict=True))
+    if step.attached:  # and nothing is in .grad that somebody could add again
+        assert not any(p.grad.count_nonzero() for p in step.params if p.grad is not None)
+
+
+def test_the_document_holds_this_table():
+    text = systems.PAGE.read_text()
+    assert text == systems.page(text), "run: PYTHONPATH=.:tests python -m support.systems"
+    assert text.count("| right |") > 50
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
+def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypatch):
+    """With a weight-gradient GEMM that reads, takes its time and writes, one of two sums would be lost."""
+    step = Step(make_layer, mode, packed=True)
+    linear, mlp = ops.grouped_wgrad_, ops.grouped_mlp_backward_
+
+    def slowly(function, outputs, args):
+        held = [t.clone() for t in outputs]
+        time.sleep(0.2)
+        for out, start in zip(outputs, held, strict=True):
+            out.copy_(start)  # without what another thread added meanwhile
+        return function(*args)
+
+    monkeypatch.setattr(ops, "grouped_wgrad_", lambda *args: slowly(linear, args[0], args))
+    monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *args: slowly(mlp, [*args[0], *args[1]], args))
+    queues = [fusedmlp.WgradQueue() if step.queue is not None else None for _ in range(2)]
+
+    def work(seed):
+        x, dy = step.layer.batch(seed)
+        queue = queues[seed - 1]
+        step.layer(x, accumulate_wgrad=step.accumulate, wgrad_queue=queue).backward(dy)
+        if queue is not None:
+            queue.run()
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [b.double() + w for b, w in zip(step.before, step.layer.wgrads(1, 2), strict=True)]
+    assert_close(step.places(), expected)
+
+
+def test_what_unpickles_after_detach_or_from_a_state_dict_has_no_main_grad(tmp_path):
+    module = fusedmlp.GroupedMLP(3, 4, 5, delay_wgrad=True)
+    buffer = fusedmlp.MainGradBuffer(module.parameters())
+    torch.save(module.state_dict(), tmp_path / "state")
+    again = fusedmlp.GroupedMLP(3, 4, 5)
+    again.load_state_dict(torch.load(tmp_path / "state"))
+    assert torch.equal(again.fc1.weight, module.fc1.weight)
+    with pytest.raises(RuntimeError, match=r"call buffer\.detach\(\) first, or save the state_dict\(\) instead"):
+        torch.save(module, tmp_path / "module")
+    buffer.detach()
+    again = pickle.loads(pickle.dumps(module))
+    assert not any(vars(p) for p in again.parameters())
+    assert again.wgrad_queue is not module.wgrad_queue
+    assert len(again.wgrad_queue) == 0
+
+
+def test_a_copy_trains_by_itself(make_layer, assert_close):
+    """In mode "auto": the copy has no main_grad, so that its gradients go to .grad; the original's are left alone."""
+    step = Step(make_layer, "main_grad", packed=True)
+    step.accumulate = "auto"
+    params = step.adopt(copy.deepcopy(step.module))
+    step.backward()
+    assert_close([p.grad for p in params], step.layer.wgrads())
+    assert all(torch.equal(p, b) for p, b in zip(step.places(), step.before, strict=True))
+    assert all(p.grad is None for p in step.params)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
+def test_compiled_autograd_really_compiles_and_uses_its_graph_again(make_layer, assert_close):
+    """Also where the gradient is wanted elsewhere the next time."""
+    step, graphs = Step(make_layer, "main_grad", packed=True), []
+
+    def compiler(graph):
+        graphs.append(graph)
+        return graph
+
+    with torch._dynamo.compiled_autograd._enable(compiler):
+        for seed in (1, 2):
+            x, dy = step.layer.batch(seed)
+            (step(x) * dy).nan_to_num().sum().backward()
+        compiled = len(graphs)
+        (step.forward() * step.dy).nan_to_num().sum().backward()
+        assert len(graphs) == compiled > 0
+        x, dy = step.layer.batch(3)
+        assert_close(torch.autograd.grad(step(x), step.params, dy), step.layer.wgrads(3))
+    expected = [b.double() + w for b, w in zip(step.before, step.layer.wgrads(1, 2, 1), strict=True)]
+    assert_close(step.places(), expected)
+
+
+def test_x_that_an_asynchronous_collective_still_computes(make_layer, assert_close):
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    step = Step(make_layer, "main_grad", packed=True)
+    with systems.one_rank() as mesh:
+        with torch.no_grad():
+            x = AsyncCollectiveTensor(
+                torch.ops._c10d_functional.all_gather_into_tensor(step.x, 1, mesh.get_group().group_name)
+            )
+        assert isinstance(x, AsyncCollectiveTensor)
+        step(x).backward(step.dy)
+    assert_close(step.places(), [b.double() + w for b, w in zip(step.before, step.layer.wgrads(), strict=True)])

@@ -1,0 +1,41 @@
+"""FSDP2 (`fully_shard`) over gloo: numbers against float64, and what is refused."""
+
+import re
+
+import pytest
+from support.systems import MODES, SYSTEMS
+from support.world import launch
+
+(ROW,) = [system for system in SYSTEMS if "fully_shard" in system.name]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
+    """What a cell is stands in `support/fsdp2_cells.py`."""
+    for names, failures in launch("support.fsdp2_cells:cells", world_size, tmp_path):
+        assert len(names) == len(set(names)) == 34
+        assert failures == {}
+
+
+MESSAGES = {
+    "main_grad": r"fc1_weight: FSDP2 .* would miss one in main_grad; use accumulate_wgrad='grad' without delay",
+    "main_grad, attached to gathered parameters": r"fc1_weight: FSDP2 .* would miss one in main_grad",
+    "auto, attached to gathered parameters": r"fc1_weight: FSDP2 .* would miss one in main_grad",
+    "delayed, main_grad": r"fc1_weight: FSDP2 .* would miss a delayed gradient",
+    "delayed, .grad": r"fc1_weight\[0\]: FSDP2 .* would miss a delayed gradient",
+    "a buffer from before fully_shard": r"expected a gradient for at least one .* got none, .*fully_shard",
+    "a buffer after fully_shard": r"params\[0\]: expected a plain tensor; got a DTensor \(FSDP2 reduces \.grad",
+    "accumulate_in without fully_shard": r"model: expected parts that went through fully_shard; got none",
+    "accumulate_in, reduced in bf16": r"expected MixedPrecisionPolicy\(reduce_dtype=torch\.float32\)",
+}
+
+
+def test_what_fsdp2_would_miss_is_refused(tmp_path):
+    (found,) = launch("support.fsdp2_cells:refusals", 1, tmp_path)
+    assert found.pop("a copy is not gathered") is None
+    assert found.keys() == MESSAGES.keys()
+    for name, message in MESSAGES.items():
+        assert re.search(message, found[name] or ""), (name, found[name])
+    for mode in MODES:  # as the table says; the other modes are cells
+        assert ROW.refused.get(mode, "nothing") in found.get(mode, "nothing")
+    assert set(ROW.refused) == set(MODES) & set(MESSAGES)

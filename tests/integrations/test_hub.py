@@ -1,0 +1,83 @@
+"""The kernels in the Hugging Face Hub's layout, loaded by its `kernels` package from a folder."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from kernels import get_local_kernel
+from kernels._rust import Build
+from support.factory import wgrad_segment
+from support.tolerance import assert_close
+
+from fusedmlp.integrations.hub import assemble
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub")
+    assemble(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def loaded(repository):
+    return get_local_kernel(repository)
+
+
+@pytest.fixture(scope="module")
+def operands():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return wgrad_segment([3, 0, 7, 1], device=device)
+
+
+def test_kernel_builder_accepts_the_configuration(repository, capfd):
+    backends = Build.open(repository).general.backends
+    assert [str(backend) for backend in backends] == ["cuda", "rocm", "cpu"]
+    assert capfd.readouterr().err == ""  # it warns of a legacy format
+    assert (repository / "torch-ext" / "fusedmlp_kernels" / "__init__.py").is_file()
+
+
+def test_it_is_not_the_copy_inside_fusedmlp(loaded):
+    assert loaded.grouped_gemm_.__module__.startswith("fusedmlp_kernels_")
+    assert all(getattr(loaded, name).__module__.startswith("fusedmlp_kernels_") for name in loaded.__all__)
+
+
+def test_grouped_gemm_computes_what_float64_does(loaded, operands, poison):
+    x = operands.dy
+    weights = torch.randn(4, 24, x.shape[1], device=x.device)
+    y = x.new_empty(x.shape[0], 24)
+    schedule = loaded.Schedule(operands.offsets, x.shape[0])
+    loaded.grouped_gemm_(y, x, loaded.ExpertTensors.of([weights], 2), schedule)
+
+    def products(dtype):
+        bounds = operands.offsets.tolist()
+        pairs = zip(bounds, bounds[1:], weights.to(dtype), strict=False)
+        return {"y": torch.cat([x[a:b].to(dtype) @ w.T for a, b, w in pairs]).double()}
+
+    rows = operands.offsets[-1]
+    assert_close({"y": y[:rows].double()}, products(torch.float64), products(torch.float32), torch.float32)
+    assert not y[rows:].any()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_grouped_wgrad_adds_what_float64_does(loaded, operands, accumulate):
+    expected, low_precision = operands.product(torch.float64), operands.product(torch.float32)
+    dw = torch.full_like(low_precision, 0.5 if accumulate else float("nan"))
+    outputs = loaded.ExpertTensors.of([dw], 2)
+    loaded.grouped_wgrad_(outputs, None, [operands.dy], [operands.x], [operands.offsets], accumulate=accumulate)
+    start = 0.5 if accumulate else 0.0
+    found = {"dw": dw.double() - start}
+    assert_close(found, {"dw": expected}, {"dw": low_precision.double()}, torch.float32)
+
+
+def test_every_import_within_the_kernels_is_relative(repository):
+    for path in (repository / "build" / "torch-cuda").glob("*.py"):
+        assert "fusedmlp" not in path.read_text(), path
+
+
+def test_the_command_refuses_a_folder_that_holds_something(repository):
+    command = [sys.executable, "-m", "fusedmlp.integrations.hub", str(repository)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "expected an empty or a new one" in done.stderr

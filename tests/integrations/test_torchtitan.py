@@ -1,0 +1,162 @@
+"""torchtitan's experts replaced by fusedmlp's, against the original module and against a loop in float64."""
+
+import copy
+
+import pytest
+import torch
+from support import torchtitan_moe as layers
+from support.tolerance import assert_close
+from support.world import launch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.protocols.sharding import ShardingConfig
+
+import fusedmlp
+from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
+
+# torchtitan's router asks for float32 by way of autocast, which the CPU's does not have.
+pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype:UserWarning")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_converted_layer_equals_the_original(dtype):
+    moe = layers.build(layers.config(), dtype)
+    expected = layers.results(layers.with_loop(moe, torch.float64), *layers.batch())
+    # The original computes in bfloat16 whatever its dtype; float32 is held to what a loop in float32 reaches.
+    plain = moe if dtype == torch.bfloat16 else layers.with_loop(moe, dtype)
+    low_precision = layers.results(plain, *layers.batch())
+    convert(moe)
+    assert_close(layers.results(moe, *layers.batch()), expected, low_precision, dtype)
+
+
+def test_counts_and_padding_as_torchtitan_passes_them():
+    experts = layers.build(layers.config(), torch.bfloat16).routed_experts.inner_experts
+    holder = nn.ModuleList([copy.deepcopy(experts)])
+    convert(holder)
+    x = torch.randn(11, layers.DIM, dtype=torch.bfloat16)
+    counts = torch.tensor([3, 0, 5, 1])
+    padded = torch.cat([x[:9], torch.full_like(x[9:], float("nan"))])
+    y = holder[0](padded, counts)
+    torch.testing.assert_close(y[:9], experts(x[:9], counts), rtol=0.05, atol=0.05)
+    assert not y[9:].any()
+
+
+def test_main_grad_gets_what_grad_would():
+    moe = layers.build(layers.config())
+    convert(moe)
+    experts = layers.fused_of(moe)
+    expected = {name: torch.zeros_like(p) for name, p in experts.named_parameters()}
+    for seed in (1, 2):
+        layers.results(moe, *layers.batch(seed))
+        for name, parameter in experts.named_parameters():
+            expected[name] += parameter.grad
+    moe.zero_grad(set_to_none=True)
+    fusedmlp.MainGradBuffer(experts.parameters(), grad_added_to_main_grad=False)
+    for seed in (1, 2):
+        x, dy = layers.batch(seed)
+        moe(x).backward(dy)
+    for name, parameter in experts.named_parameters():
+        assert parameter.grad is None
+        torch.testing.assert_close(parameter.main_grad, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_state_dicts_load_into_the_other_kind_of_experts():
+    original, fused = layers.build(layers.config(), seed=1), layers.build(layers.config(), seed=2)
+    convert(fused)
+    saved = fused.state_dict()
+    assert saved.keys() == original.state_dict().keys()
+    assert all(tensor.is_contiguous() for tensor in saved.values())
+    for source, target in ((original, fused), (layers.build(layers.config(), seed=3), fused), (fused, original)):
+        target.load_state_dict(source.state_dict())
+        for name, tensor in source.state_dict().items():
+            assert torch.equal(target.state_dict()[name], tensor), name
+    x, _ = layers.batch()
+    torch.testing.assert_close(fused(x), original(x), rtol=0.05, atol=0.05)
+
+
+def test_distributed_checkpoints_use_torchtitans_names():
+    original, fused = layers.build(layers.config(), seed=1), layers.build(layers.config(), seed=2)
+    convert(fused)
+    assert get_model_state_dict(fused).keys() == get_model_state_dict(original).keys()
+    set_model_state_dict(fused, get_model_state_dict(original))
+    for name in layers.NAMES:
+        expected = getattr(original.routed_experts.inner_experts, name)
+        assert torch.equal(getattr(layers.fused_of(fused), name), expected)
+
+
+def test_a_missing_weight_is_reported():
+    moe = layers.build(layers.config())
+    convert(moe)
+    state = moe.state_dict()
+    del state["routed_experts.inner_experts.w3_EFD"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*w13_EGD"):
+        moe.load_state_dict(state)
+
+
+def test_the_converter_makes_the_same_layer_from_a_config():
+    moe = layers.build(FusedExpertsConverter.Config().build().convert(layers.config()))
+    experts = layers.fused_of(moe)
+    assert [name for name, _ in experts.named_parameters()] == ["w13_EGD", "w2_EDF"]
+    loop = layers.results(layers.with_loop(moe, torch.float64), *layers.batch())
+    low_precision = layers.results(layers.with_loop(moe, torch.float32), *layers.batch())
+    assert_close(layers.results(moe, *layers.batch()), loop, low_precision, torch.float32)
+
+
+def test_each_half_gets_its_own_initialiser():
+    made = layers.config()
+    values = {"w1_EFD": 1.0, "w2_EDF": 2.0, "w3_EFD": 3.0}
+    init = {name: lambda weight, value=value: nn.init.constant_(weight, value) for name, value in values.items()}
+    made.routed_experts.inner_experts.param_init = init
+    original = layers.build(made)
+    convert(original)
+    converted = FusedExpertsConverter.Config().build().convert(made)
+    for moe in (original, layers.build(converted)):
+        for parameter in moe.parameters():
+            nn.init.zeros_(parameter)
+        moe.init_states()
+        for name, value in values.items():
+            assert (getattr(layers.fused_of(moe), name) == value).all(), name
+
+
+def test_frozen_experts_stay_frozen():
+    moe = layers.build(layers.config()).requires_grad_(False)
+    convert(moe)
+    assert not any(parameter.requires_grad for parameter in layers.fused_of(moe).parameters())
+
+
+def test_under_torchtitans_expert_and_tensor_parallelism(tmp_path):
+    """Two ranks, against one process in float64; torchtitan shards the parameters, by the names of its own experts."""
+    for errors in launch("support.torchtitan_world:parallel", 2, tmp_path):
+        assert errors.keys() == {"expert", "tensor"}
+        for kind, found in errors.items():
+            assert len(found) == 9
+            assert all(error <= 16 * torch.finfo(torch.float32).eps for error in found.values()), (kind, found)
+
+
+def test_one_placement_for_both_halves():
+    made = FusedExpertsConverter.Config().build().convert(layers.config()).routed_experts.inner_experts
+    made.sharding_config = ShardingConfig(state_shardings={"w1_EFD": 1, "w2_EDF": 2, "w3_EFD": 2})
+    with pytest.raises(ValueError, match="expected one placement for w1_EFD and w3_EFD; got 1 and 2"):
+        made.build()
+
+
+def test_what_cannot_be_converted_is_refused():
+    with pytest.raises(ValueError, match="model: expected GroupedExperts inside it; got a Linear without"):
+        convert(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="model_config: expected GroupedExperts in it"):
+        FusedExpertsConverter.Config().build().convert(layers.config().router)
+    gpt_oss = GptOssGroupedExperts.Config(dim=8, hidden_dim=8, num_experts=2)
+    with pytest.raises(NotImplementedError, match="GptOssGroupedExperts: expected GroupedExperts itself"):
+        FusedExpertsConverter.Config().build().convert(gpt_oss)
+    with pytest.raises(NotImplementedError, match="GptOssGroupedExperts: expected GroupedExperts itself"):
+        convert(nn.ModuleList([gpt_oss.build()]))
+    with pytest.raises(NotImplementedError, match=r"MXFP8.*: fusedmlp's experts have no low-precision form"):
+        _get_mxfp8_grouped_experts_cls(FusedGroupedExperts)
+    parallelized = layers.build(layers.config())
+    parallelized.routed_experts.inner_experts._parallelized = True
+    with pytest.raises(RuntimeError, match="expected one that is not parallelized yet; got inner_experts"):
+        convert(parallelized)
+    assert type(parallelized.routed_experts.inner_experts) is GroupedExperts

@@ -1,0 +1,284 @@
+"""Hugging Face Transformers with `experts_implementation="fusedmlp"`, against its own `eager` experts."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import transformers_models as models
+from support import transformers_training as training
+from support.tolerance import bound
+from transformers import AutoModelForCausalLM
+
+import fusedmlp
+from fusedmlp import Activation, ops
+from fusedmlp.integrations.transformers import activation_of, register
+
+ROOT = Path(__file__).parents[2]
+USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+# Tolerances above these would pass anything: a token whose experts flipped by rounding, for one.
+MEANINGFUL = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+
+
+@pytest.fixture
+def wgrad_gemms(monkeypatch):
+    """Of every weight-gradient GEMM that the library has run: where it wrote."""
+    gemms, backward = [], ops.grouped_mlp_backward_
+
+    def grouped_mlp_backward_(*args):
+        gemms.extend([tensor.data_ptr() for tensor in outputs] for outputs in args[:2] if outputs)
+        return backward(*args)
+
+    monkeypatch.setattr(ops, "grouped_mlp_backward_", grouped_mlp_backward_)
+    return gemms
+
+
+def rows(kind, dtype):
+    """Of every parameter group: the errors with and without main_grad, and what is allowed, relative to float64."""
+    eager = models.build(kind, "eager", dtype)
+    expected, eager = models.results(copy.deepcopy(eager).double()), models.results(eager)
+    fused = [models.results(models.build(kind, "fusedmlp", dtype), main_grad=main_grad) for main_grad in (False, True)]
+    scales = {name: reference.abs().max() for name, reference in expected.items() if reference.any()}
+    allowed = bound(expected, eager, dtype)
+    assert allowed < MEANINGFUL[dtype], f"{kind}: the eager experts are off by {allowed / 2}"
+    errors = {}
+    assert not any(result[name].any() for result in fused for name in expected.keys() - scales.keys())
+    for name, scale in scales.items():
+        found = [((result[name] - expected[name]).abs().max() / scale).item() for result in fused]
+        worst = errors.setdefault(models.group_of(name), [0.0, 0.0])
+        worst[:] = [max(pair) for pair in zip(worst, found, strict=True)]
+    return [(kind, group, str(dtype).removeprefix("torch."), *pair, allowed) for group, pair in errors.items()]
+
+
+def test_the_table_of_gradients_by_model_and_parameter_group():
+    table = [row for kind in models.MODELS for dtype in MEANINGFUL for row in rows(kind, dtype)]
+    print("\n\n| model | parameter group | dtype | error | error, main_grad | allowed |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for kind, group, dtype, *figures in table:
+        print(f"| {kind} | {group} | {dtype} |" + "".join(f" {figure:.1e} |" for figure in figures))
+    groups = {kind: {row[1] for row in table if row[0] == kind} for kind in models.MODELS}
+    assert all({"logits", "router", "experts fc1", "experts fc2"} <= found for found in groups.values())
+    assert "expert biases" in groups["gpt_oss"]
+    failed = [row for row in table if not max(row[3:5]) <= row[5]]  # NaN fails
+    assert failed == []
+
+
+def test_steps_from_main_grad_equal_those_of_eager_experts():
+    trained = {}
+    for implementation in ("eager", "fusedmlp"):
+        model = models.build("qwen3_moe", implementation)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        fused = implementation == "fusedmlp"
+        buffer = fusedmlp.MainGradBuffer(models.expert_parameters(model)) if fused else None
+        for step in range(3):
+            optimizer.zero_grad()
+            if buffer is not None:
+                buffer.zero_()
+            for seed in (2 * step, 2 * step + 1):
+                ids, dy = models.batch(seed=seed)
+                model(ids).logits.backward(dy / 64)
+            if buffer is None:
+                optimizer.step()
+            else:
+                with buffer.as_grad():
+                    optimizer.step()
+        trained[implementation] = dict(model.named_parameters())
+    start = dict(models.build("qwen3_moe", "eager").named_parameters())
+    for name, parameter in trained["eager"].items():
+        moved = (parameter - start[name]).abs().max()
+        assert (trained["fusedmlp"][name] - parameter).abs().max() <= 1e-4 * moved, name
+
+
+@pytest.mark.parametrize("options", training.CELLS, ids=lambda options: "-".join(map(str, options.values())))
+def test_trainer_loses_as_with_eager_experts_for_20_steps(options, tmp_path):
+    eager = training.eager_losses(str(tmp_path), options["accumulation"])
+    fused = training.losses(tmp_path, "fusedmlp", **options)
+    assert len(fused) == 20
+    assert fused[-1] < fused[0] - 0.5
+    assert fused == pytest.approx(eager, abs=2e-5)
+
+
+@USED_BY_PEFT
+def test_frozen_experts_under_lora_compute_no_wgrad(wgrad_gemms):
+    grads = {}
+    for implementation in ("eager", "fusedmlp"):
+        model = training.with_lora(models.build("mixtral", implementation))
+        ids, dy = models.batch()
+        model(ids).logits.backward(dy)
+        grads[implementation] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert wgrad_gemms == []
+    assert len(grads["eager"]) == 8  # q_proj and v_proj, A and B, two layers
+    for name, expected in grads["eager"].items():
+        assert expected.any(), name
+        torch.testing.assert_close(grads["fusedmlp"][name], expected, rtol=1e-4, atol=1e-5)
+    models.build("mixtral", "fusedmlp")(ids).logits.backward(dy)
+    assert len(wgrad_gemms) == 4  # of the same model when its experts learn: two layers, fc1 and fc2
+
+
+@USED_BY_PEFT
+def test_lora_on_the_experts_themselves_equals_eager_experts():
+    grads = {}
+    for implementation in ("eager", "fusedmlp"):
+        model = training.with_lora(models.build("mixtral", implementation), experts=True)
+        ids, dy = models.batch()
+        model(ids).logits.backward(dy)
+        grads[implementation] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert len(grads["eager"]) == 16
+    for name, expected in grads["eager"].items():
+        torch.testing.assert_close(grads["fusedmlp"][name], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_accumulate_wgrad_grad_adds_into_grad(wgrad_gemms):
+    register(accumulate_wgrad="grad")
+    try:
+        model = models.build("mixtral", "fusedmlp")
+        for seed in (1, 2):
+            ids, dy = models.batch(seed=seed)
+            model(ids).logits.backward(dy)
+    finally:
+        register()
+    grads = {parameter.grad.data_ptr() for parameter in models.expert_parameters(model)}
+    assert {pointer for outputs in wgrad_gemms[4:] for pointer in outputs} == grads
+    expected = models.results(models.build("mixtral", "eager"))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_saved_models_load_with_either_implementation(tmp_path):
+    ids, _ = models.batch()
+    model = models.build("gpt_oss", "fusedmlp")
+    expected = model(ids).logits
+    model.save_pretrained(tmp_path)
+    for implementation in ("eager", "fusedmlp"):
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation=implementation)
+        assert again.config._experts_implementation == implementation
+        torch.testing.assert_close(again(ids).logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_generate():
+    ids, _ = models.batch()
+    options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    eager, fused = (models.build("qwen3_moe", name).eval().generate(ids, **options) for name in ("eager", "fusedmlp"))
+    assert fused.shape == (2, ids.shape[1] + 5)
+    assert torch.equal(fused, eager)
+
+
+def test_ids_of_other_ranks_contribute_nothing():
+    """As Transformers' expert parallelism calls it: `num_experts` stands for any expert of another rank."""
+    experts = models.build("mixtral", "eager").model.layers[0].mlp.experts
+    hidden, weights = torch.randn(5, 16), torch.rand(5, 2)
+    ids = torch.tensor([[0, 4], [4, 4], [1, 0], [4, 2], [3, 1]])
+    weights = weights.masked_fill(ids == 4, 0.0)
+    found = {}
+    for implementation in ("eager", "fusedmlp"):
+        experts.config._experts_implementation = implementation
+        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = experts(x, ids, w)
+        y.square().sum().backward()
+        found[implementation] = [y.detach(), x.grad, w.grad]
+    for ours, expected in zip(found["fusedmlp"], found["eager"], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_under_autocast_experts_compute_in_their_own_dtype():
+    """Norms give float32 there, also to bfloat16 experts."""
+    experts = models.build("mixtral", "fusedmlp", torch.bfloat16).model.layers[0].mlp.experts
+    x = torch.randn(5, 16, requires_grad=True)
+    ids, weights = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = experts(x, ids, weights)
+    y.sum().backward()
+    assert y.dtype == x.grad.dtype == torch.float32
+    torch.testing.assert_close(y, experts(x.bfloat16(), ids, weights).float())
+
+
+# Experts that differ from Mixtral's in what lies between fc1 and fc2, or in how their weights are stored.
+OTHERS = {
+    "AriaExperts": Activation("swiglu"),  # transposed
+    "BeamExperts": Activation("swiglu"),  # computes the gate in float32
+    "DeepseekV4Experts": Activation("swiglu", limit=1.25),
+    "Gemma4TextExperts": Activation("geglu_tanh"),
+    "Glm5NextTextExperts": Activation("swiglu", limit=1.25),
+    "GptOssExperts": Activation("swiglu", interleaved=True, limit=1.25, alpha=1.5, linear_offset=1.0),
+    "Lfm2MoeExperts": Activation("swiglu"),
+    "MiniMaxM3VLExperts": Activation("swiglu", limit=1.25, alpha=1.5, linear_offset=1.0),
+    "NemotronHExperts": Activation("relu2"),
+    "OpenAIPrivacyFilterExperts": Activation("swiglu", limit=1.25, alpha=1.5, linear_offset=1.0),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_experts_of_other_models_equal_their_own_eager_form(name):
+    experts = training.experts(name, experts_implementation="eager")
+    assert activation_of(experts) == OTHERS[name]
+    hidden, weights, dy = torch.randn(7, 16), torch.rand(7, 2), torch.randn(7, 16)
+    ids = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0], [3, 2], [0, 2]])  # expert 1 has no rows
+    found = {}
+    for implementation in ("eager", "fusedmlp"):
+        experts.config._experts_implementation = implementation
+        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
+        y = experts(x, ids, w)
+        grads = torch.autograd.grad(y, [x, w, *experts.parameters()], dy)
+        found[implementation] = [y.detach(), *grads]
+    for ours, expected in zip(found["fusedmlp"], found["eager"], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("MuseSparkExperts", {}, "MuseSparkExperts: fusedmlp has no norm between an expert and its routing weight"),
+        ("Inkling2Experts", {}, "Inkling2Experts: its activation is none .*Inkling2SoftcappedSwiGLU, gated"),
+        ("MixtralExperts", {"hidden_act": "tanh"}, "MixtralExperts: its activation is none .*Tanh, gated"),
+        ("MixtralExperts", {"hidden_act": "relu2"}, "MixtralExperts: its activation is none .*ReLUSquared.*, gated"),
+        ("NemotronHExperts", {"mlp_hidden_act": "sigmoid"}, "NemotronHExperts: .* none .*Sigmoid, not gated"),
+        ("NemotronHExperts", {"mlp_hidden_act": "prelu"}, "NemotronHExperts: its activation cannot be probed"),
+    ],
+)
+def test_what_cannot_be_expressed_raises_and_names_the_class(name, options, message):
+    experts = training.experts(name, experts_implementation="fusedmlp", **options)
+    with pytest.raises(NotImplementedError, match=message):
+        experts(torch.randn(2, 16), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
+    with pytest.raises(NotImplementedError, match=message):
+        register(SimpleNamespace(modules=lambda: [experts]))
+
+
+def test_an_activation_with_the_right_values_and_the_wrong_gradient_is_not_taken():
+    experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
+    experts.act_fn.forward = lambda gate: torch.nn.functional.silu(gate).detach() + gate - gate.detach()
+    with pytest.raises(NotImplementedError, match="MixtralExperts"):
+        activation_of(experts)
+
+
+def test_a_model_whose_experts_do_not_use_the_interface_is_refused():
+    with pytest.raises(ValueError, match=r"expected experts that use .* got a Llama4ForCausalLM without"):
+        register(training.llama4())
+
+
+def test_the_diff_in_the_readme_is_one_line():
+    diffs = re.findall(r"```diff\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (diff,) = (diff for diff in diffs if "from_pretrained" in diff)
+    (added,) = (line[1:] for line in diff.splitlines() if line.startswith("+"))
+    assert not [line for line in diff.splitlines() if line.startswith("-")]
+    model = models.build("mixtral", "eager")
+    exec(added, {"model": model})
+    assert model.config._experts_implementation == "fusedmlp"
+
+
+def test_the_example_trains_both_ways_alike():
+    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    table = {name: (float(plain.replace(",", "")), float(fused.replace(",", ""))) for name, plain, fused in cells[2:]}
+    for step in ("loss, first step", "loss, last step"):
+        assert table[step][0] == pytest.approx(table[step][1], abs=1e-3)
+    assert table["loss, last step"][0] < table["loss, first step"][0] - 0.5
+    assert table["copies of expert gradients by AccumulateGrad, per step"] == (0, 0)
+    assert table["adds to expert gradients by AccumulateGrad, per step"] == (4, 0)
+    assert all(figure > 0 for figure in table["ms per step, median"])

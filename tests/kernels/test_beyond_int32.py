@@ -1,0 +1,147 @@
+"""Places that 32 bits cannot count to, by stride or by index, in memory of which all but a few pages stay unused."""
+
+import numpy as np
+import pytest
+import torch
+import triton
+from support import experts as support
+
+from fusedmlp.activation import Activation
+from fusedmlp.kernels import routing
+from fusedmlp.kernels.combine import combine_
+from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
+from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.kernels.grouped_gemm import grouped_gemm_
+from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
+from fusedmlp.triton_impl import _options
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16
+COUNTS, PADDING = (3, 0, 2), 1
+R, T, H, F = 6, 4, 32, 16
+TOKENS = torch.tensor([3, 0, 2, 3, 1, 10**6], dtype=torch.int32, device=DEVICE)  # the last of a padding row
+FAR = 2**30
+
+
+@pytest.fixture(scope="module")
+def memory():
+    return torch.empty(8 * FAR, dtype=DTYPE, device=DEVICE)
+
+
+class Far:
+    """Matrices side by side in rows that are 2**30 elements apart, each beside a compact copy."""
+
+    def __init__(self, memory):
+        self.memory, self.column = memory, 0
+
+    def __call__(self, rows, columns, *, fill=None):
+        torch.manual_seed(self.column)
+        near = torch.randn(rows, columns, device=DEVICE).to(DTYPE) if fill is None else None
+        near = torch.full((rows, columns), fill, dtype=DTYPE, device=DEVICE) if near is None else near
+        far = self.memory.as_strided((rows, columns), (FAR, 1), self.column)
+        self.column += columns
+        return near, far.copy_(near)
+
+
+def weights(*shape):
+    return ExpertTensors.of([torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(DEVICE, DTYPE)], 2)
+
+
+def tiles():
+    return support.tiles_of(COUNTS, R, DEVICE)
+
+
+def same(*pairs):
+    for near, far in pairs:
+        assert torch.isfinite(near).all()
+        assert torch.equal(near, far)
+
+
+@pytest.mark.parametrize("rows", [None, TOKENS], ids=["permuted", "gathered"])
+def test_rows_of_the_forward(memory, rows):
+    far = Far(memory)
+    x = far(R if rows is None else T, H)
+    h, a, y = far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan")), far(R, H, fill=float("nan"))
+    act = _options(Activation("swiglu").encoded)
+    for i in range(2):
+        grouped_fc1_act_(h[i], a[i], x[i], weights(3, 2 * F, H), tiles(), act, rows_R=rows)
+        grouped_gemm_(y[i], a[i], weights(3, H, F), tiles())
+    same(h, a, y)
+
+
+@pytest.mark.parametrize("rows", [None, TOKENS], ids=["permuted", "gathered"])
+def test_rows_of_the_backward(memory, rows):
+    far = Far(memory)
+    dy = far(R if rows is None else T, H)
+    h, dh, a = far(R, 2 * F), far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan"))
+    act, probs = _options(Activation("swiglu").encoded), torch.rand(R, device=DEVICE)
+    dprobs = [
+        grouped_dgrad_act_(dh[i], a[i], dy[i], h[i], weights(3, H, F), tiles(), act, probs_R=probs, rows_R=rows)
+        for i in range(2)
+    ]
+    same(dh, a, dprobs)
+
+
+@pytest.mark.parametrize("gathered", ["dy", "x", None])
+def test_rows_of_a_weight_gradient(memory, gathered):
+    """The gathered operand's tokens, or all rows, lie at either end of more than 2**31 elements."""
+    many, offsets = 2**31 // 32 + 8, torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
+    near = {"dy": torch.randn(5, 32, device=DEVICE).to(DTYPE), "x": torch.randn(5, 48, device=DEVICE).to(DTYPE)}
+    far = {"dy": memory[: many * 32].view(many, 32), "x": memory[4 * FAR :][: many * 48].view(many, 48)}
+    operands, rows = dict(near), {}
+    if gathered:
+        where = torch.tensor([many - 1, 0, many - 2, 3, many - 5], device=DEVICE)
+        operands[gathered] = far[gathered]
+        operands[gathered][where] = near[gathered]
+        rows[f"{gathered}_rows"] = [where.int()]
+    else:  # the first expert's rows start far out, after rows that are nobody's
+        for name, operand in far.items():
+            operand[many - 5 :] = near[name]
+        operands = far
+    expected, got = torch.full((2, 3, 32, 48), float("nan"), device=DEVICE)
+    dws = [ExpertTensors.of([dw], 2) for dw in (expected, got)]
+    grouped_wgrad_(dws[0], None, [near["dy"]], [near["x"]], [offsets], accumulate=False)
+    if not gathered:
+        offsets = offsets + many - 5
+    grouped_wgrad_(dws[1], None, [operands["dy"]], [operands["x"]], [offsets], accumulate=False, **rows)
+    same((expected, got))
+
+
+def test_rows_of_a_token(memory):
+    far = Far(memory)
+    y, out = far(R, H), far(2, H, fill=float("nan"))
+    rows = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
+    for i in range(2):
+        combine_(out[i], y[i], rows)
+    same(out)
+
+
+if DEVICE == "cpu":  # for only the interpreter can be told which block it runs
+
+    def test_a_block_of_routing_far_out(memory, monkeypatch):
+        """The block after 2**30 positions (8 GB of ids) counts, and places from the rows that it is given."""
+        block, num_experts, bins = FAR // routing._BLOCK, 700, 1024
+        bytes_ = memory.view(torch.int8)
+        ids = bytes_[: 8 * (FAR + 64)].view(torch.int64)
+        ids[FAR:] = torch.arange(64) % 5 + 600
+        place = np.array([block], dtype=np.int32)
+        builder = triton.runtime.interpreter.interpreter_builder
+        handle = triton.runtime.interpreter.TensorHandle
+        monkeypatch.setattr(builder, "create_get_program_id", lambda axis: handle(place, triton.language.int32))
+        counts = torch.empty((block + 1) * (num_experts + 1), dtype=torch.int32)
+        sizes = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": routing._BLOCK}
+        routing._routing_counts_kernel[(1,)](ids, counts, ids.numel(), **sizes)
+        found = counts.view(block + 1, -1)[block]
+        assert torch.equal(found, ids[FAR:].bincount(minlength=num_experts + 1).int())
+        totals = torch.zeros(num_experts + 1, dtype=torch.int32)
+        totals[0], totals[600:605] = FAR, 13  # so those placed here come after 2**30 rows
+        found.zero_()
+        slots, rows = (torch.empty(FAR + 128, dtype=torch.int32) for _ in range(2))
+        offsets = torch.empty(num_experts + 1, dtype=torch.int32)
+        routing._routing_places_kernel[(1,)](
+            ids, counts, totals, offsets, slots, rows, ids.numel(), **sizes, CHUNK=routing._CHUNK
+        )
+        expected = FAR + torch.arange(64) % 5 * 13 + torch.arange(64) // 5
+        assert torch.equal(rows[FAR : FAR + 64].long(), expected)
+        assert torch.equal(slots[expected].long(), FAR + torch.arange(64))

@@ -1,0 +1,206 @@
+"""Experts under FSDP2 (`fully_shard`), against float64 in one process on the data of all ranks.
+
+Every rank runs `cells`, on the micro-batches of support/small_moe.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from support import tolerance
+from support.small_moe import EXPERTS, batch, initial, plain_output, stacked
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import fusedmlp
+from fusedmlp.integrations import fsdp2
+
+MICRO_BATCHES, STEPS, MAX_NORM = 3, 2, 0.2
+
+
+def plain_training(dtype, world_size):
+    """Gradients of every step (averaged over ranks, clipped) and the parameters at the end, computed in `dtype`.
+
+    The sum over micro-batches and the optimizer are in float64 for `dtype=float64`, else in float32.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    params = {name: nn.Parameter(p.detach().to(wide)) for name, p in initial(True).named_parameters()}
+    optimizer = torch.optim.SGD(params.values(), lr=0.1, momentum=0.9)
+    results = {}
+    for step in range(STEPS):
+        for param in params.values():
+            param.grad = torch.zeros_like(param)
+        for rank, micro_batch in itertools.product(range(world_size), range(MICRO_BATCHES)):
+            x, counts, probs, dy = batch(rank, step, micro_batch)
+            low = {name: p.to(dtype) for name, p in params.items()}
+            y = plain_output(low, x.to(dtype), counts, probs.to(dtype))
+            y.backward(dy[: sum(counts)].to(dtype) / world_size)
+        nn.utils.clip_grad_norm_(params.values(), MAX_NORM)
+        results |= {f"{name}, gradient of step {step}": p.grad.clone() for name, p in params.items()}
+        optimizer.step()
+    return {name: t.detach().double() for name, t in (results | params).items()}
+
+
+@dataclass(frozen=True)
+class Cell:
+    packed: bool
+    accumulate: str
+    precision: str  # "fp32", "bf16", "bf16, fp32 grads"
+    reshard: bool
+    checkpointed: bool
+    together: bool  # one group for the whole model, or one for the experts too
+
+    @property
+    def name(self):
+        return (
+            f"{'packed' if self.packed else 'per expert'} {self.accumulate} {self.precision} reshard={self.reshard} "
+            f"checkpoint={self.checkpointed} together={self.together}"
+        )
+
+
+def shard(model, precision, reshard, together):
+    policy = MixedPrecisionPolicy()
+    if precision != "fp32":
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
+        )
+    if not together:
+        fully_shard(model.experts, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
+    if precision == "bf16, fp32 grads":
+        fsdp2.accumulate_in(model)
+    return model
+
+
+def unsharded_grads(model):
+    """`.grad` of the unsharded parameters, by name: what waits for the last micro-batch."""
+    return {
+        p._param_fqn or p._module_info.param_name: p._unsharded_param.grad
+        for module in model.modules()
+        if isinstance(module, FSDPModule)
+        for p in module._get_fsdp_state()._fsdp_param_group.fsdp_params
+    }
+
+
+def train(cell):
+    """What `plain_training` returns, and what went wrong on the way."""
+    model = initial(cell.packed, cell.accumulate, checkpointed=cell.checkpointed)
+    shard(model, cell.precision, cell.reshard, cell.together)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    results, wrong = {}, []
+    low = torch.bfloat16 if "bf16" in cell.precision else torch.float32
+    for step in range(STEPS):
+        held = {}
+        for micro_batch in range(MICRO_BATCHES):
+            last = micro_batch == MICRO_BATCHES - 1
+            model.set_is_last_backward(last)
+            model.set_requires_gradient_sync(last)
+            x, counts, probs, dy = batch(dist.get_rank(), step, micro_batch)
+            model(x, counts, probs).backward(dy.to(low))
+            if last or cell.precision == "bf16":  # there FSDP2 itself keeps them, in another place
+                continue
+            waiting = {name: g for name, g in unsharded_grads(model).items() if "weight" in name and "fc" in name}
+            assert len(waiting) == (2 if cell.packed else 2 * EXPERTS)
+            for name, grad in waiting.items():
+                if grad is None:
+                    wrong.append(f"{name}: None after micro-batch {micro_batch}")
+                elif grad.dtype != torch.float32:
+                    wrong.append(f"{name}: {grad.dtype}")
+                elif cell.accumulate == "grad" and held.setdefault(name, grad.data_ptr()) != grad.data_ptr():
+                    wrong.append(f"{name}: a new .grad in micro-batch {micro_batch}")
+        if not all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters()):
+            wrong.append("a sharded gradient is missing, or not fp32")
+        nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        results |= {f"{name}, gradient of step {step}": g for name, g in stacked(grads, cell.packed).items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    final = {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return {name: t.double() for name, t in (results | stacked(final, cell.packed)).items()}, wrong
+
+
+def all_cells():
+    precisions = ["fp32", "bf16", "bf16, fp32 grads"]
+    for packed, accumulate, precision, reshard in itertools.product(
+        [True, False], ["off", "grad", "auto"], precisions, [True, False]
+    ):
+        if accumulate != "auto" or reshard:
+            yield Cell(packed, accumulate, precision, reshard, checkpointed=False, together=not packed)
+    for packed, accumulate in itertools.product([True, False], ["off", "grad"]):
+        yield Cell(packed, accumulate, "bf16, fp32 grads", True, checkpointed=True, together=False)
+
+
+def cells():
+    """How many cells ran, and what is wrong in which."""
+    expected = plain_training(torch.float64, dist.get_world_size())
+    low = {dtype: plain_training(dtype, dist.get_world_size()) for dtype in (torch.float32, torch.bfloat16)}
+    names, failures = [], {}
+    for cell in all_cells():
+        names.append(cell.name)
+        dtype = torch.bfloat16 if "bf16" in cell.precision else torch.float32
+        actual, wrong = train(cell)
+        try:
+            tolerance.assert_close(actual, expected, low[dtype], dtype)
+        except AssertionError as error:
+            wrong.append(str(error))
+        if wrong:
+            failures[cell.name] = wrong
+    return names, failures
+
+
+def refusals():
+    """What is refused, by the text of the error; None where nothing was raised."""
+
+    def message(function):
+        try:
+            function()
+        except (RuntimeError, ValueError) as error:
+            return str(error)
+        return None
+
+    def run(model):
+        x, counts, probs, dy = batch(0, 0, 0)
+        model(x, counts, probs).backward(dy)
+
+    def attach(module, args):
+        for param in module.experts.parameters():
+            param.main_grad = torch.zeros(param.shape)
+
+    def with_main_grad(accumulate):
+        model = shard(initial(True, accumulate), "fp32", True, True)
+        model.register_forward_pre_hook(attach)
+        run(model)
+
+    def buffer_before():
+        model = initial(True, "auto")
+        buffer = fusedmlp.MainGradBuffer(model.experts.parameters())
+        shard(model, "fp32", True, False)
+        buffer.zero_()
+        run(model)
+        with buffer.as_grad():
+            pass
+
+    def buffer_after():
+        fusedmlp.MainGradBuffer(shard(initial(True, "auto"), "fp32", True, True).parameters())
+
+    def partly():
+        model = initial(True)
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        fsdp2.accumulate_in(fully_shard(model, mp_policy=policy))
+
+    return {
+        "main_grad": message(lambda: run(shard(initial(True, "main_grad"), "fp32", True, False))),
+        "main_grad, attached to gathered parameters": message(lambda: with_main_grad("main_grad")),
+        "auto, attached to gathered parameters": message(lambda: with_main_grad("auto")),
+        "delayed, main_grad": message(lambda: run(shard(initial(True, "main_grad", delay=True), "fp32", True, False))),
+        "delayed, .grad": message(lambda: run(shard(initial(False, "off", delay=True), "fp32", True, True))),
+        "a buffer from before fully_shard": message(buffer_before),
+        "a buffer after fully_shard": message(buffer_after),
+        "accumulate_in without fully_shard": message(lambda: fsdp2.accumulate_in(initial(True))),
+        "accumulate_in, reduced in bf16": message(partly),
+        "a copy is not gathered": message(lambda: run(copy.deepcopy(initial(True, "auto", delay=True)))),
+    }

@@ -1,0 +1,260 @@
+"""`torch.compile(fullgraph=True)`: numbers, against plain autograd in float64; loads without recompilation; copies.
+
+Where gradients go is in tests/contract/test_compiled.py.
+"""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support import factory, moe, reference
+from support.tolerance import assert_close
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.library import opcheck
+from torch.profiler import profile
+
+import fusedmlp
+
+# Dynamo itself instantiates an autograd.Function while it traces one.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # imported by inductor
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+@pytest.fixture
+def compiled_functions(monkeypatch):
+    for name in ("grouped_mlp", "moe_experts"):
+        run = torch.compile(getattr(fusedmlp, name), fullgraph=True, backend="aot_eager", dynamic=True)
+        monkeypatch.setattr(fusedmlp, name, run)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_grouped_mlp_with_random_options(seed, compiled_functions, poison):
+    case = replace(factory.random_case(seed), delayed=False)
+    inputs = factory.Inputs(case)
+    expected, low_precision = (reference.grouped_mlp(inputs, dtype) for dtype in (torch.float64, case.dtype))
+    widest = max(case.dtype, case.main_grad_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    assert_close(factory.run(inputs, "torch", DEVICE), expected, low_precision, widest)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_moe_experts_with_random_options(seed, compiled_functions, poison):
+    case = replace(moe.random_case(seed), queue="none")
+    inputs = moe.Inputs(case)
+    expected, low_precision = (moe.reference(inputs, dtype) for dtype in (torch.float64, case.dtype))
+    widest = max(case.dtype, case.main_grad_dtype, case.weights_dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    assert_close(moe.run(inputs, "torch", DEVICE), expected, low_precision, widest)
+    assert counters["stats"]["unique_graphs"] > 0
+
+
+def test_triton_kernels_inside_a_graph(compiled_functions, poison):
+    case = factory.Case(bias=True)
+    inputs = factory.Inputs(case)
+    expected, low_precision = (reference.grouped_mlp(inputs, dtype) for dtype in (torch.float64, torch.float32))
+    assert_close(factory.run(inputs, "triton", DEVICE), expected, low_precision, torch.float32)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class Model(nn.Module):
+    """One layer of each kind; T tokens are also the rows of the last two. All sizes differ, so that shapes tell."""
+
+    E, K, H, F, OUT = 3, 2, 8, 5, 7
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.fc1 = nn.Parameter(torch.empty(self.E, 2 * self.F, self.H))
+        self.fc2 = nn.Parameter(torch.empty(self.E, self.H, self.F))
+        self.mlp = fusedmlp.GroupedMLP(self.E, self.H, 2 * self.F + 1, bias=True, packed=False)
+        self.linear = nn.Parameter(torch.empty(self.E, self.H, self.OUT))  # [in, out]
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.4)
+
+    def forward(self, x, ids, probs, counts):
+        h = fusedmlp.moe_experts(x, ids, probs, self.fc1, self.fc2).sin()
+        h = self.mlp(h, counts, probs[:, 0].contiguous()) + h
+        return fusedmlp.grouped_linear(h, self.linear, counts, weight_layout="in_out", accumulate_wgrad="off")
+
+    def loop(self, x, ids, probs, counts):
+        """The same in plain PyTorch."""
+
+        def expert(fc1, fc2, x):
+            return reference.activate("swiglu", x @ fc1.T) @ fc2.T
+
+        rows = []
+        for t in range(len(x)):
+            terms = [probs[t, k] * expert(self.fc1[e], self.fc2[e], x[t : t + 1]) for k, e in enumerate(ids[t])]
+            rows.append(sum(terms))
+        h = torch.cat(rows).sin()
+        mlp, ys, start = dict(self.mlp.named_parameters()), [], 0
+        for e, count in enumerate([*counts.tolist(), len(x) - sum(counts.tolist())]):
+            part, p = h[start : start + count], probs[start : start + count, :1]
+            if e == self.E:  # padding
+                ys.append(part.new_zeros(count, self.OUT) + 0 * part.sum())
+                continue
+            a = reference.activate("swiglu", part @ mlp[f"fc1.weight{e}"].T + mlp[f"fc1.bias{e}"])
+            a = p * (a @ mlp[f"fc2.weight{e}"].T + mlp[f"fc2.bias{e}"]) + part
+            ys.append(a @ self.linear[e])
+            start += count
+        return torch.cat(ys)
+
+    def fused(self):
+        return [self.fc1, self.fc2] + [p for name, p in self.mlp.named_parameters() if "weight" in name]
+
+
+def batch(tokens, seed, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(tokens, width, generator=generator).to(dtype) for width in (Model.H, Model.OUT))
+    ids = torch.randint(0, Model.E, (tokens, Model.K), generator=generator)
+    probs = torch.rand(tokens, Model.K, generator=generator).to(dtype)
+    counts = torch.bincount(torch.randint(0, Model.E, (tokens - 1,), generator=generator), minlength=Model.E)
+    return x.requires_grad_(), ids, probs.requires_grad_(), counts, dy
+
+
+LOADS = ((9, 1), (9, 2), (12, 3), (16, 4))  # tokens and seed; two micro-batches a step
+
+
+def train(model, forward, dtype=torch.float32, fused=True):
+    """Two steps of two micro-batches, forwards first; outputs and every gradient after each step, in float64."""
+    found = {}
+    for i, param in enumerate(model.fused() if fused else ()):
+        param.main_grad = torch.full_like(param, 0.5 + i, dtype=torch.float32, requires_grad=False)
+        if i < 2:
+            param.grad_added_to_main_grad = False
+    for step in range(2):
+        batches = [batch(*load, dtype) for load in LOADS[2 * step : 2 * step + 2]]
+        outputs = [forward(*inputs[:-1]) for inputs in batches]
+        for i, (y, inputs) in enumerate(zip(outputs, batches, strict=True)):
+            y.backward(inputs[-1])
+            found |= {f"{name} {step} {i}": t for name, t in (("y", y), ("dx", inputs[0].grad), ("dp", inputs[2].grad))}
+        for name, param in model.named_parameters():
+            is_fused = hasattr(param, "main_grad")
+            if is_fused:
+                assert param.grad is None or not param.grad.any()
+                assert getattr(param, "grad_added_to_main_grad", True)
+            grad = param.main_grad if is_fused else param.grad
+            offset = 0.5 + [id(p) for p in model.fused()].index(id(param)) if is_fused else 0.0
+            found[f"{name} {step}"] = grad.double() - offset
+            with torch.no_grad():
+                param -= 0.01 * (grad - offset)
+    return {name: t.detach().double() for name, t in found.items()}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_training_a_model_of_every_layer(backend):
+    model = Model()
+    exact, low, eager = (copy.deepcopy(model) for _ in range(3))
+    expected = train(exact.double(), exact.loop, torch.float64, fused=False)
+    low_precision = train(low, low.loop, fused=False)
+    assert_close(train(eager, eager), expected, low_precision, torch.float32)
+    compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
+    assert_close(train(model, compiled), expected, low_precision, torch.float32)
+    assert counters["stats"]["unique_graphs"] == 1  # of four loads
+
+    x, ids, probs, counts, dy = batch(20, 9)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x, ids, probs, counts), model(x, ids, probs, counts))
+    copies = {}
+    for name, forward in (("eager", model), ("compiled", compiled)):
+        y = forward(x, ids, probs, counts)
+        with profile(record_shapes=True) as profiled:
+            y.backward(dy)
+        shapes = [list(param.shape) for param in model.fused()]
+        copies[name] = sum(
+            event.key in ("aten::clone", "aten::copy_") and bool(event.input_shapes) and event.input_shapes[0] in shapes
+            for event in profiled.events()
+        )
+    assert (copies["compiled"] == copies["eager"]) == (backend == "inductor")
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_new_loads_compile_nothing(dynamic, main_grad):
+    model = Model()
+    if main_grad:
+        fusedmlp.MainGradBuffer(model.fused())
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    graphs = []
+    for tokens in (6, 9, 7, 30, 2, 64):
+        for seed in (1, 2):
+            *inputs, dy = batch(tokens, seed)
+            compiled(*inputs).backward(dy)
+            graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[2] <= (1 if dynamic else 2)
+    # Neither do another step's flags, dummies and gradients, nor another main_grad.
+    for param in model.parameters():
+        param.grad = None
+        if main_grad and hasattr(param, "main_grad"):
+            param.grad_added_to_main_grad, param.main_grad = False, torch.ones_like(param)
+    *inputs, dy = batch(10, 3)
+    compiled(*inputs).backward(dy)
+    assert counters["stats"]["unique_graphs"] == graphs[-1]
+
+
+def test_wrong_counts_raise_when_the_graph_runs():
+    model = fusedmlp.GroupedLinear(2, 4, 3)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    x = torch.randn(5, 4)
+    torch.testing.assert_close(compiled(x, torch.tensor([2, 3])), model(x, torch.tensor([2, 3])))
+    with pytest.raises(ValueError, match="expected a sum of at most 5"):
+        compiled(x, torch.tensor([3, 3]))
+    with pytest.raises(ValueError, match="expected no negative count"):
+        compiled(x, torch.tensor([3, -1]))
+
+
+def test_counts_as_a_list():
+    model = fusedmlp.GroupedLinear(2, 4, 3)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for counts in ([2, 3], [1, 4], [3, 2]):
+        x = torch.randn(5, 4)
+        torch.testing.assert_close(compiled(x, counts), model(x, counts))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_gradients_in_another_dtype_than_the_parameter():
+    model = fusedmlp.GroupedLinear(2, 4, 3, dtype=torch.bfloat16)
+    model.weight.grad_dtype = torch.float32
+    x, counts = torch.randn(5, 4, dtype=torch.bfloat16), torch.tensor([2, 3])
+    torch.compile(model, fullgraph=True, backend="aot_eager")(x, counts).sum().backward()
+    assert model.weight.grad.dtype == torch.float32
+    found, model.weight.grad = model.weight.grad, None
+    model(x, counts).sum().backward()
+    torch.testing.assert_close(found, model.weight.grad, rtol=0.01, atol=0.01)
+
+
+def test_operators_as_torch_library_sees_them():
+    ops = torch.ops.fusedmlp
+    weight, main_grad = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
+    forward = (torch.tensor([0, 1, 2], dtype=torch.int32), [weight], [main_grad], "weight", [1], True, True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others compare addresses of copies
+    assert set(opcheck(ops.enter_forward.default, forward, test_utils=checks).values()) == {"SUCCESS"}
+    offsets, keys = ops.enter_forward(*forward)
+    assert torch.equal(offsets, forward[0])
+    assert keys.tolist() == [[0, main_grad.data_ptr(), 0]]  # 0: frozen
+    backward = (torch.ones(2, 3), [main_grad], keys, "weight", [1])
+    assert set(opcheck(ops.enter_backward.default, backward).values()) == {"SUCCESS"}
+    assert ops.enter_backward(*backward).tolist() == [False]
+    for overwrite in (False, True):
+        arguments = ([main_grad], torch.tensor([overwrite]))
+        assert set(opcheck(ops.zero_where_.default, arguments).values()) == {"SUCCESS"}
+        ops.zero_where_(*arguments)
+        assert main_grad.any() != overwrite
+    weight.requires_grad_()
+    with pytest.raises(RuntimeError, match="expects a main_grad attribute"):
+        ops.enter_forward(*forward)
+    weight.main_grad = main_grad
+    _, keys = ops.enter_forward(*forward)
+    with pytest.raises(RuntimeError, match="this one must not"):  # no backward runs
+        ops.enter_backward(torch.ones(2, 3), [main_grad], keys, "weight", [1])

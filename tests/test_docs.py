@@ -1,0 +1,109 @@
+"""The pages: built strictly, every block of Python run, every command known to the command line or the Makefile."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import fusedmlp
+from fusedmlp.__main__ import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+# Why a command of a page is not run here: every other one is.
+NOT_RUN = {
+    "make demo": "test_demo.py runs the demo, in fewer steps",
+    "make test": "this is it",
+    "make lint": ".ci/run runs it",
+    "make hub": "tests/integrations/test_hub.py",
+    "python -m pytest": "it is part of this run",
+    "make bench": "test_bench.py runs what it runs, on a tiny layer",
+    "make kernels": ".ci/run runs it",
+    ".ci/run": "runs this",
+    "python -m fusedmlp doctor": "test_doctor.py",
+    "python -m fusedmlp kernels": "tests/kernels/test_compile.py, and .ci/run",
+}
+
+
+def blocks(page, language):
+    """Text of the code blocks of a page in one language, without their indentation."""
+    found = re.findall(rf"^( *)```{language}\b[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
+
+
+# What a page takes for granted, as code before its first block; `folder` is an empty one.
+GIVEN = {
+    "ddp": """
+        import torch
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self, experts):
+                super().__init__()
+                self.experts = experts
+        """,
+    "hub": """
+        from pathlib import Path
+        import torch
+        from fusedmlp.integrations import hub
+        hub.assemble(folder / "build" / "hub")
+        x, w, dy = torch.randn(8, 16), torch.randn(2, 32, 16), torch.randn(8, 32)
+        y, offsets, w.main_grad = torch.empty(8, 32), torch.tensor([0, 3, 8], dtype=torch.int32), torch.zeros_like(w)
+        """,
+}
+# Blocks, by page and place, that cannot run here.
+NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays the same step
+EDITS = {"cuda_graphs": ('device = "cuda"', 'device = "cpu"')}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """Those of one page follow each other, as a reader types them."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__", "folder": tmp_path}
+    exec(dedent(GIVEN.get(page.stem, "")), names)
+    try:
+        for place, block in enumerate(blocks(page, "python")):
+            if (page.stem, place) not in NEEDS_A_GPU:
+                exec(compile(block.replace(*EDITS.get(page.stem, ("", ""))), page.name, "exec"), names)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def _commands():
+    for page in PAGES:
+        for block in blocks(page, "(?:sh|bash|console)"):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.split(" #")[0].strip()
+                if command and not any(command.startswith(known) for known in NOT_RUN):
+                    yield pytest.param(command, id=f"{page.stem}: {command}")
+
+
+@pytest.mark.parametrize("command", list(_commands()))
+def test_commands_run(command, monkeypatch, capsys):
+    start = "python -m fusedmlp "
+    assert command.startswith(start), f"{command}: neither run here nor in NOT_RUN with a reason"
+    assert main(command.removeprefix(start).split()) == 0
+    assert capsys.readouterr().out
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in set(fusedmlp.__all__) - {"__version__"}:
+        assert f"::: fusedmlp.{name}\n" in page
+
+
+def test_the_site_builds_strictly(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", ".mkdocs.yml", "-d", tmp_path]
+    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    errors = (tmp_path / "errors" / "index.html").read_text(encoding="utf-8")
+    assert "expected main_grad on all experts or on none" in errors
+    switches = (tmp_path / "switches" / "index.html").read_text(encoding="utf-8")
+    assert "FUSEDMLP_DENSE_DUMMY" in switches
+    reference = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert "grad_added_to_main_grad" in reference

@@ -1,0 +1,177 @@
+"""`python -m fusedmlp doctor`."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fusedmlp import ops
+from fusedmlp.doctor import command, facts, selftest
+from fusedmlp.kernels import configs
+
+LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
+
+
+def _python(*arguments, **switches):
+    environment = os.environ | {"TRITON_INTERPRET": "0"} | switches
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+def test_the_report_as_json_and_its_exit_status():
+    done = _python("-m", "fusedmlp", "doctor", "--json", "--target", "sm_100")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["machine"]["torch"] == torch.__version__
+    assert report["kernels"]["layer"] == LAYER
+    assert [row["name"] for row in report["kernels"]["passes"]] == [
+        "fc1_act",
+        "fc2",
+        "dgrad_act",
+        "dx",
+        "wgrad fc2",
+        "wgrad fc1",
+    ]
+    assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
+    assert {row["name"]: row["ok"] for row in report["integrations"]}["Megatron-core"]
+    assert all(check["ok"] for check in report["self_test"]["checks"])
+    assert report["status"] == 0
+
+
+def test_a_wrong_switch_is_a_problem_with_its_own_exit_status():
+    done = _python("-m", "fusedmlp", "doctor", FUSEDMLP_DENSE_DUMMY="yes")
+    assert done.returncode == 2
+    assert "PROBLEM: FUSEDMLP_DENSE_DUMMY: expected 0 or 1; got 'yes'" in done.stdout
+
+
+_PATHS = """
+import json, sys, torch
+from fusedmlp.doctor import paths
+rows = []
+for target, options in json.loads(sys.argv[1]):
+    options["dtype"] = getattr(torch, options.get("dtype", "bfloat16"))
+    rows.append([[p.path, p.tile, p.why] for p in paths.passes(paths.Problem(**options), target)])
+print(json.dumps(rows))
+"""
+
+
+def test_paths_are_those_that_the_launchers_choose():
+    cases = [
+        ("sm_90", {}),
+        ("sm_80", {}),
+        ("sm_90", {"H": 2047}),
+        ("sm_90", {"dtype": "float32"}),
+        ("sm_90", {"weights": "separate"}),
+        ("sm_90", {"weights": "megatron"}),
+        ("sm_90", {"R": 640}),
+    ]
+    done = _python("-c", _PATHS, json.dumps(cases))
+    assert done.returncode == 0, done.stderr
+    tma, old, odd, fp32, separate, megatron, short = json.loads(done.stdout)
+    assert {path for path, _, _ in tma} == {"tma"}
+    assert {(path, why) for path, _, why in old} == {("pointer", "pointers: sm_80 has no TMA")}
+    assert {(path, why) for path, _, why in odd} == {("unaligned", "no vectors: H=2047 not a multiple of 16")}
+    assert [path for path, _, _ in fp32] == ["pointer"] * 4 + ["tma"] * 2
+    assert {why for _, _, why in fp32[:4]} == {"pointers: no configuration with descriptors for torch.float32"}
+    assert {path for path, _, _ in separate} == {"pointer"}
+    assert {why for _, _, why in separate} == {"pointers: experts lie in allocations of their own"}
+    assert [path for path, _, _ in megatron[:4]] == ["tma"] * 4  # evenly spaced, from the last expert to the first
+    assert "tma" not in [path for path, _, _ in megatron[4:]]  # its main_grad starts 4 bytes late
+    assert "an address is not a multiple of 16 bytes" in megatron[5][2]
+    assert [tile for _, tile, _ in short[:4]] != [tile for _, tile, _ in tma[:4]]
+
+
+# Output index of the operators that a step runs, by what the self-test calls it.
+_OUTPUTS = {
+    "y": ("grouped_mlp", 0),
+    "dx": ("grouped_mlp_backward_", 0),
+    "dprobs": ("grouped_mlp_backward_", 1),
+}
+_WRITTEN = {"dfc1": 0, "dfc2": 1, "db1": 2, "db2": 3}  # arguments of grouped_mlp_backward_
+
+
+@pytest.mark.parametrize("result", [*_OUTPUTS, *_WRITTEN])
+@pytest.mark.parametrize("breakage", ["one element is off", "one element is NaN"])
+def test_the_self_test_sees_a_broken_operator(result, breakage, monkeypatch):
+    name, index = _OUTPUTS.get(result, ("grouped_mlp_backward_", _WRITTEN.get(result)))
+    operator = getattr(ops, name)
+
+    def broken(*args):
+        results = operator(*args)
+        tensor = args[index][0] if result in _WRITTEN else results[index]
+        tensor.view(-1)[5] += 1e-2 if breakage == "one element is off" else float("nan")
+        return results
+
+    monkeypatch.setattr(ops, name, broken)
+    checks, _ = selftest.run()
+    assert {check.result for check in checks if not check.ok} == {result}
+    assert {check.implementation for check in checks} == {"torch", "triton"}  # under the interpreter, as tests are
+
+
+def test_the_self_test_sees_a_gradient_that_is_not_fused(monkeypatch):
+    monkeypatch.setattr("fusedmlp.main_grad._mark_fused", lambda *_: None)
+    checks, seconds = selftest.run()
+    assert {check.result for check in checks if not check.ok} == {"dfc1", "dfc2"}
+    assert seconds > 0
+
+
+def test_an_operator_that_raises_does_not_end_the_report(monkeypatch):
+    monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *_: 1 / 0)
+    checks, _ = selftest.run()
+    assert {(check.result, check.ok, check.raised) for check in checks} == {
+        ("all", False, "ZeroDivisionError: division by zero")
+    }
+
+
+def test_wrong_numbers_have_their_own_exit_status(monkeypatch, capsys):
+    wrong = selftest.Check("torch", "cpu", "dx", float("nan"), 1e-6)
+    monkeypatch.setattr(selftest, "run", lambda: ([wrong], 0.1))
+    assert command.run(LAYER, None, as_json=False) == 1
+    printed = capsys.readouterr().out
+    assert "error nan, allowed 1.0e-06  WRONG" in printed
+    assert "The numbers are wrong" in printed
+
+
+def test_old_versions_are_problems(monkeypatch):
+    monkeypatch.setattr(facts, "_version", {"torch": "2.10.1+cu128", "triton": "3.6.0"}.get)
+    assert facts.machine().problems == ["torch: expected 2.11 or newer; got 2.10.1+cu128"]
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """A stand-in for a GPU; returns what `torch.cuda.get_device_capability` says, to be changed."""
+    capability = [9, 0]
+    properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(facts, "_driver", lambda: "580.1")
+    configs.architecture.cache_clear()
+    yield capability
+    configs.architecture.cache_clear()
+
+
+def test_a_gpu_is_described(one_gpu):
+    machine = facts.machine()
+    assert (machine.gpu, machine.memory_bytes, machine.multiprocessors) == ("NVIDIA H100", 80 * 2**30, 132)
+    assert (machine.driver, machine.implementation, machine.problems) == ("580.1", "triton", [])
+
+
+def test_a_gpu_that_is_too_old_is_a_problem(one_gpu, monkeypatch):
+    one_gpu[:] = [7, 5]
+    monkeypatch.setattr(configs.triton.knobs.runtime, "interpret", False)
+    (problem,) = facts.machine().problems
+    assert "expected compute capability 8.0 or newer; got 7.5" in problem
+
+
+def test_an_integration_that_cannot_be_imported_says_why(monkeypatch):
+    missing = ("Nothing", "no-such-package", "no_such_package.core", "fusedmlp.integrations.megatron")
+    broken = ("Broken", "torch", "torch", "fusedmlp.integrations.no_such_module")
+    monkeypatch.setattr(facts, "_INTEGRATIONS", (missing, broken))
+    rows = facts.integrations()
+    assert [row.ok for row in rows] == [False, False]
+    assert rows[0].why_not == "not installed: pip install no-such-package"
+    assert "ModuleNotFoundError: No module named 'fusedmlp.integrations.no_such_module'" in rows[1].why_not
