@@ -45,6 +45,41 @@ GIVEN = {
                 super().__init__()
                 self.experts = experts
         """,
+    "compile": """
+        import torch
+        import fusedmlp
+        x, tokens_per_expert = torch.randn(32, 64), torch.full((8,), 4)
+        """,
+    "errors_in_backward": """
+        import torch
+        import fusedmlp
+        experts, queue = fusedmlp.GroupedMLP(2, 4, 8), fusedmlp.WgradQueue()
+        buffer = fusedmlp.MainGradBuffer(experts.parameters())
+        weights = experts.fc1.weight, experts.fc2.weight
+        batches = [torch.randn(6, 4) for _ in range(3)]
+        def model(batch):
+            if batch is batches[1]:
+                raise torch.OutOfMemoryError("for the example")
+            return fusedmlp.grouped_mlp(batch, *weights, [4, 2], wgrad_queue=queue).square().sum()
+        """,
+    "fsdp2": """
+        import torch
+        import fusedmlp
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList(fusedmlp.GroupedMLP(2, 8, 16, accumulate_wgrad="grad") for _ in "ab")
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x, [4, 2])
+                return x
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = torch.randn(2, 2, 6, 8, dtype=torch.bfloat16)
+        def loss(model, batch):
+            return model(batch).float().square().mean()
+        """,
     "hub": """
         from pathlib import Path
         import torch
@@ -59,6 +94,7 @@ NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays t
 EDITS = {"cuda_graphs": ('device = "cuda"', 'device = "cpu"')}
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Those of one page follow each other, as a reader types them."""
