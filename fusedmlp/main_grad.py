@@ -261,8 +261,9 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         )
     if inside_backward():
         _outermost_backward()
-    else:  # whatever is left was interrupted
-        _running.backwards.clear()
+    else:  # what is left was interrupted while it ended
+        while _running.backwards:
+            _running.backwards.popitem()[1].end()
     ddp = DistributedDataParallel._get_active_ddp_module()
     if not torch.is_grad_enabled():
         if ddp is not None:
@@ -518,6 +519,12 @@ class _Backward:
         self.hooks: list[Any] = []  # to be removed
         self.over = False
 
+    def end(self) -> None:
+        """Make sure that nothing of it lasts."""
+        self.over = True
+        for hook in self.hooks:
+            hook.remove()
+
 
 class _End:
     """Callback for the end of a backward. The engine alone holds it, and lets go of it also if the backward fails.
@@ -534,9 +541,8 @@ class _End:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     def __del__(self) -> None:
-        self._backward.over = True
-        for hook in self._backward.hooks:
-            hook.remove()
+        if hasattr(self, "_backward"):  # not interrupted in __init__
+            self._backward.end()
 
 
 class _Running(threading.local):

@@ -65,6 +65,7 @@ class MainGradBuffer:
     ) -> None:
         self.params = list(params)
         self._lent = False  # inside as_grad
+        self._zeroed = False  # a step began with zero_()
         self._check(dtype)
         starts, end = [], 0
         for param in self.params:
@@ -106,6 +107,7 @@ class MainGradBuffer:
         self._refuse_lent("zero_()")
         self._refuse_taken_away()
         self.flat.zero_()
+        self._zeroed = True
         for param in self.params:
             param.grad = None
             expect_no_overwrite(param)
@@ -178,7 +180,7 @@ class MainGradBuffer:
     def _refuse_no_gradient(self) -> None:
         """Parameters that a model no longer has keep their main_grad, at zero; others have its gradients."""
         arrived = (p.grad is not None or getattr(p, "grad_added_to_main_grad", True) for p in self.params)
-        if not any(arrived) and not self.flat.any():
+        if self._zeroed and not any(arrived) and not self.flat.any():
             raise RuntimeError(
                 "params: expected a gradient for at least one since zero_(); got none, so that the model has others "
                 "now (after fully_shard, load_state_dict(assign=True) or copy.deepcopy, make a new MainGradBuffer)"

@@ -33,7 +33,7 @@ def _unsharded_params() -> list[Tensor]:
     params = []
     for state in states:
         if isinstance(state, FSDPState):
-            several = hasattr(state, "_fsdp_param_groups")
-            for group in state._fsdp_param_groups if several else [state._fsdp_param_group]:
+            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for group in filter(None, groups):
                 params += [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
     return params

@@ -134,9 +134,9 @@ def _grouped_wgrad_kernel(
                 left, right, offsets = left_ptr, right_ptr, offsets_ptr
                 left_rows, right_rows = left_rows_ptr, right_rows_ptr
                 if segments_ptr is not None:
+                    offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
                     left = segment_base(left_desc, left_ptr, segments_ptr + s, SEGMENTS_ALIGNED)
                     right = segment_base(right_desc, right_ptr, segments_ptr + num_segments + s, SEGMENTS_ALIGNED)
-                    offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
                     rows = segments_ptr + 3 * num_segments + s
                     if left_rows_ptr is not None:
                         left_rows = tl.load(rows).to(tl.pointer_type(left_rows_ptr.dtype.element_ty))

@@ -16,7 +16,7 @@ import fusedmlp
 from fusedmlp import ops, wgrad_queue
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-KINDS = ("mlp", "linear")
+KINDS = ("mlp", "linear", "moe")
 WAYS = {  # the mode; whether a queue fuses micro-batches, None without a queue; whether weights are packed
     "main_grad": ("main_grad", None, True),
     "main_grad, fused queue": ("main_grad", True, False),

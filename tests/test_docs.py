@@ -4,8 +4,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
+import torch
 
 import fusedmlp
 from fusedmlp.__main__ import main
@@ -17,6 +19,8 @@ NOT_RUN = {
     "make demo": "test_demo.py runs the demo, in fewer steps",
     "make test": "this is it",
     "make lint": ".ci/run runs it",
+    "make hub": "tests/integrations/test_hub.py",
+    "python -m pytest": "it is part of this run",
     "make bench": "test_bench.py runs what it runs, on a tiny layer",
     "make kernels": ".ci/run runs it",
     ".ci/run": "runs this",
@@ -31,13 +35,43 @@ def blocks(page, language):
     return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
 
 
+# What a page takes for granted, as code before its first block; `folder` is an empty one.
+GIVEN = {
+    "ddp": """
+        import torch
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self, experts):
+                super().__init__()
+                self.experts = experts
+        """,
+    "hub": """
+        from pathlib import Path
+        import torch
+        from fusedmlp.integrations import hub
+        hub.assemble(folder / "build" / "hub")
+        x, w, dy = torch.randn(8, 16), torch.randn(2, 32, 16), torch.randn(8, 32)
+        y, offsets, w.main_grad = torch.empty(8, 32), torch.tensor([0, 3, 8], dtype=torch.int32), torch.zeros_like(w)
+        """,
+}
+# Blocks, by page and place, that cannot run here.
+NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays the same step
+EDITS = {"cuda_graphs": ('device = "cuda"', 'device = "cpu"')}
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Those of one page follow each other, as a reader types them."""
     monkeypatch.chdir(tmp_path)
-    names = {"__name__": "__main__"}
-    for block in blocks(page, "python"):
-        exec(compile(block, page.name, "exec"), names)
+    names = {"__name__": "__main__", "folder": tmp_path}
+    exec(dedent(GIVEN.get(page.stem, "")), names)
+    try:
+        for place, block in enumerate(blocks(page, "python")):
+            if (page.stem, place) not in NEEDS_A_GPU:
+                exec(compile(block.replace(*EDITS.get(page.stem, ("", ""))), page.name, "exec"), names)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 def _commands():

@@ -1,5 +1,7 @@
 """MainGradBuffer: layout, clipping, and stepping any torch optimizer from it."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -171,3 +173,18 @@ def test_a_main_grad_that_was_taken_away_is_noticed(how, call):
         RuntimeError, match=rf"params\[{place}\]: expected the main_grad .* got {what}, .* new MainGradBuffer"
     ):
         calls[call]()
+
+
+@pytest.mark.parametrize("call", ["norm", "as_grad"])
+def test_a_step_without_any_gradient_is_noticed(call):
+    """As where the model's parameters are no longer those of the buffer."""
+    model = GroupedMLP(3, 4, 5)
+    buffer = MainGradBuffer(model.parameters())
+    calls = {"norm": buffer.norm, "as_grad": lambda: buffer.as_grad().__enter__()}
+    buffer.zero_()
+    x = torch.randn(5, 4)
+    copy.deepcopy(model)(x, [3, 0, 2]).sum().backward()
+    with pytest.raises(RuntimeError, match=r"expected a gradient for at least one since zero_\(\); got none"):
+        calls[call]()
+    model(0 * x, [3, 0, 2]).sum().backward()  # a gradient of zeros is one
+    calls[call]()

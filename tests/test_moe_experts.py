@@ -15,34 +15,48 @@ IMPLS = ("torch", "triton")
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def check(case):
+def check(case, impls=IMPLS):
     inputs = Inputs(case)
     expected, low_precision = moe.reference(inputs, torch.float64), moe.reference(inputs, case.dtype)
     widest = max(case.dtype, case.main_grad_dtype, case.weights_dtype, key=lambda dtype: torch.finfo(dtype).eps)
-    for impl in IMPLS:
+    for impl in impls:
         assert_close(moe.run(inputs, impl, DEVICE), expected, low_precision, widest)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_random_case(seed):
-    check(moe.random_case(seed))
+    check(moe.random_case(seed), IMPLS if seed % 5 == 0 else ["torch"])  # interpreted kernels are slow
 
 
 @pytest.mark.parametrize("activation", GATED + UNGATED)
 def test_activation(activation):
-    check(Case(activation=activation, bias=True))
+    check(Case(activation=activation, bias=True), IMPLS if activation in ("geglu", "relu2") else ["torch"])
 
 
 def test_gpt_oss_activation():
     options = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "linear_offset": 1.0}
-    check(Case(T=11, H=24, F=20, options=options, bias=True, dtype=torch.bfloat16))
+    check(Case(H=24, F=20, options=options, bias=True, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("queue", ["none", "delayed", "fused"])
 @pytest.mark.parametrize("mode", moe.MODES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_every_way_to_accumulate(mode, queue, packed):
-    check(Case(mode=mode, queue=queue, packed=packed, bias=True, microbatches=3, dtype=torch.bfloat16))
+    check(Case(mode=mode, queue=queue, packed=packed, bias=True, microbatches=3, dtype=torch.bfloat16), ["torch"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "queue", "packed"),
+    [
+        ("main_grad", "fused", False),
+        ("overwrite", "delayed", True),
+        ("grad", "none", False),
+        ("no grad yet", "fused", True),
+        ("off", "none", True),
+    ],
+)
+def test_ways_to_accumulate_on_triton(mode, queue, packed):
+    check(Case(mode=mode, queue=queue, packed=packed, microbatches=2, dtype=torch.bfloat16), ["triton"])
 
 
 @pytest.mark.parametrize(
@@ -65,21 +79,20 @@ def test_routing(case):
     check(case)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint32, torch.uint64])
-def test_ids_of_any_integer_dtype(impl, dtype):
+def test_ids_of_any_integer_dtype(dtype):
     inputs = Inputs(Case())
-    expected = moe.run(inputs, impl, DEVICE)
+    expected = moe.run(inputs, "torch", DEVICE)
     for batch in inputs.microbatches:
         batch.ids = torch.where(batch.ids < 0, 100, batch.ids).to(dtype)
-    for name, tensor in moe.run(inputs, impl, DEVICE).items():
+    for name, tensor in moe.run(inputs, "torch", DEVICE).items():
         assert torch.equal(tensor, expected[name]), name
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("queue", ["none", "fused"])
 def test_the_same_bits_every_time(impl, queue):
-    case = Case(T=50, K=4, E=3, H=16, bias=True, dtype=torch.bfloat16, queue=queue, microbatches=2)
+    case = Case(T=20, K=4, E=3, H=16, bias=True, dtype=torch.bfloat16, queue=queue, microbatches=2)
     first, second = (moe.run(Inputs(case), impl, DEVICE) for _ in range(2))
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor), name
@@ -99,7 +112,7 @@ def test_the_order_of_tokens_changes_no_tokens_bits(impl):
         torch.testing.assert_close(got[name], expected[name][order], rtol=1e-6, atol=1e-6)
 
 
-def layer(T=64, K=8, E=4, H=32, F=2, dtype=torch.float32):
+def layer(T=16, K=8, E=4, H=32, F=2, dtype=torch.float32):
     """More choices than `F` is wide, so that a copy of `hidden_states` per row would be most of what is kept."""
     x = torch.randn(T, H, dtype=dtype, device=DEVICE, requires_grad=True)
     ids = torch.randint(0, E, (T, K), device=DEVICE)

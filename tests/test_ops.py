@@ -10,7 +10,6 @@ from fusedmlp.mlp_types import MLPGrads
 OPS = torch.ops.fusedmlp
 SWIGLU = fusedmlp.Activation("swiglu").encoded
 IMPLS = ("torch", "triton")
-ROUTED_IMPLS = ("torch",)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -48,7 +47,7 @@ def test_expert_offsets(impl):
     assert offsets.dtype == torch.int32
 
 
-@pytest.mark.parametrize("impl", ROUTED_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_route(impl, dtype):
     ids = torch.tensor([[2, 0], [5, 2], [0, 2], [3, 4]], dtype=dtype, device=DEVICE)
@@ -59,7 +58,7 @@ def test_route(impl, dtype):
     assert {offsets.dtype, slots.dtype, rows.dtype} == {torch.int32}
 
 
-@pytest.mark.parametrize("impl", ROUTED_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 def test_route_takes_ids_outside_for_nobodys_at_any_magnitude(impl):
     ids = torch.tensor([[-1, 1, 2**32, 2**31, -(2**63), 2**63 - 1, 0]], device=DEVICE)
     offsets, slots, _ = OPS.route(ids, 2, impl)
@@ -67,7 +66,7 @@ def test_route_takes_ids_outside_for_nobodys_at_any_magnitude(impl):
     assert slots.tolist() == [6, 1, 0, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("impl", ROUTED_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_combine(impl, dtype):
     y = torch.randn(6, 5, device=DEVICE).to(dtype)
@@ -147,7 +146,7 @@ def gathered(tensors):
     return tensors | {"x": tensors["token_x"][index], "dy": tensors["token_dy"][index]}
 
 
-@pytest.mark.parametrize("impl", ROUTED_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("gathers", ["dy", "x", "both"])
 def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
     plain = gathered(tensors)
@@ -165,7 +164,7 @@ def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
     torch.testing.assert_close(dw, expected)
 
 
-@pytest.mark.parametrize("impl", ROUTED_IMPLS)
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("keep", [True, False])
 def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
     t, results = tensors, {}

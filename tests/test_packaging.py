@@ -32,7 +32,7 @@ def archives(tmp_path_factory):
 
 
 def _modules(folder):
-    return {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
+    return {path.relative_to(ROOT).as_posix() for kind in ("py", "toml") for path in (ROOT / folder).rglob(f"*.{kind}")}
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(archives):

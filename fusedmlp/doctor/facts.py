@@ -133,6 +133,7 @@ _INTEGRATIONS = (
     ("Transformers", "transformers", "transformers", "fusedmlp.integrations.transformers"),
     ("torchtitan", "torchtitan", "torchtitan", "fusedmlp.integrations.torchtitan"),
     ("PyTorch DDP", "torch", "torch.distributed", "fusedmlp.integrations.ddp"),
+    ("PyTorch FSDP2", "torch", "torch.distributed", "fusedmlp.integrations.fsdp2"),
 )
 
 

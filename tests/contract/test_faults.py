@@ -198,6 +198,7 @@ def test_an_owner_that_overwrites_still_does_after_a_failure(handed_over, make_l
         param.main_grad.fill_(float("nan"))
     other, (x, dy) = make_layer(), layer.batch(1)
 
+    @torch.enable_grad()
     def twice(_):  # in one backward, of which the user catches the failure
         with failing(ops, "grouped_mlp_backward_"), pytest.raises(Boom):
             layer.backward(1)
@@ -213,11 +214,12 @@ def test_a_backward_inside_another_keeps_what_the_outer_one_will_take_back(make_
     layer, other = make_layer(), make_layer()
     layer.attach(False)
     other.attach(False)
-    real = ops.grouped_mlp_backward_
+    real, (x, dy) = ops.grouped_mlp_backward_, other.batch(1)
+    y = other(x, is_first_microbatch=True)
 
     def nested(*_):
         ops.grouped_mlp_backward_ = real
-        other.backward(1, is_first_microbatch=True)
+        y.backward(dy)
         raise Boom
 
     with pytest.MonkeyPatch.context() as patch:
@@ -389,24 +391,33 @@ def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentran
             layer.backward_dw()
         return [param.main_grad.clone() for param in buffer.params]
 
+    def differ(a, b):
+        return all((p - q).abs().max() > 1e-3 for p, q in zip(a, b, strict=True))
+
+    with pytest.raises(Boom):
+        step(at=0)
+    first = finish()
+    discard()
     step()
     places, right = fault.places, finish()
     assert {"unpack", "user's backward", "node hook", "backward hook", "post-accumulate hook"} < set(places)
     discard()
-    model_first = [m / 1 for m in right]  # both micro-batches
     for at in range(len(places)):
         with pytest.raises(Boom):
             step(at)
-        if delayed:  # fc1 and fc2 of a layer, once for each micro-batch, or not at all
-            assert {len(layer.wgrad_queue) for layer in model.layers} <= {2, 4}
+        landed = finish()
+        for both in (slice(0, 2), slice(2, 4)):
+            assert_close(landed[both], right[both] if differ(landed[both], first[both]) else first[both])
         discard()
         step()
-        assert_close(finish(), model_first)
+        assert_close(finish(), right)
         discard()
 
 
-@DELAYED
-@pytest.mark.parametrize("owner", ["zeroes", "overwrites", "overwrites each backward"])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
+@pytest.mark.parametrize(
+    ("owner", "delayed"), [("zeroes", True), ("overwrites", False), ("overwrites each backward", True)]
+)
 def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, make_layer, assert_close):
     """Also while its traceback is kept, and with it every local variable."""
     layers = [make_layer(), make_layer()]  # of which the second one is never interrupted
@@ -417,9 +428,7 @@ def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, 
             param.overwrite_main_grad = owner == "overwrites each backward"
 
     def step(layer):
-        layer.backward(1, wgrad_queue=queue, is_first_microbatch=owner == "overwrites")
-        if owner != "overwrites each backward":
-            layer.backward(2, wgrad_queue=queue)
+        layer.backward(wgrad_queue=queue, is_first_microbatch=owner == "overwrites")
         if queue:
             queue.run()
 
@@ -431,17 +440,16 @@ def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, 
         if queue is not None:
             queue.clear()
 
-    seeds = (1,) if owner == "overwrites each backward" else (1, 2)
+    wgrads = layers[0].wgrads()
     kept, line = [], 0
-    while not kept or kept[-1] is not None:
-        kept.append(interrupted(lambda: step(layers[0]), line))
+    while interrupted(lambda: step(layers[0]), line, kept):
         flags = {(p.grad_added_to_main_grad, p.grad is not None) for p in layers[0].params}
         assert flags in ({(False, False)}, {(True, True)}), kept[-1]
-        assert not queue or len(queue) in (1, 2, 4)
+        assert not queue or len(queue) in (1, 2)
         for layer in reversed(layers):
             discard(layer)
             step(layer)
-            assert_close(layer.main_grads(), layer.wgrads(*seeds))
+            assert_close(layer.main_grads(), wgrads)
         discard(layers[0])
-        line += 3
-    assert line > 300
+        line += 1
+    assert len(kept) > 100

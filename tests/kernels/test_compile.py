@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -49,9 +50,10 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
     _, rows = sm_90
     assert all(set(row) == KEYS for row in rows)
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32", "tf32"}
-    assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == {"tma", "pointer", "unaligned"}
+    assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == set(get_args(configs.Path))
     gemms = {"grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act", "grouped_wgrad"}
-    assert {row["kernel"] for row in rows} >= gemms | {"expert_offsets", "tile_schedule"}
+    routing = {"routing_counts", "routing_sums", "routing_places", "combine"}
+    assert {row["kernel"] for row in rows} >= gemms | routing | {"expert_offsets", "tile_schedule"}
     for kernel in gemms:
         found = [row["tensor_core_instructions"] for row in rows if row["kernel"] == kernel and row["dtype"] == "bf16"]
         assert len(found) > 5
@@ -117,6 +119,8 @@ def test_a_fit_kernel_passes_the_same_way():
         ({"tensor_core": {}}, "pointer", "fp32", None),
         ({}, "tma", "bf16", "TMA"),
         ({"tma": 3}, "tma", "bf16", None),
+        ({}, "gather", "bf16", "TMA"),
+        ({"tma": 3}, "gather", "bf16", None),
         ({"tensor_memory": 513}, "pointer", "bf16", "tensor memory"),
         ({"shared": 232_449}, "pointer", "bf16", "shared memory"),
         ({"shared": 232_448}, "pointer", "bf16", None),

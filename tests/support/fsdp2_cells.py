@@ -66,10 +66,7 @@ def shard(model, precision, reshard, together):
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=True,
-            output_dtype=torch.bfloat16,
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
         )
     if not together:
         fully_shard(model.experts, mp_policy=policy, reshard_after_forward=reshard)
@@ -182,6 +179,7 @@ def refusals():
         model = initial(True, "auto")
         buffer = fusedmlp.MainGradBuffer(model.experts.parameters())
         shard(model, "fp32", True, False)
+        buffer.zero_()
         run(model)
         with buffer.as_grad():
             pass

@@ -1,24 +1,26 @@
-"""An exception at any line of the library, as an interrupt of the user's would raise it."""
+"""An exception at any line of the library that handles gradients, as an interrupt of the user's would raise it."""
 
 import sys
-from pathlib import Path
 
-import fusedmlp
+from fusedmlp import autograd, functional, main_grad, main_grad_buffer, wgrad_queue
 
-LIBRARY = str(Path(fusedmlp.__file__).parent)
+FILES = {module.__file__ for module in (autograd, functional, main_grad, main_grad_buffer, wgrad_queue)}
 
 
 class Interrupted(BaseException):
     """Like KeyboardInterrupt."""
 
 
-def interrupted(call, line):
-    """Run `call` and raise at the given line that the library executes in it, from 0; the exception, or None."""
+def interrupted(call, line, kept):
+    """Run `call` and raise at the given line that those files execute in it, from 0; whether it got there.
+
+    The exception goes to the list `kept`, unless Python swallows it (in `__del__`).
+    """
     executed = 0
 
     def trace(frame, event, _):
         nonlocal executed
-        if not frame.f_code.co_filename.startswith(LIBRARY):
+        if frame.f_code.co_filename not in FILES:
             return None
         if event == "line":
             executed += 1
@@ -31,7 +33,7 @@ def interrupted(call, line):
     try:
         call()
     except Interrupted as error:
-        return error
+        kept.append(error)
     finally:
         sys.settrace(before)
-    return None
+    return executed > line
