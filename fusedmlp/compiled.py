@@ -144,14 +144,8 @@ class _MLP(autograd.GroupedMLP):
     jvp = torch.autograd.Function.jvp
 
 
-def run(
-    function: type[torch.autograd.Function],
-    call: Call,
-    weights: dict[str, Experts],
-    tensors: Sequence[Tensor | None],
-    first_microbatch: bool,
-) -> Tensor:
-    """The layer inside a graph; `tensors` as `function` takes them.
+def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None], first_microbatch: bool) -> Tensor:
+    """The layer inside a graph; `tensors` as its `autograd.Function` takes them.
 
     Raises:
         RuntimeError: what cannot be had in a graph: delayed weight gradients, Megatron-FSDP's buffers.
@@ -182,6 +176,6 @@ def run(
     )
     # fmt: on
     flat = [tensor for group in parameters for tensor in group]
-    inside: type[torch.autograd.Function] = _MLP if function is autograd.GroupedMLP else _Linear
-    y: Tensor = inside.apply(traced, *flat, x, offsets, *rest)
+    function: type[torch.autograd.Function] = _MLP if call.activation else _Linear
+    y: Tensor = function.apply(traced, *flat, x, offsets, *rest)
     return y

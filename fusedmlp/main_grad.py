@@ -378,7 +378,7 @@ def enter_traced_backward(groups: Sequence[tuple[str, Sequence[TracedKey]]], dev
         Per parameter: whether main_grad is to be zeroed first.
     """
     running: Any = torch._C._current_autograd_node()
-    edges = () if running is None else running.next_functions
+    edges: Any = () if running is None else running.next_functions
     accumulating: list[Any] = [node for node, _ in edges if isinstance(node, _AccumulateGrad)]
     nodes = {id(node.variable): node for node in accumulating}
     overwrites = []

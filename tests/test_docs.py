@@ -37,6 +37,13 @@ def blocks(page, language):
 
 # What a page takes for granted, as code before its first block; `folder` is an empty one.
 GIVEN = {
+    "compile": """
+        import warnings
+        import torch
+        import fusedmlp
+        warnings.simplefilter("ignore", DeprecationWarning)  # Dynamo's own, and inductor's
+        x, tokens_per_expert = torch.randn(6, 64), torch.tensor([1, 0, 2, 0, 0, 3, 0, 0])
+        """,
     "ddp": """
         import torch
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
@@ -44,11 +51,6 @@ GIVEN = {
             def __init__(self, experts):
                 super().__init__()
                 self.experts = experts
-        """,
-    "compile": """
-        import torch
-        import fusedmlp
-        x, tokens_per_expert = torch.randn(32, 64), torch.full((8,), 4)
         """,
     "fsdp2": """
         import torch
@@ -79,7 +81,10 @@ GIVEN = {
 }
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays the same step
-EDITS = {"cuda_graphs": ('device = "cuda"', 'device = "cpu"')}
+EDITS = {
+    "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
+    "compile": ("dynamic=True", 'dynamic=True, backend="aot_eager"'),  # inductor: tests/test_compile.py
+}
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp import compiled
 
 ABSENT = None
 # Dynamo itself instantiates an autograd.Function while it traces one.
@@ -294,7 +295,7 @@ def test_compiled_and_eager_backwards_in_one(make_compiled, make_layer, assert_c
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[3], ROWS[7], ROWS[12]], ids=str)
 def test_a_graph_that_breaks_right_before_the_layer(row, make_layer, assert_close, monkeypatch):
     torch._dynamo.reset()
-    for function in (fusedmlp.autograd.GroupedLinear, fusedmlp.autograd.GroupedMLP):
+    for function in (compiled._Linear, compiled._MLP):
         monkeypatch.setattr(function, "apply", torch.compiler.disable(function.apply))
     run = torch.compile(make_layer.__call__, backend="aot_eager")
 
@@ -381,13 +382,13 @@ def test_refused_in_forward(prepare, packed, options, error, message, make_compi
         layer(layer.batch(1)[0], **options)
 
 
-@pytest.mark.parametrize("compiled", ["module", "ddp"])
-def test_stock_ddp_takes_gradients_and_refuses_main_grad(compiled, ddp, assert_close):
+@pytest.mark.parametrize("outer", ["module", "ddp"])
+def test_stock_ddp_takes_gradients_and_refuses_main_grad(outer, ddp, assert_close):
     torch._dynamo.reset()
     module = fusedmlp.GroupedLinear(2, 4, 3)
     x, counts = torch.randn(5, 4), torch.tensor([2, 3])
     (expected,) = torch.autograd.grad(module(x, counts).sum(), module.weight)
-    if compiled == "module":
+    if outer == "module":
         model = ddp(torch.compile(module, fullgraph=True, backend="aot_eager"))
     else:
         model = torch.compile(ddp(module), backend="aot_eager")
