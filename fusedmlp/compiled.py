@@ -182,5 +182,6 @@ def run(
     )
     # fmt: on
     flat = [tensor for group in parameters for tensor in group]
-    y: Tensor = (_MLP if function is autograd.GroupedMLP else _Linear).apply(traced, *flat, x, offsets, *rest)
+    inside: type[torch.autograd.Function] = _MLP if function is autograd.GroupedMLP else _Linear
+    y: Tensor = inside.apply(traced, *flat, x, offsets, *rest)
     return y

@@ -233,7 +233,7 @@ def _run(
     """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
     if torch.compiler.is_compiling():
         return compiled.run(function, call, weights, tensors, bool(is_first_microbatch))
-    y: Tensor = function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    y: Tensor = function.apply(call, *tensors)
     if is_first_microbatch and not call.first_recomputed:
         for experts in weights.values():
             main_grad.expect_overwrite(experts.tensors, call.mode)

@@ -45,17 +45,28 @@ GIVEN = {
                 super().__init__()
                 self.experts = experts
         """,
+    "compile": """
+        import torch
+        import fusedmlp
+        x, tokens_per_expert = torch.randn(32, 64), torch.full((8,), 4)
+        """,
     "fsdp2": """
-        import fusedmlp, torch
+        import torch
+        import fusedmlp
         torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         class Model(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.layers = torch.nn.ModuleList([fusedmlp.GroupedMLP(2, 8, 4, accumulate_wgrad="grad")])
+                self.layers = torch.nn.ModuleList(fusedmlp.GroupedMLP(2, 8, 16, accumulate_wgrad="grad") for _ in "ab")
             def forward(self, x):
-                return self.layers[0](x, [3, 2])
-        model, steps = Model(), torch.randn(2, 3, 5, 8)
-        loss = lambda model, x: model(x).square().mean()
+                for layer in self.layers:
+                    x = layer(x, [4, 2])
+                return x
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = torch.randn(2, 2, 6, 8, dtype=torch.bfloat16)
+        def loss(model, batch):
+            return model(batch).float().square().mean()
         """,
     "hub": """
         from pathlib import Path
@@ -71,6 +82,7 @@ NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays t
 EDITS = {"cuda_graphs": ('device = "cuda"', 'device = "cpu"')}
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Those of one page follow each other, as a reader types them."""
