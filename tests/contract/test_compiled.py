@@ -14,8 +14,11 @@ import fusedmlp
 from fusedmlp import compiled
 
 ABSENT = None
-# Dynamo itself instantiates an autograd.Function while it traces one.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# Dynamo itself instantiates an autograd.Function while it traces one, and looks at .grad of every input.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
 LAYERS = pytest.mark.parametrize(("kind", "packed"), [("linear", True), ("mlp", False), ("moe", True)])
 
 
