@@ -176,6 +176,6 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
     )
     # fmt: on
     flat = [tensor for group in parameters for tensor in group]
-    function = _MLP if call.activation else _Linear
-    y: Tensor = function.apply(traced, *flat, x, offsets, *rest)  # type: ignore[no-untyped-call]
+    function: type[torch.autograd.Function] = _MLP if call.activation else _Linear
+    y: Tensor = function.apply(traced, *flat, x, offsets, *rest)
     return y

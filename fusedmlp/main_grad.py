@@ -384,7 +384,8 @@ def enter_traced_backward(groups: Sequence[tuple[str, Sequence[TracedKey]]], dev
     """
     running: Any = torch._C._current_autograd_node()
     edges: Any = () if running is None else running.next_functions
-    nodes = {id(node.variable): node for node, _ in edges if isinstance(node, _AccumulateGrad)}
+    accumulating: list[Any] = [node for node, _ in edges if isinstance(node, _AccumulateGrad)]
+    nodes = {id(node.variable): node for node in accumulating}
     overwrites = []
     with one_thread, ExitStack() as undo:
         for name, keys in groups:

@@ -110,7 +110,8 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
         raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
     if tuple(tensor.shape) != (num_experts,):
         raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
-    if x.tensor.is_cuda and not tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    on_host = x.tensor.is_cuda and not tensor.is_cuda and not torch.compiler.is_compiling()
+    if on_host and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{name}: expected a tensor on {x.tensor.device} while a CUDA graph is captured, which would replay with "
             "whatever the host's memory then holds; got counts on the host"

@@ -125,7 +125,6 @@ _WGRAD_TMA |= {
         Tile(64, 128, 128, 8, 5, SUBTILES=4, GROUP_M=8, PER_SM=2),
         Tile(64, 128, 256, 8, 6, SUBTILES=4, GROUP_M=16, PER_SM=1),
     ),
-    ("wgrad", "gather", 32): _both(Tile(32, 128, 128, 8, 6, SUBTILES=4, GROUP_M=8, PER_SM=1)),
 }
 _SM_90 |= _WGRAD_TMA
 _SM_100 |= _WGRAD_TMA

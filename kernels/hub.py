@@ -1,20 +1,24 @@
 """The public names of the kernels. On the Hugging Face Hub this file is the package's `__init__.py`."""
 
 from .activation import Options
+from .combine import combine_
 from .expert_tensors import ExpertTensors
 from .grouped_dgrad_act import grouped_dgrad_act_
 from .grouped_fc1_act import grouped_fc1_act_
 from .grouped_gemm import grouped_gemm_
 from .grouped_wgrad import grouped_wgrad_
+from .routing import route
 from .schedule import Schedule, expert_offsets
 
 __all__ = [
     "ExpertTensors",
     "Options",
     "Schedule",
+    "combine_",
     "expert_offsets",
     "grouped_dgrad_act_",
     "grouped_fc1_act_",
     "grouped_gemm_",
     "grouped_wgrad_",
+    "route",
 ]

@@ -79,7 +79,7 @@ def _routing_places_kernel(
         tl.store(offsets_ptr + bins, next_row, mask=bins <= NUM_EXPERTS)
     next_row += tl.load(before_ptr + block * (NUM_EXPERTS + 1) + bins, mask=bins <= NUM_EXPERTS, other=0)
     within = tl.arange(0, CHUNK)
-    for start in range(0, BLOCK, CHUNK):
+    for start in range(0, tl.minimum(num_positions - block * BLOCK, BLOCK).to(tl.int32), CHUNK):
         position = block * BLOCK + start + within
         experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)
         earlier = (experts[:, None] == experts[None, :]) & (within[None, :] < within[:, None])

@@ -52,6 +52,24 @@ GIVEN = {
                 super().__init__()
                 self.experts = experts
         """,
+    "fsdp2": """
+        import torch
+        import fusedmlp
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList(fusedmlp.GroupedMLP(2, 8, 16, accumulate_wgrad="grad") for _ in "ab")
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x, [4, 2])
+                return x
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = torch.randn(2, 2, 6, 8, dtype=torch.bfloat16)
+        def loss(model, batch):
+            return model(batch).float().square().mean()
+        """,
     "hub": """
         from pathlib import Path
         import torch
@@ -69,6 +87,7 @@ EDITS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Those of one page follow each other, as a reader types them."""

@@ -92,7 +92,7 @@ def test_ids_of_any_integer_dtype(dtype):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("queue", ["none", "fused"])
 def test_the_same_bits_every_time(impl, queue):
-    case = Case(T=20, K=4, E=3, H=16, bias=True, dtype=torch.bfloat16, queue=queue, microbatches=2)
+    case = Case(T=9, K=3, E=3, dtype=torch.bfloat16, queue=queue, microbatches=2)
     first, second = (moe.run(Inputs(case), impl, DEVICE) for _ in range(2))
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor), name

@@ -287,10 +287,13 @@ class FusedGroupedMLP(TEGroupedMLP):
             for weight in linear.group("weight"):
                 if not weight.requires_grad:
                     continue
-                owner, buffer = weight._megatron_fsdp_model, weight._gbuf  # type: ignore[attr-defined]
+                buffer = weight._gbuf  # type: ignore[attr-defined]
                 if buffer.is_data_distributed:
                     continue
                 weight.overwrite_main_grad = False  # type: ignore[attr-defined]
+                owner: Any = getattr(weight, "_megatron_fsdp_model", None)  # 0.16 has none
+                if owner is None:
+                    continue
                 scaled = buffer.gradient_scaling_factor not in (None, 1)
                 if scaled and owner.microbatch_count > 0 and not owner.is_delay_grad_reduce:
                     raise RuntimeError(

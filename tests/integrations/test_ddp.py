@@ -7,6 +7,7 @@ import pytest
 from support.world import launch
 
 DOC = Path(__file__).parents[2] / "docs" / "ddp.md"
+pytestmark = pytest.mark.timeout(1500)  # half a minute of two cores, if nobody else uses them
 SETTINGS = ("find_unused_parameters", "static_graph", "micro_batches", "buckets", "comm_hook", "packed")
 
 
@@ -15,7 +16,7 @@ def table(tmp_path_factory):
     """By world size: rank 0's rows. A failure on either rank shows here."""
     found = {}
     for world_size in (1, 2):
-        ranks = launch("support.ddp_cells:run_all", world_size, tmp_path_factory.mktemp("world"))
+        ranks = launch("support.ddp_cells:run_all", world_size, tmp_path_factory.mktemp("world"), timeout=700)
         assert [failures for _, failures in ranks] == [{}] * world_size
         found[world_size] = ranks[0][0]
     return found

@@ -81,3 +81,14 @@ def test_the_command_refuses_a_folder_that_holds_something(repository):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0
     assert "expected an empty or a new one" in done.stderr
+
+
+def test_route_and_combine(loaded):
+    """Every token's rows through experts that do nothing: twice the token."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x, ids = torch.randn(5, 16, device=device), torch.tensor([[0, 2], [1, 3], [2, 0], [3, 2], [0, 1]], device=device)
+    offsets, slots, rows = loaded.route(ids, 4)
+    assert offsets.tolist() == [0, 3, 5, 8, 10]
+    out = torch.full_like(x, float("nan"))
+    loaded.combine_(out, x[slots.long() // 2], rows)
+    torch.testing.assert_close(out, 2 * x)

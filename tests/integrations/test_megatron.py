@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -75,10 +76,11 @@ def test_gradients_in_every_cell(world_size, tmp_path):
 def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
     """The same, with two steps of an optimizer; what a cell is stands in `support/megatron_fsdp.py`."""
     for count, failures, refused in launch("support.megatron_fsdp:run_all", world_size, tmp_path):
-        assert count == {1: 28, 2: 48}[world_size]
+        if metadata.version("megatron-core") >= "0.17":
+            assert count == {1: 28, 2: 48}[world_size]
         assert failures == {}
         assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in refused["delayed"]
-        if world_size == 2:
+        if world_size == 2 and metadata.version("megatron-core") >= "0.17":
             assert "expected no_shard or optim, one micro-batch, or calculate_per_token" in refused["scaled again"]
 
 
@@ -96,6 +98,7 @@ def test_layers_and_config_and_state_on_one_rank(tmp_path):
     assert found["layers"] == 14
     assert found["checkpoints"] == 6
     assert found["honoured"] == 11
+    assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
     assert found["state_dict_names"] == STATE_DICT
     refused = found["refusals"]
     assert refused.pop("DDP does not delay, no gradient") is None

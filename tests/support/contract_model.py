@@ -227,6 +227,9 @@ class Model:
         self.drop_grads()
 
     def absorb(self):
+        arrived = not self.has_flag or any(self.flag) or any(grad is not None for grad in self.grad)
+        if not arrived and not any(main.any() for main in self.main):
+            raise RuntimeError
         for p, grad in enumerate(self.grad):
             if grad is not None and not self.dummy[p]:
                 self.main[p], self.grad[p] = self.main[p] + grad, None

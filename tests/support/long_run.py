@@ -122,17 +122,18 @@ def train(trainer, steps, *, start=0, checkpoint=None, kill_at=None):
 
 
 def in_lockstep(steps):
-    """Plain training; beside it, in every step, the fused gradients at the same weights on the same data."""
+    """Plain training; beside it, in every fourth step, fused gradients at the same weights on the same data."""
     plain, fused = Trainer(fused=False, steps=steps), Trainer(fused=True, steps=steps)
     losses = []
     for step in range(steps):
-        fused.model.load_state_dict(plain.model.state_dict())
-        fused.ddp.zero_grad()
         losses.append(plain.backward(step))
-        assert fused.backward(step) == losses[-1]  # forward is the same
-        expected = {name: p.grad for name, p in plain.model.named_parameters()}
-        got = {name: p.grad for name, p in fused.model.named_parameters()}
-        assert_close(got, expected, expected, torch.float32)
+        if step % 4 == 0:
+            fused.model.load_state_dict(plain.model.state_dict())
+            fused.ddp.zero_grad()
+            assert fused.backward(step) == losses[-1]  # forward is the same
+            expected = {name: p.grad for name, p in plain.model.named_parameters()}
+            got = {name: p.grad for name, p in fused.model.named_parameters()}
+            assert_close(got, expected, expected, torch.float32)
         plain.update()
     return mean_over_ranks(losses)
 

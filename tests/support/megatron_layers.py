@@ -426,10 +426,27 @@ def refusals():
     return found
 
 
+def order_of_hooks():
+    """In which `backward_dw` tells DDP of the layers' gradients, and whether each weight then has one."""
+    parallel_state.initialize_model_parallel()
+    config, order = make_config(), []
+    config.delay_wgrad_compute = True
+    experts = fused(config)
+    for name in ("linear_fc1", "linear_fc2"):
+        linear = getattr(experts, name)
+        linear.register_wgrad_accumulation_and_reduce_hooks(
+            lambda name=name, linear=linear: order.append([name, all(w.grad is not None for w in linear.parameters())])
+        )
+    experts(torch.randn(6, 8), torch.tensor([3, 0, 1, 2]), torch.rand(6))[0].sum().backward()
+    assert order == []
+    experts.backward_dw()
+    return order
+
+
 def run_all():
     """The results of every function that this number of ranks can run, by name."""
     functions = {
-        1: [layers, checkpoints, honoured, refusals, state_dict_names],
+        1: [layers, checkpoints, honoured, refusals, order_of_hooks, state_dict_names],
         2: [layers, checkpoints, sharded_names],
     }
     results = {}

@@ -1,0 +1,171 @@
+"""A step in which something fails, at every place and every line, and the next one: see docs/errors_in_backward.md."""
+
+import pytest
+import torch
+from support.contract_model import Boom
+from support.interrupts import interrupted
+from torch.utils.checkpoint import checkpoint
+
+import fusedmlp
+
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
+
+COUNTS = (3, 0, 2)
+
+
+class Failing(torch.autograd.Function):
+    """The user's own, whose forward or backward raises where `fault` says so."""
+
+    @staticmethod
+    def forward(ctx, x, fault):
+        ctx.fault = fault
+        fault("user's forward")
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.fault("user's backward")
+        return dy * 2, None
+
+
+class Model(torch.nn.Module):
+    """Two fused layers with user code around and between; `fault(place)` is called at every place."""
+
+    def __init__(self, fault, **options):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.fault, self.options, self.queue = fault, options, None
+        self.layers = torch.nn.ModuleList(fusedmlp.GroupedMLP(3, 4, 5, **options) for _ in range(2))
+        for param in self.parameters():
+            torch.nn.init.normal_(param, generator=generator)
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda *_: fault("forward pre-hook"))
+            layer.register_forward_hook(lambda *_: fault("forward hook"))
+            layer.register_full_backward_pre_hook(lambda *_: fault("backward pre-hook"))
+            layer.register_full_backward_hook(lambda *_: fault("backward hook"))
+            layer.fc1.weight.register_post_accumulate_grad_hook(lambda _: fault("post-accumulate hook"))
+
+    def call(self, layer, x):
+        def hooks(tensor, place):
+            self.fault(place)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: hooks(t, "pack"), lambda t: hooks(t, "unpack")):
+            y = layer(x, COUNTS, **self.first)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.fault("tensor hook"))
+            node = y.grad_fn.next_functions[0][0]  # of the layer: y's own is that of the module's backward hook
+            node.register_prehook(lambda _: self.fault("node pre-hook"))
+            node.register_hook(lambda *_: self.fault("node hook"))
+        self.fault("after the layer")
+        return y
+
+    def forward(self, x, first, reentrant):
+        self.first = {"is_first_microbatch": first}
+        for layer in self.layers:
+            x = Failing.apply(x, self.fault)
+            x = self.call(layer, x) if reentrant is None else checkpoint(self.call, layer, x, use_reentrant=reentrant)
+        return x
+
+
+class Fault:
+    """Raises when it is called for the n-th time; notes the places."""
+
+    def __init__(self):
+        self.places, self.at = [], None
+
+    def __call__(self, place):
+        self.places.append(place)
+        if len(self.places) - 1 == self.at:
+            raise Boom
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize(("owner", "delayed"), [("zeroes", True), ("overwrites", False)])
+def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentrant, delayed, assert_close):
+    """Every hook and every piece of user code raises in turn. Each layer's gradient is there wholly or not at all."""
+    fault = Fault()
+    model = Model(fault, delay_wgrad=delayed)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(2, sum(COUNTS), 4, generator=generator) for _ in range(2)]
+
+    def step(at=None):
+        for microbatch, (x, dy) in enumerate(batches):
+            fault.places, fault.at = [], at if microbatch == 1 else None
+            model(x.clone().requires_grad_(), owner == "overwrites" and microbatch == 0, reentrant).backward(dy)
+
+    def discard():
+        for layer in model.layers if delayed else []:
+            layer.wgrad_queue.clear()
+        if owner == "zeroes":
+            buffer.zero_()
+
+    def finish():
+        for layer in model.layers:
+            layer.backward_dw()
+        return [param.main_grad.clone() for param in buffer.params]
+
+    def differ(a, b):
+        return all((p - q).abs().max() > 1e-3 for p, q in zip(a, b, strict=True))
+
+    with pytest.raises(Boom):
+        step(at=0)
+    first = finish()
+    discard()
+    step()
+    places, right = fault.places, finish()
+    assert {"unpack", "user's backward", "node hook", "backward hook", "post-accumulate hook"} < set(places)
+    discard()
+    for at in range(len(places)):
+        with pytest.raises(Boom):
+            step(at)
+        landed = finish()
+        for both in (slice(0, 2), slice(2, 4)):
+            assert_close(landed[both], right[both] if differ(landed[both], first[both]) else first[both])
+        discard()
+        step()
+        assert_close(finish(), right)
+        discard()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
+@pytest.mark.parametrize(
+    ("owner", "delayed"), [("zeroes", True), ("overwrites", False), ("overwrites each backward", True)]
+)
+def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, make_layer, assert_close):
+    """Also while its traceback is kept, and with it every local variable."""
+    layers = [make_layer(), make_layer()]  # of which the second one is never interrupted
+    queue = fusedmlp.WgradQueue() if delayed else None
+    for layer in layers:
+        layer.attach(False)
+        for param in layer.params:
+            param.overwrite_main_grad = owner == "overwrites each backward"
+
+    def step(layer):
+        layer.backward(wgrad_queue=queue, is_first_microbatch=owner == "overwrites")
+        if queue:
+            queue.run()
+
+    def discard(layer):
+        for param in layer.params:
+            param.grad, param.grad_added_to_main_grad = None, False
+            if owner == "zeroes":
+                param.main_grad.zero_()
+        if queue is not None:
+            queue.clear()
+
+    wgrads = layers[0].wgrads()
+    kept, line = [], 0
+    while interrupted(lambda: step(layers[0]), line, kept):
+        flags = {(p.grad_added_to_main_grad, p.grad is not None) for p in layers[0].params}
+        assert flags in ({(False, False)}, {(True, True)}), kept[-1]
+        assert not queue or len(queue) in (1, 2)
+        for layer in reversed(layers):
+            discard(layer)
+            step(layer)
+            assert_close(layer.main_grads(), wgrads)
+        discard(layers[0])
+        line += 2
+    assert len(kept) > 100
