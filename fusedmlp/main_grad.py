@@ -346,6 +346,11 @@ def traced_targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Ten
             raise _no_main_grad(name)
     if len(present) < len(trained):
         return []
+    if not all(weight.is_leaf for weight in trained):  # a graph detaches it, as it gets no gradient back
+        raise RuntimeError(
+            f"{name}: accumulate_wgrad={mode!r} needs a leaf parameter; got a result of operations, through which "
+            "only a returned gradient flows back: use accumulate_wgrad='off'"
+        )
     return [torch.zeros_like(present[0]) if out is None else out for out in outs]
 
 
