@@ -90,8 +90,11 @@ class Call:
         return [None] * len(route.params)
 
 
-def _first_order_only(backward: Callable[[Any, Tensor, ExitStack], _Grads]) -> Callable[[Any, Tensor], _Grads]:
-    """Run a backward without recording it, and take back what it did if it fails.
+_LayerBackward = Callable[[Any, Sequence[Any], Tensor, ExitStack], _Grads]
+
+
+def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grads]:
+    """Run a backward `(ctx, saved tensors, dy, undo)` without recording it, and take back what it did if it fails.
 
     Differentiating its results again is an error, never a silent zero:
 
@@ -102,14 +105,15 @@ def _first_order_only(backward: Callable[[Any, Tensor, ExitStack], _Grads]) -> C
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
         if torch.compiler.is_compiling():  # a graph has no second order, and undoes nothing
-            return backward(ctx, dy, _nothing_to_undo)
+            return backward(ctx, ctx.saved_tensors, dy, _nothing_to_undo)
         if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
             raise RuntimeError(
                 "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
                 "is not supported; expected one backward for each gradient of y"
             )
+        saved = ctx.saved_tensors  # before the lock: a checkpoint runs its region again for them, collectives included
         with main_grad.one_thread, torch.no_grad(), ExitStack() as undo:
-            grads = backward(ctx, dy, undo)
+            grads = backward(ctx, saved, dy, undo)
             undo.pop_all()
         if not torch.is_grad_enabled():
             return grads
@@ -143,10 +147,10 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, dy: Tensor, undo: ExitStack) -> _Grads:
+    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, undo: ExitStack) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        weight, bias, (x, offsets) = call.split(ctx.saved_tensors)
+        weight, bias, (x, offsets) = call.split(saved)
         weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
@@ -197,10 +201,10 @@ class GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, dy: Tensor, undo: ExitStack) -> _Grads:
+    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, undo: ExitStack) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(ctx.saved_tensors)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(saved)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)

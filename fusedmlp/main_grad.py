@@ -93,7 +93,6 @@ class Route:
 
     name: str
     params: list[Tensor]
-    nodes: list[Any]  # per parameter: the graph node that its gradient flows to
     uses: list[EngineUse]
     mode: Mode  # resolved: never "auto"
     delayed: bool
@@ -119,24 +118,26 @@ class Route:
         """Parameter `i` as error messages name it."""
         return self.name if len(self.params) == 1 else f"{self.name}[{i}]"
 
-    def open(self) -> None:
-        """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter."""
+    def open(self, latest: Route | None = None) -> None:
+        """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter.
+
+        `latest` is the last of those whose gradients the GEMM adds together with this one's.
+        """
+        order = (latest or self)._order
         targets = [self.target(i) for i in range(len(self.params))]
         self._fused = [target is not None for target in targets]
         self._owners = self._find_owners()
         accumulated = (p for p, use in zip(self.params, self.uses, strict=True) if use is EngineUse.ACCUMULATE)
         dtypes = {t.dtype for t in targets if t is not None} or {grad_dtype(next(accumulated, self.params[0]))}
-        if len(dtypes) > 1:
-            raise ValueError(f"{self.name}: expected all experts to accumulate in one dtype; got {dtypes}")
-        (dtype,) = dtypes
+        dtype = _one_dtype(self.name, dtypes)
         self.accumulate = any(
             fused and not overwrite for fused, overwrite in zip(self._fused, self.overwrites, strict=True)
         )
         outs: list[Tensor] = []
         existing = next((target for target in targets if target is not None), None)
         for i, (param, target) in enumerate(zip(self.params, targets, strict=True)):
-            if self._fused[i]:
-                _refuse_pending_overwrite(param, self._order, self.label(i))
+            if self._fused[i] and self.mode == "main_grad":
+                _refuse_pending_overwrite(param, order, self.label(i), own=self._order)
             if target is None or self._owners[i] != i:
                 if existing is None:
                     target = _fresh(param, dtype)
@@ -147,14 +148,9 @@ class Route:
             elif self.overwrites[i] and self.accumulate:
                 target.zero_()
             outs.append(target)
-        if any(self._fused) and outs[0].is_cuda:
+        if any(self._fused) and outs[0].is_cuda and inside_backward():
             _outermost_backward().streams.add(torch.cuda.current_stream(outs[0].device))
-        for i, out in enumerate(outs):
-            if not same_strides(out, outs[0]):
-                raise ValueError(
-                    f"{self.label(i)}: expected a gradient with the strides of expert 0's, {outs[0].stride()}; got "
-                    f"{out.stride()}"
-                )
+        _check_strides(self.name, outs)
         self.outs = outs
 
     def _find_owners(self) -> list[int]:
@@ -220,7 +216,7 @@ def route(
         node.variable if use is EngineUse.ACCUMULATE else weight
         for node, use, weight in zip(nodes, uses, weights, strict=True)
     ]
-    leaves = [param for param, use in zip(params, uses, strict=True) if use is EngineUse.ACCUMULATE]
+    leaves = {i: params[i] for i, use in enumerate(uses) if use is EngineUse.ACCUMULATE}
     if mode == "auto":
         mode = _resolve_auto(name, leaves)
     delayed = delayed and bool(leaves) and EngineUse.CAPTURE not in uses
@@ -230,7 +226,7 @@ def route(
         mode == "main_grad" and use is EngineUse.ACCUMULATE and _overwrites(param, first_recomputed, name, undo)
         for param, use in zip(params, uses, strict=True)
     ]
-    result = Route(name, params, list(nodes), uses, mode, delayed, overwrites)
+    result = Route(name, params, uses, mode, delayed, overwrites)
     if delayed:
         for i, param in enumerate(params):
             if uses[i] is EngineUse.ACCUMULATE:
@@ -341,7 +337,7 @@ def traced_targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Ten
                 "would keep the buffer of one step; call the layer outside of torch.compile"
             )
         if mode == "auto":
-            mode = _resolve_auto(name, trained)
+            mode = _resolve_auto(name, {i: weight for i, weight in enumerate(weights) if weight.requires_grad})
         if mode == "main_grad" and len(present) < len(trained):
             raise _no_main_grad(name)
     if len(present) < len(trained):
@@ -358,8 +354,13 @@ def enter_traced_forward(
     groups: Sequence[tuple[str, Sequence[Tensor]]], main_grads: Sequence[Tensor], first_microbatch: bool
 ) -> list[TracedKey]:
     """When the forward of a compiled layer runs: what a forward does outside; the keys of its fused weights."""
+    first = 0
     for name, weights in groups:
         enter_forward(name, weights, "main_grad", delayed=False)
+        outs = main_grads[first : first + len(weights)]
+        _one_dtype(name, {out.dtype for out in outs})
+        _check_strides(name, outs)
+        first += len(weights)
     if len({out.data_ptr() for out in main_grads}) < len(main_grads):
         names = ", ".join(name for name, _ in groups)
         raise RuntimeError(
@@ -416,6 +417,21 @@ def enter_traced_backward(groups: Sequence[tuple[str, Sequence[TracedKey]]], dev
     return overwrites
 
 
+def _one_dtype(name: str, dtypes: set[torch.dtype]) -> torch.dtype:
+    if len(dtypes) > 1:
+        raise ValueError(f"{name}: expected all experts to accumulate in one dtype; got {dtypes}")
+    return next(iter(dtypes))
+
+
+def _check_strides(name: str, outs: Sequence[Tensor]) -> None:
+    for i, out in enumerate(outs):
+        if not same_strides(out, outs[0]):
+            raise ValueError(
+                f"{name}[{i}]: expected a gradient with the strides of expert 0's, {outs[0].stride()}; got "
+                f"{out.stride()}"
+            )
+
+
 def fresh_like(param: Tensor) -> Tensor:
     """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
     return _fresh(param, grad_dtype(param))
@@ -452,14 +468,15 @@ def grad_dtype(param: Tensor) -> torch.dtype:
     return chosen or param.dtype
 
 
-def _resolve_auto(name: str, leaves: Sequence[Tensor]) -> Mode:
-    present = [_has_main_grad(param) for param in leaves]
-    if any(present) and not all(present):
+def _resolve_auto(name: str, leaves: dict[int, Tensor]) -> Mode:
+    """`leaves` by expert."""
+    having = [i for i, param in leaves.items() if _has_main_grad(param)]
+    lacking = [i for i in leaves if i not in having]
+    if having and lacking:
         raise ValueError(
-            f"{name}: expected main_grad on all experts or on none; experts {present.index(False)} and "
-            f"{present.index(True)} differ"
+            f"{name}: expected main_grad on all experts or on none; experts {lacking[0]} and {having[0]} differ"
         )
-    return "main_grad" if any(present) else "off"
+    return "main_grad" if having else "off"
 
 
 def _existing_target(param: Tensor, mode: Mode, label: str) -> Tensor | None:
@@ -581,6 +598,8 @@ def _outermost_backward() -> _Backward:
 def _overwrites(param: Tensor, first_recomputed: bool, label: str, undo: ExitStack) -> bool:
     """Whether the gradient at hand replaces what main_grad holds."""
     if getattr(param, "overwrite_main_grad", False):
+        if param in _to_overwrite:  # a step began too, and this is its first gradient
+            undo.callback(_to_overwrite.__setitem__, param, _to_overwrite.pop(param))
         backward = _outermost_backward()
         last: weakref.ref[_Backward] | None = _overwritten_in.get(param)
         undo.callback(_overwritten_in.__setitem__, param, last)
@@ -603,9 +622,9 @@ def _overwrites(param: Tensor, first_recomputed: bool, label: str, undo: ExitSta
     return True
 
 
-def _refuse_pending_overwrite(param: Tensor, order: int, label: str) -> None:
+def _refuse_pending_overwrite(param: Tensor, order: int, label: str, own: int | None = None) -> None:
     pending = _pending_overwrites.get(param, {})
-    if any(other < order and alive() is not None for other, alive in pending.items()):
+    if any(other < order and other != own and alive() is not None for other, alive in pending.items()):
         raise RuntimeError(
             f"{label}: a queued gradient is going to overwrite main_grad, and would erase this one, which came later; "
             "run its queue first"
@@ -658,7 +677,7 @@ def _catch_plain_gradient(param: Tensor, node: Any, undo: ExitStack) -> None:
             )
         if stream is not None:  # the engine does not know that our GEMM may still write there
             torch.cuda.current_stream(param.device).wait_stream(stream)
-        with torch.no_grad():
+        with one_thread, torch.no_grad():
             _main_grad_of(param).add_(grad)  # type: ignore[union-attr]
         return (None,)
 

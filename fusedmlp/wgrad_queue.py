@@ -142,7 +142,7 @@ class WgradQueue:
 
     def _add(self, batch: list[_Delayed]) -> None:
         first = batch[0]
-        first.route.open()
+        first.route.open(batch[-1].route)
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
         operands = [delayed.operands for delayed in batch]
         self._begun = first.route.name

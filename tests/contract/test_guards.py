@@ -290,3 +290,13 @@ def test_guard_6_create_graph_with_grad_writes_no_graph_into_it(make_layer, asse
     layer(x, accumulate_wgrad="grad").backward(dy.requires_grad_(), create_graph=True)
     assert not any(g.requires_grad for g in layer.grads())
     assert_close(layer.grads(), [1 + w for w in layer.wgrads()])
+
+
+def test_experts_that_differ_are_named_by_their_places(make_layer):
+    layer = make_layer("linear", packed=False)
+    layer.attach(False)
+    layer.params[0].requires_grad_(False)
+    layer.params[1].main_grad = None
+    x, dy = layer.batch(1)
+    with pytest.raises(ValueError, match="experts 1 and 2 differ"):
+        layer(x).backward(dy)

@@ -195,3 +195,48 @@ def test_a_backward_that_failed_is_over(make_layer, assert_close):
         y.backward(dy)
     layer.backward(2)
     assert_close(layer.main_grads(), layer.wgrads(2))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_the_first_of_a_step_under_overwrite_main_grad_overwrites_once(delayed, make_layer, assert_close):
+    layer = make_layer()
+    stale(layer)
+    queue = fusedmlp.WgradQueue() if delayed else None
+    for param in layer.params:
+        param.overwrite_main_grad = True
+    layer.backward(1, is_first_microbatch=True, wgrad_queue=queue)
+    for param in layer.params:
+        param.overwrite_main_grad = False  # as owners do once it has been overwritten
+    layer.backward(2, wgrad_queue=queue)
+    if delayed:
+        queue.run()
+    assert_close(layer.main_grads(), layer.wgrads(1, 2))
+
+
+def test_fused_microbatches_on_both_sides_of_another_queues_overwrite(make_layer, assert_close):
+    layer = make_layer()
+    stale(layer)
+    fusing, other = fusedmlp.WgradQueue(fuse_microbatches=True), fusedmlp.WgradQueue()
+    layer.backward(1, wgrad_queue=fusing)
+    layer.backward(2, wgrad_queue=other, is_first_microbatch=True)
+    layer.backward(3, wgrad_queue=fusing)
+    with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad, and would erase"):
+        fusing.run()  # the third would be erased, and the first is not to be seen
+    fusing.clear()
+    layer.backward(4, wgrad_queue=fusing)
+    other.run()
+    fusing.run()
+    assert_close(layer.main_grads(), layer.wgrads(2, 4))
+
+
+def test_an_overwrite_waiting_for_main_grad_does_not_concern_grad(make_layer, assert_close):
+    layer = make_layer()
+    layer.attach(False)
+    queue = fusedmlp.WgradQueue()
+    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    for param in layer.params:
+        param.grad = torch.zeros_like(param)
+    layer.backward(2, accumulate_wgrad="grad")
+    queue.run()
+    assert_close(layer.grads(), layer.wgrads(2))
+    assert_close(layer.main_grads(), layer.wgrads(1))

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedmlp
 from fusedmlp import ops
-from fusedmlp.main_grad import Route
+from fusedmlp.main_grad import EngineUse, Route
 
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"),
@@ -312,3 +313,14 @@ def test_autograd_grad_gets_a_delayed_gradient_at_once(kind, packed, attached, m
     assert len(queue) == 0
     assert all(p.grad is None for p in layer.params)
     assert all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=False))
+
+
+def test_a_queue_runs_outside_of_backward_on_a_gpu_too():
+    """Where there is no backward whose streams would be waited for; the GPU is FakeTensor's."""
+    with FakeTensorMode():
+        param = torch.nn.Parameter(torch.empty(2, 3, 4, device="cuda"))
+        param.main_grad = torch.zeros(2, 3, 4, device="cuda")
+        route = Route("weight", [param], [EngineUse.ACCUMULATE], "main_grad", True, [False])
+        route.open()
+    assert route.outs[0] is param.main_grad
+    assert route.accumulate

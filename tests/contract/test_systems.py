@@ -10,9 +10,10 @@ import pytest
 import torch
 from support import systems
 from support.systems import MODES, SYSTEMS, Step
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp import ops
+from fusedmlp import main_grad, ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -145,3 +146,49 @@ def test_x_that_an_asynchronous_collective_still_computes(make_layer, assert_clo
         assert isinstance(x, AsyncCollectiveTensor)
         step(x).backward(step.dy)
     assert_close(step.places(), [b.double() + w for b, w in zip(step.before, step.layer.wgrads(), strict=True)])
+
+
+def test_a_plain_gradient_waits_for_other_threads(make_layer):
+    """It is added to main_grad by the thread of its backward, while that of another may run a GEMM."""
+    layer = make_layer("linear")
+    layer.attach(True)
+    (param,), (before,) = layer.params, layer.main_grads()
+    before = before.clone()
+    x, dy = layer.batch(1)
+    y = layer(x)
+    added = threading.Event()
+
+    def work():
+        torch.autograd.backward([param.sum(), y], [torch.tensor(1.0), dy])
+        added.set()
+
+    with main_grad.one_thread:
+        thread = threading.Thread(target=work)
+        thread.start()
+        assert not added.wait(0.5)
+        assert torch.equal(param.main_grad, before)
+    thread.join()
+    assert not torch.equal(param.main_grad, before)
+
+
+def test_checkpoints_of_two_threads_can_wait_for_each_other(make_layer):
+    """What a checkpoint runs again, collectives included, runs while other threads compute gradients."""
+    barrier = threading.Barrier(2)
+
+    def work():
+        layer = make_layer()
+
+        def region(x):
+            if torch._C._current_graph_task_id() != -1:  # recomputed
+                barrier.wait(30)
+            return layer(x)
+
+        x, dy = layer.batch(1)
+        checkpoint(region, x.requires_grad_(), use_reentrant=False).backward(dy)
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not barrier.broken
