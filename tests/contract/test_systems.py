@@ -152,23 +152,32 @@ def test_a_plain_gradient_waits_for_other_threads(make_layer):
     """It is added to main_grad by the thread of its backward, while that of another may run a GEMM."""
     layer = make_layer("linear")
     layer.attach(True)
-    (param,), (before,) = layer.params, layer.main_grads()
-    before = before.clone()
+    (param,) = layer.params
     x, dy = layer.batch(1)
+    fused, locked, added = threading.Event(), threading.Event(), threading.Event()
+
+    def plain_comes_last(_):
+        fused.set()
+        locked.wait(30)
+
+    plain = param.sum()
+    plain.register_hook(plain_comes_last)
     y = layer(x)
-    added = threading.Event()
 
     def work():
-        torch.autograd.backward([param.sum(), y], [torch.tensor(1.0), dy])
+        torch.autograd.backward([plain, y], [torch.tensor(1.0), dy])
         added.set()
 
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert fused.wait(30)
     with main_grad.one_thread:
-        thread = threading.Thread(target=work)
-        thread.start()
+        locked.set()
+        before = param.main_grad.clone()
         assert not added.wait(0.5)
         assert torch.equal(param.main_grad, before)
     thread.join()
-    assert not torch.equal(param.main_grad, before)
+    torch.testing.assert_close(param.main_grad, before + 1)
 
 
 def test_checkpoints_of_two_threads_can_wait_for_each_other(make_layer):
