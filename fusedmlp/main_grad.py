@@ -69,18 +69,27 @@ class EngineUse(Enum):
 def engine_use(node: Any, running: Any) -> EngineUse:
     """Read the engine's plan for the graph node that a weight's gradient flows to (None: needs no grad).
 
-    `torch._C._will_engine_execute_node` is private; `torch.autograd.graph` relies on it too. It raises for a
-    leaf whose gradient is captured instead of accumulated. Under distributed autograd, which captures every leaf's, it
-    knows no plan and denies all nodes, even the `running` one.
+    Distributed autograd captures every leaf's gradient and knows no plan; another engine runs the `running` node for
+    the sake of at least one that follows it.
     """
     if node is None:
         return EngineUse.DROP
+    executed = _will_execute(node)
+    if executed is False and any(n is not None and _will_execute(n) is not False for n, _ in running.next_functions):
+        return EngineUse.DROP
+    return EngineUse.ACCUMULATE if executed and isinstance(node, _AccumulateGrad) else EngineUse.CAPTURE
+
+
+def _will_execute(node: Any) -> bool | None:
+    """Whether the engine plans to run a node; None for a leaf whose gradient is captured instead of accumulated.
+
+    `torch._C._will_engine_execute_node` is private; `torch.autograd.graph` relies on it too.
+    """
     try:
-        if not torch._C._will_engine_execute_node(node):
-            return EngineUse.DROP if torch._C._will_engine_execute_node(running) else EngineUse.CAPTURE
+        planned: bool = torch._C._will_engine_execute_node(node)
     except RuntimeError:
-        return EngineUse.CAPTURE
-    return EngineUse.ACCUMULATE if isinstance(node, _AccumulateGrad) else EngineUse.CAPTURE
+        return None
+    return planned
 
 
 @dataclass(eq=False)

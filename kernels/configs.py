@@ -58,7 +58,7 @@ _POINTER: _Rows = {
     ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=4)),
+    ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
 # An address for each element that a thread loads: small tiles, for many threads.
 _UNALIGNED: _Rows = {
@@ -69,7 +69,7 @@ _UNALIGNED: _Rows = {
     ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
     ("gemm", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
     ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
-    ("wgrad", "unaligned", 32): _both(Tile(32, 32, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
+    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
 }
 _POINTER |= _UNALIGNED
 _GFX: _Rows = {
@@ -122,7 +122,7 @@ _WGRAD_TMA: _Rows = {
 # Loads of indices take some of the stages, addresses take registers: more stages and threads, for as much on its way.
 _WGRAD_TMA |= {
     ("wgrad", "gather", 16): _both(
-        Tile(64, 128, 128, 8, 5, SUBTILES=4, GROUP_M=8, PER_SM=2),
+        Tile(64, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=2),
         Tile(64, 128, 256, 8, 6, SUBTILES=4, GROUP_M=16, PER_SM=1),
     ),
 }
@@ -130,7 +130,7 @@ _SM_90 |= _WGRAD_TMA
 _SM_100 |= _WGRAD_TMA
 _SM_100 |= {
     ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
+    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=8, GROUP_M=8, PER_SM=2)),
 }
 
 # Where others spill a few bytes, because the compiler prefers those to fewer programs on a multiprocessor.

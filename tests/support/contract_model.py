@@ -51,6 +51,7 @@ class Model:
         self.flag = [False for _ in count]
         self.armed = [None for _ in count]  # True: the next gradient overwrites; False: a no_grad forward said so
         self.queue, self.broken = [], False
+        self.zeroed = False  # a step began with zero()
         # Of gradients that were arriving together when one failed: parameter -> main and grad if it arrived before.
         self.either, self.errors = {}, set()
 
@@ -220,6 +221,7 @@ class Model:
     # MainGradBuffer
 
     def zero(self):
+        self.zeroed = True
         if self.has_main:
             self.main = [z.clone() for z in self.zeros]
             self.flag = [False] * len(self.zeros)
@@ -228,7 +230,7 @@ class Model:
 
     def absorb(self):
         arrived = not self.has_flag or any(self.flag) or any(grad is not None for grad in self.grad)
-        if not arrived and not any(main.any() for main in self.main):
+        if self.zeroed and not arrived and not any(main.any() for main in self.main):
             raise RuntimeError
         for p, grad in enumerate(self.grad):
             if grad is not None and not self.dummy[p]:
