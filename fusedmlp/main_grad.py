@@ -34,7 +34,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, NamedTuple
@@ -252,6 +252,13 @@ def route(
     return result
 
 
+def _release_interrupted() -> None:
+    """Let go of `one_thread`, outside of all that holds it: an interrupt can come right where `with` ends."""
+    with suppress(RuntimeError):  # which says that it is not held, as it should be
+        while True:
+            one_thread.release()
+
+
 def inside_backward() -> bool:
     """Whether this thread is running a backward; a forward is a checkpoint's second one then."""
     return torch._C._current_graph_task_id() != -1
@@ -269,6 +276,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
     else:  # what is left was interrupted while it ended
         while _running.backwards:
             _running.backwards.popitem()[1].end()
+        _release_interrupted()
     ddp = DistributedDataParallel._get_active_ddp_module()
     if not torch.is_grad_enabled():
         if ddp is not None:

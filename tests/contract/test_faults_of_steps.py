@@ -1,5 +1,7 @@
 """A step in which something fails, at every place and every line, and the next one: see docs/errors_in_backward.md."""
 
+import threading
+
 import pytest
 import torch
 from support.contract_model import Boom
@@ -7,6 +9,7 @@ from support.interrupts import interrupted
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp import main_grad
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -130,6 +133,20 @@ def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentran
         discard()
 
 
+def other_threads_can_run():
+    free = []
+
+    def work():
+        if main_grad.one_thread.acquire(timeout=10):
+            main_grad.one_thread.release()
+            free.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    return bool(free)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
 @pytest.mark.parametrize(
     ("owner", "delayed"), [("zeroes", True), ("overwrites", False), ("overwrites each backward", True)]
@@ -167,5 +184,6 @@ def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, 
             step(layer)
             assert_close(layer.main_grads(), wgrads)
         discard(layers[0])
+        assert other_threads_can_run(), kept[-1]
         line += 2
     assert len(kept) > 100

@@ -260,9 +260,9 @@ def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, 
         layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in target and seed == 1)
     opens, calls = Route.open, []
 
-    def breaks(route):
+    def breaks(route, latest):
         calls.append(route)
-        opens(route)
+        opens(route, latest)
         if len(calls) == failing + 1:
             raise MemoryError("no room")
 
