@@ -73,9 +73,9 @@ def _step(problem: Problem) -> None:
     weights = [_experts(problem.weights, shape, problem.dtype) for shape in shapes]
     grads = [_experts(problem.weights, shape, torch.float32, first=1) for shape in shapes]
     encoded = Activation("swiglu").encoded
-    triton_impl.grouped_mlp(x, *weights, [], [], offsets, probs, encoded)
+    triton_impl.grouped_mlp(x, *weights, [], [], offsets, None, probs, encoded)
     triton_impl.grouped_mlp_backward_(
-        *grads, [], [], dy, x, h, *weights, [], offsets, probs, encoded, True, True, True, False
+        *grads, [], [], dy, x, h, *weights, [], offsets, None, probs, encoded, True, True, True, False
     )
 
 
