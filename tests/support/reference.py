@@ -36,8 +36,16 @@ def activate(name, h, *, interleaved=False, limit=None, alpha=None, linear_offse
     return curves[name](gate) * (linear + linear_offset)
 
 
-def grouped_mlp(inputs, dtype):
-    """Results of the case's forward and backward, computed in `dtype`; keys as `factory.run` returns them."""
+def grouped_mlp(inputs, dtype, magnitudes=None):
+    """Results of the case's forward and backward, computed in `dtype`; keys as `factory.run` returns them.
+
+    Into `magnitudes`, a dict, goes what `tolerance.scales` takes, of the two sums over channels: `y` and `dx`.
+    """
+
+    def note(name, terms, weight):
+        if magnitudes is not None and terms.numel():
+            magnitudes[name] = max(magnitudes.get(name, 0), (terms.detach().abs() @ weight.detach().abs()).max())
+
     case = inputs.case
     leaf = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in inputs.tensors().items()}
     ys, row = [], 0
@@ -47,14 +55,17 @@ def grouped_mlp(inputs, dtype):
         if case.layout == "in_out":
             fc1, fc2 = fc1.T, fc2.T
         h = x @ fc1.T
+        h.register_hook(lambda dh, weight=fc1: note("dx", dh, weight))
         if case.bias:
             h = h + leaf["bias1"][e]
         a = activate(case.activation, h, **case.options)
         y = a @ fc2.T
+        probs = leaf["probs"][row : row + n, None] if case.probs else 1
+        note("y", a * probs, fc2.T)
         if case.bias:
             y = y + leaf["bias2"][e]
         if case.probs:
-            y = (y * leaf["probs"][row : row + n, None]).to(dtype)
+            y = (y * probs).to(dtype)
         ys.append(y)
         row += n
     ys.append(torch.zeros(inputs.x.shape[0] - row, inputs.x.shape[1], dtype=dtype))

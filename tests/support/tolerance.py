@@ -6,23 +6,30 @@ import torch
 ROUNDING_BAND = 4 / 2  # in units of eps
 
 
-def bound(expected, low_precision, dtype):
-    """What an error may be, relative to the largest value of its result: `2 * (low-precision error + rounding band)`.
+def scales(expected, magnitudes=None):
+    """What errors are relative to: the largest value of a result or, of those whose terms may cancel (`magnitudes`
+    names them), the largest sum of its terms' magnitudes. Rounding is in proportion to the terms, not to their sum."""
+    largest = {name: reference.abs().max() for name, reference in expected.items() if reference.numel()}
+    return {name: max(scale, (magnitudes or {}).get(name, scale)) for name, scale in largest.items()}
+
+
+def bound(expected, low_precision, dtype, magnitudes=None):
+    """What an error may be, relative to the scale of its result: `2 * (low-precision error + rounding band)`.
 
     The low-precision error is the worst of all results: that of one small tensor alone can be zero by luck.
     """
-    scales = {name: reference.abs().max() for name, reference in expected.items() if reference.numel()}
-    errors = [(low_precision[name] - expected[name]).abs().max() / scale for name, scale in scales.items() if scale > 0]
+    scale_of = scales(expected, magnitudes)
+    errors = [(low_precision[name] - expected[name]).abs().max() / s for name, s in scale_of.items() if s > 0]
     return float(2 * (max(errors, default=0.0) + ROUNDING_BAND * torch.finfo(dtype).eps))
 
 
-def assert_close(actual, expected, low_precision, dtype):
+def assert_close(actual, expected, low_precision, dtype, magnitudes=None):
     """`actual` is within the bound of the float64 `expected`, key by key."""
     assert actual.keys() == expected.keys()
-    relative = bound(expected, low_precision, dtype)
+    relative, scale_of = bound(expected, low_precision, dtype, magnitudes), scales(expected, magnitudes)
     for name, reference in expected.items():
         assert actual[name].shape == reference.shape, name
         assert torch.isfinite(actual[name]).all(), f"{name}: not finite"
         if reference.numel():
-            error, scale = (actual[name] - reference).abs().max(), reference.abs().max()
-            assert error <= relative * scale, f"{name}: error {error:.3g}, allowed {relative * scale:.3g}"
+            error, allowed = (actual[name] - reference).abs().max(), relative * scale_of[name]
+            assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
