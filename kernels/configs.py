@@ -176,10 +176,11 @@ def architecture(device: torch.device) -> str:
         name: str = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         return name if name in TABLES else "gfx942"
     major, minor = torch.cuda.get_device_capability(device)
-    older = [n for n in (80, 90, 100, 120) if n <= 10 * major + minor]
+    served = [int(name.removeprefix("sm_")) for name in TABLES if name.startswith("sm_")]
+    older = [capability for capability in served if capability <= 10 * major + minor]
     if not older:
         raise RuntimeError(f"device: expected compute capability 8.0 or newer; got {major}.{minor} ({device})")
-    return f"sm_{older[-1]}"
+    return f"sm_{max(older)}"
 
 
 def has_path(kernel: str, dtype: torch.dtype, device: torch.device, path: Path) -> bool:

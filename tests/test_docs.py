@@ -1,8 +1,11 @@
 """The pages: built strictly, every block of Python run, every command known to the command line or the Makefile."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 
@@ -101,6 +104,34 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def extended(tmp_path):
+    """A copy of the repository with the patches of extending.md."""
+    for name in ("fusedmlp", "kernels", "tests", "bench", "pyproject.toml"):
+        copy = partial(shutil.copytree, symlinks=True) if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    patch = "".join(blocks(ROOT / "docs" / "extending.md", "diff"))
+    done = subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("-m pytest -q tests/test_numerics.py -k mish", "3 passed"),
+        ("-m fusedmlp doctor --target sm_103", "on sm_103, which is not here"),
+    ],
+)
+def test_what_the_walkthroughs_add_works(command, shown, extended):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTHONPATH"] = str(extended)
+    command = [sys.executable, "-P", *command.split()]
+    done = subprocess.run(command, cwd=extended, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shown in done.stdout
 
 
 def _commands():

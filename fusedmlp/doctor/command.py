@@ -40,7 +40,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     print("\nIntegrations:")
     for integration in libraries:
         text = "importable" if integration.ok else integration.why_not
-        print(f"  {integration.name:<14}{integration.version or '-':<10}{text}")
+        print(f"  {integration.name:<14}{integration.version or '-':<13}{text}")
     print(f"\nSelf-test against float64, {seconds:.1f} s:")
     for check in checks:
         verdict = "ok" if check.ok else "WRONG"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from triton.backends.compiler import GPUTarget
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Target:
     @property
     def triton(self) -> GPUTarget:
         """What Triton calls it."""
+        from triton.backends.compiler import GPUTarget  # not above: the command line lists targets without Triton too
+
         return GPUTarget("hip", self.name, 64) if self.is_amd else GPUTarget("cuda", self.capability, 32)
 
 
