@@ -51,7 +51,7 @@ megatron: $(VENV)/.integrations $(MEGATRONS:%=.megatron/%/.ready)
 	  { echo "megatron: megatron-core $*, one of MEGATRONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-# The page of comparisons.
+# The page of comparisons; the figures of README.md and docs/ come from a copy of its table in bench/results/.
 bench: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m fusedmlp bench --report build/bench
 

@@ -1,9 +1,10 @@
-"""Write the figures in README.md from the committed results, so that none is typed.
+"""Write the figures in README.md and docs/benchmarks.md from the committed results, so that none is typed.
 
     python -m bench.figures
 
-Results are made by `python -m fusedmlp demo --json` and `python -m bench.bench_overhead --json` into
-`bench/results/cpu_*.json`. In the README, each figure's text stands between `<!-- name -->` and `<!-- /name -->`.
+Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json` and
+`python -m bench.bench_overhead --json` (`cpu_demo.json`, `cpu_overhead.json`). In a page, each figure's text stands
+between `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
+
+from fusedmlp.report import results
+from fusedmlp.report.pictures import PICTURES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -53,24 +59,76 @@ def demo() -> str:
     return f"{table}\n\n{text}"
 
 
+def _benchmarks() -> results.Results:
+    return results.load(RESULTS / "cpu_benchmarks.csv")
+
+
+def comparison() -> str:
+    """Every peer's times over ours, and the memory that backward allocates."""
+    table = _benchmarks().table
+    per_row = (table.peak_bytes / table.R / 1024).where(table.what.str.startswith("backward"))
+    rows = []
+    for level in ("sorted rows", "whole layer of tokens"):
+        for who in dict.fromkeys(table[table.what == f"backward, {level}"].who):
+            own = table[table.who == who]
+            times = [_spread(own[own.what == f"{what}, {level}"].speedup) for what in ("forward", "backward")]
+            if who in results.OURS:
+                times = ["1", "1"]
+            memory = [f"{per_row[own.index][own['dtype'] == dtype].median():.1f}" for dtype in ("float32", "bfloat16")]
+            rows.append([level, who, *times, *memory])
+    header = ["takes", "", "forward, times ours", "backward, times ours", "KiB a row, fp32", "KiB a row, bf16"]
+    return _table(header, rows)
+
+
+def _spread(values: pd.Series) -> str:
+    return f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
+
+
+def machine() -> str:
+    """Where and when that was measured, and over what."""
+    found = _benchmarks()
+    layers = found.table[results.LAYER].drop_duplicates()
+    about = found.about
+    return (
+        f"Median (smallest to largest) over {len(layers)} layers: {', '.join(layers['name'].unique())}; "
+        f"{', '.join(layers['load'].unique())} loads; {' and '.join(layers['dtype'].unique())}. {about['threads']} "
+        f"threads, torch {about['torch']}, {about['date']}."
+    )
+
+
 def overhead() -> str:
     """The Python cost of a step."""
     rows = [[name, f"{microseconds:.0f}"] for name, microseconds in _load("overhead").items()]
     return _table(["forward and backward of a tiny layer", "us"], rows)
 
 
-def render(readme: str) -> str:
-    """The README with every figure as the results have it."""
-    for figure in (demo, overhead):
+FIGURES = {
+    "README.md": (demo, comparison, machine, overhead),
+    "docs/benchmarks.md": (comparison, machine),
+}
+
+
+def render(page: str) -> str:
+    """One of those pages with every figure as the results have it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for figure in FIGURES[page]:
         name = figure.__name__
         pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-        text = figure().replace("\\", r"\\")
-        readme, count = re.subn(pattern, rf"\g<1>{text}\g<2>", readme, flags=re.DOTALL)
+        replacement = figure().replace("\\", r"\\")
+        text, count = re.subn(pattern, rf"\g<1>{replacement}\g<2>", text, flags=re.DOTALL)
         if count != 1:
-            raise ValueError(f"README.md: expected one <!-- {name} --> ... <!-- /{name} -->; got {count}")
-    return readme
+            raise ValueError(f"{page}: expected one <!-- {name} --> ... <!-- /{name} -->; got {count}")
+    return text
+
+
+def pictures() -> dict[str, str]:
+    """SVG text by file name."""
+    table = _benchmarks().table
+    return {f"{name}.svg": draw(table) for name, draw in PICTURES.items()}
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(render(path.read_text(encoding="utf-8")), encoding="utf-8")
+    for name in FIGURES:
+        (ROOT / name).write_text(render(name), encoding="utf-8")
+    for name, svg in pictures().items():
+        (ROOT / "docs" / "pictures" / name).write_text(svg + "\n", encoding="utf-8")
