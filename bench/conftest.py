@@ -19,7 +19,8 @@ _missing: list[dict[str, str]] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedmlp")
     group.addoption("--tiny", action="store_true", help="one tiny layer in three rounds, to try the benchmarks")
-    group.addoption("--seconds", type=float, default=0.25, help="spent on the rounds of each row")
+    group.addoption("--seconds", type=float, default=0.1, help="spent on the rounds of each row in each turn")
+    group.addoption("--turns", type=int, default=3, help="how often everything is timed for each layer, one by one")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
@@ -30,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "turn" in metafunc.fixturenames:
+        turns = 1 if metafunc.config.getoption("tiny") else metafunc.config.getoption("turns")
+        metafunc.parametrize("turn", range(turns), ids="turn {}".format)
     if "layer" in metafunc.fixturenames:
         dtypes = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
         tiny = metafunc.config.getoption("tiny")
@@ -37,6 +41,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         cases = [(shape, load, dtype) for shape in layers.shapes(DEVICE, tiny) for load in loads for dtype in dtypes]
         ids = [f"{shape.name}, {load}, {str(dtype).removeprefix('torch.')}" for shape, load, dtype in cases]
         metafunc.parametrize("layer", cases, indirect=True, ids=ids, scope="session")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Layer by layer, and there turn by turn: what is compared runs close together, and not only once. The speed of a
+    machine that others share changes from second to second."""
+    layers_in_order = list(dict.fromkeys(_parameter(item, "layer") for item in items))
+    items.sort(key=lambda item: (layers_in_order.index(_parameter(item, "layer")), _parameter(item, "turn")))
+
+
+def _parameter(item: pytest.Item, name: str) -> Any:
+    assert isinstance(item, pytest.Function)
+    return item.callspec.params[name]
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +66,7 @@ Record = Callable[..., None]
 
 
 @pytest.fixture
-def record(benchmark: Any, request: pytest.FixtureRequest) -> Record:
+def record(benchmark: Any, request: pytest.FixtureRequest, turn: int) -> Record:
     """`record(layer, what, who, run, setup, **extra)`: time `run` and put everything into the results."""
 
     def record(
@@ -74,9 +90,14 @@ def record(benchmark: Any, request: pytest.FixtureRequest) -> Record:
         option = request.config.getoption
         rounds = 3 if option("tiny") else max(5, min(100, int(option("seconds") / once)))
         benchmark.group = f"{layer}: {what}"
-        benchmark.name = who
+        benchmark.name = f"{who} ({turn + 1})" if turn else who
         benchmark.extra_info.update(
-            what=what, who=who, load=layer.load, dtype=str(layer.dtype).removeprefix("torch."), **asdict(layer.shape)
+            what=what,
+            who=who,
+            turn=turn,
+            load=layer.load,
+            dtype=str(layer.dtype).removeprefix("torch."),
+            **asdict(layer.shape),
         )
         benchmark.extra_info.update(extra)
         benchmark.pedantic(run, setup=fresh, rounds=rounds)

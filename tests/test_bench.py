@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
@@ -78,6 +79,19 @@ def test_a_saved_table_gives_the_same_page(report, tmp_path):
     results.save(found, tmp_path / "again.csv")
     assert (tmp_path / "again.csv").read_text() == (report / "results.csv").read_text()
     assert page.render(found) == (report / "index.html").read_text(encoding="utf-8")
+
+
+def test_turns_are_compared_one_by_one(report):
+    """A machine that is slow in one turn is so for everybody."""
+    table = results.load(report / "results.csv").table
+    turns = [table.assign(turn=turn, ms=table.ms * slow) for turn, slow in enumerate((1, 5, 2))]
+    shuffled = pd.concat(turns).sample(frac=1, random_state=0).drop(columns="speedup")
+    together = results.over_turns(results.with_speedups(shuffled))
+    keys = [*results.LAYER, "what", "who"]
+    together, table = (t.set_index(keys).sort_index() for t in (together, table))
+    pd.testing.assert_series_equal(together.speedup, table.speedup)
+    pd.testing.assert_series_equal(together.ms, 2 * table.ms)
+    assert (together.rounds == 3 * table.rounds).all()
 
 
 @pytest.fixture(scope="module")

@@ -119,6 +119,7 @@ def ideas(table: pd.DataFrame) -> str:
     axis.axvline(0, color="#444444", linewidth=1)
     axis.set(xlabel="time saved, % of the time without the idea")
     axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(-0.5, len(names) - 0.3)
     axis.grid(axis="x", alpha=0.25)
     return _svg(figure)
 

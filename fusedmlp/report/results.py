@@ -35,9 +35,10 @@ def load(path: Path) -> Results:
     document = json.loads(path.read_text(encoding="utf-8"))
     run = document["fusedmlp"]
     rows = [_row(benchmark, run["ceilings"]) for benchmark in document["benchmarks"]]
+    table = with_speedups(pd.DataFrame(rows))
     about = {key: run[key] for key in ("device", "device_name", "threads", "torch")}
     about["date"] = document["datetime"][:10]
-    return Results(_with_speedups(pd.DataFrame(rows)), about, pd.DataFrame(run["missing"], columns=["who", "why"]))
+    return Results(over_turns(table), about, pd.DataFrame(run["missing"], columns=["who", "why"]))
 
 
 def save(results: Results, path: Path) -> None:
@@ -49,7 +50,7 @@ def save(results: Results, path: Path) -> None:
 def _row(benchmark: dict[str, Any], ceilings: dict[str, dict[str, float]]) -> dict[str, Any]:
     info, stats = benchmark["extra_info"], benchmark["stats"]
     ms = 1e3 * stats["median"]
-    row = {key: info[key] for key in (*LAYER, "what", "who")}
+    row = {key: info[key] for key in (*LAYER, "what", "who", "turn")}
     row |= {"ms": ms, "iqr_ms": 1e3 * stats["iqr"], "rounds": stats["rounds"]}
     ceiling = ceilings[info["dtype"]]
     limit = _limit(info, ceiling["flops"], ceiling["bandwidth"])
@@ -80,10 +81,19 @@ def _limit(info: dict[str, Any], flops: float, bandwidth: float) -> float | None
     return sum(limit_ms(launch.flops, launch.bytes, flops, bandwidth) for launch in launches)
 
 
-def _with_speedups(table: pd.DataFrame) -> pd.DataFrame:
-    """`speedup`: the peer's time over ours, in the same group."""
-    keys = [*LAYER, "what"]
+def with_speedups(table: pd.DataFrame) -> pd.DataFrame:
+    """`speedup`: the peer's time over ours, in the same group and turn."""
+    keys = [*LAYER, "what", "turn"]
     ours = table[table.who.isin([*OURS, "with"])].set_index(keys).ms.rename("ours_ms")
     table = table.join(ours, on=keys)
     table["speedup"] = table.ms / table.ours_ms
     return table.drop(columns="ours_ms")
+
+
+def over_turns(table: pd.DataFrame) -> pd.DataFrame:
+    """One row for all turns of a measurement: their medians, and how many rounds they were in all."""
+    timed = ("ms", "iqr_ms", "of_limit", "speedup")
+    how = {name: "median" if name in timed else "sum" if name == "rounds" else "first" for name in table.columns}
+    keys = [*LAYER, "what", "who"]
+    how = {name: function for name, function in how.items() if name not in (*keys, "turn")}
+    return table.groupby(keys, sort=False, as_index=False).agg(how)
