@@ -1,8 +1,8 @@
-"""The `torch` implementation: plain PyTorch for the CPU, batched GEMMs, no autograd.
+"""The `torch` implementation: plain PyTorch for the CPU, no autograd.
 
-It walks over chunks: runs of experts with about equal numbers of rows, padded to the longest, so that one batched
-GEMM serves them all, and small enough for the cache. All chunks share one set of buffers, and no temporary is as
-large as a weight. Letters as in `functional.py`; in a chunk, `e` experts of `C` rows each: `x_eCH`.
+It walks over chunks: runs of experts that are small enough for the cache, whose products are one batched GEMM where all
+have as many rows, and one GEMM each otherwise. All chunks share one set of buffers, and no temporary is as large as a
+weight. Letters as in `functional.py`; in a chunk, `e` experts have `n` rows between them: `x_nH`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
-    chunks = Chunks(offsets, x_RK.device, y_RN.shape[1], (w, 2), (bias, 1))
+    chunks = Chunks(offsets, y_RN.shape[1], w)
     for chunk in chunks:
-        y_eCN = chunk.target("y", y_RN)
-        torch.bmm(chunk.pad("x", x_RK), chunk.of(w, 2).transpose(1, 2), out=y_eCN)
+        y_nN = chunk.product(chunk.rows(x_RK), w, chunk.rows(y_RN), transposed=True)
         if bias:
-            y_eCN.add_(chunk.of(bias, 1).unsqueeze(1))
-        chunk.store(y_eCN, y_RN)
+            y_nN.add_(chunk.bias(bias))
     y_RN[chunks.total :].zero_()
     return y_RN
 
@@ -82,24 +80,20 @@ def grouped_mlp(
     kind = Activation.decode(activation)
     num_rows = (x_RH if tokens_R is None else tokens_R).shape[0]
     h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), x_RH.new_empty(num_rows, x_RH.shape[1])
-    chunks = Chunks(offsets, x_RH.device, h_RG.shape[1], (fc1, 2), (fc2, 2), (bias1, 1), (bias2, 1))
+    chunks = Chunks(offsets, h_RG.shape[1], fc1, fc2)
     for chunk in chunks:
-        h_eCG, y_eCH = chunk.target("h", h_RG), chunk.target("y", y_RH)
-        torch.bmm(chunk.pad("x", x_RH, tokens_R), chunk.of(fc1, 2).transpose(1, 2), out=h_eCG)
+        h_nG = chunk.product(chunk.gather("x", x_RH, tokens_R), fc1, chunk.rows(h_RG), transposed=True)
         if bias1:
-            h_eCG.add_(chunk.of(bias1, 1).unsqueeze(1))
-        chunk.store(h_eCG, h_RG)
-        a_eCF = chunk.buffer("a", fc2[0].shape[-1])
-        torch_activation.forward(kind, chunk.cast("h wide", h_eCG), a_eCF)
-        probs_eC1 = None if probs_R is None else chunk.cast("p wide", chunk.pad("p", probs_R.unsqueeze(1)))
-        if probs_eC1 is not None:
-            a_eCF.mul_(probs_eC1)
-        a_eCF = chunk.cast("a low", a_eCF, x_RH.dtype)
-        torch.bmm(a_eCF, chunk.of(fc2, 2).transpose(1, 2), out=y_eCH)
+            h_nG.add_(chunk.bias(bias1))
+        a_nF = chunk.buffer("a", x_RH, fc2[0].shape[-1])
+        torch_activation.forward(kind, chunk.cast("h wide", h_nG), a_nF)
+        probs_n1 = None if probs_R is None else chunk.rows(probs_R).float().unsqueeze(1)
+        if probs_n1 is not None:
+            a_nF.mul_(probs_n1)
+        y_nH = chunk.product(chunk.cast("a low", a_nF, x_RH.dtype), fc2, chunk.rows(y_RH), transposed=True)
         if bias2:
-            bias_e1H = chunk.of(bias2, 1).unsqueeze(1)
-            y_eCH.add_(bias_e1H if probs_eC1 is None else probs_eC1 * bias_e1H)
-        chunk.store(y_eCH, y_RH)
+            bias_nH = chunk.bias(bias2)
+            y_nH.add_(bias_nH if probs_n1 is None else probs_n1 * bias_nH)
     for padded in (h_RG, y_RH):
         padded[chunks.total :].zero_()
     return MLPOutput(y_RH, h_RG)
@@ -133,46 +127,37 @@ def grouped_mlp_backward_(
     kind, dtype = Activation.decode(activation), x_RH.dtype
     ffn_size = fc2[0].shape[-1]
     grads = MLPGrads.empty(x_RH, h_RG, ffn_size, probs_R, need_dx, keep)
-    matrices, vectors = (fc1, fc2, dw1, dw2), (bias2, db1, db2)
-    chunks = Chunks(offsets, x_RH.device, h_RG.shape[1], *[(t, 2) for t in matrices], *[(t, 1) for t in vectors])
+    chunks = Chunks(offsets, h_RG.shape[1], fc1, fc2, dw1, dw2)
     for chunk in chunks:
-        dy_eCH = chunk.pad("dy", dy_RH, tokens_R)
-        da_eCF = chunk.buffer("da low", ffn_size, dtype)
-        torch.bmm(dy_eCH, chunk.of(fc2, 2), out=da_eCF)
-        da_eCF = chunk.cast("da", da_eCF)
-        h_eCG = chunk.cast("h wide", chunk.pad("h", h_RG))
-        a_eCF, dh_eCG = chunk.buffer("a", ffn_size), chunk.buffer("dh", h_RG.shape[1])
-        probs_eC1 = None
+        dy_nH, h_nG = chunk.gather("dy", dy_RH, tokens_R), chunk.cast("h wide", chunk.rows(h_RG))
+        da_nF = chunk.product(dy_nH, fc2, chunk.buffer("da low", x_RH, ffn_size, dtype), transposed=False)
+        da_nF = chunk.cast("da", da_nF)
+        a_nF, dh_nG = chunk.buffer("a", x_RH, ffn_size), chunk.buffer("dh", x_RH, h_RG.shape[1])
+        probs_n1 = None
         if probs_R is None:
-            torch_activation.backward(kind, h_eCG, da_eCF, a_eCF, dh_eCG)
+            torch_activation.backward(kind, h_nG, da_nF, a_nF, dh_nG)
         else:
-            probs_eC1 = chunk.cast("p wide", chunk.pad("p", probs_R.unsqueeze(1)))
-            dact_eCF = torch.mul(da_eCF, probs_eC1, out=chunk.buffer("dact", ffn_size))
-            torch_activation.backward(kind, h_eCG, dact_eCF, a_eCF, dh_eCG)
-            dprobs_eC1 = da_eCF.mul_(a_eCF).sum(2, keepdim=True)
+            probs_n1 = chunk.rows(probs_R).float().unsqueeze(1)
+            dact_nF = torch.mul(da_nF, probs_n1, out=chunk.buffer("dact", x_RH, ffn_size))
+            torch_activation.backward(kind, h_nG, dact_nF, a_nF, dh_nG)
+            dprobs_n = chunk.rows(grads.dprobs).copy_(da_nF.mul_(a_nF).sum(1))
             if bias2:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
-                bias_eH1 = chunk.of(bias2, 1).float().unsqueeze(2)
-                # With `out`, as all products here: autocast leaves those alone.
-                dprobs_eC1 += torch.bmm(chunk.cast("dy wide", dy_eCH), bias_eH1, out=chunk.buffer("dy.bias", 1))
-            chunk.store(dprobs_eC1, grads.dprobs.unsqueeze(1), always=True)
-            a_eCF.mul_(probs_eC1)
-        a_eCF, dh_eCG = chunk.cast("a low", a_eCF, dtype), chunk.cast("dh low", dh_eCG, dtype)
+                dprobs_n += (dy_nH.float() * chunk.bias(bias2).float()).sum(1)
+            a_nF.mul_(probs_n1)
+        a_nF, dh_nG = chunk.cast("a low", a_nF, dtype), chunk.cast("dh low", dh_nG, dtype)
         if need_dx:
-            dx_eCH = chunk.target("dx", grads.dx)
-            torch.bmm(dh_eCG, chunk.of(fc1, 2), out=dx_eCH)
-            chunk.store(dx_eCH, grads.dx)
+            chunk.product(dh_nG, fc1, chunk.rows(grads.dx), transposed=False)
         if dw2:
-            chunk.wgrad_(dw2, dy_eCH, a_eCF, accumulate2)
+            chunk.wgrad_(dw2, dy_nH, a_nF, accumulate2)
         if dw1:
-            chunk.wgrad_(dw1, dh_eCG, chunk.pad("x", x_RH, tokens_R), accumulate1)
+            chunk.wgrad_(dw1, dh_nG, chunk.gather("x", x_RH, tokens_R), accumulate1)
         if db2:
-            chunk.bias_grad_(db2, dy_eCH, probs_eC1)
+            chunk.bias_grad_(db2, dy_nH, probs_n1)
         if db1:
-            chunk.bias_grad_(db1, dh_eCG, None)
+            chunk.bias_grad_(db1, dh_nG, None)
         if keep:
-            chunk.store(dh_eCG, grads.dh, always=True)
-            chunk.store(a_eCF, grads.act_probs, always=True)
-    chunks.clear_empty_experts_(dw1 if not accumulate1 else [], dw2 if not accumulate2 else [], db1, db2)
+            chunk.rows(grads.dh).copy_(dh_nG)
+            chunk.rows(grads.act_probs).copy_(a_nF)
     for padded in grads:
         padded[chunks.total :].zero_()
     return grads
@@ -191,11 +176,9 @@ def grouped_wgrad_(
     """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of dy[0]."""
     for s, segment_offsets in enumerate(offsets):
         add = accumulate or s > 0
-        chunks = Chunks(segment_offsets, dy[s].device, dy[s].shape[1], (dw, 2), (db, 1))
-        for chunk in chunks:
-            dy_eCN = chunk.pad("dy", dy[s], dy_rows[s] if dy_rows else None)
+        for chunk in Chunks(segment_offsets, dy[s].shape[1], dw):
+            dy_nN = chunk.gather("dy", dy[s], dy_rows[s] if dy_rows else None)
             if dw:
-                chunk.wgrad_(dw, dy_eCN, chunk.pad("x", x[s], x_rows[s] if x_rows else None), add)
+                chunk.wgrad_(dw, dy_nN, chunk.gather("x", x[s], x_rows[s] if x_rows else None), add)
             if db:
-                chunk.bias_grad_(db, dy_eCN, None)
-        chunks.clear_empty_experts_(dw if not add else [], db)
+                chunk.bias_grad_(db, dy_nN, None)

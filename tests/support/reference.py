@@ -39,14 +39,15 @@ def activate(name, h, *, interleaved=False, limit=None, alpha=None, linear_offse
 def grouped_mlp(inputs, dtype, magnitudes=None):
     """Results of the case's forward and backward, computed in `dtype`; keys as `factory.run` returns them.
 
-    Into `magnitudes`, a dict, goes what `tolerance.scales` takes, of the two sums over channels: `y` and `dx`.
+    Into `magnitudes`, a dict, goes what `tolerance.scales` takes: results computed from the magnitudes of their terms.
     """
 
-    def note(name, terms, weight):
-        if magnitudes is not None and terms.numel():
-            magnitudes[name] = max(magnitudes.get(name, 0), (terms.detach().abs() @ weight.detach().abs()).max())
+    def note(**results):
+        for name, result in results.items():
+            if result.numel():
+                magnitudes[name] = max(magnitudes.get(name, 0), result.detach().max())
 
-    case = inputs.case
+    case, size = inputs.case, torch.abs
     leaf = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in inputs.tensors().items()}
     ys, row = [], 0
     for e, n in enumerate(case.counts):
@@ -55,15 +56,20 @@ def grouped_mlp(inputs, dtype, magnitudes=None):
         if case.layout == "in_out":
             fc1, fc2 = fc1.T, fc2.T
         h = x @ fc1.T
-        h.register_hook(lambda dh, weight=fc1: note("dx", dh, weight))
         if case.bias:
             h = h + leaf["bias1"][e]
         a = activate(case.activation, h, **case.options)
         y = a @ fc2.T
-        probs = leaf["probs"][row : row + n, None] if case.probs else 1
-        note("y", a * probs, fc2.T)
         if case.bias:
             y = y + leaf["bias2"][e]
+        probs = leaf["probs"][row : row + n, None] if case.probs else 1
+        if magnitudes is not None:
+            terms = size(a) @ size(fc2.T) + (size(leaf["bias2"][e]) if case.bias else 0)
+            dy = size(inputs.dy[row : row + n].to(dtype))
+            note(y=terms * probs, dprobs=(dy * terms).sum(1), dbias2=(dy * probs).sum(0))
+            note(fc2=inputs.initial_main_grad + (dy * probs).T @ size(a))
+            h.register_hook(lambda dh, x=x: note(fc1=inputs.initial_main_grad + size(dh).T @ size(x)))
+            h.register_hook(lambda dh, fc1=fc1: note(dx=size(dh) @ size(fc1), dbias1=size(dh).sum(0)))
         if case.probs:
             y = (y * probs).to(dtype)
         ys.append(y)

@@ -7,8 +7,8 @@ ROUNDING_BAND = 4 / 2  # in units of eps
 
 
 def scales(expected, magnitudes=None):
-    """What errors are relative to: the largest value of a result or, of those whose terms may cancel (`magnitudes`
-    names them), the largest sum of its terms' magnitudes. Rounding is in proportion to the terms, not to their sum."""
+    """What errors are relative to: the largest value of a result or, where `magnitudes` has it, the largest sum of the
+    magnitudes of its terms. Rounding is in proportion to the terms, which may cancel, not to their sum."""
     largest = {name: reference.abs().max() for name, reference in expected.items() if reference.numel()}
     return {name: max(scale, (magnitudes or {}).get(name, scale)) for name, scale in largest.items()}
 
