@@ -43,6 +43,10 @@ def test_gpt_oss_activation():
     check(Case(counts=(19, 3), H=24, F=20, activation="swiglu", options=options, bias=True))
 
 
+def test_loads_as_many_as_if_they_were_even():
+    check(Case(counts=(5, 3, 7, 5), bias=True))
+
+
 loads = st.lists(st.integers(0, 40), min_size=1, max_size=7)
 sizes = st.integers(1, 40)
 
