@@ -19,7 +19,7 @@ _missing: list[dict[str, str]] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedmlp")
     group.addoption("--tiny", action="store_true", help="one tiny layer in three rounds, to try the benchmarks")
-    group.addoption("--seconds", type=float, default=0.1, help="spent on the rounds of each row in each turn")
+    group.addoption("--seconds", type=float, default=0.06, help="spent on the rounds of each row in each turn")
     group.addoption("--turns", type=int, default=3, help="how often everything is timed for each layer, one by one")
 
 
@@ -88,7 +88,7 @@ def record(benchmark: Any, request: pytest.FixtureRequest, turn: int) -> Record:
         run(*arguments)
         once = max(now() - start, 1e-6)
         option = request.config.getoption
-        rounds = 3 if option("tiny") else max(5, min(100, int(option("seconds") / once)))
+        rounds = 3 if option("tiny") else max(2, min(100, int(option("seconds") / once)))
         benchmark.group = f"{layer}: {what}"
         benchmark.name = f"{who} ({turn + 1})" if turn else who
         benchmark.extra_info.update(
