@@ -49,11 +49,12 @@ def demo() -> str:
     difference = [abs(f - p) for f, p in zip(fused, plain, strict=True)]
     drift = max(abs(c - p) for c, p in zip(control, plain, strict=True))
     quiet = next((step for step, d in enumerate(difference) if d > 1e-5), len(difference))
+    steps = len(difference)
+    early = f"within {max(difference[:quiet]):.1e} for the first {quiet} steps and " if quiet < steps else ""
     text = (
-        f"The loss curves agree to rounding: within {max(difference[:quiet]):.1e} nats/byte for the first {quiet} "
-        f"steps and within {max(difference):.1e} for all {len(difference)}. Training amplifies "
-        f"rounding: sending the one token whose choice of experts was closest the other way, in every layer and "
-        f"micro-batch, moves the same curve by up to {drift:.1e}."
+        f"The loss curves agree to rounding: {early}within {max(difference):.1e} nats/byte for all {steps}. "
+        "Training amplifies rounding: sending the one token whose choice of experts was closest the other way, in "
+        f"every layer and micro-batch, moves the same curve by up to {drift:.1e}."
     )
     table = _table(["", *columns], [[name, *values] for name, values in cells.items()])
     return f"{table}\n\n{text}"

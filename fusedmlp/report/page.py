@@ -18,7 +18,7 @@ svg { max-width: 100%; height: auto } .note { color: #555; font-size: 13px } sum
 _CAPTIONS = {
     "speedups": "Speed-up over each peer. Right of the line fusedmlp is faster; the scale is logarithmic.",
     "shares_of_limit": "Time against the limit: the larger of arithmetic and traffic, summed over passes, by ceilings "
-    "measured in the same run.",
+    "measured once in the same run. Where the machine is slower just then, a share can exceed 1.",
     "memory": "Memory per routed row, median over layers. A peer's gradients and their sum in main_grad count as "
     "allocated; the weights' main_grad, which all have, does not.",
     "ideas": "Time that each idea saves: the same work with and without it.",
