@@ -33,7 +33,7 @@ def render(results: Results) -> str:
         f"<style>{_STYLE}</style></head><body><h1>fusedmlp beside its peers</h1>",
         f"<p>{escape(about['device_name'])}, {about['threads']} threads, torch {escape(about['torch'])}, ",
         f"{about['date']}. ",
-        "Every row was compared with float64 before it was timed; times are medians.</p>",
+        "Every row but those of the ideas was compared with float64 before it was timed; times are medians.</p>",
     ]
     if about["device"] == "cpu":
         parts.append(
