@@ -137,7 +137,8 @@ class Chunk:
             db_.copy_(dy.sum(0))
 
     def _split(self, t_nN: Tensor) -> tuple[Tensor, ...]:
-        return t_nN.split(self._sizes)  # type: ignore[no-any-return]
+        parts: tuple[Tensor, ...] = t_nN.split(self._sizes)
+        return parts
 
     def _by_expert(self, t_nN: Tensor) -> Tensor:
         return t_nN.view(len(self._sizes), self._sizes[0], t_nN.shape[1])
