@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fusedmlp
 from bench.layers import Layer
+from fusedmlp.operators import ops
 
 Level = Literal["rows", "tokens"]
 
@@ -138,7 +139,7 @@ def _fused_wgrad(layer: Layer, dh_RG: Tensor, accumulate: bool = True) -> None:
     impl = "torch" if layer.device == "cpu" else "triton"
     offsets = F.pad(layer.ends, (1, 0))
     operands = [dh_RG], [layer.x_RH.detach()], [offsets]
-    fusedmlp.ops.grouped_wgrad_([layer.fc1.main_grad], [], *operands, [], [], accumulate, impl)
+    ops.grouped_wgrad_([layer.fc1.main_grad], [], *operands, [], [], accumulate, impl)
 
 
 def _overwriting_wgrad(layer: Layer, dh_RG: Tensor) -> None:

@@ -114,17 +114,11 @@ def _tune(args: argparse.Namespace) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("tune: expected a GPU to time kernels on; this machine has none", file=sys.stderr)
         return 2
-    from fusedmlp import autotune
+    from fusedmlp.tuning import command
+    from fusedmlp.tuning.tuner import Problem
 
     dtype = getattr(torch, args.dtype)
-    problem = autotune.Problem(args.experts, args.hidden, args.ffn, args.rows, dtype, device)
-    found = autotune.tune_with_progress(problem)
-    path = autotune.save(found, device)
-    print(
-        autotune.as_json(found)
-        if args.json
-        else f"{autotune.table(found)}\n\nWrote {path}; use it with FUSEDMLP_TUNED=1."
-    )
+    command.run(Problem(args.experts, args.hidden, args.ffn, args.rows, dtype, device), args.json)
     return 0
 
 

@@ -15,9 +15,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp import main_grad, ops
+from fusedmlp import main_grad
 from fusedmlp.main_grad import Mode, Route
-from fusedmlp.mlp_types import MLPGrads, MLPOutput
+from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPGrads, MLPOutput
 from fusedmlp.wgrad_queue import Operands, WgradQueue
 
 _Grads = tuple[Tensor | None, ...]
@@ -169,7 +170,7 @@ class GroupedLinear(torch.autograd.Function):
 class GroupedMLP(torch.autograd.Function):
     """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, slots, rows) -> y`.
 
-    `slots` and `rows` (`mlp_types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
+    `slots` and `rows` (`types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
     """
 
     jvp = staticmethod(_no_forward_mode)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedmlp import autograd, compiled, main_grad, ops, validate
+from fusedmlp import autograd, compiled, main_grad, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import Call
 from fusedmlp.main_grad import Mode
-from fusedmlp.mlp_types import Routing
+from fusedmlp.operators import ops
+from fusedmlp.operators.types import Routing
 from fusedmlp.validate import Experts, Input
 from fusedmlp.wgrad_queue import WgradQueue
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmlp import ops
 from fusedmlp.main_grad import Route, one_thread
+from fusedmlp.operators import ops
 
 
 class Operands(NamedTuple):

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import fusedmlp
-from fusedmlp import ops, wgrad_queue
+from fusedmlp import wgrad_queue
+from fusedmlp.operators import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("mlp", "linear", "moe")

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedmlp import ops
 from fusedmlp.doctor import command, facts, selftest
 from fusedmlp.kernels import configs
+from fusedmlp.operators import ops
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
 

@@ -8,7 +8,7 @@ from support.moe import Case, Inputs
 from support.tolerance import assert_close
 
 import fusedmlp
-from fusedmlp import ops
+from fusedmlp.operators import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("torch", "triton")
@@ -158,7 +158,7 @@ def test_the_torch_implementation_gathers_chunk_by_chunk(monkeypatch):
         sizes.append(out.numel())
         return select(tensor, *arguments, out=out)
 
-    monkeypatch.setattr("fusedmlp.torch_chunks.CHUNK_ELEMENTS", 1)  # one expert each
+    monkeypatch.setattr("fusedmlp.operators.torch_chunks.CHUNK_ELEMENTS", 1)  # one expert each
     monkeypatch.setattr(torch, "index_select", record)
     fusedmlp.moe_experts(x, ids, probs, fc1, fc2, impl="torch").sum().backward()
     assert sizes == 12 * [probs.numel() * x.shape[1] // 4]  # x, then dy and x again, of four experts

@@ -5,7 +5,8 @@ import torch
 from torch.library import opcheck
 
 import fusedmlp
-from fusedmlp.mlp_types import MLPGrads
+from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPGrads
 
 OPS = torch.ops.fusedmlp
 SWIGLU = fusedmlp.Activation("swiglu").encoded
@@ -188,8 +189,8 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
 
 def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):
     seen = []
-    original = fusedmlp.ops.grouped_mlp_backward_
-    monkeypatch.setattr(fusedmlp.ops, "grouped_mlp_backward_", lambda *a: (seen.append(a), original(*a))[1])
+    original = ops.grouped_mlp_backward_
+    monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *a: (seen.append(a), original(*a))[1])
     fc1 = torch.nn.Parameter(tensors["fc1"])
     y = fusedmlp.grouped_mlp(tensors["x"], fc1, tensors["fc2"], [4, 2])
     y.sum().backward()

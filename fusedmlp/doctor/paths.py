@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fusedmlp import triton_impl
 from fusedmlp.activation import Activation
 from fusedmlp.kernels import configs
 from fusedmlp.limits.measure import STEP
+from fusedmlp.operators import triton_impl
 from fusedmlp.static_proof.recorder import Launch, recording
 from fusedmlp.static_proof.targets import TARGETS
 

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 import fusedmlp
-from fusedmlp import torch_activation
 from fusedmlp.activation import Activation
 from fusedmlp.main_grad import Mode
+from fusedmlp.operators import torch_activation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

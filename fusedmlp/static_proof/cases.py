@@ -14,9 +14,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from fusedmlp import triton_impl
 from fusedmlp.activation import Activation
 from fusedmlp.kernels import schedule
+from fusedmlp.operators import triton_impl
 
 Cases = dict[str, Callable[[torch.dtype], None]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedmlp
-from fusedmlp import ops
+from fusedmlp.operators import ops
 
 COUNTS, ROWS = (3, 0, 2), 7
 TOP_K = ((2, 0), (0, 5), (2, 2), (-1, 0), (0, 2), (3, -1), (-2, 7))

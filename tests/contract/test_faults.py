@@ -7,7 +7,8 @@ import torch
 from support.contract_model import Boom
 
 import fusedmlp
-from fusedmlp import main_grad, ops
+from fusedmlp import main_grad
+from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 

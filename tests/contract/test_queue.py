@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedmlp
-from fusedmlp import ops
 from fusedmlp.main_grad import EngineUse, Route
+from fusedmlp.operators import ops
 
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"),

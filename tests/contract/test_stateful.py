@@ -8,7 +8,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule,
 from support.contract_model import Boom, Fault
 from support.contract_world import World
 
-from fusedmlp import ops
+from fusedmlp.operators import ops
 
 KINDS = ("mlp", "linear", "plain fc1", "plain fc2", "user code")
 PLACES = ("before", "unpack", "gemm, before", "gemm, after", "after", "accumulate")

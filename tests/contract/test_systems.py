@@ -13,7 +13,8 @@ from support.systems import MODES, SYSTEMS, Step
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp import main_grad, ops
+from fusedmlp import main_grad
+from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 

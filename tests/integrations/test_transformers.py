@@ -16,8 +16,9 @@ from support.tolerance import bound
 from transformers import AutoModelForCausalLM
 
 import fusedmlp
-from fusedmlp import Activation, ops
+from fusedmlp import Activation
 from fusedmlp.integrations.transformers import activation_of, register
+from fusedmlp.operators import ops
 
 ROOT = Path(__file__).parents[2]
 USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -14,7 +14,7 @@ from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
 from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
-from fusedmlp.triton_impl import _options
+from fusedmlp.operators.triton_impl import _options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16

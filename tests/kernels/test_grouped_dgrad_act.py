@@ -10,7 +10,7 @@ from support.tolerance import assert_close
 import fusedmlp
 from fusedmlp.kernels import descriptors, grouped_dgrad_act, launches
 from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
-from fusedmlp.triton_impl import _options
+from fusedmlp.operators.triton_impl import _options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOADS = {"ragged": (3, 0, 17, 1, 40), "single rows": (1, 0, 1, 1), "empty": (0, 0, 0), "last only": (0, 0, 33)}

@@ -8,8 +8,8 @@ from support.contract_model import Boom, Fault, Model, Term
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp import ops
 from fusedmlp.main_grad import is_dummy
+from fusedmlp.operators import ops
 
 COUNTS, SIZE = (2, 0, 1), 2  # the hidden, ffn and output sizes are one, so that fc1 can be a layer of its own
 

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fusedmlp import ops
 from fusedmlp.integrations.ddp import grads_in_buckets
+from fusedmlp.operators import ops
 
 
 def in_buckets(module, parameters=None, **options):

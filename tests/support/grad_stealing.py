@@ -12,8 +12,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fusedmlp import ops
 from fusedmlp.integrations.ddp import grads_in_buckets
+from fusedmlp.operators import ops
 
 HOOKS = (
     "no hook",

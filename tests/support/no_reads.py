@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from fusedmlp import ops
+from fusedmlp.operators import ops
 
 METHODS = (
     *("item", "tolist", "numpy", "cpu", "to"),

@@ -1,29 +1,24 @@
-"""Opt-in tuning of tile sizes: `python -m fusedmlp tune`, then `FUSEDMLP_TUNED=1`.
+"""The search for faster tiles.
 
 The tables in `kernels/configs.py` need no tuning. For one GPU and shape there may be something better: from the
 table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
 accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
 or gives other results than the table's is not taken.
-
-What was found is kept in a file for each GPU and Triton version, by kernel, path, element size and shape class.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 from torch import Tensor
 
-from fusedmlp import environment, ops
 from fusedmlp.activation import Activation
 from fusedmlp.kernels import configs
 from fusedmlp.kernels.configs import Key, Tile
+from fusedmlp.operators import ops
 
 _CHOICES: dict[str, tuple[int, ...]] = {
     "BLOCK_M": (16, 32, 64, 128, 256),
@@ -185,88 +180,3 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
 def _gpu_timer(run: Callable[[], object]) -> float:
     ms: float = triton.testing.do_bench(run, warmup=10, rep=50, return_mode="median")
     return ms
-
-
-def cache_file(device: torch.device) -> Path:
-    """Where tiles for this GPU and Triton are kept."""
-    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return environment.cache_folder() / f"{name.replace(' ', '-').replace('/', '-')}-triton-{triton.__version__}.json"
-
-
-def save(found: list[Found], device: torch.device) -> Path:
-    """Keeps what was found, beside what was found for other keys; the file."""
-    path = cache_file(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kept = read(path) if path.exists() else {}
-    kept |= {f.key: f.tile for f in found}
-    rows = [{"key": key._asdict(), "tile": asdict(tile)} for key, tile in kept.items()]
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)  # a reader never sees half a file
-    return path
-
-
-def read(path: Path) -> dict[Key, Tile]:
-    """The tiles in a cache file.
-
-    Raises:
-        ValueError: the file was not written by `save` of this version.
-    """
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        return {Key(**row["key"]): Tile(**row["tile"]) for row in rows}
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: expected tiles as `python -m fusedmlp tune` writes them; got {error!r}") from error
-
-
-def load(device: torch.device) -> None:
-    """Use the tiles tuned for this GPU.
-
-    Raises:
-        FileNotFoundError: there are none.
-    """
-    path = cache_file(device)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"FUSEDMLP_TUNED=1: expected {path}, which `python -m fusedmlp tune` writes; it is not there"
-        )
-    configs.TUNED.update(read(path))
-
-
-def tune_with_progress(problem: Problem, timer: Timer | None = None) -> list[Found]:
-    """`tune`, with a line on stderr for every kernel that grows with its trials (a bar, if tqdm is installed)."""
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        tqdm = None
-    found: list[Found] = []
-    bar = None if tqdm is None else tqdm(unit="tile", file=sys.stderr, disable=None)
-    for step in tune(problem, timer):
-        if isinstance(step, Found):
-            found.append(step)
-            print(f"{step.key.kernel}: {step.shipped_ms:.4f} -> {step.ms:.4f} ms", file=sys.stderr)
-        elif bar is not None:
-            bar.update()
-            outcome = step.note if step.ms is None else f"{step.ms:.4f} ms"
-            bar.set_description(f"{step.key.kernel}: {_short(step.tile)}: {outcome}")
-    if bar is not None:
-        bar.close()
-    return found
-
-
-def _short(tile: Tile) -> str:
-    return " ".join(
-        f"{f.name.removeprefix('BLOCK_').removeprefix('num_')}={getattr(tile, f.name)}" for f in fields(tile)
-    )
-
-
-def table(found: list[Found]) -> str:
-    """What was found, a kernel a line."""
-    header = f"{'kernel':10} {'path':8} {'shipped, ms':>12} {'tuned, ms':>12}  tile"
-    lines = [f"{f.key.kernel:10} {f.key.path:8} {f.shipped_ms:12.4f} {f.ms:12.4f}  {_short(f.tile)}" for f in found]
-    return "\n".join([header, *lines])
-
-
-def as_json(found: list[Found]) -> str:
-    """What was found: a list of objects with the fields of `Found`."""
-    return json.dumps([asdict(f) | {"key": f.key._asdict()} for f in found], indent=1)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp import autotune, environment
+from fusedmlp import environment
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import routing, schedule
+from fusedmlp.kernels import routing, schedule, tuned
 from fusedmlp.kernels.activation import Options
 from fusedmlp.kernels.combine import combine_
 from fusedmlp.kernels.expert_tensors import ExpertTensors
@@ -23,10 +23,15 @@ from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.kernels.schedule import Schedule
-from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
+from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 if environment.tuned():
-    autotune.load(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    _tiles = tuned.tiles_file(environment.cache_folder(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if not _tiles.exists():
+        raise FileNotFoundError(
+            f"FUSEDMLP_TUNED=1: expected {_tiles}, which `python -m fusedmlp tune` writes; it is not there"
+        )
+    tuned.load(_tiles)
 
 
 def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,10 +13,10 @@ from itertools import accumulate as running_sum
 import torch
 from torch import Tensor
 
-from fusedmlp import torch_activation
 from fusedmlp.activation import Activation
-from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
-from fusedmlp.torch_chunks import CHUNK_ELEMENTS, Chunks
+from fusedmlp.operators import torch_activation
+from fusedmlp.operators.torch_chunks import CHUNK_ELEMENTS, Chunks
+from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
@@ -30,7 +30,7 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
-    """Expert ids `[T, K]` to the order of rows; see `mlp_types.Routing`."""
+    """Expert ids `[T, K]` to the order of rows; see `types.Routing`."""
     ids = top_k_index.flatten().long()
     sorted_ids, slots = ids.where((ids >= 0) & (ids < num_experts), num_experts).sort(stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device)

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp import torch_impl
-from fusedmlp.mlp_types import MLPGrads, MLPOutput, Routing
+from fusedmlp.operators import torch_impl
+from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 _library = torch.library.Library("fusedmlp", "DEF")
 
@@ -27,7 +27,7 @@ _library = torch.library.Library("fusedmlp", "DEF")
 def _implementation(impl: str) -> Any:
     if impl == "torch":
         return torch_impl
-    return import_module("fusedmlp.triton_impl")  # imports triton, which the torch implementation does without
+    return import_module("fusedmlp.operators.triton_impl")  # imports triton, which `torch_impl` does without
 
 
 def _register(schema: str, fake: Callable[..., Any]) -> Any:

@@ -1,0 +1,59 @@
+"""`python -m fusedmlp tune`: progress, and what was found, as text or JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, fields
+
+from fusedmlp import environment
+from fusedmlp.kernels import tuned
+from fusedmlp.kernels.configs import Tile
+from fusedmlp.tuning.tuner import Found, Problem, tune
+
+
+def run(problem: Problem, as_json: bool) -> None:
+    """Tune for `problem`, keep what was found, and print it."""
+    found = _tune_with_progress(problem)
+    path = tuned.tiles_file(environment.cache_folder(), problem.device)
+    tuned.save(path, {f.key: f.tile for f in found})
+    print(_as_json(found) if as_json else f"{_table(found)}\n\nWrote {path}; use it with FUSEDMLP_TUNED=1.")
+
+
+def _tune_with_progress(problem: Problem) -> list[Found]:
+    """`tune`, with a line on stderr for every kernel that grows with its trials (a bar, if tqdm is installed)."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        tqdm = None
+    found: list[Found] = []
+    bar = None if tqdm is None else tqdm(unit="tile", file=sys.stderr, disable=None)
+    for step in tune(problem):
+        if isinstance(step, Found):
+            found.append(step)
+            print(f"{step.key.kernel}: {step.shipped_ms:.4f} -> {step.ms:.4f} ms", file=sys.stderr)
+        elif bar is not None:
+            bar.update()
+            outcome = step.note if step.ms is None else f"{step.ms:.4f} ms"
+            bar.set_description(f"{step.key.kernel}: {_short(step.tile)}: {outcome}")
+    if bar is not None:
+        bar.close()
+    return found
+
+
+def _short(tile: Tile) -> str:
+    return " ".join(
+        f"{f.name.removeprefix('BLOCK_').removeprefix('num_')}={getattr(tile, f.name)}" for f in fields(tile)
+    )
+
+
+def _table(found: list[Found]) -> str:
+    """What was found, a kernel a line."""
+    header = f"{'kernel':10} {'path':8} {'shipped, ms':>12} {'tuned, ms':>12}  tile"
+    lines = [f"{f.key.kernel:10} {f.key.path:8} {f.shipped_ms:12.4f} {f.ms:12.4f}  {_short(f.tile)}" for f in found]
+    return "\n".join([header, *lines])
+
+
+def _as_json(found: list[Found]) -> str:
+    """What was found: a list of objects with the fields of `Found`."""
+    return json.dumps([asdict(f) | {"key": f.key._asdict()} for f in found], indent=1)

@@ -1,0 +1,91 @@
+"""The tuner, on the interpreter and with an invented clock: what it keeps, and what it refuses."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from fusedmlp import __main__ as cli
+from fusedmlp.kernels import configs, launches, tuned
+from fusedmlp.kernels.configs import Key
+from fusedmlp.tuning import tuner
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
+PROBLEM = tuner.Problem(3, 32, 32, 64, torch.float32, torch.device("cpu"))
+KERNELS = ("gemm", "fc1_act", "dgrad_act", "wgrad")
+
+
+@pytest.fixture(autouse=True)
+def untuned(monkeypatch, tmp_path):
+    monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path))
+    monkeypatch.setattr(configs, "TUNED", {})
+    monkeypatch.setattr(tuner, "_CHOICES", {"BLOCK_M": (16, 32), "BLOCK_K": (16, 32), "num_warps": (1, 2, 4)})
+
+
+def clock(run):
+    """The more warps and the larger BLOCK_M the faster, whatever runs; small BLOCK_K costs nothing: noise."""
+    run()
+    tile = list(configs.TUNED.values())[-1]
+    return 10.0 / (tile.num_warps + tile.BLOCK_M / 16)
+
+
+def test_finds_the_fastest_tile_of_every_kernel():
+    found = [step for step in tuner.tune(PROBLEM, clock) if isinstance(step, tuner.Found)]
+    assert [f.key.kernel for f in found] == list(KERNELS)
+    for f in found:
+        assert (f.tile.num_warps, f.tile.BLOCK_M) == (4, 32)
+        assert f.tile.BLOCK_K == f.shipped.BLOCK_K
+        assert (f.shipped_ms, f.ms) == (5.0, 10 / 6)
+        assert configs.select(f.key.kernel, torch.float32, PROBLEM.device, f.key.path, 64 / 3) == f.tile
+
+
+def test_tiles_that_fail_or_compute_something_else_are_not_taken(monkeypatch):
+    def run():
+        tile = configs.TUNED[key]
+        if tile.num_warps == 2:
+            raise RuntimeError("does not fit")
+        return [torch.full((2,), 1.0 if tile.BLOCK_M == 16 else 1.1)]
+
+    key = Key("gemm", "pointer", 32, "short")
+    monkeypatch.setattr(tuner, "_scratch_calls", lambda _: iter([tuner._Scratch("gemm", run)]))
+    monkeypatch.setattr(tuner, "_key", lambda *_: key)
+    *trials, found = tuner.tune(PROBLEM, clock)
+    notes = {(t.tile.num_warps, t.tile.BLOCK_M): t.note for t in trials}
+    assert notes[2, 16] == "RuntimeError"
+    assert notes[1, 32] == "other results than the shipped tile's"
+    assert found.tile == found.shipped
+
+
+def test_an_accumulating_kernel_is_compared_from_the_same_start():
+    (wgrad,) = [s for s in tuner._scratch_calls(PROBLEM) if s.kernel == "wgrad"]
+    first = wgrad.results()
+    wgrad.run()
+    assert all(torch.equal(a, b) for a, b in zip(wgrad.results(), first, strict=True))
+    assert first[0].any()
+
+
+def test_the_command(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tuner, "_gpu_timer", clock)
+    sizes = ["--experts", "3", "--hidden", "32", "--ffn", "32", "--rows", "64", "--dtype", "float32"]
+    assert cli.main(["tune", *sizes]) == 2
+    assert "expected a GPU" in capsys.readouterr().err
+    assert cli.main(["tune", *sizes, "--device", "cpu", "--json"]) == 0
+    out = capsys.readouterr()
+    rows = json.loads(out.out)
+    assert [row["key"]["kernel"] for row in rows] == list(KERNELS)
+    kept = tuned.read(tuned.tiles_file(tmp_path, PROBLEM.device))
+    assert [(key._asdict(), asdict(tile)) for key, tile in kept.items()] == [(r["key"], r["tile"]) for r in rows]
+    assert "wgrad: 5.0000 -> 1.6667 ms" in out.err
+    assert cli.main(["tune", *sizes, "--device", "cpu"]) == 0
+    assert "use it with FUSEDMLP_TUNED=1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("hidden", "path"), [(32, "tma"), (36, "tma"), (33, "unaligned")])
+def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
+    problem = tuner.Problem(3, hidden, 32, 64, torch.float32, torch.device("cpu"))
+    for scratch in tuner._scratch_calls(problem):
+        with launches.recording() as log:
+            scratch.run()
+        taken = {launch.path for launch in log if launch.kernel == scratch.kernel}
+        assert taken == {tuner._key(scratch.kernel, problem).path} == {path}
