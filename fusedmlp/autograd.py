@@ -7,7 +7,6 @@ i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NoReturn
@@ -15,14 +14,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp import main_grad
-from fusedmlp.main_grad import Mode, Route
+from fusedmlp.contract import engine
+from fusedmlp.contract.destination import Mode, fresh_like
+from fusedmlp.contract.lock import accumulation_lock
+from fusedmlp.contract.queue import Operands, WgradQueue
+from fusedmlp.contract.route import Route, route
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads, MLPOutput
-from fusedmlp.wgrad_queue import Operands, WgradQueue
 
 _Grads = tuple[Tensor | None, ...]
-_nothing_to_undo = ExitStack()
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class Call:
     transposed: bool  # weights are stored [in, out]
     mode: Mode
     queue: WgradQueue | None
-    first_recomputed: bool  # a checkpoint's second forward of the first micro-batch
+    recomputes_first_microbatch: bool  # a checkpoint's second forward of it
     impl: str
     activation: str = ""
+    ddp_params: frozenset[int] = frozenset()  # ids of what the DDP reduces in whose forward the layer is
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """The groups that `lengths` counts, then a last one with the rest."""
@@ -56,17 +57,18 @@ class Call:
         """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
         return self.split([node for node, _ in ctx.next_functions])
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any, undo: ExitStack) -> Route:
-        """Where the gradient of `weights` goes; `running` is the node whose backward asks."""
-        return main_grad.route(
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Route:
+        """Where the gradient of `weights` goes; `ctx` is the node whose backward asks. Added to `routes`."""
+        return route(
             name,
             weights,
             nodes,
-            running,
+            ctx,
             self.mode,
-            first_recomputed=self.first_recomputed,
             delayed=self.queue is not None,
-            undo=undo,
+            recomputes_first_microbatch=self.recomputes_first_microbatch,
+            ddp_params=self.ddp_params,
+            routes=routes,
         )
 
     def finish(
@@ -75,53 +77,54 @@ class Call:
         dy: Tensor,
         x: Tensor,
         offsets: Tensor,
-        undo: ExitStack,
         *,
         dy_rows: Tensor | None = None,
         x_rows: Tensor | None = None,
     ) -> list[Tensor | None]:
         """What backward returns for a weight; queues its GEMM if it is delayed."""
-        if route.wanted and not route.delayed:
-            return route.finish()
         if route.delayed:
             assert self.queue is not None
-            undo.callback(self.queue.take_back, route)
             operands = Operands(dy, x, offsets, dy_rows, x_rows)
             self.queue.put(route, operands, transposed=self.transposed, impl=self.impl)
-        return [None] * len(route.params)
+        return route.finish()
 
 
-_LayerBackward = Callable[[Any, Sequence[Any], Tensor, ExitStack], _Grads]
+_LayerBackward = Callable[[Any, Sequence[Any], Tensor, list[Route]], _Grads]
 
 
 def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grads]:
-    """Run a backward `(ctx, saved tensors, dy, undo)` without recording it, and take back what it did if it fails.
+    """Run a backward `(ctx, saved tensors, dy, routes)` without recording it; abandon its `routes` if it fails.
 
-    Differentiating its results again is an error, never a silent zero:
-
-    `torch.autograd.function.once_differentiable` lets results through as constants if the incoming gradient is one
-    (as for `y.sum()`), which would drop a gradient penalty's own gradient.
+    Differentiating its results again is an error, never a silent zero, by whichever way. (With
+    `torch.autograd.function.once_differentiable` results are constants if the incoming gradient is one, as for
+    `y.sum()`, which would drop a gradient penalty's own gradient.)
     """
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
-        if torch.compiler.is_compiling():  # a graph has no second order, and undoes nothing
-            return backward(ctx, ctx.saved_tensors, dy, _nothing_to_undo)
-        if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._functorch.is_batchedtensor(dy):
+        if torch.compiler.is_compiling():  # a graph has no second order
+            return backward(ctx, ctx.saved_tensors, dy, [])
+        if engine.is_batched(dy):
             raise RuntimeError(
                 "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
                 "is not supported; expected one backward for each gradient of y"
             )
         saved = ctx.saved_tensors  # before the lock: a checkpoint runs its region again for them, collectives included
-        with main_grad.one_thread, torch.no_grad(), ExitStack() as undo:
-            grads = backward(ctx, saved, dy, undo)
-            undo.pop_all()
-        if not torch.is_grad_enabled():
+        routes: list[Route] = []
+        with accumulation_lock, torch.no_grad():
+            try:
+                grads = backward(ctx, saved, dy, routes)
+            except BaseException:
+                for abandoned in routes:
+                    abandoned.abandon()
+                raise
+        sources = [tensor for tensor in (dy, *saved) if tensor is not None and tensor.requires_grad]
+        if not torch.is_grad_enabled() or not sources:
             return grads
-        message = b"fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"
-        live = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
-        mark: Any = torch._C._functions.DelayedError(message, len(live))
-        return tuple(mark(*live))
+        results = [grad for grad in grads if grad is not None]
+        message = "fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"
+        marked = iter(engine.fail_when_differentiated(message, results, sources) if results else ())
+        return tuple(None if grad is None else next(marked) for grad in grads)
 
     return run
 
@@ -148,14 +151,14 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, undo: ExitStack) -> _Grads:
+    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: list[Route]) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         weight, bias, (x, offsets) = call.split(saved)
         weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
-        route = call.route("weight", weight, weight_nodes, ctx, undo)
+        route = call.route("weight", weight, weight_nodes, ctx, routes)
         dx = None
         if x_node is not None:
             transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
@@ -164,7 +167,7 @@ class GroupedLinear(torch.autograd.Function):
         if route.outs or db:
             dw = call.logical(route.outs)
             ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], route.accumulate, call.impl)
-        return (None, *call.finish(route, dy, x, offsets, undo), *_returned(db, bias), dx, None)
+        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 
 class GroupedMLP(torch.autograd.Function):
@@ -202,7 +205,7 @@ class GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, undo: ExitStack) -> _Grads:
+    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: list[Route]) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(saved)
@@ -210,8 +213,10 @@ class GroupedMLP(torch.autograd.Function):
         dy = dy.contiguous()
         call.enter_backward(dy)
         tokens, row_probs = _of_rows(probs, slots)
-        route2 = call.route("fc2_weight", fc2, nodes2, ctx, undo)  # first, as its GEMM is: they could be one parameter
-        route1 = call.route("fc1_weight", fc1, nodes1, ctx, undo)
+        route2 = call.route(
+            "fc2_weight", fc2, nodes2, ctx, routes
+        )  # first, as its GEMM is: they could be one parameter
+        route1 = call.route("fc1_weight", fc1, nodes1, ctx, routes)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(
@@ -243,8 +248,8 @@ class GroupedMLP(torch.autograd.Function):
             dprobs = grads.dprobs if rows is None else grads.dprobs.index_select(0, rows).view_as(probs)
             dprobs = dprobs.to(probs.dtype)
         # fc2 leaves a queue before fc1.
-        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, undo, dy_rows=tokens)
-        dfc1 = call.finish(route1, grads.dh, x, offsets, undo, x_rows=tokens)
+        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
+        dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)
         db = _returned(db1, bias1) + _returned(db2, bias2)
         return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None)
 
@@ -261,7 +266,7 @@ def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
     """Outputs for the bias gradients, which are always returned; none if no bias wants one."""
     if all(node is None for node in nodes):
         return []
-    return [main_grad.fresh_like(b) for b in bias]
+    return [fresh_like(b) for b in bias]
 
 
 def _returned(db: list[Tensor], bias: list[Tensor]) -> list[Tensor | None]:

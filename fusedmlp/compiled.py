@@ -15,15 +15,21 @@ the wgrad GEMM adds to what `zero_where_` wrote.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedmlp import autograd, main_grad
+from fusedmlp import autograd
 from fusedmlp.autograd import Call
+from fusedmlp.contract import destination, engine
+from fusedmlp.contract.destination import Mode, Place
+from fusedmlp.contract.forward_checks import enter_forward as check_forward
+from fusedmlp.contract.lock import accumulation_lock, refuse_compiled_elsewhere
+from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_queued_overwrite, takes_overwrite
+from fusedmlp.contract.parameter_state import state_of
+from fusedmlp.contract.route import Route, mark_fused
 from fusedmlp.validate import Experts
 
 _library = torch.library.Library("fusedmlp", "FRAGMENT")
@@ -45,6 +51,14 @@ def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[t
     return groups
 
 
+class TracedKey(NamedTuple):
+    """What a graph carries from forward to backward, as numbers, for one fused parameter."""
+
+    param: int  # its id; 0 if it is frozen
+    address: int  # of its main_grad, as the graph knows it
+    recomputes_first_microbatch: int  # see autograd.Call
+
+
 def _enter_forward(
     offsets: Tensor,
     weights: list[Tensor],
@@ -54,14 +68,69 @@ def _enter_forward(
     first_microbatch: bool,
     grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
+    """What a forward does outside of graphs."""
     with torch.set_grad_enabled(grad_enabled):  # a compiled forward always runs without
-        keys = main_grad.enter_traced_forward(_split(weights, names, lengths), main_grads, first_microbatch)
+        groups = _split(weights, names, lengths)
+        for (name, group), (_, outs) in zip(groups, _split(main_grads, names, lengths), strict=True):
+            check_forward(name, group, "main_grad", delayed=False)
+            destination.check_group(name, outs)
+        if len({out.data_ptr() for out in main_grads}) < len(main_grads):
+            raise RuntimeError(
+                f"{names}: expected a main_grad of its own for every parameter of a compiled layer; got one for "
+                "several (a parameter that experts share?); call the layer outside of torch.compile"
+            )
+        recomputed = first_microbatch and engine.inside_backward()
+        if first_microbatch and not recomputed:
+            expect_overwrite(weights, "main_grad")
+    params = [id(weight) if weight.requires_grad else 0 for weight in weights]
+    keys = [TracedKey(param, out.data_ptr(), recomputed) for param, out in zip(params, main_grads, strict=True)]
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
 
 
 def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: str, lengths: list[int]) -> Tensor:
-    rows = [main_grad.TracedKey(*row) for row in keys.tolist()]
-    return torch.tensor(main_grad.enter_traced_backward(_split(rows, names, lengths), dy.device))
+    """Before a graph's backward adds a layer's gradients: check, set flags and dummies; which main_grads to zero first.
+
+    The graph is one node of the engine, and adds whoever asked for what: whatever it would be wrong for, raises.
+    """
+    places = [
+        (name, None if n == 1 else i) for name, n in zip(names.split(","), lengths, strict=True) for i in range(n)
+    ]
+    node = engine.current_node()
+    nodes = engine.accumulating_nodes(node)
+    leaves, overwrites = [], [False] * len(places)
+    with accumulation_lock:
+        try:
+            for i, (place, key) in enumerate(zip(places, (TracedKey(*row) for row in keys.tolist()), strict=True)):
+                if key.param:
+                    overwrites[i] = _enter_one(key, nodes.get(key.param), node, place)
+                    leaves.append((i, place, nodes[key.param].variable, state_of(nodes[key.param].variable)))
+        except BaseException:
+            for i, _, param, _ in leaves:
+                if overwrites[i]:
+                    give_back_overwrite(param)
+            raise
+        mark_fused(leaves)
+    if leaves:
+        engine.current_backward().join_stream(dy)
+    return torch.tensor(overwrites)
+
+
+def _enter_one(key: TracedKey, accumulate: Any, node: Any, place: Place) -> bool:
+    if accumulate is None or engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
+        raise RuntimeError(
+            f"{destination.label(place)}: a compiled backward adds to main_grad, and this one must not: expected "
+            ".backward() that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...), a "
+            "torch.func transform, or a parameter frozen since forward (compile with accumulate_wgrad='off' for those)"
+        )
+    param, state = accumulate.variable, state_of(accumulate.variable)
+    if destination.existing_main_grad(param, state, place).data_ptr() != key.address:
+        raise RuntimeError(
+            f"{destination.label(place)}: expected the main_grad that the compiled forward saw; got another one since"
+        )
+    refuse_queued_overwrite(param, state, place)
+    refuse_compiled_elsewhere(state, place)
+    state.compiled_in = engine.current_backward()  # until it is over, as the graph may work on a copy
+    return takes_overwrite(param, state, place, bool(key.recomputes_first_microbatch))
 
 
 def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
@@ -77,7 +146,7 @@ enter_forward = _register(
     _enter_forward,
     lambda offsets, weights, *_: (
         torch.empty_like(offsets),
-        torch.empty(len(weights), len(main_grad.TracedKey._fields), dtype=torch.int64, device="cpu"),
+        torch.empty(len(weights), len(TracedKey._fields), dtype=torch.int64, device="cpu"),
     ),
 )
 enter_backward = _register(
@@ -94,7 +163,7 @@ zero_where_ = _register(
 
 @dataclass
 class TracedRoute:
-    """A `main_grad.Route` inside a graph: never delayed, and adding to `main_grad` wherever that is fused."""
+    """A `Route` inside a graph: never delayed, and adding to `main_grad` wherever that is fused."""
 
     params: list[Tensor]
     outs: list[Tensor]
@@ -125,10 +194,10 @@ class TracedCall(Call):
         """As `Call.edges`; what is not None is True."""
         return self.split([need or None for need in ctx.needs_input_grad[1:]])
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], running: Any, undo: ExitStack) -> Any:
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Any:
         """As `Call.route`, but a `TracedRoute`."""
         wanted, fused = any(node is not None for node in nodes), name in self.main_grads
-        outs = self.main_grads[name] if fused else [main_grad.fresh_like(w) for w in weights if wanted]
+        outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
         return TracedRoute(weights, outs, fused, wanted)
 
 
@@ -142,6 +211,36 @@ class _Linear(autograd.GroupedLinear):
 
 class _MLP(autograd.GroupedMLP):
     jvp = torch.autograd.Function.jvp
+
+
+def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
+    """What the graph adds the gradients of `weights` to; empty: it returns them.
+
+    The "grad" mode returns them too: PyTorch adds them to `.grad`.
+    """
+    trained = {i: weight for i, weight in enumerate(weights) if weight.requires_grad}
+    if not trained or mode in ("off", "grad"):
+        return []
+    outs: list[Tensor | None] = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+    present = [out for out in outs if out is not None]
+    if torch.is_grad_enabled():
+        if any(hasattr(weight, "__fsdp_param__") for weight in trained.values()):
+            raise RuntimeError(
+                f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph "
+                "would keep the buffer of one step; call the layer outside of torch.compile"
+            )
+        if mode == "auto":
+            mode = destination.resolve_auto(name, weights, [weight.requires_grad for weight in weights])
+        if mode == "main_grad" and len(present) < len(trained):
+            raise destination.no_main_grad(name)
+    if len(present) < len(trained):
+        return []
+    if not all(weight.is_leaf for weight in trained.values()):  # a graph detaches it, as it gets no gradient back
+        raise RuntimeError(
+            f"{name}: accumulate_wgrad={mode!r} needs a leaf parameter; got a result of operations, through which "
+            "only a returned gradient flows back: use accumulate_wgrad='off'"
+        )
+    return [torch.zeros_like(present[0]) if out is None else out for out in outs]
 
 
 def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None], first_microbatch: bool) -> Tensor:
@@ -160,7 +259,7 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
         )
     main_grads: dict[str, list[Tensor]] = {}
     for name, group in groups.items():
-        outs = main_grad.traced_targets(name, group, call.mode)
+        outs = _targets(name, group, call.mode)
         if outs:
             main_grads[name] = outs
     *parameters, (x, offsets, *rest) = call.split(tensors)
@@ -172,7 +271,8 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
         offsets, keys = enter_forward(offsets, fused, outs, *names_and_lengths, first_microbatch, grad_enabled)
     # fmt: off
     traced = TracedCall(
-        call.lengths, call.transposed, call.mode, None, False, call.impl, call.activation, main_grads, keys
+        call.lengths, call.transposed, call.mode, None, False, call.impl, call.activation, main_grads=main_grads,
+        keys=keys,
     )
     # fmt: on
     flat = [tensor for group in parameters for tensor in group]

@@ -3,7 +3,7 @@
 | variable               | values | effect                                                                   |
 |------------------------|--------|--------------------------------------------------------------------------|
 | `FUSEDMLP_DENSE_DUMMY` | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
-|                        |        | writable tensor instead of an expanded scalar (see `main_grad.py`)       |
+|                        |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
 | `FUSEDMLP_TUNED`       | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
 | `FUSEDMLP_CACHE`       | folder | where those are kept; default `~/.cache/fusedmlp`                        |
 | `TRITON_INTERPRET`     | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |

@@ -12,14 +12,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fusedmlp import autograd, compiled, main_grad, validate
+from fusedmlp import autograd, compiled, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import Call
-from fusedmlp.main_grad import Mode
+from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.engine import inside_backward
+from fusedmlp.contract.forward_checks import enter_forward
+from fusedmlp.contract.overwrite import expect_overwrite
+from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import Routing
 from fusedmlp.validate import Experts, Input
-from fusedmlp.wgrad_queue import WgradQueue
 
 
 def grouped_mlp(
@@ -57,7 +60,7 @@ def grouped_mlp(
         weight_layout: "in_out": weights are `[E, H, F1]` and `[E, F, H]`.
         accumulate_wgrad: "main_grad": add into `param.main_grad`; "grad": add into `param.grad` where there is
             one; "off": return the gradient to autograd; "auto": "main_grad" where the parameter has it, else "off".
-            See `fusedmlp.main_grad` for what backward returns in each case.
+            See `fusedmlp.contract` for what backward returns in each case.
         wgrad_queue: put the weight gradients off until `wgrad_queue.run()`. A gradient that somebody asks for
             (`torch.autograd.grad`, a weight that is not a leaf) is not put off.
         is_first_microbatch: True: a step begins, and `main_grad` is stale: the first gradient to arrive, whichever
@@ -235,9 +238,9 @@ def _run(
     if torch.compiler.is_compiling():
         return compiled.run(call, weights, tensors, bool(is_first_microbatch))
     y: Tensor = function.apply(call, *tensors)
-    if is_first_microbatch and not call.first_recomputed:
+    if is_first_microbatch and not call.recomputes_first_microbatch:
         for experts in weights.values():
-            main_grad.expect_overwrite(experts.tensors, call.mode)
+            expect_overwrite(experts.tensors, call.mode)
     return y
 
 
@@ -255,18 +258,20 @@ def _prepare(
     """The call's constants; checks what is common to all functions."""
     impl = validate.implementation(impl, x.device)
     traced = torch.compiler.is_compiling()
+    ddp_params: set[int] = set()
     if not traced:
         for name, experts in weights.items():
-            main_grad.enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
+            ddp_params |= enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     return Call(
         tuple(lengths),
         weight_layout == "in_out",
         accumulate_wgrad,
         wgrad_queue,
-        bool(is_first_microbatch) and not traced and main_grad.inside_backward(),
+        bool(is_first_microbatch) and not traced and inside_backward(),
         impl,
         activation,
+        frozenset(ddp_params),
     )
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedmlp.activation import Activation
+from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_linear, grouped_mlp
-from fusedmlp.main_grad import Mode
-from fusedmlp.wgrad_queue import WgradQueue
 
 
 class GroupedLinear(nn.Module):

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.main_grad import MODES, same_strides
-from fusedmlp.plain_tensor import is_plain
-from fusedmlp.wgrad_queue import WgradQueue
+from fusedmlp.contract.destination import MODES, same_strides
+from fusedmlp.contract.engine import is_plain
+from fusedmlp.contract.queue import WgradQueue
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")

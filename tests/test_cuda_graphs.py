@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 import fusedmlp
-from fusedmlp import wgrad_queue
+from fusedmlp.contract import queue as wgrad_queue
 from fusedmlp.operators import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -167,6 +167,7 @@ def test_a_queue_is_captured_with_its_backward_or_not_at_all(captured, monkeypat
         queue.run()
     assert weight.grad is None
     assert len(queue) == 1
+    queue.clear()
 
 
 def test_the_documented_step_runs():

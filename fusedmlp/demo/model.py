@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedmlp.main_grad import Mode
+from fusedmlp.contract.destination import Mode
 from fusedmlp.module import GroupedMLP
 
 VOCABULARY = 256

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.demo.model import LanguageModel, ModelConfig
-from fusedmlp.main_grad_buffer import MainGradBuffer
 
 Column = Literal["plain", "fused", "control"]
 MICRO_BATCHES = 2

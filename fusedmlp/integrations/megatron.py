@@ -29,11 +29,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from fusedmlp import main_grad
+from fusedmlp import environment
+from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.dummy import set_dummy_wgrad
+from fusedmlp.contract.parameter_state import state_of
+from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config
-from fusedmlp.main_grad import Mode
-from fusedmlp.wgrad_queue import WgradQueue
 
 
 class ExpertLinear(MegatronModule):
@@ -156,10 +158,11 @@ class ExpertLinear(MegatronModule):
 
     def fire_hooks(self) -> None:
         """Tell Megatron's DDP that the gradients of one micro-batch are in `main_grad`, or in `.grad`."""
-        for weight in self.group("weight"):
+        if self._hooks:
             # The hook of an earlier micro-batch took the dummy away, and DDP asserts that there is one.
-            if self._hooks and weight.requires_grad:
-                main_grad.put_dummy(weight)
+            for weight in self.group("weight"):
+                if weight.requires_grad:
+                    set_dummy_wgrad(weight, state_of(weight), environment.dense_dummy())
         for hook in self._hooks:
             hook()
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import fusedmlp
 from fusedmlp.activation import Activation
-from fusedmlp.main_grad import Mode
+from fusedmlp.contract.destination import Mode
 from fusedmlp.operators import torch_activation
 
 if TYPE_CHECKING:

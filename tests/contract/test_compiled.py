@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp import compiled, main_grad
+from fusedmlp import compiled
 
 ABSENT = None
 # Dynamo itself instantiates an autograd.Function while it traces one, and looks at .grad of every input.
@@ -466,14 +466,17 @@ def test_gradients_that_somebody_asks_for_are_right_when_nothing_is_fused(make_c
 
 
 def test_experts_of_a_compiled_layer_accumulate_in_one_dtype_and_layout():
+    def enter(weights, targets):
+        compiled.enter_forward(torch.zeros(3, dtype=torch.int32), weights, targets, "weight", [2], False, True)
+
     weights = [torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16)) for _ in range(2)]
     targets = [torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.bfloat16)]
     for weight, target in zip(weights, targets, strict=True):
         weight.main_grad = target
     with pytest.raises(ValueError, match="weight: expected all experts to accumulate in one dtype"):
-        main_grad.enter_traced_forward([("weight", weights)], targets, False)
+        enter(weights, targets)
     targets = [torch.zeros(3, 4), torch.zeros(4, 3).T]
     for weight, target in zip(weights, targets, strict=True):
         weight.main_grad = target
     with pytest.raises(ValueError, match=r"weight\[1\]: expected a gradient with the strides of expert 0's"):
-        main_grad.enter_traced_forward([("weight", weights)], targets, False)
+        enter(weights, targets)

@@ -155,5 +155,7 @@ def test_guard_5_a_dummy_cannot_be_added_into(delayed, make_layer, assert_close)
     with pytest.raises(ValueError, match=r"fc2_weight: expected a writable \.grad; got an expanded one"):
         layer.backward(accumulate_wgrad="grad", wgrad_queue=queue)
     torch.optim.SGD(layer.params).zero_grad(set_to_none=True)
+    for param in layer.params:
+        param.grad_added_to_main_grad = False
     layer.backward(2, accumulate_wgrad="grad")
     assert_close(layer.grads(), layer.wgrads(2))

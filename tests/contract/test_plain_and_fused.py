@@ -71,19 +71,23 @@ def test_a_plain_gradient_that_a_queue_would_erase(make_layer):
         RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
     ):
         loss(layer, 1, wgrad_queue=queue, is_first_microbatch=True).backward()
+    queue.clear()
 
 
-def test_nothing_of_the_catch_is_left_for_the_next_backward(make_layer, assert_close):
+@pytest.mark.usefixtures("dense")
+@pytest.mark.parametrize("flag", [False, True])
+def test_a_backward_without_the_layer_goes_where_the_owner_looks(flag, make_layer, assert_close):
+    """Which it drops as long as the flag says that the gradient of this step is in main_grad."""
     layer = make_layer()
     before = layer.attach(False)
-    accumulators = [torch.autograd.graph.get_gradient_edge(p).node for p in layer.params]  # as Megatron keeps them
     layer.backward(1)
     for param in layer.params:
-        param.grad = None
+        param.grad, param.grad_added_to_main_grad = None, flag
     sum(p.square().sum() for p in layer.params).backward()
-    assert_close(layer.grads(), [2 * p.detach() for p in layer.params])
-    assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1), strict=True)])
-    assert len(accumulators) == 2
+    squares = [2 * p.detach() for p in layer.params]
+    assert_close(layer.grads(), [0 * g for g in squares] if flag else squares)
+    expected = [b + g + flag * s for b, g, s in zip(before, layer.wgrads(1), squares, strict=True)]
+    assert_close(layer.main_grads(), expected)
 
 
 def test_nothing_of_the_catch_is_left_by_a_backward_that_failed(make_layer, assert_close):
@@ -100,7 +104,7 @@ def test_nothing_of_the_catch_is_left_by_a_backward_that_failed(make_layer, asse
         layer(x).backward(dy)
     for param in layer.params:
         param.main_grad.zero_()
-        param.grad = None
+        param.grad, param.grad_added_to_main_grad = None, False
     layer.backward(1, accumulate_wgrad="off")
     assert_close(layer.grads(), layer.wgrads(1))
     assert not any(g.any() for g in layer.main_grads())
@@ -132,10 +136,12 @@ def test_an_owner_that_adds_grad_before_a_queue_would_overwrite(make_layer):
         RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
     ):
         loss(layer, 1, wgrad_queue=queue, is_first_microbatch=True).backward()
+    queue.clear()
     for param in layer.params:
         param.skip_backward_post_hook = True  # the owner adds after the queue has run
         param.grad = None
     loss(layer, 2, wgrad_queue=queue, is_first_microbatch=True).backward()
+    queue.run()
 
 
 def test_the_buffer_steps_with_both(make_layer, assert_close):

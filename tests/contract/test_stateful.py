@@ -153,7 +153,7 @@ class Steps(World, RuleBasedStateMachine):
                     self.real_term(specs[0], first, 0)
 
     def autograd_grad(self, graph):
-        """It returns the gradients and leaves everything as it is."""
+        """It returns the gradients and leaves everything as it is, but for dummies, which nobody could add to."""
         if not graph.alive or any(t.checkpointed for t in graph.terms) or not any(t.grads for t in graph.terms):
             return
         grads = torch.autograd.grad(graph.loss, self.params, retain_graph=True, allow_unused=True)
@@ -161,6 +161,7 @@ class Steps(World, RuleBasedStateMachine):
             used = [t.grads[i] for t in graph.terms if i in t.grads]
             assert (grad is None) == (not used)
             assert grad is None or self.close(grad, sum(used))
+        self.model.remove_dummies(graph.terms)
         self.check()
 
     def norm(self):

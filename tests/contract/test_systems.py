@@ -13,7 +13,7 @@ from support.systems import MODES, SYSTEMS, Step
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp import main_grad
+from fusedmlp.contract.lock import accumulation_lock
 from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
@@ -172,7 +172,7 @@ def test_a_plain_gradient_waits_for_other_threads(make_layer):
     thread = threading.Thread(target=work)
     thread.start()
     assert fused.wait(30)
-    with main_grad.one_thread:
+    with accumulation_lock:
         locked.set()
         before = param.main_grad.clone()
         assert not added.wait(0.5)

@@ -86,9 +86,9 @@ def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
 
 def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):
     (result,) = launch("support.megatron_experts:sabotage", 1, tmp_path)
-    for what in ("a returned gradient after a fused one", "a dummy that is not zero"):
-        assert result[what]["ours"] < 1e-6
-        assert result[what]["sabotaged"] > 1e-3
+    assert result["a dummy that is not zero"]["ours"] < 1e-6
+    assert result["a dummy that is not zero"]["sabotaged"] > 1e-3
+    assert max(result["a returned gradient after a fused one"].values()) < 1e-6  # caught, before Megatron drops it
     assert "param.grad being None is not safe when overlap_grad_reduce is True" in result["no dummy"]
 
 

@@ -50,29 +50,31 @@ class Model:
         self.dummy = [False for _ in count]  # .grad is an expanded zero
         self.flag = [False for _ in count]
         self.armed = [None for _ in count]  # True: the next gradient overwrites; False: a no_grad forward said so
+        self.plain = [None for _ in count]  # what came, not by a fused layer, while that was False
+        self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False
-        self.zeroed = False  # a step began with zero()
-        # Of gradients that were arriving together when one failed: parameter -> main and grad if it arrived before.
-        self.either, self.errors = {}, set()
 
     # Forward
 
     def forward(self, term, *, grad_enabled=True):
-        if term.first and term.mode == "auto" and self.has_main:
-            for params in term.weights:
-                for p in params:
-                    if grad_enabled and not term.checkpointed:
-                        self.armed[p] = True
-                    elif self.armed[p] is None:
-                        self.armed[p] = False
+        for p in (p for params in term.weights for p in params if term.mode == "auto" and self.has_main):
+            if self.has_flag:
+                self.caught.add(p)
+            if term.first:
+                self.armed[p] = True if grad_enabled and not term.checkpointed else bool(self.armed[p])
+                self.plain[p] = None
 
-    # Backward
+    # Backward; one that fails leaves no state that anybody may rely on
 
     def backward(self, terms, fault=None, inputs=None):
-        self._run(list(enumerate(terms)), fault, inputs, set())
+        self.arrived = [None for _ in self.zeros]
+        self._run(list(enumerate(terms)), fault, inputs)
+        for p, plain in enumerate(self.arrived):
+            if plain is not None and self.plain[p] is not None:  # no first micro-batch came to overwrite
+                self.main[p] = self.main[p] + plain
 
-    def _run(self, terms, fault, inputs, caught):
-        """One run of the engine. `caught`: parameters whose plain gradient goes to main_grad."""
+    def _run(self, terms, fault, inputs):
+        """One run of the engine."""
         wanted = {p for _, term in terms for p in term.grads if inputs is None or p in inputs}
         remaining = Counter(p for _, t in terms if not t.checkpointed for p in t.grads if p in wanted)
         sums = {}
@@ -82,51 +84,44 @@ class Model:
             if inputs is not None and not edges:
                 continue
             if term.checkpointed:
-                self._run([(i, replace(term, checkpointed=False, recomputed=True))], fault, None, caught)
+                self._run([(i, replace(term, checkpointed=False, recomputed=True))], fault, None)
                 continue
             if place == "before":
                 raise Boom
-            returned = self._layer(term, place, wanted, caught) if term.weights else term.grads
+            returned = self._layer(term, place, wanted) if term.weights else term.grads
             if place == "after":
                 raise Boom
             for p in edges:
                 remaining[p] -= 1
                 if p in returned:
                     sums[p] = sums.get(p, 0) + returned[p]
-            self._land([p for p in edges if not remaining[p]], sums, caught, fault)
+                if not remaining[p] and p in sums:
+                    self._land(p, sums[p])
+                if not remaining[p] and fault == Fault("accumulate", p):
+                    raise Boom
 
-    def _layer(self, term, place, wanted, caught):
+    def _layer(self, term, place, wanted):
         """The backward of a fused layer; what it returns."""
         if place == "unpack":
             raise Boom
-        weights = [params for params in term.weights if wanted.issuperset(params)]
         into = "main" if self.has_main and term.mode == "auto" else ""
-        taken, written = set(), []
-        try:
-            written.extend(self._decide(term, params, into, taken) for params in weights)
-            if place == "gemm, before":
-                raise Boom
-            for queued in written:
-                if not term.delayed:
-                    self._write(queued)
-            if place == "gemm, after":
-                raise Boom
-        except Exception:
-            self.armed = [True if p in taken else armed for p, armed in enumerate(self.armed)]
-            raise
+        written = [self._decide(term, params, into) for params in term.weights if wanted.issuperset(params)]
+        if place.startswith("gemm"):
+            raise Boom
         for queued in written:
             if term.delayed:
                 self.queue.append(queued)
+            else:
+                self._write(queued)
             for p in queued.params:
                 if into == "main" and self.has_flag:
                     self.flag[p] = True
-                    caught.add(p)
                     if self.grad[p] is None:
                         self.grad[p], self.dummy[p] = self.zeros[p].clone(), not self.dense
         return {p: queued.grads[p] for queued in written for p in queued.params if not queued.into or p in queued.fresh}
 
-    def _decide(self, term, params, into, taken):
-        overwrites = {p for p in params if into == "main" and self._take(p, term, taken)}
+    def _decide(self, term, params, into):
+        overwrites = {p for p in params if into == "main" and self._take(p, term)}
         if term.delayed:
             into = into or "grad"
         elif term.mode == "grad":
@@ -138,14 +133,16 @@ class Model:
         fresh = {p for p in params if into == "grad" and not term.delayed and self.grad[p] is None}
         return Queued(params, {p: term.grads[p] for p in params}, into, overwrites, fresh)
 
-    def _take(self, p, term, taken):
+    def _take(self, p, term):
         if self.armed[p] is None:
             return False
         if not self.armed[p] and not (term.first and term.recomputed):
             raise RuntimeError
-        taken.add(p)
         self.armed[p] = None
-        return True
+        if self.plain[p] is None:
+            return True
+        self.main[p], self.plain[p] = self.plain[p], None
+        return False
 
     def _write(self, queued):
         """What a weight-gradient GEMM does to what is there."""
@@ -155,28 +152,28 @@ class Model:
             elif queued.into == "grad" and self.grad[p] is not None:
                 self.grad[p] = self.grad[p] + queued.grads[p]
 
-    def _land(self, params, sums, caught, fault):
-        """Gradients that autograd itself accumulates, at once and in an order of its own."""
-        errors, changes = [], {}
-        for p in params:
-            if sums.get(p) is None:
-                continue
-            if p in caught:
-                if any(p in q.overwrites for q in self.queue):
-                    errors.append(RuntimeError())
-                    continue
-                changes[p] = (self.main[p] + sums[p], self.grad[p])
-            elif self.dummy[p]:
-                errors.append(RuntimeError())
+    def remove_dummies(self, terms):
+        for p in (p for term in terms for params in term.weights for p in params):
+            if self.dummy[p]:
+                self.grad[p], self.dummy[p] = None, False
+
+    def _land(self, p, total):
+        """A gradient that autograd itself accumulates."""
+        if p in self.caught and any(p in q.overwrites for q in self.queue):
+            raise RuntimeError
+        if p in self.caught and (self.flag[p] or self.armed[p] is not None):
+            if self.armed[p] is False:
+                self.plain[p] = total + (0 if self.plain[p] is None else self.plain[p])
+                self.arrived[p] = total
             else:
-                changes[p] = (self.main[p], sums[p] if self.grad[p] is None else self.grad[p] + sums[p])
-        if fault and fault.place == "accumulate" and fault.index in params:
-            errors.append(Boom())
-        if errors:
-            self.either, self.errors = changes, {type(error) for error in errors}
-            raise errors[0]
-        for p, (main, grad) in changes.items():
-            self.main[p], self.grad[p] = main, grad
+                self.main[p] = total + (0 if self.armed[p] else self.main[p])
+                self.armed[p] = None
+            self.flag[p], total = True, self.zeros[p]
+        if self.dummy[p]:
+            if p not in self.caught:
+                raise RuntimeError
+            self.grad[p], self.dummy[p] = None, False
+        self.grad[p] = total if self.grad[p] is None else self.grad[p] + total
 
     # Queue
 
@@ -221,17 +218,19 @@ class Model:
     # MainGradBuffer
 
     def zero(self):
-        self.zeroed = True
+        self._refuse_queued()
         if self.has_main:
             self.main = [z.clone() for z in self.zeros]
             self.flag = [False] * len(self.zeros)
-            self.armed = [None] * len(self.zeros)
+            self.armed, self.plain = [None] * len(self.zeros), [None] * len(self.zeros)
         self.drop_grads()
 
-    def absorb(self):
-        arrived = not self.has_flag or any(self.flag) or any(grad is not None for grad in self.grad)
-        if self.zeroed and not arrived and not any(main.any() for main in self.main):
+    def _refuse_queued(self):
+        if self.has_main and self.queue:
             raise RuntimeError
+
+    def absorb(self):
+        self._refuse_queued()
         for p, grad in enumerate(self.grad):
             if grad is not None and not self.dummy[p]:
                 self.main[p], self.grad[p] = self.main[p] + grad, None

@@ -175,15 +175,6 @@ def refusals():
         model.register_forward_pre_hook(attach)
         run(model)
 
-    def buffer_before():
-        model = initial(True, "auto")
-        buffer = fusedmlp.MainGradBuffer(model.experts.parameters())
-        shard(model, "fp32", True, False)
-        buffer.zero_()
-        run(model)
-        with buffer.as_grad():
-            pass
-
     def buffer_after():
         fusedmlp.MainGradBuffer(shard(initial(True, "auto"), "fp32", True, True).parameters())
 
@@ -198,7 +189,6 @@ def refusals():
         "auto, attached to gathered parameters": message(lambda: with_main_grad("auto")),
         "delayed, main_grad": message(lambda: run(shard(initial(True, "main_grad", delay=True), "fp32", True, False))),
         "delayed, .grad": message(lambda: run(shard(initial(False, "off", delay=True), "fp32", True, True))),
-        "a buffer from before fully_shard": message(buffer_before),
         "a buffer after fully_shard": message(buffer_after),
         "accumulate_in without fully_shard": message(lambda: fsdp2.accumulate_in(initial(True))),
         "accumulate_in, reduced in bf16": message(partly),

@@ -1,10 +1,11 @@
 """An exception at any line of the library that handles gradients, as an interrupt of the user's would raise it."""
 
 import sys
+from pathlib import Path
 
-from fusedmlp import autograd, functional, main_grad, main_grad_buffer, wgrad_queue
+from fusedmlp import autograd, contract, functional
 
-FILES = {module.__file__ for module in (autograd, functional, main_grad, main_grad_buffer, wgrad_queue)}
+FILES = {autograd.__file__, functional.__file__, *map(str, Path(contract.__file__).parent.glob("*.py"))}
 
 
 class Interrupted(BaseException):

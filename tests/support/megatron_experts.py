@@ -18,7 +18,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.tolerance import assert_close
 
-from fusedmlp import main_grad
+from fusedmlp.contract import dummy, route
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 EXPERTS, HIDDEN, FFN = 3, 7, 5  # odd sizes: the views of Megatron's buffers are not aligned
@@ -297,12 +297,12 @@ def sabotage():
 
 def _sabotaged(what, model):
     if what == "no dummy":
-        return mock.patch.object(main_grad, "put_dummy")
+        return mock.patch.object(route, "set_dummy_wgrad")
     if what == "a dummy that is not zero":
         for param in model.experts.parameters():
             param.zero_out_wgrad = True
-        return mock.patch.object(main_grad, "_dummy", lambda param: torch.ones_like(param))
-    # The second micro-batch goes through plain autograd; Megatron's flag, set by the first, drops its gradient.
+        return mock.patch.object(dummy, "_new_dummy", lambda param, dense: torch.ones_like(param))
+    # The second micro-batch goes through plain autograd; Megatron's flag, set by the first, would drop its gradient.
     calls = []
     forward = model.experts.forward
 

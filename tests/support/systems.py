@@ -296,7 +296,12 @@ def compiled(step):
 def compiled_twice(step):
     (x1, dy1), (x2, dy2) = step.layer.batch(1), step.layer.batch(2)
     with torch._dynamo.compiled_autograd._enable(lambda graph: graph):
-        torch.autograd.backward([step(x1), step(x2)], [dy1, dy2])
+        try:
+            torch.autograd.backward([step(x1), step(x2)], [dy1, dy2])
+        except TypeError:
+            if step.queue is not None:
+                step.queue.clear()
+            raise
 
 
 @system("backward in another thread")
@@ -548,7 +553,11 @@ DELAYED = ("delayed, main_grad", "delayed, .grad")
 )
 def copied_with_queue(step):
     step.backward()
-    copy.deepcopy(step.module)
+    try:
+        copy.deepcopy(step.module)
+    finally:
+        if step.queue is not None:
+            step.queue.run()
     step.backward()
 
 
@@ -594,6 +603,12 @@ system(
     "FSDP2 (`fully_shard`), 1 and 2 ranks",
     refused={"main_grad": FSDP2 + "one in main_grad", DELAYED: FSDP2 + "a delayed gradient"},
     where="reduced `.grad`; see [fsdp2.md](fsdp2.md)",
+)(None)
+
+
+system(
+    "`torch.distributed.pipelining`: GPipe, 1F1B, zero bubbles, ZBV, DualPipeV",
+    where="`main_grad` and `.grad`, which `as_grad()` adds up; with `scale_grads=False`, PyTorch scales `.grad` alone",
 )(None)
 
 

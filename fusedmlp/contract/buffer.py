@@ -9,8 +9,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp.main_grad import expect_no_overwrite, grad_dtype, is_dummy
-from fusedmlp.plain_tensor import is_plain
+from fusedmlp.contract.destination import grad_dtype
+from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
+from fusedmlp.contract.engine import is_plain
+from fusedmlp.contract.overwrite import forget_overwrite
+from fusedmlp.contract.parameter_state import find_state
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
@@ -46,7 +49,7 @@ class MainGradBuffer:
         params: leaf parameters on one device. Those that no fused layer uses keep their `.grad` as usual.
         dtype: of the buffer: float32, or the parameters' own dtype.
         grad_added_to_main_grad: also give parameters that attribute (False). A fused backward then sets it and
-            leaves a zero gradient in `.grad`, as Megatron's optimizers expect. See `fusedmlp.main_grad`.
+            leaves a zero gradient in `.grad`, as Megatron's optimizers expect. See `fusedmlp.contract`.
 
     Attributes:
         flat: the 1-D buffer. Between views there may be padding, always zero.
@@ -57,25 +60,15 @@ class MainGradBuffer:
     """
 
     def __init__(
-        self,
-        params: Iterable[Tensor],
-        *,
-        dtype: torch.dtype = torch.float32,
-        grad_added_to_main_grad: bool = True,
+        self, params: Iterable[Tensor], *, dtype: torch.dtype = torch.float32, grad_added_to_main_grad: bool = True
     ) -> None:
         self.params = list(params)
         self._lent = False  # inside as_grad
-        self._zeroed = False  # a step began with zero_()
         self._check(dtype)
-        starts, end = [], 0
-        for param in self.params:
-            starts.append(end)
-            end += -(-param.numel() // _ALIGNMENT) * _ALIGNMENT
-        self.flat = torch.zeros(end, dtype=dtype, device=self.params[0].device)
-        self._views = [
-            self.flat[start : start + param.numel()].view(param.shape)
-            for param, start in zip(self.params, starts, strict=True)
-        ]
+        sizes = [-(-param.numel() // _ALIGNMENT) * _ALIGNMENT for param in self.params]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=self.params[0].device)
+        parts = zip(self.params, self.flat.split(sizes), strict=True)
+        self._views = [part[: param.numel()].view(param.shape) for param, part in parts]
         for param, view in zip(self.params, self._views, strict=True):
             extended: Any = param
             extended.main_grad, extended._main_grad_owner = view, _NotPickled()
@@ -104,20 +97,17 @@ class MainGradBuffer:
 
     def zero_(self) -> None:
         """Start a step: zero the buffer, clear every `grad_added_to_main_grad`, drop every `.grad`."""
-        self._refuse_lent("zero_()")
-        self._refuse_taken_away()
+        self._refuse_now("zero_()")
         self.flat.zero_()
-        self._zeroed = True
         for param in self.params:
             param.grad = None
-            expect_no_overwrite(param)
+            forget_overwrite(param)
             if hasattr(param, "grad_added_to_main_grad"):
                 param.grad_added_to_main_grad = False
 
     def norm(self) -> Tensor:
         """Total 2-norm of all gradients, fp32, on the device; what is in `.grad` is moved into the buffer first."""
-        self._refuse_lent("norm() and clip_norm_()")
-        self._absorb()
+        self._absorb("norm() and clip_norm_()")
         norm: Tensor = torch.linalg.vector_norm(self.flat, dtype=torch.float32)
         return norm
 
@@ -128,12 +118,11 @@ class MainGradBuffer:
         return norm
 
     @torch.no_grad()
-    def _absorb(self) -> None:
+    def _absorb(self, what: str) -> None:
         """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
-        self._refuse_taken_away()
-        self._refuse_no_gradient()
+        self._refuse_now(what)
         for param in self.params:
-            if param.grad is not None and not is_dummy(param.grad):
+            if param.grad is not None and not has_dummy_wgrad(param):
                 param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
                 param.grad = None
 
@@ -143,33 +132,40 @@ class MainGradBuffer:
 
         What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
         `.grad` is None again, so that nothing is counted twice. A parameter without any gradient has a zero one, which
-        an optimizer with weight decay or momentum still steps by; leave such parameters out of the buffer.
+        an optimizer with weight decay or momentum still steps by; leave such parameters out of the buffer. One that
+        was frozen since, and got no gradient in this step, has none.
 
         Raises:
-            RuntimeError: inside, from `zero_()`, `norm()`, `clip_norm_()` and `as_grad()`: clip before.
+            RuntimeError: inside, from `zero_()`, `norm()`, `clip_norm_()` and `as_grad()`: clip before. Or gradients
+                of these parameters are still in a `WgradQueue`.
         """
-        self._refuse_lent("as_grad()")
-        self._absorb()
+        self._absorb("as_grad()")
         self._lent = True
         try:
             with torch.no_grad():
                 for param in self.params:
                     main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-                    param.grad = main_grad.to(grad_dtype(param))
+                    if param.requires_grad or getattr(param, "grad_added_to_main_grad", False) or main_grad.any():
+                        param.grad = main_grad.to(grad_dtype(param))
             yield
         finally:
             self._lent = False
             for param in self.params:
                 param.grad = None
 
-    def _refuse_lent(self, what: str) -> None:
+    def _refuse_now(self, what: str) -> None:
+        """Raise where `main_grad` is not the gradient of this step: it is lent, incomplete, or not ours any more."""
         if self._lent:
             raise RuntimeError(
                 f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
             )
-
-    def _refuse_taken_away(self) -> None:
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
+            state = find_state(param)
+            if state is not None and state.waiting:
+                raise RuntimeError(
+                    f"{what}: expected every gradient to be computed; got one of params[{i}] that is still in a "
+                    "WgradQueue: call backward_dw(), or queue.run(), before (queue.clear() to discard the step)"
+                )
             if getattr(param, "main_grad", None) is not view:
                 raise RuntimeError(
                     f"params[{i}]: expected the main_grad that this buffer gave it; got "
@@ -177,20 +173,10 @@ class MainGradBuffer:
                     "detach(), torch.utils.swap_tensors or another owner, make a new MainGradBuffer)"
                 )
 
-    def _refuse_no_gradient(self) -> None:
-        """Parameters that a model no longer has keep their main_grad, at zero; others have its gradients."""
-        arrived = (p.grad is not None or getattr(p, "grad_added_to_main_grad", True) for p in self.params)
-        if self._zeroed and not any(arrived) and not self.flat.any():
-            raise RuntimeError(
-                "params: expected a gradient for at least one since zero_(); got none, so that the model has others "
-                "now (after fully_shard, load_state_dict(assign=True) or copy.deepcopy, make a new MainGradBuffer)"
-            )
-
     def detach(self) -> None:
         """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays."""
         for param in self.params:
-            if param.grad is not None and is_dummy(param.grad):
-                param.grad = None
+            remove_dummy_wgrad(param)
             for name in ("main_grad", "grad_added_to_main_grad", "_main_grad_owner"):
                 if hasattr(param, name):
                     delattr(param, name)

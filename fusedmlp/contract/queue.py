@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedmlp.main_grad import Route, one_thread
+from fusedmlp.contract.lock import accumulation_lock
+from fusedmlp.contract.route import Route
 from fusedmlp.operators import ops
 
 
@@ -23,31 +24,41 @@ class Operands(NamedTuple):
     dy_rows: Tensor | None
     x_rows: Tensor | None
 
-    def versions(self) -> list[int]:
-        """Grow with every modification in place; tensors of `torch.inference_mode()` do not count those."""
-        return [-1 if t.is_inference() else t._version for t in self if t is not None]
+    def state(self) -> tuple[bool, list[int]]:
+        """Whether a CUDA graph is being captured, and versions, which grow with every modification in place.
+
+        Tensors of `torch.inference_mode()` do not count those.
+        """
+        return _capturing(self.dy), [-1 if t.is_inference() else t._version for t in self if t is not None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Delayed:
+class _Delayed(NamedTuple):
     route: Route
-    transposed: bool  # the weight is stored [in, out]
     operands: Operands
-    versions: list[int]
-    captured: bool
+    state: tuple[bool, list[int]]  # of the operands, in backward
+    transposed: bool  # the weight is stored [in, out]
     impl: str
 
-    def shares_launch(self, other: _Delayed) -> bool:
-        """Whether both gradients go to the same place in the same way."""
-        return (
-            [id(param) for param in self.route.params] == [id(param) for param in other.route.params]
-            and self.route.uses == other.route.uses
-            and self.route.mode == other.route.mode
-            and self.transposed == other.transposed
-            and self.impl == other.impl
-            and (self.operands.dy_rows is None) == (other.operands.dy_rows is None)
-            and (self.operands.x_rows is None) == (other.operands.x_rows is None)
-        )
+    def launch(self) -> tuple[Any, ...]:
+        """Gradients for which this is equal go to the same place in the same way."""
+        route, o = self.route, self.operands
+        kind = route.uses, route.mode, self.transposed, self.impl, o.dy_rows is None, o.x_rows is None
+        return [*map(id, route.params)], *kind
+
+    def check(self) -> None:
+        """Raise if the GEMM would not compute what backward asked for."""
+        (captured, versions), (capturing, now) = self.state, self.operands.state()
+        if versions != now:
+            raise RuntimeError(
+                f"{self.route.name}: a tensor that its delayed gradient needs was modified in place between backward "
+                "and the run of the queue"
+            )
+        if captured != capturing:
+            raise RuntimeError(
+                f"{self.route.name}: expected backward and the run of the queue both captured by CUDA graphs, or "
+                f"neither; got {'backward' if captured else 'the run'} captured alone, which replays would not repeat "
+                "together"
+            )
 
 
 class WgradQueue:
@@ -72,6 +83,18 @@ class WgradQueue:
         """Number of weight gradients waiting."""
         return len(self._pending)
 
+    def __del__(self) -> None:
+        pending = getattr(self, "_pending", None)  # interrupted in __init__
+        if pending:
+            count, names = len(pending), ", ".join(sorted({delayed.route.name for delayed in pending}))
+            self.clear()
+            warnings.warn(
+                f"WgradQueue: expected run() or clear() before the queue is dropped; got {count} gradients waiting, "
+                f"which are lost ({names})",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
     def __getstate__(self) -> dict[str, Any]:
         if self._pending:
             raise RuntimeError(
@@ -82,21 +105,17 @@ class WgradQueue:
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
-        captured = _capturing(operands.dy)
-        self._pending.append(_Delayed(route, transposed, operands, operands.versions(), captured, impl))
-
-    def take_back(self, route: Route) -> None:
-        """Remove what `put` queued, if it is there: the backward of its layer failed."""
-        for delayed in [d for d in self._pending if d.route is route]:
-            self._pending.remove(delayed)
+        self._pending.append(_Delayed(route, operands, operands.state(), transposed, impl))
+        route.wait()
 
     def clear(self) -> None:
         """Forget everything queued, of a step that is not to be finished: after an error, see `run()`.
 
         The gradients are lost. Start the next step from a zeroed `main_grad`, or with `is_first_microbatch=True`.
         """
-        while self._pending:
-            self._pending.popleft().route.overwrite_no_more()
+        for delayed in self._pending:
+            delayed.route.leave()
+        self._pending.clear()
         self._begun = None
 
     @torch.no_grad()
@@ -133,10 +152,12 @@ class WgradQueue:
                 "queue.clear()"
             )
         batch = list(self._next_batch())
-        _check(batch)
-        with one_thread:
+        for delayed in batch:
+            delayed.check()
+        with accumulation_lock:
             self._add(batch)
         for delayed in batch:  # in place: another thread may be adding to the queue
+            delayed.route.leave()
             self._pending.remove(delayed)
         self._begun = None
 
@@ -165,31 +186,12 @@ class WgradQueue:
         yield first
         if not self.fuse_microbatches:
             return
-        weight = {id(param) for param in first.route.params}
         for delayed in list(self._pending)[1:]:
-            if any(
-                overwrite and id(param) in weight
-                for param, overwrite in zip(delayed.route.params, delayed.route.overwrites, strict=True)
-            ):
+            if any(map(delayed.route.overwrites_param, first.route.params)):
                 return
-            if delayed.shares_launch(first):
+            if delayed.launch() == first.launch():
                 yield delayed
 
 
 def _capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _check(batch: list[_Delayed]) -> None:
-    for delayed in batch:
-        if delayed.operands.versions() != delayed.versions:
-            raise RuntimeError(
-                f"{delayed.route.name}: a tensor that its delayed gradient needs was modified in place between "
-                "backward and the run of the queue"
-            )
-        if delayed.captured != _capturing(delayed.operands.dy):
-            raise RuntimeError(
-                f"{delayed.route.name}: expected backward and the run of the queue both captured by CUDA graphs, or "
-                f"neither; got {'backward' if delayed.captured else 'the run'} captured alone, which replays would not "
-                "repeat together"
-            )

@@ -1,0 +1,21 @@
+"""The gradient contract: where a weight gradient goes, and what backward returns for it.
+
+| case                                               | returned | flag | GEMM                                |
+|----------------------------------------------------|----------|------|-------------------------------------|
+| plain                                              | wgrad    | -    | overwrite                           |
+| delayed                                            | None     | -    | later; adds to or sets `.grad`      |
+| `main_grad`, no `grad_added_to_main_grad`          | None     | -    | accumulate                          |
+| `main_grad`, has `grad_added_to_main_grad`         | dummy    | True | accumulate                          |
+| delayed + `main_grad`, no attribute                | None     | -    | accumulate, later                   |
+| delayed + `main_grad`, has the attribute           | dummy    | True | accumulate, later (flag right away) |
+| `overwrite_main_grad` or `is_first_microbatch=True`| as above | same | overwrite `main_grad`               |
+
+`accumulate_wgrad="grad"` adds to an existing `.grad` and returns None; without one it is the plain case. The
+presence of `grad_added_to_main_grad` decides, not its value (Megatron-core's convention).
+
+A gradient is fused (written to `main_grad` or `.grad`) only if the autograd engine will run the parameter's
+AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) somebody asked for the gradient itself, and
+gets it.
+
+After a backward that failed the step is to be discarded: docs/errors_in_backward.md.
+"""

@@ -1,0 +1,170 @@
+"""The existing tensor that a weight gradient is added into: `param.main_grad`, or `param.grad`, found and checked."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fusedmlp.contract import engine
+from fusedmlp.contract.parameter_state import ParameterState, find_state
+
+Mode = Literal["auto", "main_grad", "grad", "off"]
+MODES = ("auto", "main_grad", "grad", "off")
+Place = tuple[str, int | None]  # the weight's name, and which expert's the parameter is (None: it has all)
+
+
+def has_main_grad(param: Tensor) -> bool:
+    """Whether an owner gave a parameter a place for its gradient."""
+    return getattr(param, "main_grad", None) is not None or hasattr(param, "__fsdp_param__")
+
+
+def main_grad_of(param: Tensor) -> Tensor | None:
+    """The tensor itself; Megatron-FSDP allocates it when it is asked for."""
+    if hasattr(param, "__fsdp_param__"):
+        return param.get_main_grad()  # type: ignore[attr-defined, no-any-return]
+    return getattr(param, "main_grad", None)
+
+
+def resolve_auto(name: str, params: Sequence[Tensor], trained: Sequence[bool]) -> Mode:
+    """What "auto" means for those parameters (one packed, or one per expert) that get a gradient."""
+    having = [has_main_grad(param) if wanted else None for param, wanted in zip(params, trained, strict=True)]
+    if True in having and False in having:
+        lacks, has = having.index(False), having.index(True)
+        raise ValueError(f"{name}: expected main_grad on all experts or on none; experts {lacks} and {has} differ")
+    return "main_grad" if True in having else "off"
+
+
+def label(place: Place) -> str:
+    """A parameter as error messages name it."""
+    name, expert = place
+    return name if expert is None else f"{name}[{expert}]"
+
+
+def existing_grad(param: Tensor, place: Place) -> Tensor | None:
+    """The `.grad` that a parameter's gradient is added to, if a GEMM may do that; None: there is none."""
+    if param.grad is not None:
+        refuse_tensor_hooks(param, place)
+        _check(param, param.grad, ".grad", place)
+    return param.grad
+
+
+def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Tensor:
+    """The `main_grad` of a parameter, if a GEMM may write to it.
+
+    One that was right stays right while it is the same tensor in the same memory, and the parameter's kind is the same.
+    """
+    target = main_grad_of(param)
+    if target is None:
+        raise no_main_grad(label(place))
+    hooks = param._backward_hooks
+    if hooks and (len(hooks) > 1 or state.catch is None):
+        refuse_tensor_hooks(param, place)
+    if type(target) is not Tensor:  # a FakeTensor has no address
+        _check(param, target, "main_grad", place)
+        return target
+    ref, address, strides, shape, dtype = state.checked
+    if (
+        ref() is not target
+        or target.data_ptr() != address
+        or target.stride() != strides
+        or param.shape != shape
+        or param.dtype != dtype
+    ):
+        _check(param, target, "main_grad", place)
+        state.checked = weakref.ref(target), target.data_ptr(), target.stride(), param.shape, param.dtype
+    return target
+
+
+def no_main_grad(what: str) -> RuntimeError:
+    """The error for a parameter that has none."""
+    return RuntimeError(
+        f'{what}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
+        "(attach one with fusedmlp.MainGradBuffer)"
+    )
+
+
+def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
+    """Raise for those of others; our own is in `plain_gradient.py`."""
+    state = find_state(param)
+    own = None if state is None or state.catch is None else state.catch.id
+    if any(key != own for key in param._backward_hooks or ()):
+        raise RuntimeError(
+            f"{label(place)}: the parameter has a tensor hook (register_hook), which would see None instead of the "
+            "gradient; use register_post_accumulate_grad_hook, or accumulate_wgrad='off'"
+        )
+
+
+def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:
+    where = label(place)
+    if target.shape != param.shape:
+        raise ValueError(f"{where}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
+    if target.device != param.device:
+        raise ValueError(f"{where}: expected {what} on {param.device}; got {target.device}")
+    if target.dtype not in (torch.float32, param.dtype):
+        raise ValueError(f"{where}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
+    if not engine.is_plain(target):
+        raise TypeError(f"{where}: expected {what} to be a plain tensor; got a {type(target).__name__}")
+    if target.requires_grad:
+        raise ValueError(f"{where}: expected {what} with requires_grad=False; got True")
+    if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
+        raise ValueError(
+            f"{where}: expected a writable {what}; got an expanded one with strides {target.stride()} (the dummy of "
+            "an earlier main_grad step? clear it with zero_grad(set_to_none=True))"
+        )
+    if _may_overlap(target):
+        raise ValueError(
+            f"{where}: expected {what} whose elements each have memory of their own; got shape {tuple(target.shape)} "
+            f"with strides {target.stride()}, in which several share it"
+        )
+
+
+def _may_overlap(tensor: Tensor) -> bool:
+    """Whether a step along some dimension is too short to pass all elements of those with shorter steps."""
+    reach = 0  # of the last element of the dimensions so far
+    for stride, size in sorted(zip(map(abs, tensor.stride()), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def grad_dtype(param: Tensor) -> torch.dtype:
+    """The dtype that `.grad` of a parameter must have."""
+    if torch.compiler.is_compiling():  # which cannot read grad_dtype; the engine casts
+        return param.dtype
+    chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
+    return chosen or param.dtype
+
+
+def fresh_like(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised gradient that PyTorch can steal: its own storage, the parameter's strides."""
+    return torch.empty_like(param, dtype=dtype or grad_dtype(param), requires_grad=False)
+
+
+def check_group(name: str, targets: Sequence[Tensor]) -> None:
+    """Of the experts of one weight: one GEMM writes all of them, so that dtype and strides must be the same."""
+    dtypes = {target.dtype for target in targets}
+    if len(dtypes) > 1:
+        raise ValueError(f"{name}: expected all experts to accumulate in one dtype; got {dtypes}")
+    if len(set(map(Tensor.stride, targets))) == 1:
+        return
+    for i, target in enumerate(targets):
+        if not same_strides(target, targets[0]):
+            raise ValueError(
+                f"{name}[{i}]: expected a gradient with the strides of expert 0's, {targets[0].stride()}; got "
+                f"{target.stride()}"
+            )
+
+
+def same_strides(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape have the same strides, where those matter."""
+    return (
+        a.stride() == b.stride()
+        or a.numel() == 0
+        or all(size == 1 or i == j for size, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
+    )

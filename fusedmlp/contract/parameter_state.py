@@ -1,0 +1,64 @@
+"""What the contract remembers of a parameter from one call to the next."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fusedmlp.contract.engine import Backward
+    from fusedmlp.contract.route import Route
+
+
+class ParameterState:
+    """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
+
+    # fmt: off
+    __slots__ = ("catch", "checked", "compiled_in", "ddp", "dummy", "fsdp2", "key", "overwritten_in", "plain", "queued",
+                 "ref", "step_begins")
+    # fmt: on
+
+    def __init__(self, param: Tensor) -> None:
+        self.key, self.ref = id(param), weakref.ref(param, self._forget)
+        # overwrite.py: whether the next gradient overwrites main_grad. True: a forward outside of any backward said
+        # so. False: one under no_grad did, in an evaluation or before a reentrant checkpoint recomputes it.
+        self.step_begins: bool | None = None
+        self.plain: Tensor | None = None  # the sum of plain gradients that came while that was False
+        self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
+        self.queued: weakref.WeakSet[Route] | None = None  # delayed gradients
+        # destination.py: the main_grad that was found right last, its address and strides; the parameter's shape, dtype
+        self.checked: tuple[Any, ...] = (lambda: None, 0, (), (), None)
+        self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
+        self.catch: Any = None  # plain_gradient.py: the handle of the hook
+        # forward_checks.py: the DDP in whose forward a layer used it under no_grad, and whether FSDP2 gathers it
+        self.ddp: weakref.ref[Any] | None = None
+        self.fsdp2: bool | None = None
+        self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
+
+    def _forget(self, _: object) -> None:
+        if _states.get(self.key) is self:
+            del _states[self.key]
+
+    @property
+    def waiting(self) -> list[Route]:
+        """Its gradients that are in a queue."""
+        return [route for route in self.queued or () if route.waiting]
+
+
+_states: dict[int, ParameterState] = {}  # by id
+
+
+def find_state(param: Tensor) -> ParameterState | None:
+    """The state of a parameter, if it has one."""
+    state = _states.get(id(param))
+    return state if state is not None and state.ref() is param else None
+
+
+def state_of(param: Tensor) -> ParameterState:
+    """The state of a parameter; a new one makes `torch.utils.swap_tensors` refuse it, as it has a weak reference."""
+    state = _states.get(id(param))
+    if state is None or state.ref() is not param:
+        state = _states[id(param)] = ParameterState(param)
+    return state

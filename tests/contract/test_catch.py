@@ -1,0 +1,197 @@
+"""The catch, which moves plain gradients of fused weights to `main_grad`: in other modes and threads, and for long."""
+
+import gc
+import threading
+import time
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import fusedmlp
+
+pytestmark = [
+    pytest.mark.usefixtures("nan_in_empty"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+]
+
+PACKED = pytest.mark.parametrize("packed", [True, False])
+
+
+def plain(layer):
+    return sum(p.square().sum() for p in layer.params)
+
+
+def of_plain(layer, times=1):
+    return [2 * times * p.detach().double() for p in layer.params]
+
+
+def plus(*lists):
+    return [sum(tensors) for tensors in zip(*lists, strict=True)]
+
+
+def evaluate(layer):
+    with torch.no_grad():
+        layer(layer.batch(5)[0], is_first_microbatch=True)
+
+
+@PACKED
+@pytest.mark.parametrize("around", ["inference_mode", "no_grad", "anomaly", "compiled autograd"])
+def test_both_land_whatever_is_around_backward(around, packed, make_layer, assert_close):
+    layer = make_layer(packed=packed)
+    before = layer.attach(False)
+    layer.backward(2)
+    for param in layer.params:
+        param.grad = None  # as owners do
+    x, dy = layer.batch(1)
+    fused = around != "compiled autograd"  # which does not take None for one of two uses
+    loss = plain(layer) + (layer(x) * dy).nansum() if fused else plain(layer)
+    with {
+        "inference_mode": torch.inference_mode,
+        "no_grad": torch.no_grad,
+        "anomaly": partial(torch.autograd.set_detect_anomaly, True),
+        "compiled autograd": partial(torch._dynamo.compiled_autograd._enable, lambda graph: graph),
+    }[around]():
+        loss.backward()
+    seeds = (1, 2) if fused else (2,)
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(*seeds), of_plain(layer)))
+    assert not any(p.grad.any() for p in layer.params)
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad])
+def test_a_plain_gradient_alone_stays_in_grad(around, make_layer, assert_close):
+    """In a step in which nothing has been fused."""
+    layer = make_layer()
+    before = layer.attach(False)
+    layer(layer.batch(1)[0])
+    loss = plain(layer)
+    with around():
+        loss.backward()
+    assert_close(layer.grads(), of_plain(layer))
+    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
+
+
+@PACKED
+def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, make_layer, assert_close):
+    """However slowly it is registered; a second one would pass for a hook of somebody else."""
+    layer = make_layer(packed=packed)
+    before, barrier, failed = layer.attach(False), threading.Barrier(3), []
+    register = torch.Tensor.register_hook
+
+    def slowly(tensor, hook):
+        time.sleep(0.02)
+        return register(tensor, hook)
+
+    def run(seed):
+        barrier.wait(30)
+        try:
+            layer.backward(seed)
+        except RuntimeError as error:
+            failed.append(error)
+
+    monkeypatch.setattr(torch.Tensor, "register_hook", slowly)
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert [len(p._backward_hooks) for p in layer.params] == [1] * len(layer.params)
+    plain(layer).backward()
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2, 3), of_plain(layer)))
+
+
+def test_gradients_do_not_pile_up_after_an_evaluation(make_layer, assert_close):
+    """It may be long until the weights are fused again."""
+    layer = make_layer("linear")
+    before, (param,) = layer.attach(False), layer.params
+    param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    evaluate(layer)
+
+    def alive():
+        gc.collect()
+        return sum(issubclass(type(t), torch.Tensor) and t.shape == param.shape for t in gc.get_objects())
+
+    counts = []
+    for _ in range(3):
+        for _ in range(10):
+            plain(layer).backward()
+        counts.append(alive())
+    assert len(set(counts)) == 1
+    assert_close(layer.main_grads(), plus(before, of_plain(layer, 30)))
+
+
+@pytest.mark.parametrize("first", ["checkpointed", "as it is"])
+def test_plain_gradients_in_low_precision_are_added_in_that_of_main_grad(first, make_layer, assert_close):
+    """Three of them, before the gradient that overwrites."""
+    layer = make_layer(dtype=torch.bfloat16)
+    layer.attach(False)
+    for param in layer.params:
+        param.main_grad.fill_(float("nan"))
+        param.data.fill_(1 + 2**-7)
+    x, dy = layer.batch(1)
+    run = partial(layer, is_first_microbatch=True)
+    y = checkpoint(run, x.requires_grad_(), use_reentrant=True) if first == "checkpointed" else run(x)
+    for _ in range(3):
+        sum((p * (1 + 2**-7)).sum() for p in layer.params).backward()
+        for param in layer.params:
+            param.grad = None
+    y.backward(0 * dy)
+    expected = [torch.full_like(p, 3 * (1 + 2**-7), dtype=torch.float64) for p in layer.params]
+    assert_close(layer.main_grads(), expected, dtype=torch.float32)
+
+
+@PACKED
+def test_user_hooks_on_a_weight_beside_the_catch_are_still_refused(packed, make_layer):
+    """Whichever came first."""
+    for early in (True, False):
+        layer = make_layer(packed=packed)
+        layer.attach(False)
+        if not early:
+            layer.backward(1)
+        layer.params[-1].register_hook(lambda grad: 2 * grad)
+        with pytest.raises(RuntimeError, match="the parameter has a tensor hook"):
+            layer.backward(1)
+
+
+@PACKED
+def test_user_hooks_see_plain_gradients_of_weights_that_are_not_fused(packed, make_layer, assert_close):
+    layer, seen = make_layer(packed=packed), {}
+    layer.attach(False)
+    layer(layer.batch(1)[0])
+    for i, param in enumerate(layer.params):
+        param.register_hook(lambda grad, i=i: seen.setdefault(i, grad.clone()))
+    layer.backward(1, accumulate_wgrad="off")
+    assert_close([seen[i] for i in range(len(layer.params))], layer.wgrads(1))
+    assert_close(layer.grads(), layer.wgrads(1))
+
+
+@PACKED
+def test_what_somebody_asks_for_is_not_caught(packed, make_layer, assert_close):
+    """With the flag set, and with an overwrite to come."""
+    layer = make_layer(packed=packed)
+    layer.attach(False)
+    layer.backward(1)
+    layer(layer.batch(1)[0], is_first_microbatch=True)
+    held = [main.clone() for main in layer.main_grads()]
+    assert_close(torch.autograd.grad(plain(layer), layer.params), of_plain(layer))
+    assert all(torch.equal(main, h) for main, h in zip(layer.main_grads(), held, strict=True))
+    layer.backward(2)
+    layer.backward(3)
+    assert_close(layer.main_grads(), layer.wgrads(2, 3))
+
+
+def test_a_weight_that_lost_its_main_grad_is_let_alone(make_layer, assert_close):
+    layer = make_layer()
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    layer.backward(1)
+    buffer.detach()
+    plain(layer).backward()
+    assert_close(layer.grads(), of_plain(layer))
+    layer.attach(False)
+    layer.params[0].main_grad = None
+    layer.params[0].grad_added_to_main_grad = True
+    layer.params[0].grad = None
+    layer.params[0].square().sum().backward()
+    assert_close(layer.grads()[:1], of_plain(layer)[:1])

@@ -1,0 +1,195 @@
+"""What the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+import fusedmlp
+from fusedmlp.contract import parameter_state
+
+pytestmark = [
+    pytest.mark.usefixtures("nan_in_empty"),
+    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+]
+
+
+def forward(layer, x, **options):
+    return layer(x, **options)
+
+
+def plain(layer):
+    return sum(p.square().sum() for p in layer.params)
+
+
+def fused(layer):
+    layer.backward(1)
+
+
+def fused_and_plain(layer):
+    x, dy = layer.batch(1)
+    ((layer(x) * dy).nansum() + plain(layer)).backward()
+
+
+def plain_alone(layer):
+    plain(layer).backward()
+
+
+def delayed(layer):
+    queue = fusedmlp.WgradQueue(fuse_microbatches=True)
+    layer.backward(1, 2, wgrad_queue=queue, is_first_microbatch=True)
+    queue.run()
+
+
+def checkpointed(layer):
+    """The plain gradient comes first, while it is not known whether the other will overwrite."""
+    x, dy = layer.batch(1)
+    y = checkpoint(partial(layer, is_first_microbatch=True), x.requires_grad_(), use_reentrant=True)
+    ((y * dy).nansum() + plain(layer)).backward()
+
+
+def overwriting(layer):
+    for param in layer.params:
+        param.overwrite_main_grad = True
+    checkpointed(layer)
+    for param in layer.params:
+        param.overwrite_main_grad = False
+
+
+def evaluated(layer):
+    with torch.no_grad():
+        layer(layer.batch(1)[0], is_first_microbatch=True)
+    plain_alone(layer)
+    for param in layer.params:
+        param.main_grad.zero_()
+    layer(layer.batch(1)[0], is_first_microbatch=True)
+
+
+def failing(layer):
+    x, dy = layer.batch(1)
+    y = layer(x)
+    right, layer.params[0].main_grad = layer.params[0].main_grad, torch.zeros(2)
+    with pytest.raises(ValueError, match="expected main_grad of shape"):
+        (plain(layer) + (y * dy).nansum()).backward()
+    layer.params[0].main_grad = right
+
+
+def asked_for(layer):
+    x, dy = layer.batch(1)
+    torch.autograd.grad(layer(x), layer.params, dy)
+
+
+def compiled(layer):
+    x, dy = layer.batch(1)
+    run = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    run(layer, x).backward(dy)
+    inner = partial(run, layer, is_first_microbatch=True)
+    y = checkpoint(inner, x.requires_grad_(), use_reentrant=True)
+    ((y * dy).nansum() + plain(layer)).backward()
+
+
+EAGER = [fused, fused_and_plain, plain_alone, delayed, checkpointed, overwriting, evaluated, failing, asked_for]
+
+
+@pytest.mark.parametrize("train", EAGER, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("packed", [True, False])
+def test_hooks_do_not_pile_up(packed, train, make_layer):
+    """Also where the owner keeps AccumulateGrad nodes alive, as Megatron's DDP does."""
+    layer, handles = make_layer(packed=packed), []
+    layer.attach(False)
+    nodes = [get_gradient_edge(param).node for param in layer.params]
+    for node in nodes:  # through our own hooks those of others are found
+        handles += [node.register_prehook(lambda _: None), node.register_hook(lambda *_: None)]
+    for param in layer.params:
+        handles.append(param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
+
+    def count():
+        return [len(handle.hooks_dict_ref()) for handle in handles], [len(p._backward_hooks) for p in layer.params]
+
+    layer.backward(1)
+    first = count()
+    assert first == ([1] * len(handles), [1] * len(layer.params))
+    for _ in range(100):
+        train(layer)
+    assert count() == first
+    assert all(get_gradient_edge(p).node is node for p, node in zip(layer.params, nodes, strict=True))
+
+
+@pytest.mark.parametrize("train", [*EAGER, compiled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("owner", ["buffer", "attributes"])
+def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_layer):
+    torch._dynamo.reset()
+    gc.collect()
+    others = set(parameter_state._states)
+    layer = make_layer()
+    if owner == "buffer":
+        buffer = fusedmlp.MainGradBuffer(layer.params)
+        buffer.zero_()
+    else:
+        layer.attach(False)
+    for _ in range(2):
+        layer.backward(1, is_first_microbatch=True)
+        train(layer)
+    if owner == "buffer":
+        buffer.norm()
+        del buffer
+    ids = {id(param) for param in layer.params}
+    assert ids <= set(parameter_state._states)
+    gone = [weakref.ref(t) for param in layer.params for t in (param, param.main_grad)]
+    del layer
+    torch._dynamo.reset()
+    gc.collect()
+    assert [ref() for ref in gone] == [None] * len(gone)
+    assert not ids & set(parameter_state._states)
+    assert set(parameter_state._states) == others
+
+
+def test_a_parameter_in_the_place_of_another_starts_anew(make_layer, assert_close):
+    """Python gives the id of one that is gone to another."""
+    wanted, seen = make_layer().wgrads(1), set()
+    for _ in range(20):
+        layer = make_layer()
+        before = layer.attach(False)
+        seen |= {id(p) for p in layer.params}
+        layer.backward(1)
+        assert_close(layer.main_grads(), [b + w for b, w in zip(before, wanted, strict=True)])
+        layer(layer.batch(1)[0], is_first_microbatch=True)  # the next gradient would overwrite
+        del layer, before
+    assert len(seen) < 40
+
+
+def test_a_queue_keeps_its_parameters_until_it_is_empty(make_layer):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    layer.attach(False)
+    layer.backward(1, wgrad_queue=queue)
+    refs, ids = [weakref.ref(p) for p in layer.params], {id(p) for p in layer.params}
+    del layer
+    gc.collect()
+    assert all(ref() is not None for ref in refs)
+    queue.run()
+    gc.collect()
+    assert all(ref() is None for ref in refs)
+    assert not ids & set(parameter_state._states)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("mode", ["off", "grad", "auto"])
+def test_parameters_without_main_grad_can_be_swapped_after_a_step(mode, packed):
+    """As `module.to` and `load_state_dict` may do; PyTorch refuses what somebody has a weak reference to."""
+    module = fusedmlp.GroupedMLP(3, 4, 5, packed=packed, accumulate_wgrad=mode)
+    x = torch.randn(5, 4)
+    for _ in range(2):  # "grad" adds to an existing one
+        module(x, [3, 0, 2]).sum().backward()
+    module.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.to(torch.bfloat16)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert module(x.bfloat16(), [3, 0, 2]).dtype == torch.bfloat16
