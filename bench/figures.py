@@ -99,8 +99,11 @@ def machine() -> str:
 
 def overhead() -> str:
     """The Python cost of a step."""
-    rows = [[name, f"{microseconds:.0f}"] for name, microseconds in _load("overhead").items()]
-    return _table(["forward and backward of a tiny layer", "us"], rows)
+    rows = [
+        [name, f"{row['us']:.0f}", f"{row['contract_us']:.0f}" if row["contract_us"] else "-"]
+        for name, row in _load("overhead").items()
+    ]
+    return _table(["forward and backward of a tiny layer", "us", "of these the gradient contract"], rows)
 
 
 FIGURES = {

@@ -147,6 +147,7 @@ def test_a_queue_holds_hidden_states_and_dy_once_per_token(impl, fuse):
     for delayed in queue._pending:
         rows = {delayed.operands.dy.shape[0], delayed.operands.x.shape[0]}
         assert rows == {x.shape[0], ids.numel()}
+    queue.clear()
 
 
 def test_the_torch_implementation_gathers_chunk_by_chunk(monkeypatch):

@@ -146,6 +146,7 @@ class _End:
     def __del__(self) -> None:
         if hasattr(self, "backward"):  # not interrupted in __init__
             self.backward.over = True
+            self.backward.at_end.clear()
             _running.pop(self.task, None)
 
 

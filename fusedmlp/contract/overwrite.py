@@ -52,6 +52,7 @@ def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomput
     state.step_begins = None
     if state.plain is None:
         return True
+    engine.current_backward().join_stream(state.plain)
     main_grad_of(param).copy_(state.plain)  # type: ignore[union-attr]
     state.plain = None
     return False

@@ -60,5 +60,8 @@ def state_of(param: Tensor) -> ParameterState:
     """The state of a parameter; a new one makes `torch.utils.swap_tensors` refuse it, as it has a weak reference."""
     state = _states.get(id(param))
     if state is None or state.ref() is not param:
-        state = _states[id(param)] = ParameterState(param)
+        new = ParameterState(param)
+        state = _states.setdefault(id(param), new)  # another thread's, if that was faster
+        if state.ref() is not param:  # of a parameter that is gone
+            state = _states[id(param)] = new
     return state

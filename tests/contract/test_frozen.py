@@ -112,17 +112,24 @@ def test_a_weight_thawed_again_gets_the_next_gradient(mode, make_layer, assert_c
     setup.check(assert_close, lambda i: wgrads[i])
 
 
-def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(make_layer):
+@pytest.mark.parametrize("case", ["as it is", "after a fused one", "a step begins"])
+def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(case, make_layer):
     layer = make_layer()
-    before = layer.attach(False)
+    layer.attach(False)
+    if case == "after a fused one":
+        layer.backward(2)
+        for param in layer.params:
+            param.grad = None
+    before, flag = [main.clone() for main in layer.main_grads()], case == "after a fused one"
     x, dy = layer.batch(1)
-    loss = (layer(x) * dy).nansum() + sum(p.square().sum() for p in layer.params)
+    y = layer(x, is_first_microbatch=case == "a step begins")
+    loss = (y * dy).nansum() + sum(p.square().sum() for p in layer.params)
     for param in layer.params:
         param.requires_grad_(False)
     loss.backward()
     assert layer.grads() == [None, None]
     assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
-    assert not any(p.grad_added_to_main_grad for p in layer.params)
+    assert [p.grad_added_to_main_grad for p in layer.params] == [flag, flag]
 
 
 # In a graph of torch.compile

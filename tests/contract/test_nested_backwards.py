@@ -15,6 +15,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def none_running(monkeypatch):
+    """Also where other tests interrupted the ends of backwards."""
+    monkeypatch.setattr(engine, "_running", {})
+
+
 DEPTHS = (65, 130)  # from 60 on, the engine runs nested backwards in other threads
 
 

@@ -1,6 +1,8 @@
 """What the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
 
 import gc
+import threading
+import time
 import weakref
 from functools import partial
 
@@ -162,6 +164,32 @@ def test_a_parameter_in_the_place_of_another_starts_anew(make_layer, assert_clos
         layer(layer.batch(1)[0], is_first_microbatch=True)  # the next gradient would overwrite
         del layer, before
     assert len(seen) < 40
+
+
+def test_first_uses_in_several_threads_make_one_state(monkeypatch, make_layer, assert_close):
+    """However long it takes: two would each register a hook, and take the other's for that of somebody else."""
+    layer, failed, make = make_layer(), [], parameter_state.ParameterState
+    before, barrier = layer.attach(False), threading.Barrier(3)
+
+    def slowly(param):
+        time.sleep(0.02)
+        return make(param)
+
+    def run(seed):
+        barrier.wait(30)
+        try:
+            layer.backward(seed)
+        except RuntimeError as error:
+            failed.append(error)
+
+    monkeypatch.setattr(parameter_state, "ParameterState", slowly)
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2, 3), strict=True)])
 
 
 def test_a_queue_keeps_its_parameters_until_it_is_empty(make_layer):
