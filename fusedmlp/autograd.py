@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, fresh_like
-from fusedmlp.contract.lock import accumulation_lock
+from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, route
 from fusedmlp.operators import ops

@@ -14,8 +14,9 @@ the wgrad GEMM adds to what `zero_where_` wrote.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -26,29 +27,16 @@ from fusedmlp.autograd import Call
 from fusedmlp.contract import destination, engine
 from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
-from fusedmlp.contract.lock import accumulation_lock, refuse_compiled_elsewhere
-from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_queued_overwrite, takes_overwrite
-from fusedmlp.contract.parameter_state import state_of
+from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_other_writers, takes_overwrite
+from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock, state_of
 from fusedmlp.contract.route import Route, mark_fused
+from fusedmlp.operators.ops import register
 from fusedmlp.validate import Experts
 
-_library = torch.library.Library("fusedmlp", "FRAGMENT")
 
-
-def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    name = schema.split("(", 1)[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusedmlp::{name}", fake, lib=_library)
-    return getattr(torch.ops.fusedmlp, name).default
-
-
-def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[tuple[str, Sequence[Any]]]:
-    groups, start = [], 0
-    for name, length in zip(names.split(","), lengths, strict=True):
-        groups.append((name, tensors[start : start + length]))
-        start += length
-    return groups
+def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[tuple[str, list[Any]]]:
+    rest = iter(tensors)
+    return [(name, [*islice(rest, length)]) for name, length in zip(names.split(","), lengths, strict=True)]
 
 
 class TracedKey(NamedTuple):
@@ -100,10 +88,12 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     leaves, overwrites = [], [False] * len(places)
     with accumulation_lock:
         try:
-            for i, (place, key) in enumerate(zip(places, (TracedKey(*row) for row in keys.tolist()), strict=True)):
+            for i, (place, row) in enumerate(zip(places, keys.tolist(), strict=True)):
+                key = TracedKey(*row)
                 if key.param:
-                    overwrites[i] = _enter_one(key, nodes.get(key.param), node, place)
-                    leaves.append((i, place, nodes[key.param].variable, state_of(nodes[key.param].variable)))
+                    param, state = _checked_leaf(key, nodes.get(key.param), node, place)
+                    leaves.append((i, place, param, state))
+                    overwrites[i] = takes_overwrite(param, state, place, bool(key.recomputes_first_microbatch))
         except BaseException:
             for i, _, param, _ in leaves:
                 if overwrites[i]:
@@ -115,8 +105,9 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     return torch.tensor(overwrites)
 
 
-def _enter_one(key: TracedKey, accumulate: Any, node: Any, place: Place) -> bool:
-    if accumulate is None or engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
+def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, place: Place) -> tuple[Tensor, ParameterState]:
+    """The parameter that a node accumulates into, to whose main_grad this backward adds until it is over."""
+    if engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
         raise RuntimeError(
             f"{destination.label(place)}: a compiled backward adds to main_grad, and this one must not: expected "
             ".backward() that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...), a "
@@ -127,10 +118,9 @@ def _enter_one(key: TracedKey, accumulate: Any, node: Any, place: Place) -> bool
         raise RuntimeError(
             f"{destination.label(place)}: expected the main_grad that the compiled forward saw; got another one since"
         )
-    refuse_queued_overwrite(param, state, place)
-    refuse_compiled_elsewhere(state, place)
+    refuse_other_writers(param, state, place)
     state.compiled_in = engine.current_backward()  # until it is over, as the graph may work on a copy
-    return takes_overwrite(param, state, place, bool(key.recomputes_first_microbatch))
+    return param, state
 
 
 def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
@@ -140,40 +130,21 @@ def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
 
 
 # keys [weights, 3] int64 and overwrites [weights] bool are on the CPU.
-enter_forward = _register(
+enter_forward = register(
     "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, "
     "bool first_microbatch, bool grad_enabled) -> (Tensor, Tensor)",
-    _enter_forward,
     lambda offsets, weights, *_: (
         torch.empty_like(offsets),
         torch.empty(len(weights), len(TracedKey._fields), dtype=torch.int64, device="cpu"),
     ),
+    _enter_forward,
 )
-enter_backward = _register(
+enter_backward = register(
     "enter_backward(Tensor dy, Tensor[] main_grads, Tensor keys, str names, int[] lengths) -> Tensor",
-    _enter_backward,
     lambda dy, main_grads, keys, *_: torch.empty(keys.shape[0], dtype=torch.bool, device="cpu"),
+    _enter_backward,
 )
-zero_where_ = _register(
-    "zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) -> ()",
-    _zero_where_,
-    lambda *_: None,
-)
-
-
-@dataclass
-class TracedRoute:
-    """A `Route` inside a graph: never delayed, and adding to `main_grad` wherever that is fused."""
-
-    params: list[Tensor]
-    outs: list[Tensor]
-    accumulate: bool
-    wanted: bool
-    delayed = False
-
-    def finish(self) -> list[Tensor | None]:
-        """The gradients that backward returns."""
-        return [None] * len(self.params) if self.accumulate or not self.wanted else [*self.outs]
+zero_where_ = register("zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) -> ()", lambda *_: None, _zero_where_)
 
 
 @dataclass(frozen=True)
@@ -186,23 +157,25 @@ class TracedCall(Call):
     def enter_backward(self, dy: Tensor) -> None:
         """As `Call.enter_backward`; here `enter_backward` decides all."""
         if self.keys is not None:
-            outs = [out for group in self.main_grads.values() for out in group]
-            overwrites = enter_backward(dy, outs, self.keys, *_names_and_lengths(self.main_grads))
-            zero_where_(outs, overwrites)
+            outs, names, lengths = _flat(self.main_grads)
+            zero_where_(outs, enter_backward(dy, outs, self.keys, names, lengths))
 
     def edges(self, ctx: Any) -> list[list[Any]]:
         """As `Call.edges`; what is not None is True."""
         return self.split([need or None for need in ctx.needs_input_grad[1:]])
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Any:
-        """As `Call.route`, but a `TracedRoute`."""
-        wanted, fused = any(node is not None for node in nodes), name in self.main_grads
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Route:
+        """As `Call.route`; never delayed, and adding to `main_grad` wherever that is fused."""
+        wanted, fused = True in nodes, name in self.main_grads
         outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
-        return TracedRoute(weights, outs, fused, wanted)
+        uses = [engine.CAPTURE if node else engine.DROP for node in nodes]
+        returned_none = [fused or not wanted] * len(weights)
+        return Route(name, weights, uses, self.mode, False, [], outs, fused, _fused=returned_none)
 
 
-def _names_and_lengths(groups: dict[str, list[Tensor]]) -> tuple[str, list[int]]:
-    return ",".join(groups), [len(tensors) for tensors in groups.values()]
+def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]]:
+    """What `_split` splits."""
+    return [t for tensors in groups.values() for t in tensors], ",".join(groups), [*map(len, groups.values())]
 
 
 class _Linear(autograd.GroupedLinear):
@@ -218,13 +191,13 @@ def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
 
     The "grad" mode returns them too: PyTorch adds them to `.grad`.
     """
-    trained = {i: weight for i, weight in enumerate(weights) if weight.requires_grad}
+    trained = [weight for weight in weights if weight.requires_grad]
     if not trained or mode in ("off", "grad"):
         return []
     outs: list[Tensor | None] = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
     present = [out for out in outs if out is not None]
     if torch.is_grad_enabled():
-        if any(hasattr(weight, "__fsdp_param__") for weight in trained.values()):
+        if any(hasattr(weight, "__fsdp_param__") for weight in trained):
             raise RuntimeError(
                 f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph "
                 "would keep the buffer of one step; call the layer outside of torch.compile"
@@ -235,7 +208,7 @@ def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
             raise destination.no_main_grad(name)
     if len(present) < len(trained):
         return []
-    if not all(weight.is_leaf for weight in trained.values()):  # a graph detaches it, as it gets no gradient back
+    if not all(weight.is_leaf for weight in trained):  # a graph detaches it, as it gets no gradient back
         raise RuntimeError(
             f"{name}: accumulate_wgrad={mode!r} needs a leaf parameter; got a result of operations, through which "
             "only a returned gradient flows back: use accumulate_wgrad='off'"
@@ -257,18 +230,13 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
             "wgrad_queue (delay_wgrad=True) inside torch.compile: expected none, as a graph cannot put its GEMMs off; "
             "call the layer outside of torch.compile"
         )
-    main_grads: dict[str, list[Tensor]] = {}
-    for name, group in groups.items():
-        outs = _targets(name, group, call.mode)
-        if outs:
-            main_grads[name] = outs
+    targets = {name: _targets(name, group, call.mode) for name, group in groups.items()}
+    main_grads = {name: outs for name, outs in targets.items() if outs}
     *parameters, (x, offsets, *rest) = call.split(tensors)
     keys = None
     if main_grads:
         fused = [weight for name in main_grads for weight in groups[name]]
-        outs = [out for group in main_grads.values() for out in group]
-        names_and_lengths = _names_and_lengths(main_grads)
-        offsets, keys = enter_forward(offsets, fused, outs, *names_and_lengths, first_microbatch, grad_enabled)
+        offsets, keys = enter_forward(offsets, fused, *_flat(main_grads), first_microbatch, grad_enabled)
     # fmt: off
     traced = TracedCall(
         call.lengths, call.transposed, call.mode, None, False, call.impl, call.activation, main_grads=main_grads,

@@ -161,7 +161,7 @@ class MainGradBuffer:
             )
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             state = find_state(param)
-            if state is not None and state.waiting:
+            if state is not None and state.queued:
                 raise RuntimeError(
                     f"{what}: expected every gradient to be computed; got one of params[{i}] that is still in a "
                     "WgradQueue: call backward_dw(), or queue.run(), before (queue.clear() to discard the step)"

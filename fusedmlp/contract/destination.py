@@ -89,13 +89,13 @@ def no_main_grad(what: str) -> RuntimeError:
 
 def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
     """Raise for those of others; our own is in `plain_gradient.py`."""
-    state = find_state(param)
-    own = None if state is None or state.catch is None else state.catch.id
-    if any(key != own for key in param._backward_hooks or ()):
-        raise RuntimeError(
-            f"{label(place)}: the parameter has a tensor hook (register_hook), which would see None instead of the "
-            "gradient; use register_post_accumulate_grad_hook, or accumulate_wgrad='off'"
-        )
+    for key in param._backward_hooks or ():
+        state = find_state(param)
+        if state is None or state.catch is None or key != state.catch.id:
+            raise RuntimeError(
+                f"{label(place)}: the parameter has a tensor hook (register_hook), which would see None instead of the "
+                "gradient; use register_post_accumulate_grad_hook, or accumulate_wgrad='off'"
+            )
 
 
 def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:

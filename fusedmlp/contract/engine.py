@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
@@ -38,11 +38,6 @@ def is_plain(tensor: Tensor) -> bool:
     or several times, and one that adds to a plain `main_grad` would then be wrong in silence.
     """
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, _PLAIN)
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no memory: under FakeTensorMode, in memory estimators."""
-    return isinstance(tensor, FakeTensor)
 
 
 # The plan of the running backward
@@ -77,16 +72,10 @@ def _plans_something(node: Any) -> bool:
 
     Another engine runs a node for the sake of at least one that follows it.
     """
-    return any(following is not None and will_execute(following) is not False for following, _ in node.next_functions)
-
-
-def will_execute(node: Any) -> bool | None:
-    """Whether the engine plans to run a node; None for a leaf whose gradient is captured instead of accumulated."""
     try:
-        planned: bool = _will_execute(node)
-    except RuntimeError:
-        return None
-    return planned
+        return any(following is not None and _will_execute(following) for following, _ in node.next_functions)
+    except RuntimeError:  # a leaf whose gradient is captured
+        return True
 
 
 def is_leaf_node(node: Any) -> bool:
@@ -119,11 +108,10 @@ class Backward:
     def __init__(self) -> None:
         self.over = False
         self.streams: set[torch.cuda.Stream] = set()  # that wrote gradients of which the engine knows nothing
-        self.at_end: list[Callable[[], object]] = []
 
     def join_stream(self, tensor: Tensor) -> None:
         """Before `tensor` is added to: let the current stream wait for those that did so in this backward."""
-        if tensor.is_cuda and not is_fake(tensor):
+        if tensor.is_cuda and not isinstance(tensor, FakeTensor):  # of a memory estimator
             stream = torch.cuda.current_stream(tensor.device)
             for other in self.streams - {stream}:
                 stream.wait_stream(other)
@@ -140,13 +128,10 @@ class _End:
         """On the streams from which backward was called, as the engine does for the gradients that it knows."""
         for stream in self.backward.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
-        for finish in self.backward.at_end:
-            finish()
 
     def __del__(self) -> None:
         if hasattr(self, "backward"):  # not interrupted in __init__
             self.backward.over = True
-            self.backward.at_end.clear()
             _running.pop(self.task, None)
 
 

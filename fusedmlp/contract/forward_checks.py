@@ -10,16 +10,12 @@ from torch import Tensor
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_main_grad, label
-from fusedmlp.contract.lock import release_interrupted
-from fusedmlp.contract.parameter_state import ParameterState, state_of
+from fusedmlp.contract.parameter_state import ParameterState, release_interrupted, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
-_DDP = "DistributedDataParallel"
-_FSDP2 = "FSDP2 (fully_shard)"
-_ADVICE = {
-    _DDP: "leave the parameter out of DDP and reduce main_grad yourself",
-    _FSDP2: "fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32",
-}
+# Who reduces, and what to do.
+_DDP = "DistributedDataParallel", "or leave the parameter out of DDP and reduce main_grad yourself"
+_FSDP2 = "FSDP2 (fully_shard)", "and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
 
 
 def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> set[int]:
@@ -67,8 +63,7 @@ def _reduced_by_ddp(weights: Sequence[Tensor], recomputing: bool) -> set[int]:
         for weight in weights:
             state_of(weight).ddp = weakref.ref(ddp)
     elif ddp is None and recomputing and torch.is_grad_enabled():
-        noted = (state_of(weight).ddp for weight in weights)
-        ddp = next((alive for alive in (ref() for ref in noted if ref is not None) if alive is not None), None)
+        ddp = next((noted for weight in weights if (noted := state_of(weight).ddp()) is not None), None)
     return set() if ddp is None else engine.ddp_params(ddp)
 
 
@@ -77,9 +72,9 @@ def refuse_reducer(param: Tensor, state: ParameterState, ddp_params: Set[int], p
     if state.fsdp2 is None:  # a parameter keeps its owner
         state.fsdp2 = any(param is own for own in engine.fsdp2_params())
     if state.fsdp2 or id(param) in ddp_params:
-        reducer = _FSDP2 if state.fsdp2 else _DDP
+        reducer, advice = _FSDP2 if state.fsdp2 else _DDP
         raise RuntimeError(
             f"{label(place)}: {reducer} reduces this parameter's .grad when backward ends, and would miss "
             f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without delay, "
-            f"{'and' if state.fsdp2 else 'or'} {_ADVICE[reducer]}"
+            f"{advice}"
         )

@@ -76,15 +76,25 @@ def give_back_overwrite(param: Tensor) -> None:
         state.step_begins = True
 
 
-def refuse_queued_overwrite(param: Tensor, state: ParameterState, place: Place, *own: Route) -> None:
-    """Raise for a gradient that an older one in a queue would erase; `own`: those that it is computed from."""
+def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *own: Route) -> None:
+    """Raise for a gradient that would be lost, as something else is going to write to its main_grad, or is doing so.
+
+    Of those in a queue, an older one that overwrites; `own` are those that the gradient at hand is computed from. Of
+    compiled graphs, whose backwards hold no lock, any in another backward.
+    """
     if any(route not in own and (not own or route.order < own[-1].order) for route in queued_overwrites(param, state)):
         raise RuntimeError(
             f"{label(place)}: a queued gradient is going to overwrite main_grad, and would erase this one, "
             "which came later; run its queue first"
         )
+    other = state.compiled_in
+    if other is not None and not other.over and not (engine.inside_backward() and other is engine.current_backward()):
+        raise RuntimeError(
+            f"{label(place)}: a compiled backward in another thread is adding to this main_grad, and one of the "
+            "sums would be lost; expected one backward after the other, or the layer outside of torch.compile"
+        )
 
 
 def queued_overwrites(param: Tensor, state: ParameterState) -> list[Route]:
     """The gradients in a queue that are going to overwrite main_grad."""
-    return [route for route in state.waiting if route.overwrites_param(param)]
+    return [route for route in state.queued or () if route.overwrites_param(param)]

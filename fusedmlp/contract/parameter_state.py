@@ -1,8 +1,11 @@
-"""What the contract remembers of a parameter from one call to the next."""
+"""What the contract remembers of a parameter from one call to the next, and the lock held while that changes."""
 
 from __future__ import annotations
 
+import threading
 import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -10,6 +13,17 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fusedmlp.contract.engine import Backward
     from fusedmlp.contract.route import Route
+
+# Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
+# to one main_grad at once, and one of the sums would be lost.
+accumulation_lock = threading.RLock()
+
+
+def release_interrupted() -> None:
+    """Let go of the lock, outside of all that holds it: an interrupt can come right where `with` ends."""
+    with suppress(RuntimeError):  # which says that it is not held, as it should be
+        while True:
+            accumulation_lock.release()
 
 
 class ParameterState:
@@ -27,24 +41,19 @@ class ParameterState:
         self.step_begins: bool | None = None
         self.plain: Tensor | None = None  # the sum of plain gradients that came while that was False
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
-        self.queued: weakref.WeakSet[Route] | None = None  # delayed gradients
+        self.queued: weakref.WeakSet[Route] | None = None  # its gradients that wait in a queue
         # destination.py: the main_grad that was found right last, its address and strides; the parameter's shape, dtype
         self.checked: tuple[Any, ...] = (lambda: None, 0, (), (), None)
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
         # forward_checks.py: the DDP in whose forward a layer used it under no_grad, and whether FSDP2 gathers it
-        self.ddp: weakref.ref[Any] | None = None
+        self.ddp: Callable[[], Any] = lambda: None
         self.fsdp2: bool | None = None
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
     def _forget(self, _: object) -> None:
         if _states.get(self.key) is self:
             del _states[self.key]
-
-    @property
-    def waiting(self) -> list[Route]:
-        """Its gradients that are in a queue."""
-        return [route for route in self.queued or () if route.waiting]
 
 
 _states: dict[int, ParameterState] = {}  # by id

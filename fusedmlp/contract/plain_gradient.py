@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import main_grad_of
 from fusedmlp.contract.dummy import remove_dummy_wgrad
-from fusedmlp.contract.lock import accumulation_lock, refuse_compiled_elsewhere
-from fusedmlp.contract.overwrite import queued_overwrites, takes_overwrite_of_backward
-from fusedmlp.contract.parameter_state import ParameterState
+from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
+from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
 
 
 def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
@@ -25,80 +25,67 @@ def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
     if state.catch is None or state.catch.id not in (param._backward_hooks or ()):
         with accumulation_lock:
             if state.catch is None or state.catch.id not in (param._backward_hooks or ()):  # no other thread has
-                state.catch = param.register_hook(_Catch(state))
+                state.catch = param.register_hook(unserializable_hook(partial(_catch, state)))
 
 
-class _Catch:
-    __torch_unserializable__ = True  # pickling need not warn
+def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
+    """`grad` is None where all that reached the parameter is fused; returns what goes on to `.grad`, if not that.
 
-    def __init__(self, state: ParameterState) -> None:
-        self.state = state
+    Runs for gradients that somebody asked for too, which are none of our business.
+    """
+    param = state.ref()
+    if grad is None or param is None or not hasattr(param, "grad_added_to_main_grad") or not param.requires_grad:
+        return None
+    node = engine.current_node()
+    if not engine.is_leaf_node(node):  # compiled autograd's
+        node = torch.autograd.graph.get_gradient_edge(param).node
+    if engine.engine_use(node, node) is not engine.ACCUMULATE:
+        return None
+    with accumulation_lock, torch.no_grad():
+        return _take(param, state, grad)
 
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        """`grad` is None where all that reached the parameter is fused; returns what goes on to `.grad`, if not that.
 
-        Runs for gradients that somebody asked for too, which are none of our business.
-        """
-        param = self.state.ref()
-        if grad is None or param is None or not hasattr(param, "grad_added_to_main_grad") or not param.requires_grad:
-            return None
-        node = engine.current_node()
-        if not engine.is_leaf_node(node):  # compiled autograd's
-            node = torch.autograd.graph.get_gradient_edge(param).node
-        if engine.will_execute(node) is not True:
-            return None
-        with accumulation_lock, torch.no_grad():
-            return self._take(param, grad)
-
-    def _take(self, param: Tensor, grad: Tensor) -> Tensor | None:
-        state, main_grad = self.state, main_grad_of(param)
-        if main_grad is None:
-            return None
-        owner_adds = getattr(param, "zero_out_wgrad", False)  # Megatron's: `.grad`, whatever the flag says
-        if queued_overwrites(param, state):
-            if owner_adds and getattr(param, "skip_backward_post_hook", False):  # after the queue
-                remove_dummy_wgrad(param)
-                return None
-            raise RuntimeError(
-                "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
-                "and by plain PyTorch, whose gradient it would erase; expected only the former"
-            )
-        added = param.grad_added_to_main_grad  # type: ignore[attr-defined]
-        each_backward = getattr(param, "overwrite_main_grad", False)
-        unknown = state.step_begins is False and not each_backward
-        overwrite = self._overwrites_backward(param, added) if each_backward else state.step_begins is True
-        if not (overwrite or unknown) and (owner_adds or not added):
+def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
+    main_grad = main_grad_of(param)
+    if main_grad is None:
+        return None
+    owner_adds = getattr(param, "zero_out_wgrad", False)  # Megatron's: `.grad`, whatever the flag says
+    if queued_overwrites(param, state):
+        if owner_adds and getattr(param, "skip_backward_post_hook", False):  # after the queue
             remove_dummy_wgrad(param)
             return None
-        if overwrite:
-            state.step_begins = None
-        backward = engine.current_backward()
-        backward.join_stream(main_grad)
-        refuse_compiled_elsewhere(state, ("a parameter", None))
-        if unknown:  # the first micro-batch's gradient, from a reentrant checkpoint, may still come and overwrite
-            state.plain = torch.zeros_like(main_grad) if state.plain is None else state.plain
-            state.plain.add_(grad)
-            backward.at_end.append(partial(_add_unless_overwritten, main_grad, state, state.plain, grad))
-        else:
-            main_grad.copy_(grad) if overwrite else main_grad.add_(grad)
-        param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        raise RuntimeError(
+            "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
+            "and by plain PyTorch, whose gradient it would erase; expected only the former"
+        )
+    added = param.grad_added_to_main_grad  # type: ignore[attr-defined]
+    each_backward = getattr(param, "overwrite_main_grad", False)
+    unknown = state.step_begins is False and not each_backward
+    overwrite = _overwrites_backward(param, state, added) if each_backward else state.step_begins is True
+    if not (overwrite or unknown) and (owner_adds or not added):
         remove_dummy_wgrad(param)
-        return torch.zeros_like(param, dtype=grad.dtype, requires_grad=False)
+        return None
+    if overwrite:
+        state.step_begins = None
+    engine.current_backward().join_stream(main_grad)
+    refuse_other_writers(param, state, ("a parameter", None))
+    if unknown:  # the first micro-batch's gradient, from a reentrant checkpoint, may still come and overwrite
+        state.plain = torch.zeros_like(main_grad) if state.plain is None else state.plain
+        state.plain.add_(grad)
+    main_grad.copy_(grad) if overwrite else main_grad.add_(grad)
+    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    remove_dummy_wgrad(param)
+    return torch.zeros_like(param, dtype=grad.dtype, requires_grad=False)
 
-    def _overwrites_backward(self, param: Tensor, added: bool) -> bool:
-        """Whether a plain gradient is the first of its backward, for a parameter with `overwrite_main_grad`."""
-        if not engine.is_nested(param.is_cuda):
-            return takes_overwrite_of_backward(param, self.state)
-        last = self.state.overwritten_in
-        if last is None or last.over:
-            raise RuntimeError(
-                "a parameter with overwrite_main_grad is used by plain PyTorch in a reentrant checkpoint, and its "
-                "gradient comes before that of a fusedmlp layer, which would erase it; expected use_reentrant=False"
-            )
-        return not added
 
-
-def _add_unless_overwritten(main_grad: Tensor, state: ParameterState, plain: Tensor, grad: Tensor) -> None:
-    with accumulation_lock, torch.no_grad():
-        if state.plain is plain:
-            main_grad.add_(grad)
+def _overwrites_backward(param: Tensor, state: ParameterState, added: bool) -> bool:
+    """Whether a plain gradient is the first of its backward, for a parameter with `overwrite_main_grad`."""
+    if not engine.is_nested(param.is_cuda):
+        return takes_overwrite_of_backward(param, state)
+    last = state.overwritten_in
+    if last is None or last.over:
+        raise RuntimeError(
+            "a parameter with overwrite_main_grad is used by plain PyTorch in a reentrant checkpoint, and its "
+            "gradient comes before that of a fusedmlp layer, which would erase it; expected use_reentrant=False"
+        )
+    return not added

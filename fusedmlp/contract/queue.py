@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmlp.contract.lock import accumulation_lock
+from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Route
 from fusedmlp.operators import ops
 
@@ -165,19 +165,10 @@ class WgradQueue:
         first = batch[0]
         first.route.open(batch[-1].route)
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
-        operands = [delayed.operands for delayed in batch]
+        fields = zip(*(delayed.operands for delayed in batch), strict=True)
+        operands = [[t for t in tensors if t is not None] for tensors in fields]
         self._begun = first.route.name
-        ops.grouped_wgrad_(
-            outs,
-            [],
-            [o.dy for o in operands],
-            [o.x for o in operands],
-            [o.offsets for o in operands],
-            [o.dy_rows for o in operands if o.dy_rows is not None],
-            [o.x_rows for o in operands if o.x_rows is not None],
-            first.route.accumulate,
-            first.impl,
-        )
+        ops.grouped_wgrad_(outs, [], *operands, first.route.accumulate, first.impl)
         first.route.finish_delayed()
 
     def _next_batch(self) -> Iterator[_Delayed]:

@@ -6,9 +6,9 @@ import itertools
 import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedmlp import environment
@@ -17,13 +17,12 @@ from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.dummy import remove_dummy_wgrad, set_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
 from fusedmlp.contract.forward_checks import refuse_reducer
-from fusedmlp.contract.lock import refuse_compiled_elsewhere
-from fusedmlp.contract.overwrite import give_back_overwrite, refuse_queued_overwrite, takes_overwrite
-from fusedmlp.contract.parameter_state import ParameterState, state_of
+from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
+from fusedmlp.contract.parameter_state import find_state, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
 _count = itertools.count()
-_Leaf = tuple[int, Place, Tensor, ParameterState]  # a parameter whose gradient is accumulated, and its index
+_Leaf = tuple[int, Place, Tensor, Any]  # a parameter whose gradient is accumulated: its index and ParameterState too
 
 
 @dataclass(eq=False)
@@ -39,35 +38,28 @@ class Route:
     uses: list[EngineUse]
     mode: Mode  # resolved: never "auto"
     delayed: bool
-    overwrites: list[bool] = field(default_factory=list)  # per parameter: replace what main_grad holds
+    overwrites: list[bool]  # per parameter: replace what main_grad holds
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
-    waiting: bool = False  # in a queue
-    order: int = field(default_factory=_count.__next__)
-    _leaves: list[_Leaf] | None = None
-    _fused: list[bool] = field(default_factory=list)
+    order: int = 0  # of creation
+    _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
 
     def overwrites_param(self, param: Tensor) -> bool:
         """Whether it replaces what this parameter's main_grad holds."""
         return any(own is param and over for own, over in zip(self.params, self.overwrites, strict=True))
 
-    @property
-    def wanted(self) -> bool:
-        """Whether any gradient of this weight is wanted at all."""
-        return self.uses.count(DROP) < len(self.uses)
-
-    @property
+    @cached_property
     def leaves(self) -> list[_Leaf]:
         """The parameters whose gradients are accumulated."""
-        if self._leaves is None:
-            packed = len(self.params) == 1
-            self._leaves = [
-                (i, (self.name, None if packed else i), param, state_of(param))
-                for i, (param, use) in enumerate(zip(self.params, self.uses, strict=True))
-                if use is ACCUMULATE
-            ]
-        return self._leaves
+        packed = len(self.params) == 1
+        # Where nothing is to be remembered of a parameter, it can still be swapped for another.
+        state = state_of if self.mode == "main_grad" or self.delayed else find_state
+        return [
+            (i, (self.name, None if packed else i), param, state(param))
+            for i, (param, use) in enumerate(zip(self.params, self.uses, strict=True))
+            if use is ACCUMULATE
+        ]
 
     def open(self, latest: Route | None = None) -> None:
         """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter.
@@ -75,66 +67,44 @@ class Route:
         `latest` is the last of those whose gradients the GEMM adds together with this one's.
         """
         targets: list[Tensor | None] = [None] * len(self.params)
-        if self.mode == "grad":
-            packed = len(self.params) == 1
-            targets = [
-                destination.existing_grad(param, (self.name, None if packed else i)) if use is ACCUMULATE else None
-                for i, (param, use) in enumerate(zip(self.params, self.uses, strict=True))
-            ]
-        for i, place, param, state in self.leaves if self.mode == "main_grad" else ():
+        for i, place, param, state in self.leaves if self.mode != "off" else ():
+            if self.mode == "grad":
+                targets[i] = destination.existing_grad(param, place)
+                continue
             targets[i] = destination.existing_main_grad(param, state, place)
-            if state.queued:
-                refuse_queued_overwrite(param, state, place, self, latest or self)
-            if state.compiled_in is not None:
-                refuse_compiled_elsewhere(state, place)
+            if state.queued or state.compiled_in is not None:
+                refuse_other_writers(param, state, place, self, latest or self)
+        if len(set(map(id, self.params))) < len(self.params):
+            ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
+            self._shared = {i: ids.index(own) for i, own in enumerate(ids) if ids.index(own) < i}
+            targets = [None if i in self._shared else target for i, target in enumerate(targets)]
         self._fused = [target is not None for target in targets]
-        self._shared = self._find_shared()
-        existing = next((target for target in targets if target is not None), None)
         self.accumulate = any(fused and not over for fused, over in zip(self._fused, self.overwrites, strict=True))
-        if existing is not None and existing.is_cuda and engine.inside_backward():
-            engine.current_backward().join_stream(existing)
-        first = self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0]
-        dtype = destination.grad_dtype(first) if existing is None else existing.dtype
-        self.outs = [
-            self._own_output(self.params[i], existing, dtype) if target is None or i in self._shared else target
-            for i, target in enumerate(targets)
-        ]
+        existing = next((target for target in targets if target is not None), None)
+        if existing is None:
+            dtype = destination.grad_dtype(self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0])
+            self.outs = [destination.fresh_like(param, dtype) for param in self.params]
+        else:  # fresh outputs beside it have its strides, gaps included
+            if existing.is_cuda and engine.inside_backward():
+                engine.current_backward().join_stream(existing)
+            self.outs = [
+                existing.new_empty_strided(existing.shape, existing.stride()) if target is None else target
+                for target in targets
+            ]
         destination.check_group(self.name, self.outs)
-        if self.accumulate and True in self.overwrites:
-            for out, over in zip(self.outs, self.overwrites, strict=True):
-                if over:
+        if self.accumulate and (False in self._fused or True in self.overwrites):
+            for out, fused, over in zip(self.outs, self._fused, self.overwrites, strict=True):
+                if over or not fused:
                     out.zero_()
 
-    def _own_output(self, param: Tensor, existing: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """A fresh output; beside existing ones it has their strides, gaps included."""
-        if existing is None:
-            return destination.fresh_like(param, dtype)
-        out = torch.empty_strided(param.shape, existing.stride(), dtype=dtype, device=param.device)
-        return out.zero_() if self.accumulate else out
-
-    def _find_shared(self) -> dict[int, int]:
-        """Experts may share a parameter: later ones get their own output, which is added to the first one's."""
-        if len(set(map(id, self.params))) == len(self.params):
-            return {}
-        # What is returned for one parameter several times, autograd adds up.
-        here = [i for i, fused in enumerate(self._fused) if fused or self.delayed]
-        first = {id(self.params[i]): i for i in reversed(here)}
-        return {i: owner for i in here if (owner := first[id(self.params[i])]) != i}
-
-    def _close(self) -> list[Tensor]:
-        """Forget the outputs, after adding up those of experts that share a parameter."""
-        outs, self.outs = self.outs, []
-        for i, owner in self._shared.items():
-            outs[owner].add_(outs[i])
-        return outs
-
     def finish(self) -> list[Tensor | None]:
-        """After the GEMM: the gradients that backward returns."""
-        if self.delayed or not self.wanted:
-            return [None] * len(self.params)
-        outs = self._close()
+        """After the GEMM: the gradients that backward returns; none of a delayed one, or if none is wanted."""
+        outs, self.outs = self.outs, []
+        for i, first in self._shared.items():
+            outs[first].add_(outs[i])
+            self._fused[i] = True  # with the first one's
         if False not in self._fused:
-            return [None] * len(outs)
+            return [None] * len(self.params)
         return [
             None if fused or use is DROP else out for use, fused, out in zip(self.uses, self._fused, outs, strict=True)
         ]
@@ -145,24 +115,22 @@ class Route:
             if state.queued is None:
                 state.queued = weakref.WeakSet()
             state.queued.add(self)
-        self.waiting = True
 
     def leave(self) -> None:
         """In no queue any more."""
-        self.waiting = False
         for _, _, _, state in self.leaves:
             if state.queued is not None:
                 state.queued.discard(self)
 
     def finish_delayed(self) -> None:
         """Of a delayed wgrad, after the GEMM: `.grad` is set where there was none to add to."""
-        for i, out in enumerate(self._close()):
-            if not self._fused[i] and i not in self._shared and self.uses[i] is ACCUMULATE:
-                self.params[i].grad = out
+        for param, grad in zip(self.params, self.finish(), strict=True):
+            if grad is not None:
+                param.grad = grad
 
     def abandon(self) -> None:
         """The layer's backward failed, and its gradient has not arrived: who was to be overwritten still is."""
-        for param, over in zip(self.params, self.overwrites, strict=False):
+        for param, over in zip(self.params, self.overwrites, strict=True):
             if over:
                 give_back_overwrite(param)
 
@@ -196,7 +164,7 @@ def route(
     delayed = delayed and not captured and ACCUMULATE in uses
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
-    result = Route(name, params, uses, mode, delayed, [False] * len(params))
+    result = Route(name, params, uses, mode, delayed, [False] * len(params), order=next(_count))
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
     for i, place, param, state in leaves:
@@ -210,7 +178,7 @@ def route(
         else:
             destination.refuse_tensor_hooks(param, place)
             destination.existing_grad(param, place)
-    if result.wanted and not delayed:
+    if not delayed and uses.count(DROP) < len(uses):
         result.open()
     if mode == "main_grad":
         mark_fused(leaves)

@@ -30,6 +30,15 @@ def _implementation(impl: str) -> Any:
     return import_module("fusedmlp.operators.triton_impl")  # imports triton, which `torch_impl` does without
 
 
+def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> Any:
+    """An operator that is Python code, of which compilers see what `fake` returns."""
+    name = schema.split("(", 1)[0]
+    _library.define(schema)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fusedmlp::{name}", fake, lib=_library)
+    return getattr(torch.ops.fusedmlp, name).default
+
+
 def _register(schema: str, fake: Callable[..., Any]) -> Any:
     name = schema.split("(", 1)[0]
 
@@ -37,10 +46,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
         *arguments, impl = args
         return getattr(_implementation(impl), name)(*arguments)
 
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusedmlp::{name}", fake, lib=_library)
-    return getattr(torch.ops.fusedmlp, name).default
+    return register(schema, fake, run)
 
 
 def _fake_route(top_k_index: Tensor, num_experts: int, _: str) -> Routing:
