@@ -40,7 +40,7 @@ def count_step(trainer: Trainer) -> StepCount:
     live that could hold an expert weight's gradient. Those are the allocations of an expert weight's size in bytes,
     made outside `optimizer.step()` (whose temporaries are of that size too) by an operator that has an input of an
     expert weight's shape, such as `empty_like` or `add`. The shape tells them from activations that happen to be of
-    the same size.
+    the same size; so does the name of a product of rows with weights, whose result is activations.
     """
     weights = trainer.model.expert_weights()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as prof:
@@ -102,6 +102,8 @@ def _allocations(
     elif isinstance(fields, _ExtraFields_TorchOp) and event.name.startswith("aten::"):
         inputs = [tuple(item.sizes) for item in fields.inputs if isinstance(item, _TensorMetadata)]
         of_weight_shape = of_weight_shape or not shapes.isdisjoint(inputs)
+        if event.name == "aten::_grouped_mm":
+            of_weight_shape, shapes = False, set()
     for child in event.children:
         yield from _allocations(child, shapes, of_weight_shape)
 

@@ -1,8 +1,7 @@
 """The `torch` implementation: plain PyTorch for the CPU, no autograd.
 
-It walks over chunks: runs of experts that are small enough for the cache, whose products are one batched GEMM where all
-have as many rows, and one GEMM each otherwise. All chunks share one set of buffers, and no temporary is as large as a
-weight. Letters as in `functional.py`; in a chunk, `e` experts have `n` rows between them: `x_nH`.
+Products are over all rows (`torch_products.py`), what lies between them over blocks of rows that stay in the cache, in
+fp32. No temporary is as large as a weight. Letters as in `functional.py`; a block has `n` rows: `h_nG`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation
-from fusedmlp.operators.torch_chunks import CHUNK_ELEMENTS, Chunks
+from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 
@@ -44,7 +43,7 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     """Every token's rows added up, in fp32, in the order of its choices: `[T, H]`."""
     rows_TK = rows_R.view(num_tokens, rows_R.numel() // max(num_tokens, 1))
     out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
-    step = max(1, CHUNK_ELEMENTS // y_RH.shape[1])
+    step = max(1, BLOCK_ELEMENTS // y_RH.shape[1])
     for part_tH, rows_tK in zip(out_TH.split(step), rows_TK.split(step), strict=True):
         sum_tH = torch.zeros_like(part_tH, dtype=torch.float32)
         for rows_t in rows_tK.unbind(1):
@@ -55,13 +54,10 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
 
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
-    y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
-    chunks = Chunks(offsets, y_RN.shape[1], w)
-    for chunk in chunks:
-        y_nN = chunk.product(chunk.rows(x_RK), w, chunk.rows(y_RN), transposed=True)
-        if bias:
-            y_nN.add_(chunk.bias(bias))
-    y_RN[chunks.total :].zero_()
+    rows = Rows(offsets, x_RK.shape[0])
+    y_RN = rows.product(x_RK, w, transposed=True)
+    if bias:
+        rows.add_bias_(y_RN, bias)
     return y_RN
 
 
@@ -77,25 +73,23 @@ def grouped_mlp(
     activation: str,
 ) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
-    kind = Activation.decode(activation)
-    num_rows = (x_RH if tokens_R is None else tokens_R).shape[0]
-    h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), x_RH.new_empty(num_rows, x_RH.shape[1])
-    chunks = Chunks(offsets, h_RG.shape[1], fc1, fc2)
-    for chunk in chunks:
-        h_nG = chunk.product(chunk.gather("x", x_RH, tokens_R), fc1, chunk.rows(h_RG), transposed=True)
-        if bias1:
-            h_nG.add_(chunk.bias(bias1))
-        a_nF = chunk.buffer("a", x_RH, fc2[0].shape[-1])
-        torch_activation.forward(kind, chunk.cast("h wide", h_nG), a_nF)
-        probs_n1 = None if probs_R is None else chunk.rows(probs_R).float().unsqueeze(1)
-        if probs_n1 is not None:
-            a_nF.mul_(probs_n1)
-        y_nH = chunk.product(chunk.cast("a low", a_nF, x_RH.dtype), fc2, chunk.rows(y_RH), transposed=True)
-        if bias2:
-            bias_nH = chunk.bias(bias2)
-            y_nH.add_(bias_nH if probs_n1 is None else probs_n1 * bias_nH)
-    for padded in (h_RG, y_RH):
-        padded[chunks.total :].zero_()
+    kind, wide = Activation.decode(activation), _Wide(x_RH)
+    rows = Rows(offsets, (x_RH if tokens_R is None else tokens_R).shape[0])
+    probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
+    h_RG = rows.product(rows.gather(x_RH, tokens_R), fc1, transposed=True)
+    if bias1:
+        rows.add_bias_(h_RG, bias1)
+    a_RF = x_RH.new_empty(rows.number, fc2[0].shape[-1])
+    for block in rows.blocks(h_RG.shape[1]):
+        a_nF = wide.out("a", a_RF[block])
+        torch_activation.forward(kind, wide.copy("h", h_RG[block]), a_nF)
+        if probs_R1 is None:
+            wide.store(a_nF, a_RF[block])
+        else:
+            torch.mul(a_nF, probs_R1[block], out=a_RF[block])
+    y_RH = rows.product(a_RF, fc2, transposed=True)
+    if bias2:
+        rows.add_bias_(y_RH, bias2, probs_R1)
     return MLPOutput(y_RH, h_RG)
 
 
@@ -124,43 +118,39 @@ def grouped_mlp_backward_(
     An empty `dw*` or `db*` is not computed; `accumulate*` adds to `dw*`. `keep` also returns what a delayed
     weight gradient needs.
     """
-    kind, dtype = Activation.decode(activation), x_RH.dtype
-    ffn_size = fc2[0].shape[-1]
-    grads = MLPGrads.empty(x_RH, h_RG, ffn_size, probs_R, need_dx, keep)
-    chunks = Chunks(offsets, h_RG.shape[1], fc1, fc2, dw1, dw2)
-    for chunk in chunks:
-        dy_nH, h_nG = chunk.gather("dy", dy_RH, tokens_R), chunk.cast("h wide", chunk.rows(h_RG))
-        da_nF = chunk.product(dy_nH, fc2, chunk.buffer("da low", x_RH, ffn_size, dtype), transposed=False)
-        da_nF = chunk.cast("da", da_nF)
-        a_nF, dh_nG = chunk.buffer("a", x_RH, ffn_size), chunk.buffer("dh", x_RH, h_RG.shape[1])
-        probs_n1 = None
-        if probs_R is None:
-            torch_activation.backward(kind, h_nG, da_nF, a_nF, dh_nG)
+    kind, wide = Activation.decode(activation), _Wide(x_RH)
+    rows = Rows(offsets, h_RG.shape[0])
+    probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
+    dprobs_R = h_RG.new_empty(0 if probs_R is None else rows.number, dtype=torch.float32)
+    dy_RH = rows.gather(dy_RH, tokens_R)
+    da_RF = rows.product(dy_RH, fc2, transposed=False)
+    dh_RG = torch.empty_like(h_RG)
+    for block in rows.blocks(h_RG.shape[1]):
+        h_nG, grad_nF = wide.copy("h", h_RG[block]), wide.copy("grad", da_RF[block])
+        a_nF, dh_nG = wide.buffer("a", grad_nF), wide.out("dh", dh_RG[block])
+        if probs_R1 is None:
+            torch_activation.backward(kind, h_nG, grad_nF, a_nF, dh_nG)
+            da_RF[block].copy_(a_nF)
         else:
-            probs_n1 = chunk.rows(probs_R).float().unsqueeze(1)
-            dact_nF = torch.mul(da_nF, probs_n1, out=chunk.buffer("dact", x_RH, ffn_size))
+            dact_nF = torch.mul(grad_nF, probs_R1[block], out=wide.buffer("dact", grad_nF))
             torch_activation.backward(kind, h_nG, dact_nF, a_nF, dh_nG)
-            dprobs_n = chunk.rows(grads.dprobs).copy_(da_nF.mul_(a_nF).sum(1))
-            if bias2:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
-                dprobs_n += (dy_nH.float() * chunk.bias(bias2).float()).sum(1)
-            a_nF.mul_(probs_n1)
-        a_nF, dh_nG = chunk.cast("a low", a_nF, dtype), chunk.cast("dh low", dh_nG, dtype)
-        if need_dx:
-            chunk.product(dh_nG, fc1, chunk.rows(grads.dx), transposed=False)
-        if dw2:
-            chunk.wgrad_(dw2, dy_nH, a_nF, accumulate2)
-        if dw1:
-            chunk.wgrad_(dw1, dh_nG, chunk.gather("x", x_RH, tokens_R), accumulate1)
-        if db2:
-            chunk.bias_grad_(db2, dy_nH, probs_n1)
-        if db1:
-            chunk.bias_grad_(db1, dh_nG, None)
-        if keep:
-            chunk.rows(grads.dh).copy_(dh_nG)
-            chunk.rows(grads.act_probs).copy_(a_nF)
-    for padded in grads:
-        padded[chunks.total :].zero_()
-    return grads
+            torch.sum(grad_nF.mul_(a_nF), 1, out=dprobs_R[block])
+            torch.mul(a_nF, probs_R1[block], out=da_RF[block])
+        wide.store(dh_nG, dh_RG[block])
+    act_probs_RF = da_RF  # in whose place it is
+    if bias2 and probs_R is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
+        rows.dot_bias_(dprobs_R, dy_RH, bias2)
+    dx_RH = rows.product(dh_RG, fc1, transposed=False) if need_dx else x_RH.new_empty(0)
+    if dw2:
+        rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2)
+    if db2:
+        rows.bias_grad_(db2, dy_RH, probs_R1)
+    if dw1:
+        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1)
+    if db1:
+        rows.bias_grad_(db1, dh_RG)
+    kept = (rows.pad(dh_RG), act_probs_RF) if keep else (h_RG.new_empty(0), h_RG.new_empty(0))
+    return MLPGrads(dx_RH, rows.pad(dprobs_R), *kept)
 
 
 def grouped_wgrad_(
@@ -175,10 +165,38 @@ def grouped_wgrad_(
 ) -> None:
     """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of dy[0]."""
     for s, segment_offsets in enumerate(offsets):
-        add = accumulate or s > 0
-        for chunk in Chunks(segment_offsets, dy[s].shape[1], dw):
-            dy_nN = chunk.gather("dy", dy[s], dy_rows[s] if dy_rows else None)
-            if dw:
-                chunk.wgrad_(dw, dy_nN, chunk.gather("x", x[s], x_rows[s] if x_rows else None), add)
-            if db:
-                chunk.bias_grad_(db, dy_nN, None)
+        dy_tokens, x_tokens = (tokens[s] if tokens else None for tokens in (dy_rows, x_rows))
+        rows = Rows(segment_offsets, (dy[s] if dy_tokens is None else dy_tokens).shape[0])
+        dy_RN = rows.gather(dy[s], dy_tokens)
+        if dw:
+            rows.wgrad_(dw, dy_RN, rows.gather(x[s], x_tokens), accumulate or s > 0)
+        if db:
+            rows.bias_grad_(db, dy_RN)
+
+
+class _Wide:
+    """Blocks of rows in fp32: themselves, where they are, or in buffers that all blocks of a call share."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._narrow = like.dtype != torch.float32
+        self._buffers: dict[str, Tensor] = {}
+
+    def buffer(self, name: str, like_nN: Tensor) -> Tensor:
+        """Uninitialised, in the shape of `like`."""
+        held = self._buffers.get(name)
+        if held is None:  # the first block is the longest
+            held = self._buffers[name] = torch.empty_like(like_nN, dtype=torch.float32)
+        return held[: like_nN.shape[0]]
+
+    def copy(self, name: str, t_nN: Tensor) -> Tensor:
+        """The block, to read."""
+        return self.buffer(name, t_nN).copy_(t_nN) if self._narrow else t_nN
+
+    def out(self, name: str, t_nN: Tensor) -> Tensor:
+        """What to write the block to; `store` brings it to its place."""
+        return self.buffer(name, t_nN) if self._narrow else t_nN
+
+    def store(self, wide_nN: Tensor, t_nN: Tensor) -> None:
+        """See `out`."""
+        if self._narrow:
+            t_nN.copy_(wide_nN)

@@ -1,0 +1,178 @@
+"""Products of rows, sorted by expert, with their expert's weights, on the CPU; see `torch_impl.py`.
+
+Three ways, here chosen and nowhere else, by what was measured on two cores (fp32 and bf16, 8 to 128 experts):
+
+- As many rows for each expert: one batched product. Its threads share out experts where single products would share
+  out one small product, which took up to twice as long.
+- Uneven loads: `F.grouped_mm`, which goes from expert to expert without Python: 4 to 9 us less for each.
+  Padding them into batches was tried: slower, but for bf16 and a hundred small experts.
+- What neither takes (a list of weights, strides that are no multiples of 16 bytes): one product an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Elements of weight gradients that wait in the rows' dtype until they are added to an fp32 main_grad, and of the widest
+# activation in a block of rows: what fits the caches of two cores.
+SCRATCH_ELEMENTS = 1 << 20
+BLOCK_ELEMENTS = 1 << 19
+
+# One tensor for each expert: a packed one, or a list.
+_Each = Tensor | Sequence[Tensor]
+
+
+class Rows:
+    """The rows of one call: which expert's they are.
+
+    Args:
+        offsets: `[E + 1]` int32, first row of every expert.
+        number: of rows, `R`; those after the last expert's are padding.
+    """
+
+    def __init__(self, offsets: Tensor, number: int) -> None:
+        self.number, self._ends = number, offsets[1:]
+        bounds: list[int] = offsets.tolist()
+        self.bounds, self.total = bounds, bounds[-1]
+        self.sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
+        self.even = len(set(self.sizes)) == 1
+
+    def gather(self, t_TN: Tensor, tokens_R: Tensor | None) -> Tensor:
+        """Row `r` is `t[tokens[r]]`, if that is given; rows of padding hold anything."""
+        if tokens_R is None:
+            return t_TN
+        out_RN = t_TN.new_empty(self.number, t_TN.shape[1])
+        torch.index_select(t_TN, 0, tokens_R[: self.total], out=out_RN[: self.total])
+        return out_RN
+
+    def split(self, t_RN: Tensor) -> tuple[Tensor, ...]:
+        """Every expert's rows."""
+        parts: tuple[Tensor, ...] = t_RN[: self.total].split(self.sizes)
+        return parts
+
+    def blocks(self, width: int) -> Iterator[slice]:
+        """All rows but padding, so many at a time that `width` columns of them stay in the cache."""
+        step = max(1, BLOCK_ELEMENTS // width)
+        for start in range(0, self.total, step):
+            yield slice(start, min(start + step, self.total))
+
+    def product(self, x_RK: Tensor, w: Sequence[Tensor], *, transposed: bool) -> Tensor:
+        """`[R, N]`: `x @ w[e]`, or `x @ w[e]^T`; zero in padding. (Autocast would change products without an `out`.)"""
+        w_EKN = _each(w, 2)
+        if isinstance(w_EKN, Tensor):
+            w_EKN = w_EKN.mT if transposed else w_EKN
+            if not self.even and _takes_groups(x_RK, w_EKN):
+                return self.pad(F.grouped_mm(x_RK, w_EKN, offs=self._ends))
+        elif transposed:
+            w_EKN = [w_NK.t() for w_NK in w_EKN]
+        out_RN = x_RK.new_empty(self.number, w_EKN[0].shape[1])
+        if self.even and isinstance(w_EKN, Tensor):
+            torch.bmm(self._by_expert(x_RK), w_EKN, out=self._by_expert(out_RN))
+        else:
+            for x, w_KN, out in zip(self.split(x_RK), w_EKN, self.split(out_RN), strict=True):
+                torch.mm(x, w_KN, out=out)
+        return self.pad(out_RN)
+
+    def pad(self, t_RN: Tensor) -> Tensor:
+        """Zeros in rows of padding."""
+        if self.total < self.number:
+            t_RN[self.total :].zero_()
+        return t_RN
+
+    def wgrad_(self, dw: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
+        """`dw[e] (+)= dy^T x`; in the memory of `dw` itself where dtypes agree (CPU GEMMs do not mix them)."""
+        dw_ENK = _each(dw, 2)
+        if dw[0].dtype == dy_RN.dtype:
+            self._add_products_(dw_ENK, dy_RN, x_RK, accumulate)
+            return
+        size = dw[0].shape[-2] * dw[0].shape[-1]
+        step = max(1, SCRATCH_ELEMENTS // size)
+        scratch_eNK = dy_RN.new_empty(min(step, len(self.sizes)), *dw[0].shape[-2:])
+        for first in range(0, len(self.sizes), step):
+            experts = slice(first, min(first + step, len(self.sizes)))
+            part, begin = self._of(experts), self.bounds[experts.start]
+            dy, x = dy_RN[begin : self.bounds[experts.stop]], x_RK[begin : self.bounds[experts.stop]]
+            if not part.even and _takes_groups(dy.t(), x):
+                products = F.grouped_mm(dy.t(), x, offs=part._ends)
+            else:
+                products = scratch_eNK[: len(part.sizes)]
+                part._add_products_(products, dy, x, False)
+            _add_(dw_ENK[experts], products, part.sizes, accumulate)
+
+    def _of(self, experts: slice) -> Rows:
+        """The rows of some of the experts, counted from the first of those."""
+        begin = self.bounds[experts.start]
+        offsets = torch.tensor([bound - begin for bound in self.bounds[experts.start : experts.stop + 1]])
+        return Rows(offsets.int(), self.bounds[experts.stop] - begin)
+
+    def _add_products_(self, dw_ENK: _Each, dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
+        if self.even and self.total and isinstance(dw_ENK, Tensor):
+            dw_ENK.baddbmm_(self._by_expert(dy_RN).mT, self._by_expert(x_RK), beta=int(accumulate))
+            return
+        for size, dw_NK, dy, x in zip(self.sizes, dw_ENK, self.split(dy_RN), self.split(x_RK), strict=True):
+            if size or not accumulate:  # without rows, adding would still read and write all of dw
+                dw_NK.addmm_(dy.t(), x, beta=int(accumulate))
+
+    def add_bias_(self, y_RN: Tensor, bias: Sequence[Tensor], probs_R1: Tensor | None = None) -> None:
+        """`y += probs * bias[e]`."""
+        probs = [None] * len(self.sizes) if probs_R1 is None else self.split(probs_R1)
+        for y, b_N, p in zip(self.split(y_RN), _each(bias, 1), probs, strict=True):
+            y.add_(b_N if p is None else p * b_N)
+
+    def bias_grad_(self, db: Sequence[Tensor], dy_RN: Tensor, probs_R1: Tensor | None = None) -> None:
+        """`db[e] = sum over rows of probs * dy`."""
+        probs = [None] * len(self.sizes) if probs_R1 is None else self.split(probs_R1)
+        for db_N, dy, p in zip(_each(db, 1), self.split(dy_RN), probs, strict=True):
+            db_N.copy_((dy.float() if p is None else dy.float() * p).sum(0))
+
+    def dot_bias_(self, out_R: Tensor, dy_RN: Tensor, bias: Sequence[Tensor]) -> None:
+        """`out += dy . bias[e]`, in fp32."""
+        for out, dy, b_N in zip(self.split(out_R), self.split(dy_RN), _each(bias, 1), strict=True):
+            out.add_((dy.float() * b_N.float()).sum(1))
+
+    def _by_expert(self, t_RN: Tensor) -> Tensor:
+        return t_RN[: self.total].view(len(self.sizes), self.sizes[0], t_RN.shape[1])
+
+
+def _each(group: Sequence[Tensor], dim: int) -> _Each:
+    """One packed tensor, `[E, ...]`, or a list of every expert's; `dim`: dimensions of one expert's."""
+    return group[0] if len(group) == 1 and group[0].dim() > dim else group
+
+
+def _takes_groups(a: Tensor, b: Tensor) -> bool:
+    """Whether `F.grouped_mm` does, and leaves no gaps: rows, or columns, are contiguous and take whole 16 bytes."""
+    if b.shape[-1] * b.element_size() % 16:
+        return False
+    for t in (a, b):
+        rows, columns = (t.stride(-2), t.stride(-1), t.shape[-1]), (t.stride(-1), t.stride(-2), t.shape[-2])
+        if t.device.type != "cpu":
+            return False
+        if not any(
+            step == 1 and apart >= size and apart * t.element_size() % 16 == 0 for apart, step, size in (rows, columns)
+        ):
+            return False
+    return True
+
+
+def _add_(dw: _Each, products_eNK: Tensor, sizes: list[int], accumulate: bool) -> None:
+    """Into the dtype of `dw`; that of experts without rows is neither read nor written."""
+    if not isinstance(dw, Tensor):
+        for size, dw_NK, product_NK in zip(sizes, dw, products_eNK, strict=True):
+            if not accumulate:
+                dw_NK.copy_(product_NK)
+            elif size:
+                dw_NK.add_(product_NK)
+    elif accumulate:
+        start = 0
+        for with_rows, run in groupby(sizes, bool):
+            end = start + len(list(run))
+            if with_rows:
+                dw[start:end].add_(products_eNK[start:end])
+            start = end
+    else:
+        dw.copy_(products_eNK)

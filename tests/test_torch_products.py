@@ -1,0 +1,153 @@
+"""The three ways of products on the CPU, and blocks and scratch of any length; see `operators/torch_products.py`."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import factory, reference
+from support.factory import Case, Inputs
+from support.tolerance import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fusedmlp.activation import Activation
+from fusedmlp.operators import torch_impl, torch_products
+from fusedmlp.operators.torch_products import Rows
+
+K, N, PADDING = 16, 24, 2
+SWIGLU = Activation("swiglu").encoded
+LOADS = {"even": (3, 3, 3, 3), "uneven": (4, 0, 2, 5), "empty": (0, 0, 0, 0)}
+
+
+def way_of(run, monkeypatch):
+    """Which functions a call uses."""
+    used = set()
+    for module, name in ((torch, "bmm"), (torch, "mm"), (F, "grouped_mm")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, n=name, f=original, **k: (used.add(n), f(*a, **k))[1])
+    run()
+    return used
+
+
+def operands(load, dtype, columns=K, features=N):
+    generator = torch.Generator().manual_seed(0)
+    rows = sum(LOADS[load]) + PADDING
+    x, dy = (torch.randn(rows, n, generator=generator).to(dtype) for n in (columns, features))
+    x[-PADDING:], dy[-PADDING:] = float("nan"), float("nan")
+    w = torch.randn(4, features, columns, generator=generator).to(dtype)
+    return Rows(torch.tensor([0, *torch.tensor(LOADS[load]).cumsum(0)], dtype=torch.int32), rows), x, dy, w
+
+
+def close(got, want, dtype):
+    torch.testing.assert_close(got.double(), want, rtol=8 * torch.finfo(dtype).eps, atol=16 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize(
+    ("load", "packed", "columns", "way"),
+    [
+        ("even", True, K, "bmm"),
+        ("empty", True, K, "bmm"),
+        ("uneven", True, K, "grouped_mm"),
+        ("uneven", True, K - 1, "mm"),  # not whole 16 bytes
+        ("even", False, K, "mm"),
+        ("uneven", False, K, "mm"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("transposed", [True, False])
+def test_product(load, packed, columns, way, dtype, transposed, monkeypatch):
+    rows, x, dy, w = operands(load, dtype, columns)
+    operand = x if transposed else dy
+    got = []
+    used = way_of(
+        lambda: got.append(rows.product(operand, [w] if packed else list(w), transposed=transposed)), monkeypatch
+    )
+    assert used == {way}
+    want = torch.zeros(got[0].shape, dtype=torch.float64)
+    for part, out, w_e in zip(rows.split(operand), rows.split(want), w.double(), strict=True):
+        out.copy_(part.double() @ (w_e.T if transposed else w_e))
+    close(got[0], want, dtype)
+    assert got[0].is_contiguous()
+
+
+@pytest.mark.parametrize("scratch", [1, 2 * K * N, 1 << 20])
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("load", LOADS)
+def test_wgrad(load, dtype, packed, accumulate, scratch, monkeypatch):
+    """Into fp32, by parts of the experts; without rows nothing is added, or zeros are written."""
+    monkeypatch.setattr(torch_products, "SCRATCH_ELEMENTS", scratch)
+    rows, x, dy, _ = operands(load, dtype)
+    dw = torch.randn(4, N, K)
+    want = [
+        (before if accumulate else 0) + part_dy.double().T @ part_x.double()
+        for before, part_dy, part_x in zip(dw.double(), rows.split(dy), rows.split(x), strict=True)
+    ]
+    each = [part.clone() for part in dw]
+    versions = [part._version for part in each]
+    rows.wgrad_([dw] if packed else each, dy, x, accumulate)
+    for e, expected in enumerate(want):
+        close((dw if packed else each)[e], expected, dtype)
+        if accumulate and not LOADS[load][e]:
+            assert each[e]._version == versions[e]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("elements", [1, 96, 400])
+def test_blocks_of_any_length_make_the_same_layer(elements, dtype, monkeypatch):
+    monkeypatch.setattr(torch_products, "BLOCK_ELEMENTS", elements)
+    case = Case(counts=(4, 0, 9, 1), padding=3, dtype=dtype, bias=True)
+    inputs, magnitudes = Inputs(case), {}
+    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
+    assert_close(factory.run(inputs, "torch", "cpu"), expected, reference.grouped_mlp(inputs, dtype), dtype, magnitudes)
+
+
+class Passes(TorchDispatchMode):
+    """The operators between products that write to memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.overloadpacket.__name__
+        if not function.is_view and name not in ("bmm", "baddbmm_", "empty", "new_empty", "empty_like", "lift_fresh"):
+            self.names.append(name)
+        return function(*arguments, **options or {})
+
+
+FORWARD = ["silu", "mul_", "mul"]
+BACKWARD = ["mul", "silu", "mul", "mul", "silu_backward", "mul_", "mul_", "sum", "mul"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "forward", "backward"),
+    [
+        (torch.float32, FORWARD, BACKWARD),
+        (torch.bfloat16, ["copy_", *FORWARD], ["copy_", "copy_", *BACKWARD, "copy_"]),
+    ],
+    ids=str,
+)
+def test_passes_over_memory_between_products(dtype, forward, backward):
+    """With swiglu and probabilities, of one block; in 16 bits what is read and written is converted."""
+    rows, x, dy, _ = operands("even", dtype, features=K)
+    offsets, probs = torch.tensor(rows.bounds, dtype=torch.int32), torch.rand(rows.number)
+    fc1, fc2 = [torch.randn(4, 2 * N, K).to(dtype)], [torch.randn(4, K, N).to(dtype)]
+    rows_of_padding = ["zero_"]
+    with Passes() as passes:
+        _, h = torch_impl.grouped_mlp(x, fc1, fc2, [], [], offsets, None, probs, SWIGLU)
+    assert [name for name in passes.names if name not in rows_of_padding] == forward
+    dw = [[torch.zeros(t.shape, dtype=dtype)] for (t,) in (fc1, fc2)]
+    with Passes() as passes:
+        torch_impl.grouped_mlp_backward_(
+            *dw, [], [], dy, x, h, fc1, fc2, [], offsets, None, probs, SWIGLU, True, True, True, False
+        )
+    assert [name for name in passes.names if name not in rows_of_padding] == backward
+
+
+def test_autocast_leaves_products_alone():
+    rows, x, dy, w = operands("uneven", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rows.product(x, [w], transposed=True).dtype == torch.float32
+        dw = torch.zeros(4, N, K)
+        rows.wgrad_([dw], dy, x, True)
+    assert torch.equal(dw[0], (dy[:4].T @ x[:4]))
