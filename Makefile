@@ -1,4 +1,5 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make megatron` runs its tests with every megatron-core named here, beside that of .venv.
@@ -10,12 +11,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs bench kernels hub megatron clean
+.PHONY: demo test test-all lint docs bench kernels hub megatron clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
 
 test: $(READY) $(VENV)/.integrations
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
+
+test-all: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)

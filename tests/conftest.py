@@ -1,6 +1,10 @@
 """Set-up for every test: kernels run under Triton's CPU interpreter unless there is a GPU."""
 
 import os
+from pathlib import Path
+
+# Tests run in parallel processes; OpenMP's threads that wait for each other, on cores that others use, wait long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
@@ -8,27 +12,29 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
 
 import pytest
+from support.clean_run import CleanRun
+from support.grids import Grids
 
-torch.set_num_threads(1)  # tests run in parallel processes
+torch.set_num_threads(1)
 
 
-def _interpret_products_alike():
-    """Of operands that lie in memory alike, whatever path brought them: on some processors numpy's products of
-    transposed operands round otherwise, and tests ask for the same bits from every path."""
-    import numpy
-    from triton.runtime.interpreter import InterpreterBuilder
+def pytest_addoption(parser):
+    parser.addoption("--quick", action="store_true", help="part of the cases, in five minutes; see support/grids.py")
 
-    product = InterpreterBuilder.create_dot
 
-    def create_dot(self, a, b, *rest):
-        a.data, b.data = numpy.ascontiguousarray(a.data), numpy.ascontiguousarray(b.data)
-        return product(self, a, b, *rest)
-
-    InterpreterBuilder.create_dot = create_dot
+def pytest_configure(config):
+    config.addinivalue_line("markers", "exhaustive: not part of a quick run")
+    config.pluginmanager.register(Grids(config.getoption("quick")))
+    if not hasattr(config, "workerinput"):  # xdist's workers are this process's children
+        config.pluginmanager.register(CleanRun(Path(__file__).parents[1]))
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    _interpret_products_alike()
+    from support import interpreter
+
+    interpreter.multiply_alike()
+    interpreter.patch_language_once()
+    interpreter.check_overflow(False)
 
 
 @pytest.fixture

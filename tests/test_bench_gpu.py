@@ -1,6 +1,7 @@
 """The program for GPU machines, tried without one: steps run, failures and hangs do not stop the others."""
 
 import csv
+import math
 import os
 import subprocess
 import sys
@@ -34,9 +35,10 @@ def test_everything_runs_on_tiny_shapes(tmp_path):
         "grouped_mm forward + backward",
     }
     assert {row["load"] for row in rows} == {"", "even", "zipf", "quarter empty"}
-    assert all(float(row["ms"]) > 0 for row in rows if row["load"])
+    assert all(math.isfinite(float(row["ms"])) for row in rows if row["load"])  # backward's is a difference
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
 def test_the_checks_pass_on_interpreted_kernels(step):
     done = run("bench.gpu_checks", step, "--device", "cpu", "--small", interpret="1")
@@ -58,9 +60,9 @@ def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
         "import sys; from pathlib import Path\n"
         "def step(name, code, seconds): return gpu.Step(name, (sys.executable, '-c', code), seconds)\n"
         "gpu.steps = lambda device, out: [\n"
-        "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 30),\n"
+        "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 300),\n"
         "    step('hang', 'import time; time.sleep(60)', 1),\n"
-        "    step('good', 'print(5)', 30)]\n"
+        "    step('good', 'print(5)', 300)]\n"
         f"sys.exit(gpu.main(['--out', {str(tmp_path)!r}]))"
     )
     assert done.returncode == 1
@@ -74,6 +76,7 @@ def test_no_step_starts_without_time(tmp_path):
     assert "bf16: no time left" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_result_is_a_failure():
     done = in_bench(
         "import torch\n"

@@ -154,7 +154,7 @@ def train(model, forward, dtype=torch.float32, fused=True):
     return {name: t.detach().double() for name, t in found.items()}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_training_a_model_of_every_layer(backend):
     model = Model()
     exact, low, eager = (copy.deepcopy(model) for _ in range(3))
@@ -181,7 +181,7 @@ def test_training_a_model_of_every_layer(backend):
     assert (copies["compiled"] == copies["eager"]) == (backend == "inductor")
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_new_loads_compile_nothing(dynamic, main_grad):
     model = Model()

@@ -1,5 +1,6 @@
 """The pages: built strictly, every block of Python run, every command known to the command line or the Makefile."""
 
+import html
 import os
 import re
 import shutil
@@ -14,8 +15,10 @@ import torch
 
 import fusedmlp
 from fusedmlp.__main__ import main
+from fusedmlp.kernels import configs, schedule
 
 ROOT = Path(__file__).parents[1]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 # Why a command of a page is not run here: every other one is.
 NOT_RUN = {
@@ -118,6 +121,7 @@ def extended(tmp_path):
     return tmp_path
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
@@ -157,13 +161,65 @@ def test_every_public_name_is_in_the_reference():
         assert f"::: fusedmlp.{name}\n" in page
 
 
-def test_the_site_builds_strictly(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", ".mkdocs.yml", "-d", tmp_path]
-    done = subprocess.run([str(part) for part in command], cwd=ROOT, capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site's folder."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", ".mkdocs.yml", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    errors = (tmp_path / "errors" / "index.html").read_text(encoding="utf-8")
+    return folder
+
+
+def test_the_site_builds_strictly(site):
+    errors = (site / "errors" / "index.html").read_text(encoding="utf-8")
     assert "expected main_grad on all experts or on none" in errors
-    switches = (tmp_path / "switches" / "index.html").read_text(encoding="utf-8")
+    switches = (site / "switches" / "index.html").read_text(encoding="utf-8")
     assert "FUSEDMLP_DENSE_DUMMY" in switches
-    reference = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    reference = (site / "api" / "index.html").read_text(encoding="utf-8")
     assert "grad_added_to_main_grad" in reference
+
+
+# What a window of 1280 pixels has room for beside both columns of navigation: 656 pixels, of 8.2 a character.
+CODE_COLUMNS = 80
+
+
+def test_no_code_is_wider_than_its_column(site):
+    """Blocks of pages, signatures and examples of docstrings, as built; the README's, as written."""
+    wide, seen = [], 0
+    for page in sorted(site.rglob("*.html")):
+        for block in re.findall(r"<pre\b.*?</pre>", page.read_text(encoding="utf-8"), re.DOTALL):
+            lines = html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()
+            seen += len(lines)
+            wide += [f"{page.parent.name}: {line}" for line in lines if len(line) > CODE_COLUMNS]
+    for block in re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        wide += [f"README: {line}" for line in block.splitlines() if len(line) > CODE_COLUMNS]
+    assert seen > 300
+    assert not wide, "\n".join(wide)
+
+
+def test_the_drawings_show_what_the_kernels_do():
+    tiles, order, epilogue = (
+        (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        for name in ("tiles", "wgrad_order", "wgrad_epilogue")
+    )
+    offsets = torch.tensor([0, 300, 300, 428, 628], dtype=torch.int32, device=DEVICE)
+    (owned, used, _), *listed = schedule.tile_schedule(offsets, 668, 128).tolist()
+    assert f"here {owned} tiles of experts, {used} in all" in tiles
+    cells = [4 if cell == "padding" else int(cell) for cell in re.findall(r'class="list mid">(\w+)<', tiles)]
+    assert cells == [number for i, tile in enumerate(listed[:used]) for number in (i, *tile)]
+    places = re.findall(r'class="mid place" data-tile="(\d) (\d)">(\d+)<', tiles)
+    assert len(places) == owned * 4
+    for m, n, place in places:
+        assert schedule.tile_at.fn(int(place), owned, 4, 3) == (int(m), int(n))
+
+    experts = schedule.expert_order(offsets, None).tolist()
+    taken = re.findall(r'class="mid rank" data-expert="(\d)">(\d+)<', order)
+    assert sorted(int(tile) for _, tile in taken) == list(range(experts[4] * 4))
+    for expert, tile in taken:
+        assert experts[schedule.wgrad_tile.fn(int(tile), 2, 2, 16)[0]] == int(expert)
+
+    tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
+    assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue
+    assert f"{tile.BLOCK_K // tile.SUBTILES} columns" in epilogue
+    assert epilogue.count("passing subtile") == tile.SUBTILES

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import factory, reference
 from support.factory import Case, Inputs
+from support.grids import examples, seeds
 from support.tolerance import assert_close
 
 import fusedmlp
@@ -27,7 +28,7 @@ def check(case, impls=IMPLS):
         assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, widest, magnitudes)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200, quick=50))
 def test_random_case(seed):
     check(factory.random_case(seed))
 
@@ -51,13 +52,13 @@ loads = st.lists(st.integers(0, 40), min_size=1, max_size=7)
 sizes = st.integers(1, 40)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=examples(60), deadline=None, derandomize=True)
 @given(counts=loads, padding=st.integers(0, 20), H=sizes, F=sizes, packed=st.booleans())
 def test_any_shape_and_load_torch(counts, padding, H, F, packed):
     check(Case(counts=tuple(counts), padding=padding, H=H, F=F, packed=packed, bias=True), ["torch"])
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=examples(25), deadline=None, derandomize=True)
 @given(counts=loads, padding=st.integers(0, 20), H=sizes, F=sizes, packed=st.booleans())
 def test_any_shape_and_load_triton(counts, padding, H, F, packed):
     check(Case(counts=tuple(counts), padding=padding, H=H, F=F, packed=packed, bias=True), ["triton"])

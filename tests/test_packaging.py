@@ -54,6 +54,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(archives):
     assert names == _modules("fusedmlp") | kernels | rest
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_each_works_in_a_clean_environment(kind, archives, tmp_path):
     """Of its own but for the libraries that it depends on."""

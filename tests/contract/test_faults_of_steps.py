@@ -5,11 +5,12 @@ import threading
 import pytest
 import torch
 from support.contract_model import Boom
+from support.grids import is_quick
 from support.interrupts import interrupted
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp.contract.lock import accumulation_lock
+from fusedmlp.contract.parameter_state import accumulation_lock
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -137,7 +138,7 @@ def other_threads_can_run():
     free = []
 
     def work():
-        if accumulation_lock.acquire(timeout=10):
+        if accumulation_lock.acquire(timeout=60):
             accumulation_lock.release()
             free.append(True)
 
@@ -183,5 +184,5 @@ def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, 
             assert_close(layer.main_grads(), wgrads)
         discard(layers[0])
         assert other_threads_can_run(), kept[-1]
-        line += 2
-    assert len(kept) > 100
+        line += 10 if is_quick() else 2
+    assert len(kept) > (20 if is_quick() else 100)

@@ -206,7 +206,7 @@ def run_in_megatron(overlap):
             y = checkpoint(experts, self.dense(x), use_reentrant=True)
             return y, plain() if plain_first else early
 
-    megatron.parallel_state.initialize_model_parallel()
+    megatron.megatron_world.model_parallel()
     cell = megatron.Cell(overlap_grad_reduce=overlap, microbatches=3)
     config, errors = megatron.config_of(cell), []
     for plain_first in (False, True):
@@ -231,7 +231,7 @@ def run_in_megatron(overlap):
     return errors
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_megatrons_own_ddp_gets_both(overlap, tmp_path):
     pytest.importorskip("megatron.core")
     (errors,) = launch("contract.test_plain_beside_checkpoint:run_in_megatron", 1, tmp_path, overlap)

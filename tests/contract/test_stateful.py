@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from support.contract_model import Boom, Fault
 from support.contract_world import World
+from support.grids import examples
 
 from fusedmlp.operators import ops
 
@@ -187,7 +188,7 @@ class Steps(World, RuleBasedStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=250,
+    max_examples=examples(250),
     stateful_step_count=12,
     derandomize=True,
     database=None,

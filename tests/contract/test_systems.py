@@ -13,7 +13,7 @@ from support.systems import MODES, SYSTEMS, Step
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp.contract.lock import accumulation_lock
+from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
@@ -159,7 +159,7 @@ def test_a_plain_gradient_waits_for_other_threads(make_layer):
 
     def plain_comes_last(_):
         fused.set()
-        locked.wait(30)
+        locked.wait(600)
 
     plain = param.sum()
     plain.register_hook(plain_comes_last)
@@ -171,7 +171,7 @@ def test_a_plain_gradient_waits_for_other_threads(make_layer):
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert fused.wait(30)
+    assert fused.wait(600)
     with accumulation_lock:
         locked.set()
         before = param.main_grad.clone()
@@ -190,7 +190,7 @@ def test_checkpoints_of_two_threads_can_wait_for_each_other(make_layer):
 
         def region(x):
             if torch._C._current_graph_task_id() != -1:  # recomputed
-                barrier.wait(30)
+                barrier.wait(600)
             return layer(x)
 
         x, dy = layer.batch(1)

@@ -7,7 +7,6 @@ import pytest
 from support.world import launch
 
 DOC = Path(__file__).parents[2] / "docs" / "ddp.md"
-pytestmark = pytest.mark.timeout(1500)  # half a minute of two cores, if nobody else uses them
 SETTINGS = ("find_unused_parameters", "static_graph", "micro_batches", "buckets", "comm_hook", "packed")
 
 
@@ -16,7 +15,7 @@ def table(tmp_path_factory):
     """By world size: rank 0's rows. A failure on either rank shows here."""
     found = {}
     for world_size in (1, 2):
-        ranks = launch("support.ddp_cells:run_all", world_size, tmp_path_factory.mktemp("world"), timeout=700)
+        ranks = launch("support.ddp_cells:run_all", world_size, tmp_path_factory.mktemp("world"))
         assert [failures for _, failures in ranks] == [{}] * world_size
         found[world_size] = ranks[0][0]
     return found
@@ -27,6 +26,7 @@ def per_weight(row, when):
     return tuple(row[when][what] / row["weights"] for what in ("copies", "allocations"))
 
 
+@pytest.mark.exhaustive
 def test_table_every_row_is_right(table):
     """Prints all of it. Errors are checked in the ranks, of every gradient in every step, against float64."""
     assert {world_size: len(rows) for world_size, rows in table.items()} == {1: 28, 2: 140}
@@ -68,6 +68,7 @@ def summary(rows):
     return "\n".join(lines)
 
 
+@pytest.mark.exhaustive
 def test_table_of_the_docs_is_what_was_measured(table):
     measured = summary(table[2])
     assert measured == summary(table[1])

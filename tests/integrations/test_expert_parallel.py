@@ -20,7 +20,6 @@ def test_the_example_equals_one_process(tmp_path):
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| fc1 |" in done.stdout

@@ -9,7 +9,7 @@ from support.world import launch
 (ROW,) = [system for system in SYSTEMS if "fully_shard" in system.name]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
     """What a cell is stands in `support/fsdp2_cells.py`."""
     for names, failures in launch("support.fsdp2_cells:cells", world_size, tmp_path):

@@ -6,13 +6,13 @@ from support.world import launch
 from fusedmlp.demo.compare import agreement
 
 STEPS, KILL_AT, UNTIL = 500, 233, 330
-pytestmark = pytest.mark.timeout(1500)  # about a minute of two cores, if nobody else uses them
+pytestmark = pytest.mark.exhaustive
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Of rank 0. That gradients agree to rounding all along, at the same weights, is asserted in the ranks."""
-    return launch("support.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS, timeout=900)[0]
+    return launch("support.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS)[0]
 
 
 def test_losses_of_fused_and_plain_training_agree(runs):

@@ -7,10 +7,11 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support.grids import is_quick
 from support.world import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain_step.py"
-WORLDS = pytest.mark.parametrize("world_size", [1, 2])
+WORLDS = pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 # TEGroupedMLP's, of two experts with biases.
 STATE_DICT = {
     "linear_fc1.weight0": [24, 8],  # the gate's rows first
@@ -67,17 +68,17 @@ MESSAGES = {
 @WORLDS
 def test_gradients_in_every_cell(world_size, tmp_path):
     """Against float64 autograd; what a cell is stands in `support/megatron_experts.py`."""
-    for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path):
-        assert count == {1: 122, 2: 186}[world_size]
+    for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path, is_quick()):
+        assert count == (18 if is_quick() else {1: 122, 2: 186}[world_size])
         assert failures == {}
 
 
 @WORLDS
 def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
     """The same, with two steps of an optimizer; what a cell is stands in `support/megatron_fsdp.py`."""
-    for count, failures, refused in launch("support.megatron_fsdp:run_all", world_size, tmp_path):
+    for count, failures, refused in launch("support.megatron_fsdp:run_all", world_size, tmp_path, is_quick()):
         if metadata.version("megatron-core") >= "0.17":
-            assert count == {1: 28, 2: 48}[world_size]
+            assert count == (27 if is_quick() else {1: 28, 2: 48}[world_size])
         assert failures == {}
         assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in refused["delayed"]
         if world_size == 2 and metadata.version("megatron-core") >= "0.17":
@@ -92,11 +93,8 @@ def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):
     assert "param.grad being None is not safe when overlap_grad_reduce is True" in result["no dummy"]
 
 
-def test_layers_and_config_and_state_on_one_rank(tmp_path):
-    """Whole layers beside those with Megatron's sequential experts; see `support/megatron_layers.py`."""
-    (found,) = launch("support.megatron_layers:run_all", 1, tmp_path)
-    assert found["layers"] == 14
-    assert found["checkpoints"] == 6
+def test_config_and_state(tmp_path):
+    (found,) = launch("support.megatron_layers:config_and_state", 1, tmp_path)
     assert found["honoured"] == 11
     assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
     assert found["state_dict_names"] == STATE_DICT
@@ -107,14 +105,17 @@ def test_layers_and_config_and_state_on_one_rank(tmp_path):
         assert re.search(message, refused[name] or ""), (name, refused[name])
 
 
-def test_layers_and_checkpoints_on_two_ranks(tmp_path):
-    for rank, found in enumerate(launch("support.megatron_layers:run_all", 2, tmp_path)):
-        assert found["layers"] == 28
-        assert found["checkpoints"] == 24
+@WORLDS
+def test_layers_and_checkpoints(world_size, tmp_path):
+    """Whole layers beside those with Megatron's sequential experts; see `support/megatron_layers.py`."""
+    for rank, found in enumerate(launch("support.megatron_layers:layers_and_checkpoints", world_size, tmp_path)):
+        assert found["layers"] == {1: 14, 2: 28}[world_size]
+        assert found["checkpoints"] == {1: 6, 2: 24}[world_size]
         if rank == 1:
             assert found["sharded_names"] == SHARDED_STATE_DICT
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_a_gpt_as_plain_autograd_does():
     def losses(*options):
         command = [sys.executable, "-W", "ignore", str(EXAMPLE), "--steps", "8", "--device", "cpu", *options]

@@ -24,6 +24,18 @@ TOKENS = torch.tensor([3, 0, 2, 3, 1, 10**6], dtype=torch.int32, device=DEVICE) 
 FAR = 2**30
 
 
+@pytest.fixture(autouse=True)
+def _check_overflow():
+    if triton.knobs.runtime.interpret:
+        from support import interpreter
+
+        interpreter.check_overflow(True)
+        yield
+        interpreter.check_overflow(False)
+    else:
+        yield
+
+
 @pytest.fixture(scope="module")
 def memory():
     return torch.empty(8 * FAR, dtype=DTYPE, device=DEVICE)

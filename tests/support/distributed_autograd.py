@@ -113,9 +113,9 @@ def drive():
         def work(batches, remote=remote, mode=mode, packed=packed, call=call, both=both, wrong=wrong):
             with dist_autograd.context() as context:
                 train(remote, mode, packed, context, batches)
-                both.wait(timeout=120)
+                both.wait(timeout=600)
                 wrong += call(check, mode, packed, context, batches)
-                both.wait(timeout=120)
+                both.wait(timeout=600)
 
         threads = [threading.Thread(target=work, args=(batches,)) for batches in (BATCHES[:2], BATCHES[2:])]
         for thread in threads:
@@ -163,7 +163,7 @@ def under_ddp():
 
 def run(rendezvous):
     """How many contexts were checked, and what was wrong in which cell."""
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{rendezvous}", rpc_timeout=120)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{rendezvous}", rpc_timeout=600)
     rank = dist.get_rank()
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)
     try:

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-import support.megatron_world  # noqa: F401  before Megatron asks for a GPU
+import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -93,18 +93,17 @@ KINDS = {"sequential": sequential, "fused": fused}
 def save_checkpoint(source, parallel, glu):
     """Its folder, and all weights in it."""
     folder = shared_folder()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=parallel)
+    megatron_world.model_parallel(expert_model_parallel_size=parallel)
     torch.manual_seed(17 + (dist.get_rank() if parallel > 1 else 0))
     experts = KINDS[source](make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu))
     dist_checkpointing.save(experts.sharded_state_dict(prefix="mlp.experts."), str(folder))
     kept = all_weights(experts)
-    parallel_state.destroy_model_parallel()
     return folder, kept
 
 
 def load_checkpoint(folder, kept, target, parallel, glu):
     """Into other experts, perhaps with another expert parallel size: the same weights?"""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=parallel)
+    megatron_world.model_parallel(expert_model_parallel_size=parallel)
     torch.manual_seed(99 + (dist.get_rank() if parallel > 1 else 0))
     experts = KINDS[target](make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu))
     assert not same(kept, all_weights(experts))
@@ -113,7 +112,6 @@ def load_checkpoint(folder, kept, target, parallel, glu):
     wrong = experts.load_state_dict(loaded, strict=target == "fused")
     assert not [name for name in wrong.missing_keys if "_extra_state" not in name]
     assert same(kept, all_weights(experts))
-    parallel_state.destroy_model_parallel()
 
 
 def checkpoints():
@@ -157,7 +155,7 @@ def on_one_process(layer, config, x):
 
 def compare_with_one_process(sizes, dispatcher, options):
     """A step of our layer, its experts on several ranks, against experts that are all here."""
-    parallel_state.initialize_model_parallel(**sizes)
+    megatron_world.model_parallel(**sizes)
     config = make_config(moe_token_dispatcher_type=dispatcher, **options | sizes)
     torch.manual_seed(5)
     layer = moe_layer(config, ours=True)
@@ -179,12 +177,11 @@ def compare_with_one_process(sizes, dispatcher, options):
                 pairs.append((weights_of(layer.experts)[e - first][i].grad, grad))
     for a, b in pairs:
         torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-6)
-    parallel_state.destroy_model_parallel()
 
 
 def compare_layers(sizes, dispatcher, options):
     """Outputs, input gradients and every weight gradient of a step, ours against Megatron's sequential experts."""
-    parallel_state.initialize_model_parallel(**sizes)
+    megatron_world.model_parallel(**sizes)
     options = options | sizes | {"sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
     config = make_config(moe_token_dispatcher_type=dispatcher, **options)
     torch.manual_seed(5)
@@ -203,7 +200,6 @@ def compare_layers(sizes, dispatcher, options):
     for got, want in zip(results[1], results[0], strict=True):
         want = torch.zeros_like(got) if want is None else want  # their experts without tokens have no gradient
         torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-6)
-    parallel_state.destroy_model_parallel()
 
 
 # Without biases: Megatron's own sequential experts cannot run theirs backward without tensor parallelism.
@@ -265,14 +261,14 @@ def _as_if_fetched(tensor, as_numpy=False, record_stream=False):
 
 def state_dict_names():
     """Of a small layer with biases: what TEGroupedMLP's has."""
-    parallel_state.initialize_model_parallel()
+    megatron_world.model_parallel()
     experts = fused(make_config(num_moe_experts=2, add_bias_linear=True))
     return {name: list(tensor.shape) for name, tensor in experts.state_dict().items()}
 
 
 def sharded_names():
     """Of rank 1 of 2, with expert parallelism: `{name: [key, global shape, offset]}`, objects without shapes."""
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
+    megatron_world.model_parallel(expert_model_parallel_size=2)
     experts = fused(make_config(expert_model_parallel_size=2, gated_linear_unit=False))
     state = experts.sharded_state_dict(prefix="mlp.experts.")
     return {
@@ -329,7 +325,7 @@ def as_megatron_documents_it(config, experts, x, counts, probs):
 
 def honoured():
     """Every config field of `HONOURED`: outputs and all gradients against the formula in float64; how many."""
-    parallel_state.initialize_model_parallel()
+    megatron_world.model_parallel()
     for options in HONOURED.values():
         torch.manual_seed(3)
         config = make_config()
@@ -362,7 +358,6 @@ def honoured():
             results.append([y, *(t.grad for t in inputs), *(p.grad for p in params)])
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-    parallel_state.destroy_model_parallel()
     return len(HONOURED)
 
 
@@ -376,7 +371,7 @@ def raised(run):
 
 def refusals():
     """What is raised for every config that cannot be honoured, and for uses that would give a wrong gradient."""
-    parallel_state.initialize_model_parallel()
+    megatron_world.model_parallel()
     found = {}
     for name, value in {
         "fp8": "e4m3",
@@ -428,7 +423,7 @@ def refusals():
 
 def order_of_hooks():
     """In which `backward_dw` tells DDP of the layers' gradients, and whether each weight then has one."""
-    parallel_state.initialize_model_parallel()
+    megatron_world.model_parallel()
     config, order = make_config(), []
     config.delay_wgrad_compute = True
     experts = fused(config)
@@ -443,14 +438,12 @@ def order_of_hooks():
     return order
 
 
-def run_all():
-    """The results of every function that this number of ranks can run, by name."""
-    functions = {
-        1: [layers, checkpoints, honoured, refusals, order_of_hooks, state_dict_names],
-        2: [layers, checkpoints, sharded_names],
-    }
-    results = {}
-    for function in functions[dist.get_world_size()]:
-        results[function.__name__] = function()
-        parallel_state.destroy_model_parallel()
-    return results
+def config_and_state():
+    """On one rank: the results of several functions, by name."""
+    return {function.__name__: function() for function in (honoured, refusals, order_of_hooks, state_dict_names)}
+
+
+def layers_and_checkpoints():
+    """How many were compared, and on several ranks the names of sharded tensors."""
+    functions = (layers, checkpoints) if dist.get_world_size() == 1 else (layers, checkpoints, sharded_names)
+    return {function.__name__: function() for function in functions}

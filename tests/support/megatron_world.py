@@ -1,17 +1,40 @@
-"""Megatron-core asks for the current GPU and its streams here and there; importing this gives it stand-ins."""
+"""Megatron-core asks for the current GPU and its streams here and there; importing this gives it stand-ins.
 
+Its process groups are made once for all cells of a world that are alike.
+"""
+
+import os
+import re
 from contextlib import nullcontext
 from unittest import mock
 
 import torch
 
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # small functions, compiled anew in every world, take longer than all else
 _stream = mock.Mock()
 torch.cuda.current_device = lambda: "cpu"
 torch.cuda.current_stream = torch.cuda.Stream = lambda *_, **__: _stream
 torch.cuda.stream = lambda _: nullcontext()
 torch.cuda.synchronize = lambda *_: None
 
-from megatron.core.transformer.moe import moe_utils  # noqa: E402  after the stand-ins
+from megatron.core import parallel_state  # noqa: E402  after the stand-ins
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
 if not hasattr(moe_utils, "te_general_gemm"):
     moe_utils.te_general_gemm = None  # 0.16 uses the name without TransformerEngine, too
+
+_made = {}
+
+
+def model_parallel(**sizes):
+    """As `initialize_model_parallel(**sizes)`, instead of what there was.
+
+    That makes some forty groups, with threads each, which nothing ends before the process does.
+    """
+    parallel_state.destroy_model_parallel()
+    key = tuple(sorted(sizes.items()))
+    if key in _made:
+        vars(parallel_state).update(_made[key])
+        return
+    parallel_state.initialize_model_parallel(**sizes)
+    _made[key] = {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_0-9]+", name)}

@@ -1,0 +1,83 @@
+"""What of the tests `make test` runs (`--quick`): every test, but of large grids only a part. `make test-all` runs all.
+
+Of the cells of a grid, so many run that every two values that meet in some cell meet in one of those: most mistakes
+need two conditions to show. Cases with the mark `exhaustive` do not run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from dataclasses import astuple
+
+import pytest
+
+_quick = False
+
+
+def is_quick() -> bool:
+    """Whether this is a quick run."""
+    return _quick
+
+
+def examples(number: int) -> int:
+    """How many random examples of one test to run: a fifth in a quick run."""
+    return max(1, number // 5) if _quick else number
+
+
+def seeds(number: int, quick: int) -> list:
+    """Parameters `0, 1, ...`, of which a quick run has the first few."""
+    return [pytest.param(i, marks=[pytest.mark.exhaustive] if i >= quick else []) for i in range(number)]
+
+
+def covering(cells: list[tuple[str, ...]]) -> set[int]:
+    """Indices of cells in which every two values that meet in a cell meet, chosen greedily."""
+    pairs = [set(itertools.combinations(enumerate(cell), min(2, len(cell)))) for cell in cells]
+    missing, chosen = set().union(*pairs), set()
+    while missing:
+        best = max(range(len(cells)), key=lambda i: len(pairs[i] & missing))
+        chosen.add(best)
+        missing -= pairs[best]
+    return chosen
+
+
+def part(cells: list) -> list:
+    """Of dataclasses, those that a quick run checks."""
+    return [cells[i] for i in sorted(covering([tuple(map(str, astuple(cell))) for cell in cells]))]
+
+
+class Grids:
+    """The plugin that chooses, and says at the end what ran, and how long each part took."""
+
+    def __init__(self, quick: bool) -> None:
+        global _quick
+        _quick = self.quick = quick
+        self.seconds: Counter[str] = Counter()
+        self.numbers: Counter[str] = Counter()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        if not self.quick:
+            return
+        grids = defaultdict(list)
+        for item in items:
+            if not item.get_closest_marker("exhaustive"):
+                grids[item.nodeid.split("[")[0]].append(item)
+        # An id is the ids of its values, joined; one without values has none.
+        chosen = {
+            id(grid[i])
+            for grid in grids.values()
+            for i in (covering([tuple(item.callspec.id.split("-")) for item in grid]) if "[" in grid[0].nodeid else [0])
+        }
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = [item for item in items if id(item) in chosen]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        path = report.nodeid.split("::")[0].split("/")
+        part = path[1] if len(path) > 2 else "the rest"
+        self.seconds[part] += report.duration
+        self.numbers[part] += report.when == "call"
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        parts = (f"{part} {self.numbers[part]} in {seconds:.0f} s" for part, seconds in self.seconds.most_common())
+        left_out = "; `make test-all` runs the cases that are left out here" if self.quick else ""
+        terminalreporter.write_line(f"tests, and seconds in any process: {', '.join(parts)}{left_out}")

@@ -1,0 +1,113 @@
+"""A run of the tests leaves no process and no temporary file, however it ends; see `support/clean_run.py`."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from support.clean_run import NAME, processes_of
+
+CONFTEST = """
+from pathlib import Path
+from support.clean_run import CleanRun
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(CleanRun(Path(__file__).parent))
+"""
+RANK = """
+import os, subprocess, time
+from pathlib import Path
+
+def start_another():
+    return subprocess.Popen(["sleep", "600"]).pid
+
+def wait(folder):
+    start_another()
+    Path(folder, str(os.getpid())).touch()
+    time.sleep(600)
+"""
+TESTS = {
+    "green": "    launch('rank:start_another', 2, tmp_path)",
+    "red": "    launch('operator:truediv', 2, tmp_path, 1, 0)",
+    "forgetful": "    import subprocess; subprocess.Popen(['sleep', '601'], start_new_session=True)",
+    "slow": "    launch('rank:wait', 2, tmp_path, str(Path(__file__).parent / 'up'))",
+}
+
+
+@pytest.fixture
+def start(tmp_path):
+    """`start(kind)`: a run of one test with two workers, as `make test` makes it; its process and name."""
+    for folder in ("up", "temporary"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "rank.py").write_text(RANK)
+
+    def start(kind):
+        imports = "from pathlib import Path\nfrom support.world import launch\n"
+        (tmp_path / "test_it.py").write_text(f"{imports}\ndef test_it(tmp_path):\n{TESTS[kind]}\n")
+        name = f"{os.environ[NAME]}/{kind}"
+        path = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1], tmp_path)))
+        command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "test_it.py"]
+        environment = os.environ | {NAME: name, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "temporary")}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes), name
+
+    return start
+
+
+def left_behind(root):
+    return [*root.glob("build/tmp/*"), *(root / "temporary").iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "says"),
+    [
+        ("green", 0, ["1 passed"]),
+        pytest.param(
+            "red", 1, ["rank 0 ended with 1", "rank 1 ended with 1", "ZeroDivisionError"], marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "forgetful",
+            1,
+            [r"processes that were left behind, now ended:\n\d+ \(.*test_it.*\): sleep 601"],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_run_that_ends_by_itself(kind, status, says, start, tmp_path):
+    run, name = start(kind)
+    shown, _ = run.communicate()
+    assert run.returncode == status, shown
+    for text in says:
+        assert re.search(text, shown), shown
+    assert processes_of(name) == []
+    assert left_behind(tmp_path) == []
+
+
+WAYS = [signal.SIGINT, *(pytest.param(how, marks=pytest.mark.exhaustive) for how in (signal.SIGTERM, signal.SIGKILL))]
+
+
+@pytest.mark.parametrize("how", WAYS, ids=lambda how: how.name)
+def test_a_run_that_is_interrupted(how, start, tmp_path):
+    run, name = start("slow")
+    while len(list((tmp_path / "up").iterdir())) < 2:  # both ranks are running
+        assert run.poll() is None, run.stdout.read()
+        time.sleep(0.1)
+    if how is signal.SIGINT:  # as from a terminal
+        os.killpg(run.pid, how)
+    else:
+        run.send_signal(how)
+    shown, _ = run.communicate()
+    assert run.returncode != 0, shown
+    if how is signal.SIGKILL:  # nobody is there who could remove files; those are in the clone
+        _, alive = psutil.wait_procs(processes_of(name), timeout=120)
+        assert alive == []
+    else:
+        assert processes_of(name) == []
+        assert left_behind(tmp_path) == []
