@@ -1,10 +1,11 @@
-"""Write the figures in README.md and docs/benchmarks.md from the committed results, so that none is typed.
+"""Write the figures in README.md and docs/ from the committed results, so that none is typed.
 
     python -m bench.figures
 
-Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json` and
-`python -m bench.bench_overhead --json` (`cpu_demo.json`, `cpu_overhead.json`). In a page, each figure's text stands
-between `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
+Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
+`python -m bench.bench_overhead --json` and `python -m bench.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
+`cpu_settings.json`). In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures go to
+`docs/pictures/`.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any
 
 import pandas as pd
 
+from bench import settings as bench_settings
 from fusedmlp.report import results
 from fusedmlp.report.pictures import PICTURES
+from fusedmlp.report.pictures import demo as draw_demo
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -52,12 +55,25 @@ def demo() -> str:
     steps = len(difference)
     early = f"within {max(difference[:quiet]):.1e} for the first {quiet} steps and " if quiet < steps else ""
     text = (
-        f"The loss curves agree to rounding: {early}within {max(difference):.1e} nats/byte for all {steps}. "
+        f"The loss curves agree to rounding: {early}within {max(difference):.1e} nats/byte for all {steps} steps. "
         "Training amplifies rounding: sending the one token whose choice of experts was closest the other way, in "
         f"every layer and micro-batch, moves the same curve by up to {drift:.1e}."
     )
     table = _table(["", *columns], [[name, *values] for name, values in cells.items()])
     return f"{table}\n\n{text}"
+
+
+def demo_in_short() -> str:
+    """The same in one sentence."""
+    results = _load("demo")
+    plain, fused = (results["losses"][name] for name in ("plain", "fused"))
+    difference = max(abs(f - p) for f, p in zip(fused, plain, strict=True))
+    before, after = (f"{column['step']['peak_bytes'] / 1e6:.1f}" for column in results["columns"].values())
+    return (
+        f"In the demo, {len(fused)} steps of a small byte-level language model, the losses with and without fusion "
+        f"stay within {difference:.1e} nats/byte of each other, and weight gradients take at most {after} MB "
+        f"instead of {before} MB."
+    )
 
 
 def _benchmarks() -> results.Results:
@@ -97,6 +113,12 @@ def machine() -> str:
     )
 
 
+def settings() -> str:
+    """Peers' times over ours, with other threads and allocation."""
+    header = ["threads", "allocation", "beside", "forward, times ours", "backward, times ours"]
+    return _table(header, bench_settings.summary(_load("settings")))
+
+
 def overhead() -> str:
     """The Python cost of a step."""
     rows = [
@@ -107,8 +129,9 @@ def overhead() -> str:
 
 
 FIGURES = {
-    "README.md": (demo, comparison, machine, overhead),
-    "docs/benchmarks.md": (comparison, machine),
+    "README.md": (comparison, machine, demo_in_short),
+    "docs/index.md": (demo_in_short,),
+    "docs/benchmarks.md": (demo, comparison, machine, settings, overhead),
 }
 
 
@@ -128,7 +151,7 @@ def render(page: str) -> str:
 def pictures() -> dict[str, str]:
     """SVG text by file name."""
     table = _benchmarks().table
-    return {f"{name}.svg": draw(table) for name, draw in PICTURES.items()}
+    return {f"{name}.svg": draw(table) for name, draw in PICTURES.items()} | {"demo.svg": draw_demo(_load("demo"))}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ def on_page_markdown(markdown, page, config, files):
     for marker, generate in (("<!-- errors -->", errors), ("<!-- switches -->", switches)):
         if marker in markdown:
             markdown = markdown.replace(marker, generate())
+    if "<!-- systems -->" in markdown:  # seven columns, which need the table of contents' room
+        page.meta["hide"] = ["toc"]
     return markdown
 
 

@@ -7,6 +7,7 @@ exit status. It imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -194,5 +195,18 @@ def _positive(argument: str) -> int:
     return value
 
 
+def _main_into_a_pipe() -> int:
+    """`main`, which ends quietly if nobody reads its output to the end, as in `| head`; a shell's status for that."""
+    try:
+        try:
+            return main()
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        # What is still buffered has nowhere to go; Python would try once more when it ends, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # 128 + SIGPIPE
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(_main_into_a_pipe())

@@ -26,7 +26,9 @@ def grads_in_buckets(
     """Wrap a module in DDP so that the `.grad` of some of its parameters is never anything but a view of a bucket.
 
         ddp = grads_in_buckets(
-            model, model.experts.parameters(), lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True)
+            model,
+            model.experts.parameters(),
+            lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
         )
 
     From then on these parameters behave as under `zero_grad(set_to_none=False)`, whichever way they are zeroed: one

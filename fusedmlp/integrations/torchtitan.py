@@ -2,8 +2,11 @@
 
     from fusedmlp.integrations.torchtitan import FusedExpertsConverter, convert
 
-    model_spec = model_registry("30B-A3B", converters=[FusedExpertsConverter.Config()])  # before the model is built
-    convert(model)                                                                       # or in a model that is
+    # before the model is built
+    converters = [FusedExpertsConverter.Config()]
+    model_spec = model_registry("30B-A3B", converters=converters)
+    # or in a model that is
+    convert(model)
 
 Letters as torchtitan's suffixes: `E` experts, `F` expert ffn size, `D` model dimension, `R` routed rows; `G` is `2F`.
 """

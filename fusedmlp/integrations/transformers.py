@@ -3,7 +3,9 @@
     from fusedmlp.integrations.transformers import register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="fusedmlp")
+    model = AutoModelForCausalLM.from_pretrained(
+        name, experts_implementation="fusedmlp"
+    )
 
 or, for a model that is there, `register(model)`. Parameters, state dicts and routers stay Transformers' own: only the
 function that computes the experts changes. See docs/transformers.md.

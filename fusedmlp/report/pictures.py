@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
@@ -40,7 +41,7 @@ def _svg(figure: Figure) -> str:
 
 
 def _axes(rows: int, columns: int = 1) -> tuple[Figure, list]:  # type: ignore[type-arg]
-    figure = Figure(figsize=(5.2 * columns + 1.5, 0.3 * rows + 1.4))
+    figure = Figure(figsize=(8.2, 0.3 * rows + 1.4), layout="constrained")  # legible in a column of 700 pixels
     axes = figure.subplots(1, columns, sharey=True, squeeze=False)[0]
     return figure, list(axes)
 
@@ -60,7 +61,7 @@ def speedups(table: pd.DataFrame) -> str:
         axis.xaxis.set_minor_formatter(lambda x, _: f"{x:g}" if f"{x:g}"[0] in "25" else "")
         axis.grid(axis="x", which="both", alpha=0.25)
         axis.set_yticks(range(len(layers)), layers)
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return _svg(figure)
 
 
@@ -80,7 +81,7 @@ def shares_of_limit(table: pd.DataFrame) -> str:
         axis.set(title=what, xlabel="limit / time", xlim=(0, max(1.0, 1.05 * own.of_limit.max())))
         axis.grid(axis="x", alpha=0.25)
         axis.set_yticks(places, layers)
-    axes[-1].legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     return _svg(figure)
 
 
@@ -98,9 +99,10 @@ def memory(table: pd.DataFrame) -> str:
             bars = axis.barh(places, [per_row[who] for who in peers], 0.36, color=colours)
             for bar in bars:
                 bar.set_alpha(1.0 if shift > 0 else 0.5)
-            axis.bar_label(bars, [f"{per_row[who]:.1f}  {dtype}" for who in peers], padding=3, fontsize=8)
+            short = str(dtype).replace("float", "fp").replace("bfp", "bf")
+            axis.bar_label(bars, [f"{per_row[who]:.1f}  {short}" for who in peers], padding=3, fontsize=9)
         axis.set(title=title, xlabel="KiB per routed row")
-        axis.margins(x=0.25)
+        axis.margins(x=0.3)
         axis.set_yticks(range(len(peers)), peers)
     return _svg(figure)
 
@@ -121,6 +123,29 @@ def ideas(table: pd.DataFrame) -> str:
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(-0.5, len(names) - 0.3)
     axis.grid(axis="x", alpha=0.25)
+    return _svg(figure)
+
+
+def demo(results: dict[str, Any]) -> str:
+    """Of the demo's `results.json`: the loss curves of both runs, and the most bytes that held weight gradients."""
+    names = list(results["columns"])
+    figure = Figure(figsize=(8.2, 3.1), layout="constrained")
+    curves, bars = figure.subplots(1, 2, width_ratios=[2.1, 1])
+    # The wide pale line shows on both sides of the one that covers it.
+    styles = ({"color": "#fdae61", "linewidth": 5}, {"color": "#1b7837", "linewidth": 1.3})
+    for name, column, style in zip(names, ("plain", "fused"), styles, strict=True):
+        losses = results["losses"][column]
+        curves.plot(range(1, len(losses) + 1), losses, label=name, solid_capstyle="round", **style)
+    curves.set(xlabel="optimizer step", ylabel="nats per byte", title="Training loss")
+    curves.legend(frameon=False)
+    curves.grid(alpha=0.25)
+    peaks = [column["step"]["peak_bytes"] / 1e6 for column in results["columns"].values()]
+    drawn = bars.bar(names, peaks, 0.55, color=[style["color"] for style in styles])
+    bars.bar_label(drawn, [f"{peak:.1f} MB" for peak in peaks], padding=3)
+    bars.set(ylabel="MB", title="Weight gradients, peak")
+    bars.margins(y=0.15)
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
     return _svg(figure)
 
 
