@@ -69,7 +69,7 @@ def _medians(layer: layers.Layer, peers: list[Peer]) -> dict[str, list[float]]:
 def compare() -> list[dict[str, Any]]:
     """All settings, one after the other."""
     found = []
-    for threads in (1, os.cpu_count()):
+    for threads in sorted({1, os.cpu_count() or 1}):
         for allocation in ALLOCATIONS:
             print(f"{threads} threads, {allocation} allocation", file=sys.stderr)
             command = [sys.executable, "-m", "bench.settings", "--threads", str(threads), "--allocation", allocation]
@@ -86,10 +86,9 @@ def summary(found: list[dict[str, Any]]) -> list[list[str]]:
             own = [row for row in setting["rows"] if row["peer"] == peer]
             spread = [
                 f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-                for values in ([row[what] for row in own] for what in ("forward", "backward"))
-                if values
+                for values in ([row[what] for row in own] for what in ("forward", "backward") if own)
             ]
-            if own:
+            if own:  # Transformers may be missing
                 lines.append([str(setting["threads"]), setting["allocation"], peer, *spread])
     return lines
 

@@ -68,6 +68,14 @@ def test_product(load, packed, columns, way, dtype, transposed, monkeypatch):
     assert got[0].is_contiguous()
 
 
+def test_rows_that_share_memory():
+    """An incoming gradient can be one row, expanded, which `F.grouped_mm` refuses."""
+    rows, x, _, w = operands("uneven", torch.float32)
+    got = rows.product(x[:1].expand_as(x), [w], transposed=True)
+    for part, w_e in zip(rows.split(got), w.double(), strict=True):
+        close(part, (x[:1].double() @ w_e.T).expand_as(part), torch.float32)
+
+
 @pytest.mark.parametrize("scratch", [1, 2 * K * N, 1 << 20])
 @pytest.mark.parametrize("accumulate", [True, False])
 @pytest.mark.parametrize("packed", [True, False])

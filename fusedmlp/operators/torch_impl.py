@@ -1,7 +1,8 @@
 """The `torch` implementation: plain PyTorch for the CPU, no autograd.
 
 Products are over all rows (`torch_products.py`), what lies between them over blocks of rows that stay in the cache, in
-fp32. No temporary is as large as a weight. Letters as in `functional.py`; a block has `n` rows: `h_nG`.
+fp32. Weight gradients need no temporary of a weight's size. Letters as in `functional.py`; a block has `n` rows:
+`h_nG`.
 """
 
 from __future__ import annotations

@@ -35,6 +35,8 @@ def model_parallel(**sizes):
     key = tuple(sorted(sizes.items()))
     if key in _made:
         vars(parallel_state).update(_made[key])
-        return
-    parallel_state.initialize_model_parallel(**sizes)
-    _made[key] = {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_0-9]+", name)}
+    else:
+        parallel_state.initialize_model_parallel(**sizes)
+        _made[key] = {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_0-9]+", name)}
+    for name, size in ({"expert_model_parallel_size": 1, "tensor_model_parallel_size": 1} | sizes).items():
+        assert getattr(parallel_state, f"get_{name.removesuffix('_size')}_world_size")() == size
