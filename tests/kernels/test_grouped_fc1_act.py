@@ -3,16 +3,12 @@
 import pytest
 import torch
 from support import experts
-from support import reference as oracle
+from support.experts import DEVICE, INTERPRETED
 from support.factory import Case, Inputs
-from support.tolerance import assert_close
+from support.passes.fc1_act import check, run
 
-import fusedmlp
-from fusedmlp.kernels import descriptors, grouped_fc1_act, launches
-from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
-from fusedmlp.operators.triton_impl import _options
+from fusedmlp.kernels import descriptors, grouped_fc1_act
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOADS = {"ragged": (3, 0, 17, 1, 40), "single rows": (1, 0, 1, 1), "empty": (0, 0, 0), "last only": (0, 0, 33)}
 GPT_OSS = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "linear_offset": 1.0}
 ACTIVATIONS = {
@@ -21,53 +17,6 @@ ACTIVATIONS = {
     "interleaved": ("swiglu", GPT_OSS),
     "ungated": ("gelu", {}),
 }
-
-
-def reference(inputs, dtype):
-    """`h` and `a` of the rows of experts, in any dtype."""
-    case, hs, row = inputs.case, [], 0
-    for e, n in enumerate(case.counts):
-        w = inputs.fc1[e].to(dtype)
-        h = inputs.x[row : row + n].to(dtype) @ (w.T if case.layout == "out_in" else w)
-        hs.append((h + inputs.bias1[e].to(dtype) if case.bias else h).to(dtype))
-        row += n
-    h = torch.cat(hs)
-    a = oracle.activate(case.activation, h, **case.options)
-    if case.probs:
-        a = (a * inputs.probs[:row, None].to(dtype)).to(dtype)
-    return {"h": h.double(), "a": a.double()}
-
-
-def run(inputs, where="packed", *, rows=None, best="tma"):
-    """`h` and `a` of all rows; checks which path was taken."""
-    case, num_rows = inputs.case, inputs.probs.shape[0]
-    G = inputs.bias1.shape[1]
-    h, a = (torch.full((num_rows, n), float("nan"), dtype=case.dtype, device=DEVICE) for n in (G, case.F))
-    with launches.recording() as log:
-        grouped_fc1_act_(
-            h,
-            a,
-            inputs.x.to(DEVICE),
-            experts.logical(experts.place(inputs.fc1, where, DEVICE), case.layout),
-            experts.tiles_of(case.counts, num_rows, DEVICE),
-            _options(fusedmlp.Activation(case.activation, **case.options).encoded),
-            bias_EG=experts.place(inputs.bias1, where, DEVICE) if case.bias else None,
-            probs_R=inputs.probs.to(DEVICE) if case.probs else None,
-            rows_R=None if rows is None else rows.to(DEVICE),
-        )
-    (launch,) = log
-    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
-    return {"h": h.cpu(), "a": a.cpu()}, launch
-
-
-def check(case, where="packed", *, best="tma"):
-    inputs = Inputs(case)
-    got, _ = run(inputs, where, best=best)
-    owned = sum(case.counts)
-    assert all((t[owned:] == 0).all() for t in got.values())
-    expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)
-    assert_close({name: t[:owned].double() for name, t in got.items()}, expected, low, case.dtype)
-    return got
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
@@ -82,7 +31,7 @@ def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch)
     by_pointer = check(case, best="pointer")
     monkeypatch.setattr(grouped_fc1_act, "vectors_fit", lambda *_: False)
     unaligned = check(case, best="unaligned")
-    if DEVICE == "cpu":
+    if INTERPRETED:
         assert all(torch.equal(by_tma[name], by_pointer[name]) for name in by_tma)
         assert all(torch.equal(by_tma[name], unaligned[name]) for name in by_tma)
 

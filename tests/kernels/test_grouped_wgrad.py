@@ -1,83 +1,19 @@
 """The wgrad kernel by itself: every path, main_grad in odd places and layouts, several segments, no rows."""
 
-import dataclasses
 from typing import get_args
 
 import pytest
 import torch
-from support import experts as support
-from support import tolerance
+from support.experts import DEVICE, INTERPRETED
 from support.factory import wgrad_segment
+from support.passes.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 
 from fusedmlp.kernels import configs, grouped_wgrad, launches, schedule, segments
 from fusedmlp.kernels.configs import Tile
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RAGGED = (17, 0, 1, 40)
-UNTOUCHED = 0.25  # what an owner's buffer holds around main_grad
-
-# Where owners keep main_grad, and the best path to get there.
-PLACES = {
-    "packed": "tma",
-    "packed in_out": "tma",
-    "reversed": "tma",
-    "reversed in_out": "tma",
-    "misaligned": "unaligned",
-    "misaligned in_out": "unaligned",
-    "scattered": "pointer",
-    "scattered in_out": "pointer",
-    "scattered and misaligned": "unaligned",
-    "every other column": "unaligned",
-}
-
-
-def main_grad(place, count, N, K, dtype=torch.float32):
-    """`(buffer, experts)`: the owner's memory, and a matrix `[N, K]` of it for each expert."""
-    size, step = N * K, 2 if place == "every other column" else 1
-    flat = torch.full((2 * count * size * step + 16,), UNTOUCHED, device=DEVICE, dtype=dtype)
-    starts = [e * size * step for e in range(count)]
-    if "reversed" in place:
-        starts.reverse()
-    if "scattered" in place:
-        starts = [start + (size if e > 1 else 0) for e, start in enumerate(starts)]
-    if "misaligned" in place:
-        starts = [1 + start for start in starts]
-    shape, strides = ((K, N), (N, 1)) if "in_out" in place else ((N, K), (K * step, step))
-    experts = [flat.as_strided(shape, strides, start) for start in starts]
-    return flat, [t.T for t in experts] if "in_out" in place else experts
-
-
-def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rows):
-    """The path that was taken. `rows`: `dy_rows` or `x_rows`."""
-    group = experts
-    if packed:
-        size = experts[0].shape.numel()
-        group = [experts[0].as_strided((len(experts), *experts[0].shape), (size, *experts[0].stride()))]
-    operands = [[getattr(s, name) for s in segs] for name in ("dy", "x", "offsets")]
-    with launches.recording() as recorded:
-        grouped_wgrad_(
-            ExpertTensors.of(group, 2),
-            None if db is None else ExpertTensors.of([db], 1),
-            *operands,
-            accumulate=accumulate,
-            scale_R=scale,
-            **rows,
-        )
-    return recorded[-1].path
-
-
-def path_of(best, dtype, sizes=(40, 72)):
-    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes)
-
-
-def check(experts, segs, initial):
-    """Against float64, within the error of PyTorch's own fp32, rounded once to the type of main_grad."""
-    got = torch.stack(experts)
-    want = initial + sum(s.product(torch.float64) for s in segs)
-    low = (initial + sum(s.product(torch.float32) for s in segs)).to(got.dtype)
-    tolerance.assert_close({"dw": got.double()}, {"dw": want}, {"dw": low.double()}, got.dtype)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -145,8 +81,7 @@ def test_experts_without_rows(place, with_db):
 def test_segments_are_summed_before_one_update(place, accumulate, shift):
     segs = [wgrad_segment(c, seed=i, device=DEVICE) for i, c in enumerate([(3, 0, 20), (0, 0, 7), (40, 0, 1)])]
     if shift:  # a micro-batch at a 4-byte address, as a view of a larger tensor has it
-        flat = torch.cat([segs[1].x.new_zeros(1), segs[1].x.flatten()])
-        segs[1] = type(segs[1])(segs[1].dy, flat[1:].view_as(segs[1].x), segs[1].offsets)
+        segs[1] = shifted(segs[1])
     _, experts = main_grad(place, 3, 40, 72)
     path = run(experts, segs, accumulate)
     assert path == path_of("unaligned" if shift else PLACES[place], torch.float32)
@@ -168,9 +103,7 @@ def test_segments_out_of_a_descriptors_reach_go_by_pointer(monkeypatch):
 @pytest.mark.parametrize("with_scale", [True, False])
 def test_bias_gradient(place, dtype, with_scale):
     one = wgrad_segment(RAGGED, dtype=dtype, device=DEVICE)
-    scale = torch.rand(one.dy.shape[0], device=DEVICE) + 0.5 if with_scale else None
-    if with_scale:
-        scale[sum(RAGGED) :] = float("nan")
+    scale = one.scale() if with_scale else None
     _, experts = main_grad(place or "packed", 4, 40, 72)
     db = torch.full((4, 40), float("nan"), device=DEVICE, dtype=dtype)
     if place is None:
@@ -178,14 +111,7 @@ def test_bias_gradient(place, dtype, with_scale):
     else:
         run(experts, [one], accumulate=True, db=db, scale=scale)
         check(experts, [one], UNTOUCHED)
-
-    def sums(dtype):
-        scaled = one.dy.to(dtype) if scale is None else one.dy.to(dtype) * scale.to(dtype)[:, None]
-        bounds = one.offsets.tolist()
-        return torch.stack([scaled[a:b].sum(0) for a, b in zip(bounds, bounds[1:], strict=False)])
-
-    low = sums(torch.float32).to(dtype).double()
-    tolerance.assert_close({"db": db.double()}, {"db": sums(torch.float64)}, {"db": low}, dtype)
+    check_bias(db, one, scale)
 
 
 @pytest.mark.parametrize("segmented", [True, False])
@@ -200,7 +126,7 @@ def test_every_path_and_every_run_give_the_same_bits(segmented, dtype):
 
     assert torch.equal(result("packed"), result("packed"))
     assert torch.equal(result("packed"), result("reversed"))
-    if DEVICE == "cpu":  # tiles of all paths take as many rows per step; on a GPU they need not
+    if INTERPRETED:  # tiles of all paths take as many rows per step; on a GPU they need not
         assert torch.equal(result("packed"), result("misaligned"))
         assert torch.equal(result("packed"), result("scattered"))
 
@@ -208,7 +134,7 @@ def test_every_path_and_every_run_give_the_same_bits(segmented, dtype):
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize("place", ["packed", "misaligned"])
 def test_column_subtiles(subtiles, place, monkeypatch):
-    if DEVICE == "cpu":
+    if INTERPRETED:
         tile = Tile(16, 32, 64, 1, 1, SUBTILES=subtiles, GROUP_M=3, PER_SM=1)
         rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in get_args(configs.Path)}
         monkeypatch.setitem(configs.TABLES, "interpreter", configs.TABLES["interpreter"] | rows)
@@ -244,20 +170,6 @@ def test_a_segment_without_rows():
     _, experts = main_grad("packed", 2, 40, 72)
     assert run(experts, segs, accumulate=True) == path_of("tma", torch.float32)
     check(experts, segs, UNTOUCHED)
-
-
-def gathered(segs, name, index_dtype=torch.int32):
-    """`(segments, index of each)`: one operand's rows in another order, among rows that nobody wants."""
-    moved, rows = [], []
-    for i, one in enumerate(segs):
-        operand = getattr(one, name)
-        order = torch.randperm(2 * operand.shape[0], generator=torch.Generator().manual_seed(i))[: operand.shape[0]]
-        tokens = torch.full((2 * operand.shape[0], operand.shape[1]), float("nan"), dtype=operand.dtype)
-        tokens[order] = operand.cpu()
-        order[int(one.offsets[-1]) :] = 10**6  # padding rows' indices are not used
-        moved.append(dataclasses.replace(one, **{name: tokens.to(DEVICE)}))
-        rows.append(order.to(DEVICE, index_dtype))
-    return moved, {f"{name}_rows": rows}
 
 
 @pytest.mark.parametrize("name", ["dy", "x"])

@@ -1,9 +1,13 @@
-"""Weights as their owners lay them out, and what kernels need to know about a load."""
+"""Weights and rows as their owners lay them out, and what kernels need to know about a load."""
 
 import torch
+import triton
 
 from fusedmlp.kernels import configs, schedule
 from fusedmlp.kernels.expert_tensors import ExpertTensors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = triton.knobs.runtime.interpret  # else kernels are compiled: for a GPU, or for the emulator of one
 
 # And the best path by which weights can be loaded from there.
 PLACES = {
@@ -39,6 +43,15 @@ def place(stacked, where, device):
 def logical(described, layout):
     """`[out, in]` strides of weights stored `[in, out]`."""
     return described if layout == "out_in" else described._replace(strides=described.strides[::-1])
+
+
+def among_others(rows, owned, index_dtype=torch.int32, seed=1):
+    """`(tokens, index)`: the rows in another order, among rows that nobody wants; `tokens[index]` undoes it."""
+    order = torch.randperm(2 * rows.shape[0], generator=torch.Generator().manual_seed(seed))[: rows.shape[0]]
+    tokens = torch.full((2 * rows.shape[0], rows.shape[1]), float("nan"), dtype=rows.dtype)
+    tokens[order] = rows.cpu()
+    order[owned:] = 10**6  # padding rows' indices are not used
+    return tokens.to(rows.device), order.to(rows.device, index_dtype)
 
 
 def tiles_of(counts, num_rows, device):

@@ -171,6 +171,12 @@ class Segment:
         pairs = ((self.dy[a:b].to(dtype), self.x[a:b].to(dtype)) for a, b in zip(bounds, bounds[1:], strict=False))
         return torch.stack([dy.T @ x for dy, x in pairs])
 
+    def scale(self):
+        """A probability for each row, NaN for those of nobody."""
+        scale = torch.rand(self.dy.shape[0], generator=torch.Generator().manual_seed(3)) + 0.5
+        scale[int(self.offsets[-1]) :] = float("nan")
+        return scale.to(self.dy.device)
+
 
 def wgrad_segment(counts, N=40, K=72, dtype=torch.float32, padding=3, seed=0, device="cpu"):
     generator = torch.Generator().manual_seed(seed)

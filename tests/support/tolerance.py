@@ -20,7 +20,14 @@ def bound(expected, low_precision, dtype, magnitudes=None):
     """
     scale_of = scales(expected, magnitudes)
     errors = [(low_precision[name] - expected[name]).abs().max() / s for name, s in scale_of.items() if s > 0]
-    return float(2 * (max(errors, default=0.0) + ROUNDING_BAND * torch.finfo(dtype).eps))
+    return float(2 * (max(errors, default=0.0) + ROUNDING_BAND * eps(dtype)))
+
+
+def eps(dtype):
+    """Of the products in a dtype: TF32, where torch's setting allows it, has as many bits as fp16."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = torch.float16
+    return torch.finfo(dtype).eps
 
 
 def assert_close(actual, expected, low_precision, dtype, magnitudes=None):

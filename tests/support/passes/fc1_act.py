@@ -1,0 +1,63 @@
+"""fc1 with its activation by itself: a case's results against float64, on the path that it should take."""
+
+import torch
+from support import experts
+from support import reference as oracle
+from support.experts import DEVICE
+from support.factory import Inputs
+from support.tolerance import assert_close
+
+import fusedmlp
+from fusedmlp.kernels import launches
+from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.operators.triton_impl import _options
+
+
+def reference(inputs, dtype):
+    """`h` and `a` of the rows of experts, in any dtype."""
+    case, hs, row = inputs.case, [], 0
+    for e, n in enumerate(case.counts):
+        w = inputs.fc1[e].to(dtype)
+        h = inputs.x[row : row + n].to(dtype) @ (w.T if case.layout == "out_in" else w)
+        hs.append((h + inputs.bias1[e].to(dtype) if case.bias else h).to(dtype))
+        row += n
+    h = torch.cat(hs)
+    a = oracle.activate(case.activation, h, **case.options)
+    if case.probs:
+        a = (a * inputs.probs[:row, None].to(dtype)).to(dtype)
+    return {"h": h.double(), "a": a.double()}
+
+
+def run(inputs, where="packed", *, rows=None, best="tma"):
+    """`h` and `a` of all rows; checks which path was taken."""
+    case, num_rows = inputs.case, inputs.probs.shape[0]
+    G = inputs.bias1.shape[1]
+    h, a = (torch.full((num_rows, n), float("nan"), dtype=case.dtype, device=DEVICE) for n in (G, case.F))
+    with launches.recording() as log:
+        grouped_fc1_act_(
+            h,
+            a,
+            inputs.x.to(DEVICE),
+            experts.logical(experts.place(inputs.fc1, where, DEVICE), case.layout),
+            experts.tiles_of(case.counts, num_rows, DEVICE),
+            _options(fusedmlp.Activation(case.activation, **case.options).encoded),
+            bias_EG=experts.place(inputs.bias1, where, DEVICE) if case.bias else None,
+            probs_R=inputs.probs.to(DEVICE) if case.probs else None,
+            rows_R=None if rows is None else rows.to(DEVICE),
+        )
+    (launch,) = log
+    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
+    return {"h": h.cpu(), "a": a.cpu()}, launch
+
+
+def check(case, where="packed", *, gathered=False, best="tma"):
+    inputs = Inputs(case)
+    permuted, owned, rows = inputs.x, sum(case.counts), None
+    if gathered:
+        inputs.x, rows = experts.among_others(permuted, owned)
+    got, _ = run(inputs, where, rows=rows, best=best)
+    inputs.x = permuted
+    assert all((t[owned:] == 0).all() for t in got.values())
+    expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)
+    assert_close({name: t[:owned].double() for name, t in got.items()}, expected, low, case.dtype)
+    return got

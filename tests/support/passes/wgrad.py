@@ -1,0 +1,110 @@
+"""The wgrad kernel by itself: main_grad where owners keep it, several segments, gathered rows, against float64."""
+
+import dataclasses
+
+import torch
+from support import experts as support
+from support import tolerance
+from support.experts import DEVICE
+
+from fusedmlp.kernels import launches
+from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
+
+UNTOUCHED = 0.25  # what an owner's buffer holds around main_grad
+
+# Where owners keep main_grad, and the best path to get there.
+PLACES = {
+    "packed": "tma",
+    "packed in_out": "tma",
+    "reversed": "tma",
+    "reversed in_out": "tma",
+    "misaligned": "unaligned",
+    "misaligned in_out": "unaligned",
+    "scattered": "pointer",
+    "scattered in_out": "pointer",
+    "scattered and misaligned": "unaligned",
+    "every other column": "unaligned",
+}
+
+
+def main_grad(place, count, N, K, dtype=torch.float32):
+    """`(buffer, experts)`: the owner's memory, and a matrix `[N, K]` of it for each expert."""
+    size, step = N * K, 2 if place == "every other column" else 1
+    flat = torch.full((2 * count * size * step + 16,), UNTOUCHED, device=DEVICE, dtype=dtype)
+    starts = [e * size * step for e in range(count)]
+    if "reversed" in place:
+        starts.reverse()
+    if "scattered" in place:
+        starts = [start + (size if e > 1 else 0) for e, start in enumerate(starts)]
+    if "misaligned" in place:
+        starts = [1 + start for start in starts]
+    shape, strides = ((K, N), (N, 1)) if "in_out" in place else ((N, K), (K * step, step))
+    experts = [flat.as_strided(shape, strides, start) for start in starts]
+    return flat, [t.T for t in experts] if "in_out" in place else experts
+
+
+def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rows):
+    """The path that was taken. `rows`: `dy_rows` or `x_rows`."""
+    group = experts
+    if packed:
+        size = experts[0].shape.numel()
+        group = [experts[0].as_strided((len(experts), *experts[0].shape), (size, *experts[0].stride()))]
+    operands = [[getattr(s, name) for s in segs] for name in ("dy", "x", "offsets")]
+    with launches.recording() as recorded:
+        grouped_wgrad_(
+            ExpertTensors.of(group, 2),
+            None if db is None else ExpertTensors.of([db], 1),
+            *operands,
+            accumulate=accumulate,
+            scale_R=scale,
+            **rows,
+        )
+    return recorded[-1].path
+
+
+def path_of(best, dtype, sizes=(40, 72)):
+    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes)
+
+
+def check(experts, segs, initial):
+    """Against float64, within the error of PyTorch's own fp32, rounded once to the type of main_grad."""
+    got = torch.stack(experts)
+    want = initial + sum(s.product(torch.float64) for s in segs)
+    low = (initial + sum(s.product(torch.float32) for s in segs)).to(got.dtype)
+    tolerance.assert_close({"dw": got.double()}, {"dw": want}, {"dw": low.double()}, got.dtype)
+
+
+def check_untouched(experts, segs, accumulate):
+    """Of an expert without rows, not a bit may change."""
+    for e, expert in enumerate(experts):
+        if accumulate and all(s.offsets[e] == s.offsets[e + 1] for s in segs):
+            assert (expert == UNTOUCHED).all()
+
+
+def check_bias(db, one, scale):
+    """Sums of the rows of `dy`, each times its `scale` if there is one, against float64."""
+
+    def sums(dtype):
+        scaled = one.dy.to(dtype) if scale is None else one.dy.to(dtype) * scale.to(dtype)[:, None]
+        bounds = one.offsets.tolist()
+        return torch.stack([scaled[a:b].sum(0) for a, b in zip(bounds, bounds[1:], strict=False)])
+
+    low = sums(torch.float32).to(db.dtype).double()
+    tolerance.assert_close({"db": db.double()}, {"db": sums(torch.float64)}, {"db": low}, db.dtype)
+
+
+def shifted(one):
+    """The segment with its `x` at an address that no vector can be loaded from, as a view of a larger tensor has it."""
+    flat = torch.cat([one.x.new_zeros(1), one.x.flatten()])
+    return dataclasses.replace(one, x=flat[1:].view_as(one.x))
+
+
+def gathered(segs, name, index_dtype=torch.int32):
+    """`(segments, index of each)`: one operand's rows in another order, among rows that nobody wants."""
+    moved, rows = [], []
+    for i, one in enumerate(segs):
+        tokens, order = support.among_others(getattr(one, name), int(one.offsets[-1]), index_dtype, seed=i)
+        moved.append(dataclasses.replace(one, **{name: tokens}))
+        rows.append(order)
+    return moved, {f"{name}_rows": rows}
