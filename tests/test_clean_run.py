@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -55,8 +56,10 @@ def start(tmp_path):
         path = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1], tmp_path)))
         command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "test_it.py"]
         environment = os.environ | {NAME: name, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "temporary")}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        return subprocess.Popen(command, cwd=tmp_path, env=environment, start_new_session=True, **pipes), name
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        # Whoever started this run in the background of a shell made it ignore SIGINT, and so all that it starts.
+        heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+        return subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heard, **options), name
 
     return start
 
