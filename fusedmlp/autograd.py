@@ -74,8 +74,8 @@ class Call:
     def finish(
         self,
         route: Route,
-        dy: Tensor,
-        x: Tensor,
+        dy: Tensor | None,
+        x: Tensor | None,
         offsets: Tensor,
         *,
         dy_rows: Tensor | None = None,
@@ -84,6 +84,8 @@ class Call:
         """What backward returns for a weight; queues its GEMM if it is delayed."""
         if route.delayed:
             assert self.queue is not None
+            assert dy is not None
+            assert x is not None
             operands = Operands(dy, x, offsets, dy_rows, x_rows)
             self.queue.put(route, operands, transposed=self.transposed, impl=self.impl)
         return route.finish()
@@ -171,9 +173,9 @@ class GroupedLinear(torch.autograd.Function):
 
 
 class GroupedMLP(torch.autograd.Function):
-    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, slots, rows) -> y`.
+    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, tokens, rows, row_probs) -> y`.
 
-    `slots` and `rows` (`types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
+    The last three (`types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -181,8 +183,7 @@ class GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
-        fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows) = call.split(tensors)
-        tokens, row_probs = _of_rows(probs, slots)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs) = call.split(tensors)
         out = MLPOutput(
             *ops.grouped_mlp(
                 x,
@@ -192,7 +193,7 @@ class GroupedMLP(torch.autograd.Function):
                 bias2,
                 offsets,
                 tokens,
-                row_probs,
+                probs if rows is None else row_probs,
                 call.activation,
                 call.impl,
             )
@@ -208,11 +209,10 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: list[Route]) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, probs, slots, rows, h) = call.split(saved)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, h) = call.split(saved)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
-        tokens, row_probs = _of_rows(probs, slots)
         route2 = call.route(
             "fc2_weight", fc2, nodes2, ctx, routes
         )  # first, as its GEMM is: they could be one parameter
@@ -232,7 +232,8 @@ class GroupedMLP(torch.autograd.Function):
                 bias2,
                 offsets,
                 tokens,
-                row_probs,
+                rows,
+                probs if rows is None else row_probs,
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
@@ -244,22 +245,13 @@ class GroupedMLP(torch.autograd.Function):
         dx = dprobs = None
         if x_node is not None:
             dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
-        if probs is not None:
-            dprobs = grads.dprobs if rows is None else grads.dprobs.index_select(0, rows).view_as(probs)
-            dprobs = dprobs.to(probs.dtype)
+        if probs is not None and grads.dprobs is not None:
+            dprobs = grads.dprobs.view_as(probs)
         # fc2 leaves a queue before fc1.
         dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
         dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)
         db = _returned(db1, bias1) + _returned(db2, bias2)
-        return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None)
-
-
-def _of_rows(probs: Tensor | None, slots: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """The token that every row is gathered from (None: x has rows), and the probability of every row."""
-    if slots is None:
-        return None, probs
-    assert probs is not None
-    return slots // probs.shape[1], probs.flatten().index_select(0, slots)
+        return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None)
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:

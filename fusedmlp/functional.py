@@ -89,7 +89,7 @@ def grouped_mlp(
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     offsets = _offsets(counts, x, call.impl)
-    rest = [x.contiguous(), offsets, probs, None, None]
+    rest = [x.contiguous(), offsets, probs, None, None, None]
     return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
@@ -145,8 +145,8 @@ def moe_experts(
     )
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
-    order = Routing(*ops.route(ids, weights["fc1_weight"].num_experts, call.impl))
-    rest = [hidden_states.contiguous(), order.offsets, probs, order.slots, order.rows]
+    order = Routing(*ops.route(ids, probs.detach(), weights["fc1_weight"].num_experts, call.impl))
+    rest = [hidden_states.contiguous(), order.plan, probs, order.tokens, order.rows, order.probs]
     return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 

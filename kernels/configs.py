@@ -183,6 +183,13 @@ def architecture(device: torch.device) -> str:
     return f"sm_{max(older)}"
 
 
+@lru_cache
+def row_blocks(device: torch.device) -> tuple[int, ...]:
+    """Every BLOCK_M that the M-ragged passes may choose."""
+    tiles = [*shipped(architecture(device)), *TUNED.items()]
+    return tuple(sorted({tile.BLOCK_M for key, tile in tiles if key.kernel != "wgrad"}))
+
+
 def has_path(kernel: str, dtype: torch.dtype, device: torch.device, path: Path) -> bool:
     """Whether the device's table has a configuration with that way of moving tiles."""
     return (kernel, path, 8 * dtype.itemsize) in TABLES[architecture(device)]

@@ -86,9 +86,9 @@ def wgrad(
     return Launch("wgrad", flops, num_bytes, grad_bytes)
 
 
-def route(R: int, E: int, itemsize: int) -> Launch:
-    """Reads ids `[R]`, writes offsets `[E + 1]`, and slots and rows `[R]`; `itemsize` of ids."""
-    return Launch("route", 0, itemsize * R + _INT32 * (E + 1 + 2 * R))
+def route(R: int, E: int, itemsize: int, probs: int) -> Launch:
+    """Reads ids `[R]`, writes offsets `[E + 1]`, and tokens and rows `[R]`; copies probs `[R]`; `itemsize` of ids."""
+    return Launch("route", 0, itemsize * R + _INT32 * (E + 1 + 2 * R) + 2 * probs * R)
 
 
 def combine(T: int, K: int, H: int, itemsize: int) -> Launch:

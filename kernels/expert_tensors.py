@@ -19,6 +19,7 @@ class ExpertTensors(NamedTuple):
     strides: tuple[int, ...]  # 1 where there is but one element
     aligned: bool  # every expert starts at a multiple of 16 bytes
     lowest: Tensor  # starts at the lowest address of all
+    num_experts: int
 
     @staticmethod
     def of(group: Sequence[Tensor], dim: int) -> ExpertTensors:
@@ -32,7 +33,7 @@ class ExpertTensors(NamedTuple):
         if len(group) == 1 and first.dim() > dim:
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
-            return ExpertTensors(first, None, stride_e, strides, aligned, first)
+            return ExpertTensors(first, None, stride_e, strides, aligned, first, first.shape[0])
         stride = first.stride()
         for e, tensor in enumerate(group):
             if tensor.stride() != stride and _strides(tensor) != strides:
@@ -49,8 +50,9 @@ class ExpertTensors(NamedTuple):
         start = buffer.data_ptr()
         together = start <= min(addresses) and max(addresses) < start + buffer.nbytes()
         if even and together and step % size == 0:
-            return ExpertTensors(first, None, step // size, strides, aligned, group[-1] if step < 0 else first)
-        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first)
+            lowest = group[-1] if step < 0 else first
+            return ExpertTensors(first, None, step // size, strides, aligned, lowest, len(group))
+        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first, len(group))
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

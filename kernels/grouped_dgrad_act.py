@@ -3,8 +3,8 @@
 With `g`, `l` the gate and linear parts of `h`, recomputed from it:
     dh_g = p * da * d act / dg,    dh_l = p * da * d act / dl,    a = p * act
     dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
-(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and the
-launcher adds those in a fixed order: no atomics, the same bits every run.
+(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, which the
+next launch adds up (`dprobs.py`): no atomics, the same bits every run.
 
 With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. Descriptors cannot
 follow an index, so dy then comes by pointers, through cp.async, also where all else goes by TMA.
@@ -24,7 +24,8 @@ from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import BY_DESCRIPTORS, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .schedule import Schedule, load_tile, tile_at, zero_padding
+from .plan import Schedule
+from .schedule import load_tile, tile_at, zero_padding
 
 
 @triton.jit
@@ -37,7 +38,7 @@ def _load_h(h_M1, mask_M1, column, F, WIDTH: tl.constexpr, GATED: tl.constexpr, 
     return g, l
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["tiles_at", "num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
     dy_desc,
@@ -56,6 +57,7 @@ def _grouped_dgrad_act_kernel(
     a_desc,
     partial_ptr,
     tiles_ptr,
+    tiles_at,
     num_experts,
     num_rows,
     H,
@@ -86,6 +88,7 @@ def _grouped_dgrad_act_kernel(
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
+    tiles_ptr += tiles_at
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     end_g = F * CHANNEL_STEP  # of the gates
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
@@ -172,7 +175,8 @@ def grouped_dgrad_act_(
     probs_R: Tensor | None = None,
     rows_R: Tensor | None = None,
 ) -> Tensor | None:
-    """Writes all of `dh` and `a`, zeros at padding rows; returns `dprobs [R]` in fp32, zero at padding rows, or None.
+    """Writes all of `dh` and `a`, zeros at padding rows; returns fp32 parts of `dprobs`, `[parts, R]`, zero at padding
+    rows, which `dprobs.py` adds up, or None.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
     `rows` (`[R]` integers, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
@@ -188,7 +192,7 @@ def grouped_dgrad_act_(
     num_f = triton.cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
     if not num_rows:
-        return None if partial is None else partial.sum(0)
+        return partial
     k_contiguous = w_EFH.strides[1] == 1
     dy_desc = w_desc = dh_desc = dh_linear_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
@@ -225,7 +229,7 @@ def grouped_dgrad_act_(
         a_RF,
         a_desc,
         partial,
-        schedule.tiles(tile.BLOCK_M),
+        *schedule.tiles(tile.BLOCK_M),
         num_experts,
         num_rows,
         H,
@@ -249,4 +253,4 @@ def grouped_dgrad_act_(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return None if partial is None else partial.sum(0)
+    return partial

@@ -1,6 +1,7 @@
 """Passes (2) and (4): `y[r, n] = sum_k x[r, k] w[e, n, k] + scale[r] bias[e, n]` for the expert e of row r.
 
-`dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over the tiles of `schedule.py`.
+`dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over the tiles of a plan. With
+`dprobs`, the launch also adds up what pass (3) left of those, so that they need none of their own.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from . import cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import choose, dot_precision, num_programs
+from .dprobs import Dprobs, sum_partials
 from .expert_tensors import ExpertTensors
-from .schedule import Schedule, load_tile, tile_at, zero_padding
+from .plan import Schedule
+from .schedule import load_tile, tile_at, zero_padding
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_at", "num_partials", "num_rows"])
 def _grouped_gemm_kernel(
     x_ptr,
     x_desc,
@@ -29,7 +32,13 @@ def _grouped_gemm_kernel(
     scale_ptr,
     y_ptr,
     y_desc,
+    partial_ptr,
+    rows_ptr,
+    dprobs_ptr,
     tiles_ptr,
+    tiles_at,
+    num_partials,
+    num_rows,
     num_experts,
     N,
     K,
@@ -50,6 +59,7 @@ def _grouped_gemm_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    tiles_ptr += tiles_at
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, BLOCK_N)
     tl.assume(K > 0)
     WIDTH: tl.constexpr = BLOCK_N // SUBTILES
@@ -57,15 +67,15 @@ def _grouped_gemm_kernel(
     # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
     for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
-        expert, first, num_rows = load_tile(tiles_ptr, m_tile)
-        n, mask_M1 = n_tile * BLOCK_N, row_M1 < num_rows
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        n, mask_M1 = n_tile * BLOCK_N, row_M1 < rows
         x_M1 = x_ptr + (first + row_M1).to(tl.int64) * stride_x_r
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for k in range(0, K, BLOCK_K):
-            x_MK = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, K, BLOCK_K)
+            x_MK = load_rows(x_desc, x_M1, first, rows, mask_M1, k, K, BLOCK_K)
             w_KN = load_weight(w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, BLOCK_N, BLOCK_K, K_CONTIGUOUS)
             acc = dot(x_MK, w_KN, acc, PRECISION)
 
@@ -81,9 +91,11 @@ def _grouped_gemm_kernel(
                     bias_1N = bias_1N * tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
                 y_MN += bias_1N
             y_MN = round_to(y_MN, y_ptr.dtype.element_ty)
-            store_rows(y_desc, y_M1, first, num_rows, mask_M1, column, N, y_MN)
+            store_rows(y_desc, y_M1, first, rows, mask_M1, column, N, y_MN)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, BLOCK_M, WIDTH)
+    if partial_ptr is not None:
+        sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows)
 
 
 def grouped_gemm_(
@@ -94,8 +106,9 @@ def grouped_gemm_(
     *,
     bias_EN: ExpertTensors | None = None,
     scale_R: Tensor | None = None,
+    dprobs: Dprobs | None = None,
 ) -> None:
-    """Writes all of `y`, zeros at padding rows. `x` and `y` have unit column stride."""
+    """Writes all of `y`, zeros at padding rows, and `dprobs`. `x` and `y` have unit column stride."""
     N, K, num_experts = y_RN.shape[1], x_RK.shape[1], schedule.num_experts
     if y_RN.numel() == 0:
         return
@@ -123,7 +136,10 @@ def grouped_gemm_(
         scale_R,
         y_RN,
         y_desc,
-        schedule.tiles(tile.BLOCK_M),
+        *(dprobs or (None, None, None)),
+        *schedule.tiles(tile.BLOCK_M),
+        dprobs.partial.shape[0] if dprobs else 0,
+        schedule.num_rows,
         num_experts,
         N,
         K,

@@ -7,18 +7,18 @@ from .grouped_dgrad_act import grouped_dgrad_act_
 from .grouped_fc1_act import grouped_fc1_act_
 from .grouped_gemm import grouped_gemm_
 from .grouped_wgrad import grouped_wgrad_
+from .plan import Schedule, plan_of_counts
 from .routing import route
-from .schedule import Schedule, expert_offsets
 
 __all__ = [
     "ExpertTensors",
     "Options",
     "Schedule",
     "combine_",
-    "expert_offsets",
     "grouped_dgrad_act_",
     "grouped_fc1_act_",
     "grouped_gemm_",
     "grouped_wgrad_",
+    "plan_of_counts",
     "route",
 ]

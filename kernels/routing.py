@@ -1,14 +1,18 @@
 """The order of routed rows: from the experts that every token chose, `id[i]` of flat position `i = t * K + k`, to
 
     rows[i] = |{j : id[j] < id[i]}| + |{j < i : id[j] = id[i]}|,    slots = its inverse,
-    offsets[e] = |{j : id[j] < e}|.
 
-That is a stable sort by counting, in three launches: every block of positions counts its ids; the counts are summed
-over the blocks before; every block places its positions. No atomics on memory: the same bits every run. Ids outside
-`[0, E)` count as E, so rows of experts that are elsewhere come last, as padding.
+and of every row its token, `slots[r] // K`, and its probability.
+
+That is a stable sort by counting, in two launches: every block of positions counts its ids; then every block adds up
+the counts of those before it and places its positions, beside programs that make the plan of the launches to come
+(`plan.py`). No atomics on memory: the same bits every run. Ids outside `[0, E)` count as E, so rows of experts that are
+elsewhere come last, as padding.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,9 +20,22 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cost, launches
+from .configs import row_blocks
+from .plan import groups_of_counts, num_plan_programs, size_of_plan, sizes_of_plan, write_plan
 
-# Positions that one program counts and places, and those that it compares with each other at once.
-_BLOCK, _CHUNK = 1024, 64
+# Positions that are counted at once, that are compared with each other at once, and counts that are added up at once.
+_COUNTED, _CHUNK, _SUMMED = 1024, 64, 4096
+# Blocks, of which each reads the counts of all: a block is longer where there would be more.
+_MOST_BLOCKS = 128
+
+
+class Routed(NamedTuple):
+    """Positions by expert, stable in their order; rows of no expert come last."""
+
+    plan: Tensor  # see plan.py
+    tokens: Tensor  # [R] int32: the token of every row
+    rows: Tensor  # [R] int32: the row of every flat position
+    probs: Tensor  # [R]: of every row
 
 
 @triton.jit
@@ -30,82 +47,110 @@ def _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS: tl.constexpr):
     return tl.where(inside, experts, NUM_EXPERTS + 1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_positions"])
+@triton.jit(do_not_specialize=["num_positions", "block"])
 def _routing_counts_kernel(
-    ids_ptr, counts_ptr, num_positions, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr
+    ids_ptr, counts_ptr, num_positions, block, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, COUNTED: tl.constexpr
 ):
-    block = tl.program_id(0).to(tl.int64)
-    experts = _load_experts(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), num_positions, NUM_EXPERTS)
+    first = tl.program_id(0).to(tl.int64) * block
     bins = tl.arange(0, BINS)
-    tl.store(counts_ptr + block * (NUM_EXPERTS + 1) + bins, tl.histogram(experts, BINS), mask=bins <= NUM_EXPERTS)
+    counts = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, block, COUNTED):
+        position = first + start + tl.arange(0, COUNTED)
+        counts += tl.histogram(_load_experts(ids_ptr, position, num_positions, NUM_EXPERTS), BINS)
+    tl.store(counts_ptr + tl.program_id(0) * (NUM_EXPERTS + 1) + bins, counts, mask=bins <= NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
-def _routing_sums_kernel(
-    counts_ptr, totals_ptr, num_blocks, NUM_EXPERTS: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
-):
-    """Counts of a block become those of all blocks before it; totals are of all blocks."""
-    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    before_E = tl.zeros((BLOCK_E,), dtype=tl.int32)
+@triton.jit
+def _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SUMMED: tl.constexpr):
+    """`(counts of all blocks, of those before the part-th)`, `[BINS]`."""
+    BLOCK_B: tl.constexpr = max(1, SUMMED // BINS)
+    bins = tl.arange(0, BINS)
+    totals, before = tl.zeros((BINS,), dtype=tl.int32), tl.zeros((BINS,), dtype=tl.int32)
     for first in range(0, num_blocks, BLOCK_B):
         blocks = first + tl.arange(0, BLOCK_B)
-        at = counts_ptr + blocks.to(tl.int64)[:, None] * (NUM_EXPERTS + 1) + experts[None, :]
-        mask = (blocks < num_blocks)[:, None] & (experts <= NUM_EXPERTS)[None, :]
-        counts_BE = tl.load(at, mask=mask, other=0)
-        tl.store(at, before_E[None, :] + tl.cumsum(counts_BE, 0) - counts_BE, mask=mask)
-        before_E += tl.sum(counts_BE, 0)
-    tl.store(totals_ptr + experts, before_E, mask=experts <= NUM_EXPERTS)
+        mask = (blocks < num_blocks)[:, None] & (bins <= NUM_EXPERTS)[None, :]
+        counts_BE = tl.load(counts_ptr + blocks[:, None] * (NUM_EXPERTS + 1) + bins[None, :], mask=mask, other=0)
+        totals += tl.sum(counts_BE, 0)
+        before += tl.sum(tl.where((blocks < part)[:, None], counts_BE, 0), 0)
+    return totals, before
 
 
-@triton.jit(do_not_specialize=["num_positions"])
+@triton.jit(do_not_specialize=["num_positions", "num_blocks", "block", "top_k"])
 def _routing_places_kernel(
     ids_ptr,
-    before_ptr,
-    totals_ptr,
-    offsets_ptr,
-    slots_ptr,
+    probs_ptr,
+    counts_ptr,
+    plan_ptr,
+    tokens_ptr,
     rows_ptr,
+    row_probs_ptr,
     num_positions,
-    NUM_EXPERTS: tl.constexpr,
+    num_blocks,
+    block,
+    top_k,
     BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SUMMED: tl.constexpr,
     CHUNK: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
 ):
-    block = tl.program_id(0).to(tl.int64)
-    bins = tl.arange(0, BINS)
-    totals = tl.load(totals_ptr + bins, mask=bins <= NUM_EXPERTS, other=0)
-    next_row = tl.cumsum(totals, 0) - totals  # of every expert
-    if block == 0:
-        tl.store(offsets_ptr + bins, next_row, mask=bins <= NUM_EXPERTS)
-    next_row += tl.load(before_ptr + block * (NUM_EXPERTS + 1) + bins, mask=bins <= NUM_EXPERTS, other=0)
-    within = tl.arange(0, CHUNK)
-    for start in range(0, tl.minimum(num_positions - block * BLOCK, BLOCK).to(tl.int32), CHUNK):
-        position = block * BLOCK + start + within
-        experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)
-        earlier = (experts[:, None] == experts[None, :]) & (within[None, :] < within[:, None])
-        row = tl.gather(next_row, experts, 0) + tl.sum(earlier.to(tl.int32), 1)
-        mask = position < num_positions
-        tl.store(rows_ptr + position, row, mask=mask)
-        tl.store(slots_ptr + row.to(tl.int64), position.to(tl.int32), mask=mask)
-        next_row += tl.histogram(experts, BINS)
+    part = tl.program_id(0)
+    totals, before = _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS, BINS, SUMMED)
+    if part >= num_blocks:
+        g = tl.arange(0, BLOCK_G)
+        n_g = tl.where(g < NUM_EXPERTS, tl.gather(totals, tl.minimum(g, BINS - 1), 0), 0)
+        first_g, end_g = groups_of_counts(n_g, num_positions, NUM_EXPERTS, BLOCK_G)
+        write_plan(
+            part - num_blocks, first_g, end_g, plan_ptr, num_positions, NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E
+        )
+    else:
+        next_row = tl.cumsum(totals, 0) - totals + before  # of every expert
+        within = tl.arange(0, CHUNK)
+        first = part.to(tl.int64) * block
+        for start in range(0, tl.minimum(num_positions - first, block).to(tl.int32), CHUNK):
+            position = first + start + within
+            experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)
+            earlier = (experts[:, None] == experts[None, :]) & (within[None, :] < within[:, None])
+            row = tl.gather(next_row, experts, 0) + tl.sum(earlier.to(tl.int32), 1)
+            mask = position < num_positions
+            tl.store(rows_ptr + position, row, mask=mask)
+            tl.store(tokens_ptr + row.to(tl.int64), (position // top_k).to(tl.int32), mask=mask)
+            tl.store(row_probs_ptr + row.to(tl.int64), tl.load(probs_ptr + position, mask=mask, other=0.0), mask=mask)
+            next_row += tl.histogram(experts, BINS)
 
 
-def route(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`(offsets [E + 1], slots [R], rows [R])`, int32, of contiguous ids of any integer dtype; `T * K < 2**31`."""
+def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
+    """Contiguous ids of any integer dtype, and probabilities of any dtype; `T * K < 2**31`."""
     R, device = ids_TK.numel(), ids_TK.device
-    num_blocks = max(1, triton.cdiv(R, _BLOCK))
-    bins = triton.next_power_of_2(num_experts + 2)
+    block = max(_COUNTED, triton.next_power_of_2(triton.cdiv(R, _MOST_BLOCKS)))
+    num_blocks, bins = max(1, triton.cdiv(R, block)), triton.next_power_of_2(num_experts + 2)
+    blocks = row_blocks(device)
 
-    def indices(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=torch.int32, device=device)
+    def indices(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
 
-    counts, totals = indices(num_blocks, num_experts + 1), indices(num_experts + 1)
-    offsets, slots, rows = indices(num_experts + 1), indices(R), indices(R)
-    _routing_counts_kernel[(num_blocks,)](ids_TK, counts, R, num_experts, bins, _BLOCK)
-    block_e = 16
-    _routing_sums_kernel[(triton.cdiv(num_experts + 1, block_e),)](counts, totals, num_blocks, num_experts, 64, block_e)
-    _routing_places_kernel[(num_blocks,)](
-        ids_TK, counts, totals, offsets, slots, rows, R, num_experts, bins, _BLOCK, _CHUNK
+    counts = indices(num_blocks * (num_experts + 1))
+    routed = Routed(
+        indices(size_of_plan(R, num_experts, blocks)), indices(R), indices(R), torch.empty_like(probs_TK).flatten()
     )
-    launches.report("pointer", lambda: cost.route(R, num_experts, ids_TK.element_size()))
-    return offsets, slots, rows
+    _routing_counts_kernel[(num_blocks,)](ids_TK, counts, R, block, num_experts, bins, _COUNTED)
+    _routing_places_kernel[(num_blocks + num_plan_programs(R, num_experts, blocks),)](
+        ids_TK,
+        probs_TK,
+        counts,
+        *routed,
+        R,
+        num_blocks,
+        block,
+        max(1, ids_TK.shape[-1]),
+        bins,
+        _SUMMED,
+        _CHUNK,
+        **sizes_of_plan(num_experts, blocks),
+        num_warps=8,
+    )
+    launches.report("pointer", lambda: cost.route(R, num_experts, ids_TK.element_size(), probs_TK.element_size()))
+    return routed

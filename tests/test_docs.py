@@ -16,6 +16,7 @@ import torch
 import fusedmlp
 from fusedmlp.__main__ import main
 from fusedmlp.kernels import configs, schedule
+from fusedmlp.kernels.plan import Schedule
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,7 +205,9 @@ def test_the_drawings_show_what_the_kernels_do():
         for name in ("tiles", "wgrad_order", "wgrad_epilogue")
     )
     offsets = torch.tensor([0, 300, 300, 428, 628], dtype=torch.int32, device=DEVICE)
-    (owned, used, _), *listed = schedule.tile_schedule(offsets, 668, 128).tolist()
+    plan = Schedule(offsets, 668)
+    table, at = plan.tiles(128)
+    (owned, used, _), *listed = table[at:][: 3 * (1 + plan.max_tiles(128))].view(-1, 3).tolist()
     assert f"here {owned} tiles of experts, {used} in all" in tiles
     cells = [4 if cell == "padding" else int(cell) for cell in re.findall(r'class="list mid">(\w+)<', tiles)]
     assert cells == [number for i, tile in enumerate(listed[:used]) for number in (i, *tile)]
@@ -213,7 +216,8 @@ def test_the_drawings_show_what_the_kernels_do():
     for m, n, place in places:
         assert schedule.tile_at.fn(int(place), owned, 4, 3) == (int(m), int(n))
 
-    experts = schedule.expert_order(offsets, None).tolist()
+    table, at = plan.order
+    experts = table[at:].tolist()
     taken = re.findall(r'class="mid rank" data-expert="(\d)">(\d+)<', order)
     assert sorted(int(tile) for _, tile in taken) == list(range(experts[4] * 4))
     for expert, tile in taken:

@@ -137,7 +137,7 @@ def test_passes_are_timed_one_by_one(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", launch)
 
     def step():
-        JITFunction.run(Kernel("_tile_schedule_kernel", 0.5))
+        JITFunction.run(Kernel("_plan_kernel", 0.5))
         for i in range(6):
             JITFunction.run(Kernel("_grouped_kernel", i + 1.0))
 

@@ -75,7 +75,7 @@ def _step(problem: Problem) -> None:
     encoded = Activation("swiglu").encoded
     triton_impl.grouped_mlp(x, *weights, [], [], offsets, None, probs, encoded)
     triton_impl.grouped_mlp_backward_(
-        *grads, [], [], dy, x, h, *weights, [], offsets, None, probs, encoded, True, True, True, False
+        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False
     )
 
 

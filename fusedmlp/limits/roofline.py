@@ -34,7 +34,7 @@ def passes(shape: Shape, rows: list[int]) -> dict[str, Launch]:
     if (top_k := shape.R // shape.most) > 1:
         T = shape.most
         costs |= {
-            "route": cost.route(shape.R, shape.E, _INT64),
+            "route": cost.route(shape.R, shape.E, _INT64, _FP32),
             "fc1_act, gathered": cost.fc1_act(rows, H, F, _BF16, tokens=T),
             "dgrad_act, gathered": cost.dgrad_act(rows, H, F, _BF16, tokens=T),
             "wgrad fc2, gathered": cost.wgrad(rows, H, F, _BF16, _FP32, accumulate=True, dy_tokens=T),

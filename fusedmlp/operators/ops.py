@@ -1,9 +1,9 @@
 """The operators, registered with `torch.library`: schema, what they mutate, their fakes.
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
-likewise). `offsets` `[E + 1]` comes from `expert_offsets` or `route`, `activation` is `Activation.encoded`, and
-`impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor without elements stands
-for "none". Nothing is validated here (see `validate.py`).
+likewise). `offsets` comes from `expert_offsets` or `route`, or is `[E + 1]` int32 first rows; `activation` is
+`Activation.encoded`, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor
+without elements stands for "none". Nothing is validated here (see `validate.py`).
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. Those of padding rows
 are valid indices, and are not used.
@@ -44,14 +44,27 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
 
     def run(*args: Any) -> Any:
         *arguments, impl = args
-        return getattr(_implementation(impl), name)(*arguments)
+        results = getattr(_implementation(impl), name)(*arguments)
+        if not isinstance(results, MLPGrads):
+            return results
+        h = arguments[6]
+        return MLPGrads(*(h.new_empty(0) if result is None else result for result in results))
 
     return register(schema, fake, run)
 
 
-def _fake_route(top_k_index: Tensor, num_experts: int, _: str) -> Routing:
-    sizes = num_experts + 1, top_k_index.numel(), top_k_index.numel()
-    return Routing(*(top_k_index.new_empty(size, dtype=torch.int32) for size in sizes))
+def _fake_plan(like: Tensor, num_rows: int, num_experts: int, impl: str) -> Tensor:
+    size = num_experts + 1
+    if impl == "triton":
+        plan = import_module("fusedmlp.kernels.plan")
+        size = plan.size_of_plan(num_rows, num_experts, plan.row_blocks(like.device))
+    return like.new_empty(size, dtype=torch.int32)
+
+
+def _fake_route(top_k_index: Tensor, probs: Tensor, num_experts: int, impl: str) -> Routing:
+    size = top_k_index.numel()
+    tokens, rows = (top_k_index.new_empty(size, dtype=torch.int32) for _ in range(2))
+    return Routing(_fake_plan(top_k_index, size, num_experts, impl), tokens, rows, probs.new_empty(size))
 
 
 def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
@@ -61,20 +74,30 @@ def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
-    _, _, _, _, _, x, h, _, fc2, _, _, _, probs, _, _, _, need_dx, keep, _ = args
-    return MLPGrads.empty(x, h, fc2[0].shape[-1], probs, need_dx, keep)
+    _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _ = args
+    num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
+    return MLPGrads(
+        x.new_empty(num_rows, x.shape[1]) if need_dx else x.new_empty(0),
+        x.new_empty(0) if probs is None else probs.new_empty(num_rows),
+        torch.empty_like(h) if keep else h.new_empty(0),
+        h.new_empty(num_rows, fc2[0].shape[-1]) if keep else h.new_empty(0),
+    )
 
 
-# counts [E] integers -> [E + 1] int32: the first row of every expert, then the end of the last. On a CPU wrong
-# counts raise ValueError; on a GPU, where reading them would synchronise, an assertion runs on the device and
-# the offsets are clamped to [0, num_rows], so that nothing reads or writes out of bounds.
+# counts [E] integers -> int32: the first row of every expert, then the end of the last, [E + 1]; of the triton
+# implementation, a plan that begins with those (kernels/plan.py). On a CPU wrong counts raise ValueError; on a GPU,
+# where reading them would synchronise, an assertion runs on the device and the rows are clamped to [0, num_rows], so
+# that nothing reads or writes out of bounds.
 expert_offsets = _register(
     "expert_offsets(Tensor counts, SymInt num_rows, str impl) -> Tensor",
-    lambda counts, *_: counts.new_empty(counts.shape[0] + 1, dtype=torch.int32),
+    lambda counts, num_rows, impl: _fake_plan(counts, num_rows, counts.shape[0], impl),
 )
-# top_k_index [T, K] of any integer dtype -> (offsets, slots, rows): Routing. Ids outside [0, num_experts) are of no
-# expert; their rows are padding.
-route = _register("route(Tensor top_k_index, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", _fake_route)
+# top_k_index [T, K] of any integer dtype, probs [T, K] -> (plan, tokens, rows, probs): Routing. Ids outside
+# [0, num_experts) are of no expert; their rows are padding.
+route = _register(
+    "route(Tensor top_k_index, Tensor probs, int num_experts, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_route,
+)
 # out[t] = sum over k of y[rows[t * K + k]], in that order, in fp32: [T, H]. Padding rows of y are zero.
 combine = _register(
     "combine(Tensor y, Tensor rows, SymInt num_tokens, str impl) -> Tensor",
@@ -99,11 +122,11 @@ grouped_mlp = _register(
     _fake_grouped_mlp,
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
-# `tokens`, dy and x are [T, H].
+# `tokens`, dy and x are [T, H]; with `rows` [R], dprobs is of flat positions, of which it has the rows.
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
     "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "
-    "Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, str impl) "
-    "-> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? rows, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, "
+    "str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )

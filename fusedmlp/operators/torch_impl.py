@@ -29,7 +29,7 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
     return torch.tensor([0, *running_sum(sizes)], dtype=torch.int32, device=counts.device)
 
 
-def route(top_k_index: Tensor, num_experts: int) -> Routing:
+def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
     """Expert ids `[T, K]` to the order of rows; see `types.Routing`."""
     ids = top_k_index.flatten().long()
     sorted_ids, slots = ids.where((ids >= 0) & (ids < num_experts), num_experts).sort(stable=True)
@@ -37,7 +37,8 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
     rows = torch.empty_like(slots, dtype=torch.int32)
     rows[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
-    return Routing(offsets, slots.int(), rows)
+    tokens = slots // max(1, top_k_index.shape[-1])
+    return Routing(offsets, tokens.int(), rows, probs.flatten().index_select(0, slots))
 
 
 def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
@@ -107,6 +108,7 @@ def grouped_mlp_backward_(
     bias2: Sequence[Tensor],
     offsets: Tensor,
     tokens_R: Tensor | None,
+    rows_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     accumulate1: bool,
@@ -141,7 +143,7 @@ def grouped_mlp_backward_(
     act_probs_RF = da_RF  # in whose place it is
     if bias2 and probs_R is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
         rows.dot_bias_(dprobs_R, dy_RH, bias2)
-    dx_RH = rows.product(dh_RG, fc1, transposed=False) if need_dx else x_RH.new_empty(0)
+    dx_RH = rows.product(dh_RG, fc1, transposed=False) if need_dx else None
     if dw2:
         rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2)
     if db2:
@@ -150,8 +152,11 @@ def grouped_mlp_backward_(
         rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1)
     if db1:
         rows.bias_grad_(db1, dh_RG)
-    kept = (rows.pad(dh_RG), act_probs_RF) if keep else (h_RG.new_empty(0), h_RG.new_empty(0))
-    return MLPGrads(dx_RH, rows.pad(dprobs_R), *kept)
+    dprobs = None
+    if probs_R is not None:
+        dprobs = rows.pad(dprobs_R)
+        dprobs = (dprobs if rows_R is None else dprobs.index_select(0, rows_R)).to(probs_R.dtype)
+    return MLPGrads(dx_RH, dprobs, rows.pad(dh_RG) if keep else None, act_probs_RF if keep else None)
 
 
 def grouped_wgrad_(

@@ -14,15 +14,16 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import routing, schedule, tuned
+from fusedmlp.kernels import plan, routing, tuned
 from fusedmlp.kernels.activation import Options
 from fusedmlp.kernels.combine import combine_
+from fusedmlp.kernels.dprobs import Dprobs
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
 from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
-from fusedmlp.kernels.schedule import Schedule
+from fusedmlp.kernels.plan import Schedule
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 if environment.tuned():
@@ -51,18 +52,18 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @_on_own_device
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
-    """`[E]` rows per expert to `[E + 1]` int32 first rows; wrong counts fail an assertion on the device."""
-    offsets, valid = schedule.expert_offsets(counts, num_rows)
+    """`[E]` rows per expert to a plan; wrong counts fail an assertion on the device."""
+    made, valid = plan.plan_of_counts(counts, num_rows)
     torch._assert_async(
         valid, f"tokens_per_expert: expected no negative count and a sum of at most {num_rows} (rows of x)"
     )
-    return offsets
+    return made
 
 
 @_on_own_device
-def route(top_k_index: Tensor, num_experts: int) -> Routing:
+def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
     """`[T, K]` ids of any integer dtype to the order of rows, by expert."""
-    return Routing(*routing.route(top_k_index, num_experts))
+    return Routing(*routing.route(top_k_index, probs, num_experts))
 
 
 @_on_own_device
@@ -77,7 +78,9 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
-    grouped_gemm_(y_RN, x_RK, ExpertTensors.of(w, 2), Schedule(offsets, x_RK.shape[0]), bias_EN=_optional(bias, 1))
+    w_ENK = ExpertTensors.of(w, 2)
+    tiles = Schedule(offsets, x_RK.shape[0], w_ENK.num_experts)
+    grouped_gemm_(y_RN, x_RK, w_ENK, tiles, bias_EN=_optional(bias, 1))
     return y_RN
 
 
@@ -95,14 +98,15 @@ def grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     num_rows = (x_RH if tokens_R is None else tokens_R).shape[0]
-    tiles = Schedule(offsets, num_rows)
+    fc1_EGH = ExpertTensors.of(fc1, 2)
+    tiles = Schedule(offsets, num_rows, fc1_EGH.num_experts)
     h_RG, y_RH = x_RH.new_empty(num_rows, fc1[0].shape[-2]), x_RH.new_empty(num_rows, x_RH.shape[1])
     a_RF = x_RH.new_empty(num_rows, fc2[0].shape[-1])
     grouped_fc1_act_(
         h_RG,
         a_RF,
         x_RH,
-        ExpertTensors.of(fc1, 2),
+        fc1_EGH,
         tiles,
         _options(activation),
         bias_EG=_optional(bias1, 1),
@@ -128,6 +132,7 @@ def grouped_mlp_backward_(
     bias2: Sequence[Tensor],
     offsets: Tensor,
     tokens_R: Tensor | None,
+    rows_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     accumulate1: bool,
@@ -136,30 +141,36 @@ def grouped_mlp_backward_(
     keep: bool,
 ) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
-    F = fc2[0].shape[-1]
-    grads = MLPGrads.empty(x_RH, h_RG, F, probs_R, need_dx, keep)
-    tiles = Schedule(offsets, h_RG.shape[0])
-    dh_RG = grads.dh if keep else torch.empty_like(h_RG)
-    a_RF = grads.act_probs if keep else h_RG.new_empty(h_RG.shape[0], F)
-    dprobs_R = grouped_dgrad_act_(
+    num_rows = h_RG.shape[0]  # not that of x, where rows are gathered from tokens
+    fc2_EHF = ExpertTensors.of(fc2, 2)
+    tiles = Schedule(offsets, num_rows, fc2_EHF.num_experts)
+    dh_RG, a_RF = torch.empty_like(h_RG), h_RG.new_empty(num_rows, fc2[0].shape[-1])
+    partial = grouped_dgrad_act_(
         dh_RG,
         a_RF,
         dy_RH,
         h_RG,
-        ExpertTensors.of(fc2, 2),
+        fc2_EHF,
         tiles,
         _options(activation),
         bias_EH=_optional(bias2, 1) if probs_R is not None else None,
         probs_R=probs_R,
         rows_R=tokens_R,
     )
+    dx_RH = dprobs = None
+    if partial is not None and probs_R is not None:
+        dprobs = Dprobs(partial, rows_R, probs_R.new_empty(num_rows))
     if need_dx:
+        dx_RH = x_RH.new_empty(num_rows, x_RH.shape[1])
         fc1_T = ExpertTensors.of([w.transpose(-1, -2) for w in fc1], 2)
-        grouped_gemm_(grads.dx, dh_RG, fc1_T, tiles)
+        grouped_gemm_(dx_RH, dh_RG, fc1_T, tiles, dprobs=dprobs)
+    elif dprobs is not None:
+        sums_R = dprobs.partial.sum(0)
+        dprobs.out.copy_(sums_R if rows_R is None else sums_R.index_select(0, rows_R))
     rows = [] if tokens_R is None else [tokens_R]
-    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], rows, [], accumulate2, probs_R)
-    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], [], rows, accumulate1, None)
-    return grads if dprobs_R is None else grads._replace(dprobs=dprobs_R)
+    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], rows, [], accumulate2, probs_R, tiles, 0)
+    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], [], rows, accumulate1, None, tiles, 1)
+    return MLPGrads(dx_RH, dprobs and dprobs.out, dh_RG if keep else None, a_RF if keep else None)
 
 
 @_on_own_device
@@ -174,7 +185,7 @@ def grouped_wgrad_(
     accumulate: bool,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
-    _wgrad_(dw, db, dy, x, offsets, dy_rows, x_rows, accumulate, None)
+    _wgrad_(dw, db, dy, x, offsets, dy_rows, x_rows, accumulate)
 
 
 def _wgrad_(
@@ -186,12 +197,23 @@ def _wgrad_(
     dy_rows: Sequence[Tensor],
     x_rows: Sequence[Tensor],
     accumulate: bool,
-    scale_R: Tensor | None,
+    scale_R: Tensor | None = None,
+    tiles: Schedule | None = None,
+    counter: int = 0,
 ) -> None:
     if dw or db:
-        outputs = (ExpertTensors.of(dw, 2) if dw else None, _optional(db, 1))
         launch_grouped_wgrad_(
-            *outputs, dy, x, offsets, accumulate=accumulate, scale_R=scale_R, dy_rows=dy_rows, x_rows=x_rows
+            ExpertTensors.of(dw, 2) if dw else None,
+            _optional(db, 1),
+            dy,
+            x,
+            offsets,
+            accumulate=accumulate,
+            scale_R=scale_R,
+            dy_rows=dy_rows,
+            x_rows=x_rows,
+            order=None if tiles is None else tiles.order,
+            counter=counter,
         )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import schedule
+from fusedmlp.kernels import plan
 from fusedmlp.operators import triton_impl
 
 Cases = dict[str, Callable[[torch.dtype], None]]
@@ -58,7 +58,7 @@ class Layer:
         triton_impl.grouped_mlp(x, *weights, *biases, offsets, tokens, probs, encoded)
         flags = (self.add, self.add, True, False)
         triton_impl.grouped_mlp_backward_(
-            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, probs, encoded, *flags
+            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags
         )
 
     def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
@@ -96,12 +96,14 @@ def _microbatches(add: bool, gathered: bool, dtype: torch.dtype) -> None:
 def _many_experts(dtype: torch.dtype) -> None:
     num_experts, num_rows = 512, 600
     for counts in (torch.empty(num_experts, dtype=torch.int64), torch.empty(num_experts, dtype=torch.int32)):
-        schedule.expert_offsets(counts, num_rows)
+        plan.plan_of_counts(counts, num_rows)
     x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
     y = triton_impl.grouped_gemm(x, [w], [], offsets)
     triton_impl.grouped_wgrad_([torch.empty_like(w)], [], [y], [x], [offsets], [], [], False)
-    order = triton_impl.route(torch.empty(num_rows // 8, 8, dtype=torch.int64), num_experts)
+    order = triton_impl.route(
+        torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8), num_experts
+    )
     for width in (256, 255):
         triton_impl.combine(torch.empty(num_rows, width, dtype=dtype), order.rows, num_rows // 8)
 

@@ -166,7 +166,9 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
         weights: list[list[Tensor]] = [[fc1], [fc2], []]
         flags = (False, False, False, True)  # add to neither weight gradient, no dx; keep dh and act_probs
         return list(
-            ops.grouped_mlp_backward_([], [], [], [], dy, x, h, *weights, offsets, None, probs, act, *flags, "triton")
+            ops.grouped_mlp_backward_(
+                [], [], [], [], dy, x, h, *weights, offsets, None, None, probs, act, *flags, "triton"
+            )
         )[1:]
 
     yield _Scratch("gemm", lambda: [ops.grouped_gemm(a, [fc2], [], offsets, "triton")])

@@ -87,8 +87,8 @@ def test_route_and_combine(loaded):
     """Every token's rows through experts that do nothing: twice the token."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, ids = torch.randn(5, 16, device=device), torch.tensor([[0, 2], [1, 3], [2, 0], [3, 2], [0, 1]], device=device)
-    offsets, slots, rows = loaded.route(ids, 4)
-    assert offsets.tolist() == [0, 3, 5, 8, 10]
+    routed = loaded.route(ids, torch.rand(5, 2, device=device), 4)
+    assert routed.plan[:5].tolist() == [0, 3, 5, 8, 10]
     out = torch.full_like(x, float("nan"))
-    loaded.combine_(out, x[slots.long() // 2], rows)
+    loaded.combine_(out, x[routed.tokens.long()], routed.rows)
     torch.testing.assert_close(out, 2 * x)

@@ -8,7 +8,7 @@ from support.experts import DEVICE, INTERPRETED
 from support.factory import wgrad_segment
 from support.passes.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 
-from fusedmlp.kernels import configs, grouped_wgrad, launches, schedule, segments
+from fusedmlp.kernels import configs, launches, plan, segments
 from fusedmlp.kernels.configs import Tile
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
@@ -145,24 +145,17 @@ def test_column_subtiles(subtiles, place, monkeypatch):
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_every_tile_is_taken_once_and_those_without_work_are_not(accumulate, monkeypatch):
-    orders = []
-
-    def spy(*args):
-        orders.append(schedule.expert_order(*args))
-        return orders[-1]
-
-    monkeypatch.setattr(grouped_wgrad, "expert_order", spy)
+@pytest.mark.parametrize("counter", [0, 1])
+def test_every_tile_is_taken_once_and_then_the_counter_is_as_before(accumulate, counter):
+    """The last program to find no tile resets it, and knows that it is the last by how many were taken."""
     one = wgrad_segment(RAGGED, device=DEVICE)
-    _, experts = main_grad("packed", 4, 40, 72)
-    run(experts, [one], accumulate, packed=True)
-    *experts_by_rows, used, taken = orders[0].tolist()
-    assert experts_by_rows == [3, 0, 2, 1]
-    assert used == 3
-    tile = configs.select("wgrad", torch.float32, one.dy.device, path_of("tma", torch.float32), 15)
-    tiles = -(-40 // tile.BLOCK_N) * -(-72 // tile.BLOCK_K)
-    programs = configs.num_programs(tile, one.dy.device, 4 * tiles)
-    assert taken == programs + tiles * (used if accumulate else 4)  # every program learns once that none is left
+    of_plan = plan.Schedule(one.offsets, one.dy.shape[0])
+    table, at = of_plan.order
+    for _ in range(2):  # a second launch finds the plan as the first did
+        _, experts = main_grad("packed", 4, 40, 72)
+        run(experts, [one], accumulate, packed=True, order=of_plan.order, counter=counter)
+        check(experts, [one], UNTOUCHED if accumulate else 0.0)
+        assert table[at : at + 7].tolist() == [3, 0, 2, 1, 3, 0, 0]
 
 
 def test_a_segment_without_rows():

@@ -13,20 +13,23 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poison")
 
 
-def expected(ids, num_experts):
-    """`(offsets, slots, rows)` by a stable sort."""
+def expected(ids, probs, num_experts):
+    """`(offsets, tokens, rows, probs)` by a stable sort."""
     flat = ids.flatten().to(torch.int64)
     experts = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     slots = experts.argsort(stable=True)
     counts = experts.bincount(minlength=num_experts + 1)
-    return torch.cat([counts.new_zeros(1), counts[:num_experts].cumsum(0)]), slots, slots.argsort()
+    offsets = torch.cat([counts.new_zeros(1), counts[:num_experts].cumsum(0)])
+    return offsets, slots // ids.shape[1], slots.argsort(), probs.flatten()[slots]
 
 
-def check(ids, num_experts):
-    found = routing.route(ids.to(DEVICE), num_experts)
-    for name, got, want in zip(("offsets", "slots", "rows"), found, expected(ids, num_experts), strict=True):
-        assert got.dtype == torch.int32
-        assert torch.equal(got.cpu().long(), want), name
+def check(ids, num_experts, dtype=torch.float32):
+    probs = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = routing.route(ids.to(DEVICE), probs.to(DEVICE), num_experts)
+    assert [t.dtype for t in found] == [torch.int32] * 3 + [dtype]
+    found = found._replace(plan=found.plan[: num_experts + 1])
+    for name, got, want in zip(found._fields, found, expected(ids, probs, num_experts), strict=True):
+        assert torch.equal(got.cpu().to(want.dtype), want), name
     return found
 
 
@@ -51,10 +54,15 @@ def test_dtypes_and_many_experts(dtype, num_experts):
     check(ids, num_experts)
 
 
-def test_more_blocks_than_are_summed_at_once(monkeypatch):
-    monkeypatch.setattr(routing, "_BLOCK", 16)
-    monkeypatch.setattr(routing, "_CHUNK", 16)
-    check(torch.randint(0, 5, (450, 5)), 5)
+def test_more_blocks_than_are_summed_at_once_and_several_counts_a_block(monkeypatch):
+    for name, value in (("_COUNTED", 16), ("_CHUNK", 16), ("_SUMMED", 64), ("_MOST_BLOCKS", 40)):
+        monkeypatch.setattr(routing, name, value)
+    check(torch.randint(0, 5, (450, 5)), 5)  # blocks of 64 positions, 36 of them; counts of 8 at once
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_probabilities_of_every_dtype(dtype):
+    check(torch.randint(-1, 6, (50, 3)), 5, dtype)
 
 
 @pytest.mark.parametrize("ids", [[[3] * 4] * 40, [[9] * 4] * 40, [[-1, 2]], [[0]]], ids=str)
@@ -96,9 +104,9 @@ def test_tokens_that_choose_no_expert_are_zero():
 
 def test_least_traffic_is_reported():
     with launches.recording() as recorded:
-        routing.route(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), 7)
+        routing.route(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
         combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
     assert recorded == [
-        launches.Launch("route", 0, 30 * 8 + 4 * (8 + 30 + 30), path="pointer"),
+        launches.Launch("route", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30, path="pointer"),
         launches.Launch("combine", 30 * 16, 4 * 40 * 16 + 4 * 30, path="pointer"),
     ]

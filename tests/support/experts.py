@@ -3,7 +3,7 @@
 import torch
 import triton
 
-from fusedmlp.kernels import configs, schedule
+from fusedmlp.kernels import configs, plan
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,7 +56,7 @@ def among_others(rows, owned, index_dtype=torch.int32, seed=1):
 
 def tiles_of(counts, num_rows, device):
     offsets = [sum(counts[:e]) for e in range(len(counts) + 1)]
-    return schedule.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
+    return plan.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
 
 
 def expected_path(kernel, dtype, device, best, sizes):

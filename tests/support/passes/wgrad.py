@@ -44,8 +44,8 @@ def main_grad(place, count, N, K, dtype=torch.float32):
     return flat, [t.T for t in experts] if "in_out" in place else experts
 
 
-def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rows):
-    """The path that was taken. `rows`: `dy_rows` or `x_rows`."""
+def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
+    """The path that was taken. `rest`: `dy_rows` or `x_rows`; an order with a counter of its own."""
     group = experts
     if packed:
         size = experts[0].shape.numel()
@@ -58,7 +58,7 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rows):
             *operands,
             accumulate=accumulate,
             scale_R=scale,
-            **rows,
+            **rest,
         )
     return recorded[-1].path
 
