@@ -1,26 +1,36 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
+# `make emulate` executes the compiled kernels of each GPU in EMULATED, instruction by instruction, on the CPU.
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make megatron` runs its tests with every megatron-core named here, beside that of .venv.
 TRITONS := 3.6.0 3.9.0
 MEGATRONS := 0.16.1 0.17.0 0.18.0
 KERNELS ?=
+EMULATED := sm_80 sm_90
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all lint docs bench kernels hub megatron clean
+.PHONY: demo test test-all emulate lint docs bench kernels hub megatron clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
 
 test: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
+	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/emulator
 
 test-all: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# The emulator's own tests and cases for every GPU, then tests of kernels that the interpreter runs, too.
+emulate: $(READY)
+	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulator
+	@for target in $(EMULATED); do \
+	  EMULATE=$$target $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/kernels || exit 1; \
+	done
 
 lint: $(READY)
 	$(BIN)/ruff check .

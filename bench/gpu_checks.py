@@ -1,12 +1,14 @@
 """Checks of the kernels on a real GPU, one per process: `python -m bench.gpu_checks STEP [--device cpu]`.
 
+    cases        every pass and path by itself, as the emulator executes them at every commit (tests/emulator/cases.py)
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
     sync         the same under PyTorch's sync debug mode "error"
     graph        capture, then replays with other loads, against runs without a graph
     repeat       the same bits every run
     small        one small step, for compute-sanitizer
 
-On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves.
+On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves; the
+cases run on the emulator.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from torch.nn import Parameter
 
 import fusedmlp
 from fusedmlp.environment import triton_interpret
+from fusedmlp.kernels import configs
 
 Counts = tuple[int, ...]
 LOADS: dict[str, Counts] = {
@@ -233,6 +237,31 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
         raise SystemExit(f"{failures} failures")
 
 
+def passes(device: str, small: bool) -> None:
+    """The emulator's cases; on a GPU they check the emulator, too. All failures are reported."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+    from emulator import cases, layers
+
+    failures = 0
+    for case in cases.cases():
+        if small and not case.quick:
+            continue
+        if device == "cpu":
+            context = layers.emulated("sm_90", case.shape, descriptors=case.descriptors)
+        else:
+            architecture = configs.architecture(torch.device(device))
+            context = layers.tiles(architecture, case.shape, descriptors=case.descriptors)
+        try:
+            with context:
+                case.run()
+            print(f"ok   {case.id}", flush=True)
+        except Exception as error:
+            failures += 1
+            print(f"FAIL {case.id}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    if failures:
+        raise SystemExit(f"{failures} failures")
+
+
 def sync(device: str, small: bool) -> None:
     """No host synchronisation in any mode, once kernels are compiled."""
     for name, case in cases(small).items():
@@ -309,6 +338,7 @@ def _impl(device: str) -> str:
 
 
 STEPS: dict[str, Callable[[str, bool], None]] = {
+    "cases": passes,
     "bf16": lambda device, small: numerics(torch.bfloat16, device, small),
     "fp16": lambda device, small: numerics(torch.float16, device, small),
     "sync": sync,

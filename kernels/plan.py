@@ -109,11 +109,10 @@ def write_plan(
     part -= ORDERS
     groups = tl.minimum(num_rows, NUM_EXPERTS + 1)
     for i in tl.static_range(len(BLOCKS)):
-        BLOCK_M: tl.constexpr = BLOCKS[i]
-        most = groups - 1 + (num_rows - groups + BLOCK_M) // BLOCK_M
+        most = groups - 1 + (num_rows - groups + BLOCKS[i]) // BLOCKS[i]
         programs = tl.cdiv(most, BLOCK_T)
         if (part >= 0) & (part < programs):
-            write_tiles(part, first_g, end_g, table_ptr, NUM_EXPERTS, BLOCK_M, BLOCK_G, BLOCK_T)
+            write_tiles(part, first_g, end_g, table_ptr, NUM_EXPERTS, BLOCKS[i], BLOCK_G, BLOCK_T)
         table_ptr += _whole_table(most)
         part -= programs
 

@@ -1,4 +1,8 @@
-"""Set-up for every test: kernels run under Triton's CPU interpreter unless there is a GPU."""
+"""Set-up for every test: kernels run under Triton's CPU interpreter unless there is a GPU.
+
+With `EMULATE=sm_90` they are compiled for that GPU, and what was compiled is executed by `tests/emulator`; with
+`EMULATE=sm_90:long` with its tiles for long loads.
+"""
 
 import os
 from pathlib import Path
@@ -8,8 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports triton
+if os.environ.get("EMULATE"):
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports triton
+elif not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from support.clean_run import CleanRun
@@ -35,6 +41,17 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.multiply_alike()
     interpreter.patch_language_once()
     interpreter.check_overflow(False)
+
+
+if EMULATE := os.environ.get("EMULATE"):
+
+    @pytest.fixture(autouse=True, scope="session")
+    def _emulated():
+        from emulator.layers import emulated
+
+        target, _, shape = EMULATE.partition(":")
+        with emulated(target, shape or None):
+            yield
 
 
 @pytest.fixture

@@ -1,0 +1,313 @@
+"""Every pass and path at sizes of several compiled tiles: what the emulator executes, and a GPU when there is one.
+
+Each case compares with float64 by the one tolerance rule (support/tolerance.py), knows the path that it should take,
+and poisons what must not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from support import factory, moe, reference, tolerance
+from support.experts import DEVICE
+from support.factory import wgrad_segment
+from support.passes import dgrad_act, fc1_act, gemm, wgrad
+
+BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
+DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
+EVERY = (BF16, FP16, FP32, TF32)
+SHAPES = ("short", "long")
+
+# Rows of each expert, and rows of nobody after them.
+LOADS = {
+    "uneven": ((70, 0, 150, 1, 33), 9),
+    "few": ((3, 0, 17, 1), 2),
+    "empty": ((0, 0, 0), 5),
+    "one": ((0, 131, 0), 0),
+    "tall": ((520, 0, 331, 40), 3),  # more steps over rows than any pipeline has stages
+    "even": ((256, 256), 0),
+    "many": ((1, 0, 2, 65, 0, 0, 7, 1, 128, 3, 0), 70),
+}
+# (H, F). Aligned: descriptors and vectors. Eights: 16 bytes for descriptors, not the 32 that vectors ask for.
+ALIGNED, ODD, EIGHTS, DEEP = (208, 144), (101, 67), (136, 72), (656, 144)
+GPT_OSS = {"interleaved": True, "limit": 0.7, "alpha": 1.702, "linear_offset": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`check()` raises unless the results are right. `shape`: the class of tiles, whatever the load."""
+
+    name: str
+    precision: str
+    shape: str
+    check: Callable[[], None]
+    quick: bool = False  # part of `make test`
+    descriptors: bool = True  # as on a GPU that has them
+
+    def run(self) -> None:
+        """`check()` from the same random numbers every time, with TF32 where that is the case's precision."""
+        setting = torch.backends.cuda.matmul
+        before, setting.fp32_precision = setting.fp32_precision, "tf32" if self.precision == TF32 else "ieee"
+        torch.manual_seed(0)
+        try:
+            self.check()
+        finally:
+            setting.fp32_precision = before
+
+    @property
+    def id(self) -> str:
+        return f"{self.shape}-{self.precision}-{self.name}"
+
+
+def cases() -> list[Case]:
+    """All of them, for any GPU."""
+    return [*_gemm(), *_fc1_act(), *_dgrad_act(), *_wgrad(), *_layers()]
+
+
+def _grid(
+    name: str,
+    check: Callable[[torch.dtype], None],
+    precisions: tuple[str, ...] = (BF16,),
+    shapes: tuple[str, ...] = SHAPES,
+    **options: bool,
+) -> Iterator[Case]:
+    """One case by dtype and class of tiles; fp32 has one class."""
+    for precision in precisions:
+        dtype = DTYPES[precision]
+        for shape in shapes if dtype != torch.float32 else shapes[:1]:
+            yield Case(name, precision, shape, partial(check, dtype), **options)
+
+
+def _ragged(
+    check: Callable[..., object],
+    load: str = "uneven",
+    sizes: tuple[int, int] = ALIGNED,
+    *,
+    where: str = "packed",
+    layout: str = "out_in",
+    bias: bool = False,
+    probs: bool = True,
+    activation: str = "swiglu",
+    options: dict[str, object] | None = None,
+    **rest: object,
+) -> Callable[[torch.dtype], None]:
+    """A check of an M-ragged pass, with what the path should be."""
+    counts, padding = LOADS[load]
+    best = "unaligned" if sizes == ODD or "misaligned" in where else "pointer" if "scattered" in where else "tma"
+    if rest.get("gathered") and best == "tma":
+        best = "gather"
+
+    def run(dtype: torch.dtype) -> None:
+        case = factory.Case(
+            counts=counts,
+            padding=padding,
+            H=sizes[0],
+            F=sizes[1],
+            activation=activation,
+            options=options or {},
+            layout=layout,
+            bias=bias,
+            probs=probs,
+            dtype=dtype,
+        )
+        check(case, where, best=best, **rest)
+
+    return run
+
+
+def _gemm() -> Iterator[Case]:
+    case = partial(_ragged, gemm.check)
+    plain = {"bias": False}  # the check's own, which adds one by default
+    yield from _grid("gemm packed", case(), EVERY, quick=True)
+    yield from _grid("gemm in_out", case(layout="in_out"), EVERY)
+    for name in ("no bias", "scaled bias"):
+        check = partial(gemm.check, **(plain if name == "no bias" else {"scale": True}))
+        yield from _grid(f"gemm {name}", _ragged(check), (BF16, TF32))
+    for where in ("reversed", "scattered", "misaligned", "scattered misaligned"):
+        yield from _grid(f"gemm {where}", case(where=where), (BF16, FP32))
+        yield from _grid(f"gemm {where} in_out", case(where=where, layout="in_out"), shapes=("long",))
+    yield from _grid("gemm odd", case(sizes=ODD), EVERY)
+    yield from _grid("gemm eights", case(sizes=EIGHTS))
+    yield from _grid("gemm deep", case(sizes=DEEP), EVERY)
+    yield from _grid("gemm deep scattered", case(sizes=DEEP, where="scattered"))
+    yield from _grid("gemm without descriptors", case(), (BF16, FP16), descriptors=False)
+    for load in ("few", "empty", "one", "many"):
+        yield from _grid(f"gemm {load}", case(load))
+
+
+def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
+    """What fc1 and the backward of fc2 share."""
+    case = partial(_ragged, check)
+    gpt_oss = {"options": GPT_OSS, "bias": True}
+    clamped = {"activation": "geglu", "options": {"limit": 0.5, "linear_offset": 1.0}, "bias": True}
+    yield from _grid(f"{name} swiglu", case(), EVERY, quick=True)
+    yield from _grid(f"{name} in_out without probs", case(layout="in_out", probs=False))
+    yield from _grid(f"{name} gpt_oss", case(**gpt_oss), (BF16, FP32), quick=True)
+    yield from _grid(f"{name} gelu reversed", case(activation="gelu", where="reversed", bias=True))
+    yield from _grid(f"{name} clamped scattered", case(where="scattered", **clamped))
+    for activation, shape in (("geglu_tanh", "short"), ("relu2", "short"), ("reglu", "long")):
+        yield from _grid(f"{name} {activation}", case(activation=activation), shapes=(shape,))
+    yield from _grid(f"{name} gathered", case(gathered=True), EVERY, quick=True)
+    yield from _grid(f"{name} gathered gpt_oss", case(gathered=True, **gpt_oss))
+    yield from _grid(f"{name} gathered scattered", case(gathered=True, where="scattered"))
+    yield from _grid(f"{name} gathered odd", case(gathered=True, sizes=ODD, bias=True))
+    yield from _grid(f"{name} odd", case(sizes=ODD, bias=True), (BF16, FP16, TF32))
+    yield from _grid(f"{name} odd gpt_oss in_out", case(sizes=ODD, layout="in_out", options=GPT_OSS))
+    yield from _grid(f"{name} misaligned", case(where="misaligned", bias=True))
+    yield from _grid(f"{name} eights", case(sizes=EIGHTS))
+    yield from _grid(f"{name} without descriptors", case(), descriptors=False)
+    for load in ("few", "empty", "one", "many"):
+        yield from _grid(f"{name} {load}", case(load, bias=load == "few"))
+    yield from _grid(f"{name} deep", case(sizes=DEEP), (BF16, TF32))
+    yield from _grid(f"{name} deep gathered gpt_oss", case(sizes=DEEP, gathered=True, **gpt_oss))
+    yield from _grid(f"{name} deep scattered", case(sizes=DEEP, where="scattered", bias=True))
+
+
+def _fc1_act() -> Iterator[Case]:
+    return _activations(fc1_act.check, "fc1_act")
+
+
+def _dgrad_act() -> Iterator[Case]:
+    return _activations(dgrad_act.check, "dgrad_act")
+
+
+def _of_wgrad(
+    loads: tuple[str, ...] = ("uneven",),
+    sizes: tuple[int, int] = ALIGNED,
+    *,
+    where: str = "packed",
+    grad: torch.dtype = torch.float32,
+    accumulate: bool = True,
+    bias: bool = False,
+    scale: bool = False,
+    gathered: str = "",
+    shift: bool = False,
+) -> Callable[[torch.dtype], None]:
+    """`shift`: the last micro-batch's rows start where no vector can be loaded."""
+
+    def run(dtype: torch.dtype) -> None:
+        N, K = sizes
+        count = len(LOADS[loads[0]][0])
+        segs = []
+        for i, load in enumerate(loads):
+            counts, padding = LOADS[load]
+            segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
+        if shift:
+            segs[-1] = wgrad.shifted(segs[-1])
+        best = wgrad.PLACES[where] if sizes != ODD and not shift else "unaligned"
+        _, experts = wgrad.main_grad(where, count, N, K, grad)
+        if not accumulate:
+            for expert in experts:
+                expert.fill_(float("nan"))
+        moved, rows = wgrad.gathered(segs, gathered) if gathered else (segs, {})
+        if gathered and best == "tma":
+            best = "gather"
+        packed = "packed" in where
+        db = torch.full((count, N), float("nan"), dtype=grad, device=DEVICE) if bias else None
+        scale_R = segs[0].scale() if scale else None
+        path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **rows)
+        assert path == wgrad.path_of(best, dtype, sizes)
+        wgrad.check(experts, segs, wgrad.UNTOUCHED if accumulate else 0.0)
+        wgrad.check_untouched(experts, segs, accumulate)
+        if bias:
+            wgrad.check_bias(db, segs[0], scale_R)
+
+    return run
+
+
+def _wgrad() -> Iterator[Case]:
+    case = _of_wgrad
+    bf16 = {"grad": torch.bfloat16}
+    yield from _grid("wgrad packed", case(), EVERY, quick=True)
+    yield from _grid("wgrad overwrite", case(accumulate=False), EVERY, quick=True)
+    yield from _grid("wgrad of bf16", case(**bf16))
+    yield from _grid("wgrad overwrite of bf16", case(accumulate=False, **bf16))
+    yield from _grid("wgrad of fp16", case(grad=torch.float16), (FP16,))
+    yield from _grid("wgrad in_out", case(where="packed in_out"), EVERY)
+    yield from _grid("wgrad in_out of bf16", case(where="packed in_out", **bf16))
+    yield from _grid("wgrad in_out bias", case(where="packed in_out", bias=True))
+    for where in list(wgrad.PLACES)[2:]:
+        yield from _grid(f"wgrad {where}", case(where=where), (BF16, FP32) if "in_out" not in where else (BF16,))
+    yield from _grid("wgrad scattered of bf16", case(where="scattered", **bf16), quick=True)
+    yield from _grid("wgrad reversed in_out overwrite", case(where="reversed in_out", accumulate=False))
+    yield from _grid("wgrad odd", case(sizes=ODD), (BF16, FP32))
+    yield from _grid("wgrad eights", case(sizes=EIGHTS))
+    yield from _grid("wgrad bias", case(bias=True), (BF16, FP16, FP32), quick=True)
+    yield from _grid("wgrad scaled bias overwrite", case(bias=True, scale=True, accumulate=False))
+    yield from _grid("wgrad scaled bias odd", case(bias=True, scale=True, sizes=ODD))
+    yield from _grid("wgrad segments", case(("uneven", "few", "empty")), EVERY, quick=True)
+    yield from _grid("wgrad segments overwrite", case(("few", "uneven"), accumulate=False))
+    yield from _grid("wgrad segments in_out of bf16", case(("uneven", "one"), where="packed in_out", **bf16))
+    yield from _grid("wgrad segments shifted", case(("uneven", "few"), shift=True))
+    yield from _grid("wgrad segments scattered", case(("uneven", "few"), where="scattered"))
+    yield from _grid("wgrad segments odd", case(("uneven", "few"), sizes=ODD))
+    for name in ("dy", "x"):
+        yield from _grid(f"wgrad gathered {name}", case(gathered=name), (BF16, FP16, TF32), quick=True)
+    yield from _grid("wgrad gathered x in_out", case(gathered="x", where="packed in_out"))
+    yield from _grid("wgrad gathered dy scaled bias", case(gathered="dy", bias=True, scale=True))
+    yield from _grid("wgrad gathered odd", case(gathered="dy", sizes=ODD))
+    yield from _grid("wgrad gathered segments", case(("uneven", "few", "empty"), gathered="x"))
+    yield from _grid("wgrad gathered segments of bf16", case(("uneven", "few"), gathered="dy", **bf16))
+    yield from _grid("wgrad gathered scattered", case(gathered="x", where="scattered"))
+    yield from _grid("wgrad without descriptors", case(), descriptors=False)
+    tall = partial(case, ("tall",))
+    yield from _grid("wgrad tall", tall(), EVERY)
+    yield from _grid("wgrad tall overwrite bias of bf16", tall(accumulate=False, bias=True, **bf16))
+    yield from _grid("wgrad tall in_out scaled bias", tall(where="packed in_out", bias=True, scale=True))
+    yield from _grid("wgrad tall gathered x", tall(gathered="x"))
+    yield from _grid("wgrad tall gathered dy bias", tall(gathered="dy", bias=True))
+    yield from _grid("wgrad tall gathered odd", tall(gathered="dy", sizes=ODD))
+    yield from _grid("wgrad tall scattered", tall(where="scattered"), (BF16, FP32))
+    yield from _grid("wgrad tall misaligned", tall(where="misaligned"), (BF16, FP32))
+    yield from _grid("wgrad tall segments", case(("tall", "uneven", "tall")), (BF16, TF32))
+    yield from _grid("wgrad tall gathered segments", case(("tall", "few", "tall"), gathered="x"))
+    for load in ("few", "empty", "one", "many"):
+        yield from _grid(f"wgrad {load}", case((load,)))
+        yield from _grid(f"wgrad {load} overwrite bias", case((load,), accumulate=False, bias=True))
+
+
+def _layer(dtype: torch.dtype, **options: object) -> None:
+    """`grouped_mlp`, forward and backward, into main_grad."""
+    counts, padding = LOADS["uneven"]
+    case = factory.Case(**{"counts": counts, "padding": padding, "H": 208, "F": 144, "dtype": dtype, **options})
+    inputs, magnitudes = factory.Inputs(case), {}
+    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
+    low = reference.grouped_mlp(inputs, dtype)
+    widest = max(dtype, case.main_grad_dtype, key=tolerance.eps)
+    tolerance.assert_close(factory.run(inputs, "triton", DEVICE), expected, low, widest, magnitudes)
+
+
+def _tokens(dtype: torch.dtype, **options: object) -> None:
+    """`moe_experts`, forward and backward."""
+    case = moe.Case(**{"T": 90, "K": 2, "E": 5, "H": 208, "F": 144, "dtype": dtype, **options})
+    inputs = moe.Inputs(case)
+    expected, low = (moe.reference(inputs, precision) for precision in (torch.float64, dtype))
+    tolerance.assert_close(moe.run(inputs, "triton", DEVICE), expected, low, dtype)
+
+
+def _layers() -> Iterator[Case]:
+    def layer(
+        name: str, check: Callable[..., None], *precisions: str, quick: bool = False, **options: object
+    ) -> Iterator[Case]:
+        return _grid(name, partial(check, **options), precisions or (BF16,), quick=quick)
+
+    gpt_oss = {"options": GPT_OSS, "bias": True}
+    yield from layer("grouped_mlp", _layer, *EVERY, quick=True)
+    yield from layer("grouped_mlp gpt_oss", _layer, **gpt_oss)
+    yield from layer(
+        "grouped_mlp gelu in_out overwrite", _layer, activation="gelu", bias=True, layout="in_out", overwrite=True
+    )
+    yield from layer("grouped_mlp experts apart", _layer, packed=False, bias=True)
+    yield from layer("grouped_mlp odd", _layer, BF16, TF32, H=101, F=67, bias=True)
+    yield from layer("grouped_mlp delayed", _layer, delayed=True)
+    yield from layer("grouped_mlp into bf16", _layer, main_grad_dtype=torch.bfloat16)
+    yield from layer("moe_experts", _tokens, BF16, FP16, FP32, quick=True)
+    yield from layer("moe_experts gpt_oss", _tokens, **gpt_oss)
+    yield from layer("moe_experts experts apart odd", _tokens, packed=False, H=101, F=67)
+    for mode in moe.MODES:  # what each row of the contract launches
+        for queue in ("none", "delayed", "fused"):
+            options = {"mode": mode, "queue": queue, "microbatches": 1 if queue == "none" else 2, "T": 40}
+            yield from _grid(f"moe_experts {mode} {queue}", partial(_tokens, **options), shapes=("short",))

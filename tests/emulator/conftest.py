@@ -1,0 +1,18 @@
+"""Kernels must be compiled here, not interpreted, which Triton decides when it is imported: `make emulate`."""
+
+import os
+
+import pytest
+from emulator import build
+
+if not os.environ.get("EMULATE"):
+    collect_ignore_glob = ["*"]
+
+
+@pytest.fixture(autouse=True)
+def _compiler():
+    if build.compiler() is None:
+        message = "no C++ compiler: expected $CXX, c++, g++ or clang++"
+        if os.environ.get("CI"):
+            pytest.fail(f"{message}, without which no compiled kernel is executed")
+        pytest.skip(message)

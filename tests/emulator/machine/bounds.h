@@ -1,0 +1,20 @@
+// Checks of addresses: allocations of global memory, shared memory, parameters, alignment; and races between CTAs in
+// global memory, which are accesses of one word by two CTAs in one launch, atomics and equal values apart.
+#pragma once
+#include "machine.h"
+
+namespace emu {
+
+enum class Space : u8 { Generic, Global, Shared, Param, Local };
+
+// Must it be looked at for races between CTAs?
+enum class Order { Unordered, Atomic };
+
+void check_global(Cta&, Warp&, const Op&, int lane, u64 address, u32 size, Access, Order = Order::Unordered);
+void check_shared(Cta&, Warp&, const Op&, int lane, u32 address, u32 size);
+bool is_global(Launch&, u64 address, u64 size);
+
+// Where the bytes are that an aligned access names. What is about to be written to global memory is in the journal.
+u8* locate(Cta&, Warp&, const Op&, int lane, Space, u64 address, u32 size, Access, Order = Order::Unordered);
+
+}  // namespace emu

@@ -1,0 +1,245 @@
+// cvt between integers and floats. Values pass through a 64-bit integer or an fp64 and are rounded once; the frequent
+// conversions have handlers of their own. No fp8, no .satfinite; of the directed roundings only .rz gives 16 bits.
+#include <algorithm>
+#include <limits>
+
+#include "arithmetic.h"
+#include "families.h"
+
+namespace emu {
+
+namespace {
+
+enum class Rounding : u8 { NearestEven, Zero, Down, Up, NearestAway };
+struct Conversion {
+  Type to, from;
+  Rounding rounding;
+  bool integral;  // .rni, .rzi, .rmi, .rpi
+  bool saturate, flush, relu;
+  u8 to_bits, from_bits;  // of the registers
+};
+
+double round_integral(double v, Rounding rounding) {
+  switch (rounding) {
+    case Rounding::NearestEven: return std::nearbyint(v);
+    case Rounding::Zero: return std::trunc(v);
+    case Rounding::Down: return std::floor(v);
+    case Rounding::Up: return std::ceil(v);
+    default: return std::round(v);
+  }
+}
+
+template <class T>
+T clamp_to(double v) {
+  if (v != v) return T(0);
+  double low = double(std::numeric_limits<T>::min()), high = double(std::numeric_limits<T>::max());
+  return v <= low ? std::numeric_limits<T>::min() : v >= high ? std::numeric_limits<T>::max() : T(v);
+}
+// PTX ISA, cvt: floats out of range give the nearest integer that there is.
+u64 to_integer(Type to, double v) {
+  switch (to) {
+    case Type::U8: return clamp_to<u8>(v);
+    case Type::S8: return u64(s64(clamp_to<s8>(v)));
+    case Type::U16: return clamp_to<u16>(v);
+    case Type::S16: return u64(s64(clamp_to<s16>(v)));
+    case Type::U32: return clamp_to<u32>(v);
+    case Type::S32: return u64(s64(clamp_to<s32>(v)));
+    case Type::U64: return clamp_to<u64>(v);
+    default: return u64(clamp_to<s64>(v));
+  }
+}
+
+u64 integer_source(Type from, u64 raw) {  // extended to 64 bits
+  switch (from) {
+    case Type::S8: return u64(s64(s8(raw)));
+    case Type::S16: return u64(s64(s16(raw)));
+    case Type::S32: return u64(s64(s32(raw)));
+    default: return bits_of(from) == 64 ? raw : raw & ((1ull << bits_of(from)) - 1);
+  }
+}
+double float_source(const Conversion& c, u64 raw) {
+  switch (c.from) {
+    case Type::F32: return c.flush ? flush_denormal(from_bits(u32(raw))) : from_bits(u32(raw));
+    case Type::F16: return FP16::load(u16(raw));
+    case Type::BF16: return BF16::load(u16(raw));
+    default: {
+      double v;
+      memcpy(&v, &raw, 8);
+      return v;
+    }
+  }
+}
+u64 narrowed(Type to, u64 v) { return integer_source(to, v); }
+
+u64 saturated(const Conversion& c, u64 v) {
+  const bool huge = (c.from == Type::U64 || c.from == Type::B64) && v >> 63;  // not what it seems as a signed integer
+  auto clamp = [&](s64 low, s64 high) { return u64(huge ? high : std::clamp(s64(v), low, high)); };
+  switch (c.to) {
+    case Type::U8: return clamp(0, 0xff);
+    case Type::S8: return clamp(-0x80, 0x7f);
+    case Type::U16: return clamp(0, 0xffff);
+    case Type::S16: return clamp(-0x8000, 0x7fff);
+    case Type::U32: return clamp(0, 0xffffffffll);
+    case Type::S32: return clamp(-0x80000000ll, 0x7fffffffll);
+    default: return v;
+  }
+}
+
+u16 to_half(Type to, float f, Rounding rounding) {
+  u16 v = to == Type::BF16 ? BF16::store(f) : FP16::store(f);
+  float back = to == Type::BF16 ? BF16::load(v) : FP16::load(v);
+  if (rounding == Rounding::Zero && std::fabs(back) > std::fabs(f)) v--;
+  return v;
+}
+
+u32 to_tf32(float f, Rounding rounding) {
+  u32 u = to_bits(f);
+  if ((u & 0x7f800000) == 0x7f800000) return u & 0xffffe000;
+  if (rounding == Rounding::NearestAway) u += 0x1000;
+  else if (rounding == Rounding::NearestEven) u += 0xfff + (u >> 13 & 1);
+  return u & 0xffffe000;
+}
+
+float float_of(u64 v, bool is_unsigned, Rounding rounding) {
+  float f = is_unsigned ? float(v) : float(s64(v));
+  bool larger = is_unsigned ? double(f) > double(v) : std::fabs(double(f)) > std::fabs(double(s64(v)));
+  return rounding == Rounding::Zero && larger ? std::nextafterf(f, 0.0f) : f;
+}
+
+u64 to_float(const Conversion& c, double v) {
+  if (c.integral) v = round_integral(v, c.rounding);
+  if (c.saturate) v = v != v ? 0 : std::clamp(v, 0.0, 1.0);
+  if (c.relu && v < 0) v = 0;
+  switch (c.to) {
+    case Type::F32: {
+      float f = float(v);
+      if (c.rounding == Rounding::Zero && std::fabs(double(f)) > std::fabs(v)) f = std::nextafterf(f, 0.0f);
+      return to_bits(c.flush ? flush_denormal(f) : f);
+    }
+    case Type::TF32: return to_tf32(float(v), c.rounding);
+    case Type::F16:
+    case Type::BF16: return to_half(c.to, float(v), c.rounding);
+    default: {
+      u64 bits;
+      memcpy(&bits, &v, 8);
+      return bits;
+    }
+  }
+}
+
+u64 convert(const Conversion& c, u64 raw) {
+  const bool float_to = is_float(c.to) || c.to == Type::TF32;
+  if (is_float(c.from)) {
+    double v = float_source(c, raw);
+    if (float_to) return to_float(c, v);
+    return to_integer(c.to, v == v ? round_integral(v, c.rounding) : v);
+  }
+  const u64 v = integer_source(c.from, raw);
+  if (!float_to) return c.saturate ? saturated(c, v) : narrowed(c.to, v);
+  const bool is_unsigned = c.from == Type::U64 || c.from == Type::B64;
+  if (c.to == Type::F64) return to_float(c, is_unsigned ? double(v) : double(s64(v)));
+  return to_float(c, float_of(v, is_unsigned, c.rounding));
+}
+
+void any_conversion(Cta&, Warp& w, const Op& o, u32 mask) {
+  const auto& c = o.get<Conversion>();
+  for_lanes(mask, [&](int i) {
+    write_unsigned(w, o.d[0], c.to_bits, i, convert(c, read_unsigned(w, o.s[0], c.from_bits, i)));
+  });
+}
+// Two fp32 to a pair of halves, the first to the upper one
+void any_pair(Cta&, Warp& w, const Op& o, u32 mask) {
+  const auto& c = o.get<Conversion>();
+  const u32 *a = reg<u32>(w, o.s[0]), *b = reg<u32>(w, o.s[1]);
+  for_lanes(mask, [&](int i) { reg<u32>(w, o.d[0])[i] = u32(convert(c, a[i])) << 16 | u32(convert(c, b[i])); });
+}
+
+// clang-format off
+template <class H> struct ToHalf { static u16 f(float a) { return H::store(a); } };
+template <class H> struct FromHalf { static float f(u16 a) { return H::load(a); } };
+template <class H> struct ToPair {
+  static u32 f(float a, float b) { return u32(H::store(a)) << 16 | H::store(b); }
+};
+template <class D, class A> struct Cast { static D f(A a) { return D(a); } };
+// clang-format on
+template <class D, class A>
+constexpr Handler cast = &map1<D, A, Cast<D, A>>;
+
+// Of conversions without modifiers between registers of the types' widths; or none
+Handler frequent(const Conversion& c) {
+  const Type to = c.to, from = c.from;
+  const bool nearest = c.rounding == Rounding::NearestEven;
+  const bool to_64 = to == Type::S64 || to == Type::U64, to_32 = to == Type::S32 || to == Type::U32;
+  if (to == Type::F32 && from == Type::BF16) return &map1<float, u16, FromHalf<BF16>>;
+  if (to == Type::F32 && from == Type::F16) return &map1<float, u16, FromHalf<FP16>>;
+  if (to == Type::BF16 && from == Type::F32 && nearest) return &map1<u16, float, ToHalf<BF16>>;
+  if (to == Type::F16 && from == Type::F32 && nearest) return &map1<u16, float, ToHalf<FP16>>;
+  if (to_64 && from == Type::S32) return cast<s64, s32>;
+  if (to_64 && from == Type::U32) return cast<u64, u32>;
+  if (to_32 && (from == Type::U64 || from == Type::S64)) return cast<u32, u64>;
+  if (to == Type::F32 && from == Type::S32 && nearest) return cast<float, s32>;
+  if (to == Type::F32 && from == Type::U32 && nearest) return cast<float, u32>;
+  return nullptr;
+}
+
+Conversion modifiers(Decoder& d, const Instruction& i) {
+  static const std::map<std::string, Rounding> roundings = {
+      {"rn", Rounding::NearestEven}, {"rz", Rounding::Zero},         {"rm", Rounding::Down},
+      {"rp", Rounding::Up},          {"rna", Rounding::NearestAway}, {"rni", Rounding::NearestEven},
+      {"rzi", Rounding::Zero},       {"rmi", Rounding::Down},        {"rpi", Rounding::Up}};
+  Conversion c{};
+  for (size_t k = 1; k < i.words.size(); k++) {
+    const std::string& word = i.words[k];
+    if (auto found = roundings.find(word); found != roundings.end()) {
+      c.rounding = found->second;
+      c.integral |= word.size() == 3 && word[2] == 'i';
+    } else if (word == "sat") {
+      c.saturate = true;
+    } else if (word == "satfinite") {
+      d.bad("cvt.satfinite");
+    } else if (word == "ftz") {
+      c.flush = true;
+    } else if (word == "relu") {
+      c.relu = true;
+    } else if (type_named(word) == Type::None) {
+      d.bad("cvt modifier " + word);
+    }
+  }
+  return c;
+}
+
+void decode_pair(Decoder& d, Instruction& i, Conversion& c) {
+  if (c.from != Type::F32 || i.operands.size() != 3) d.bad("cvt to a pair");
+  const bool plain = c.rounding == Rounding::NearestEven && !c.integral && !c.saturate && !c.flush && !c.relu;
+  const bool bf16 = c.to == Type::BF16x2;
+  c.to = bf16 ? Type::BF16 : Type::F16;
+  Handler nearest = bf16 ? &map2<u32, float, float, ToPair<BF16>> : &map2<u32, float, float, ToPair<FP16>>;
+  d.binary(i, 32, plain ? nearest : any_pair);
+}
+
+}  // namespace
+
+void decode_conversion(Decoder& d, Instruction& i) {
+  Conversion& c = i.op.set<Conversion>();
+  c = modifiers(d, i);
+  auto types = i.types();
+  if (types.size() != 2) d.bad("cvt types");
+  c.to = types[0], c.from = types[1];
+  if (c.to == Type::BF16x2 || c.to == Type::F16x2) return decode_pair(d, i, c);
+  // PTX ISA, Operand Size Exceeding Instruction-Type Size: registers may be wider than the types.
+  d.expect(i, 2);
+  const Operand &to = i.operands[0], &from = i.operands[1];
+  const int to_bits = std::max(16, bits_of(c.to)), from_bits = std::max(16, bits_of(c.from));
+  if (!to.is(Operand::Kind::Register)) d.bad("cvt destination");
+  c.to_bits = u8(to.reg.bits);
+  c.from_bits = from.is(Operand::Kind::Register) ? u8(from.reg.bits) : u8(from_bits);
+  if (c.to_bits < to_bits) d.bad("cvt destination too narrow");
+  if (c.from_bits < from_bits) d.bad("cvt source too narrow");
+  i.op.d[0] = d.destination(to, c.to_bits);
+  i.op.s[0] = d.source(from, c.from_bits);
+  const bool plain = c.to_bits == to_bits && c.from_bits == from_bits && !c.saturate && !c.flush && !c.relu;
+  i.op.fn = any_conversion;
+  if (Handler fn = plain ? frequent(c) : nullptr) i.op.fn = fn;
+}
+
+}  // namespace emu

@@ -1,0 +1,53 @@
+// The floating-point formats that C++ has not: bf16, fp16 and tf32, held in integers and computed with in fp32.
+// A NaN is stored as the canonical one, which is what the GPU's conversions give.
+#pragma once
+#include <cmath>
+
+#include "basics.h"
+
+namespace emu {
+
+inline float from_bits(u32 bits) {
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+inline u32 to_bits(float value) {
+  u32 bits;
+  memcpy(&bits, &value, 4);
+  return bits;
+}
+
+constexpr u16 CANONICAL_NAN_16 = 0x7fff;
+
+struct BF16 {
+  static float load(u16 v) { return from_bits(u32(v) << 16); }
+  static u16 round(u32 bits) {  // of an fp32, to nearest even
+    if ((bits & 0x7fffffff) > 0x7f800000) return CANONICAL_NAN_16;
+    return u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  static u16 store(float f) { return round(to_bits(f)); }
+};
+
+struct FP16 {
+  static float load(u16 v) {
+    _Float16 h;
+    memcpy(&h, &v, 2);
+    return float(h);
+  }
+  static u16 store(float f) {
+    if (f != f) return CANONICAL_NAN_16;
+    _Float16 h = _Float16(f);
+    u16 v;
+    memcpy(&v, &h, 2);
+    return v;
+  }
+};
+
+struct TF32 {
+  static float load(u32 v) { return from_bits(v & 0xffffe000); }  // the tensor cores ignore the 13 lower bits
+};
+
+inline float flush_denormal(float f) { return std::fabs(f) < 1.17549435e-38f ? std::copysign(0.0f, f) : f; }
+
+}  // namespace emu

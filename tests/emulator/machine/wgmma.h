@@ -1,0 +1,35 @@
+// wgmma: matrix products of a warp group, with operands in shared memory or registers, computed by each warp for its
+// own 16 rows of D. What a warp issues is in flight until its wgmma.wait_group; sums are in fp32.
+#pragma once
+#include <deque>
+#include <vector>
+
+#include "basics.h"
+
+namespace emu {
+
+struct Cta;
+struct Warp;
+struct Program;
+struct Instruction;
+class Decoder;
+
+struct WgmmaPending {
+  int op;
+  u64 descriptor_a, descriptor_b;
+  bool scale_d;
+};
+
+struct WgmmaState {
+  std::vector<WgmmaPending> open;  // not committed
+  std::deque<std::vector<WgmmaPending>> groups;
+  u32 sequence = 0;         // groups committed
+  std::vector<u8> written;  // by register offset / 64: written since the last wgmma.fence
+};
+
+void decode_wgmma(Decoder&, Instruction&);
+void end_wgmma(Cta&, Warp&);
+// Of all that operations write, keeps the operands of wgmmas: what wgmma.fence is about.
+void keep_wgmma_operands(Program&);
+
+}  // namespace emu
