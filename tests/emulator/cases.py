@@ -28,7 +28,7 @@ LOADS = {
     "empty": ((0, 0, 0), 5),
     "one": ((0, 131, 0), 0),
     "tall": ((520, 0, 331, 40), 3),  # more steps over rows than any pipeline has stages
-    "even": ((256, 256), 0),
+    "even": ((128, 128, 128, 128), 0),
     "many": ((1, 0, 2, 65, 0, 0, 7, 1, 128, 3, 0), 70),
 }
 # (H, F). Aligned: descriptors and vectors. Eights: 16 bytes for descriptors, not the 32 that vectors ask for.

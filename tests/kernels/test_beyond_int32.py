@@ -14,6 +14,7 @@ from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
 from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
+from fusedmlp.kernels.plan import sizes_of_plan
 from fusedmlp.operators.triton_impl import _options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,31 +130,33 @@ def test_rows_of_a_token(memory):
     same(out)
 
 
-if DEVICE == "cpu":  # for only the interpreter can be told which block it runs
+if triton.knobs.runtime.interpret:  # for only the interpreter can be told which block it runs
 
     def test_a_block_of_routing_far_out(memory, monkeypatch):
-        """The block after 2**30 positions (8 GB of ids) counts, and places from the rows that it is given."""
-        block, num_experts, bins = FAR // routing._BLOCK, 700, 1024
-        bytes_ = memory.view(torch.int8)
-        ids = bytes_[: 8 * (FAR + 64)].view(torch.int64)
+        """The block after 2**30 positions (8 GB of ids) counts, and places after the rows of those before it."""
+        block, part, num_experts, bins = 2**20, FAR // 2**20, 700, 1024
+        ids = memory.view(torch.int8)[: 8 * (FAR + 64)].view(torch.int64)
         ids[FAR:] = torch.arange(64) % 5 + 600
-        place = np.array([block], dtype=np.int32)
+        place = np.array([part], dtype=np.int32)
         builder = triton.runtime.interpreter.interpreter_builder
         handle = triton.runtime.interpreter.TensorHandle
         monkeypatch.setattr(builder, "create_get_program_id", lambda axis: handle(place, triton.language.int32))
-        counts = torch.empty((block + 1) * (num_experts + 1), dtype=torch.int32)
-        sizes = {"NUM_EXPERTS": num_experts, "BINS": bins, "BLOCK": routing._BLOCK}
-        routing._routing_counts_kernel[(1,)](ids, counts, ids.numel(), **sizes)
-        found = counts.view(block + 1, -1)[block]
+        counts = torch.zeros((part + 1) * (num_experts + 1), dtype=torch.int32)
+        routing._routing_counts_kernel[(1,)](ids, counts, ids.numel(), block, num_experts, bins, block)
+        found = counts.view(part + 1, -1)[part]
         assert torch.equal(found, ids[FAR:].bincount(minlength=num_experts + 1).int())
-        totals = torch.zeros(num_experts + 1, dtype=torch.int32)
-        totals[0], totals[600:605] = FAR, 13  # so those placed here come after 2**30 rows
-        found.zero_()
-        slots, rows = (torch.empty(FAR + 128, dtype=torch.int32) for _ in range(2))
-        offsets = torch.empty(num_experts + 1, dtype=torch.int32)
+        counts[0] = FAR  # those of the first block are of expert 0, so that these come after 2**30 rows
+        probs = memory[4 * (FAR + 64) :][: FAR + 64]
+        probs[FAR:] = torch.arange(64)
+        plan = torch.empty(0, dtype=torch.int32)
+        tokens, rows = (torch.empty(FAR + 128, dtype=torch.int32) for _ in range(2))
+        row_probs = torch.empty(FAR + 128, dtype=DTYPE)
+        sizes = sizes_of_plan(num_experts, ())
+        routed = (plan, tokens, rows, row_probs)
         routing._routing_places_kernel[(1,)](
-            ids, counts, totals, offsets, slots, rows, ids.numel(), **sizes, CHUNK=routing._CHUNK
+            ids, probs, counts, *routed, ids.numel(), part + 1, block, 2, bins, routing._SUMMED, routing._CHUNK, **sizes
         )
         expected = FAR + torch.arange(64) % 5 * 13 + torch.arange(64) // 5
         assert torch.equal(rows[FAR : FAR + 64].long(), expected)
-        assert torch.equal(slots[expected].long(), FAR + torch.arange(64))
+        assert torch.equal(tokens[expected].long(), (FAR + torch.arange(64)) // 2)
+        assert torch.equal(row_probs[expected].float(), torch.arange(64.0))

@@ -1,9 +1,10 @@
-// Fixed-width types, errors, and text formatted as by printf.
+// Fixed-width types, errors, and text.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <vector>
 
 namespace emu {
 
@@ -24,5 +25,10 @@ struct Error {
 };
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string format(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+std::string trimmed(const std::string&);
+bool starts_with(const std::string&, const char* start);
+// Parts between separators that are in no brackets
+std::vector<std::string> split(const std::string&, char separator);
 
 }  // namespace emu

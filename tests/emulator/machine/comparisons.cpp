@@ -11,7 +11,7 @@ namespace emu {
 namespace {
 
 // clang-format off
-// PTX ISA, Floating Point Comparisons: the ordered ones are false where an operand is NaN, those that end in u are true.
+// PTX ISA, Floating Point Comparisons: those that end in u are true where an operand is NaN, the others are false.
 template <class T> struct Eq { static bool f(T a, T b) { return a == b; } };
 template <class T> struct Ne { static bool f(T a, T b) { return a < b || a > b; } };
 template <class T> struct Lt { static bool f(T a, T b) { return a < b; } };

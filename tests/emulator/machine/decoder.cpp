@@ -23,30 +23,6 @@ std::vector<Type> Instruction::types() const {
   return found;
 }
 
-std::string trimmed(const std::string& s) {
-  size_t first = s.find_first_not_of(" \t\r\n"), last = s.find_last_not_of(" \t\r\n");
-  return first == std::string::npos ? "" : s.substr(first, last - first + 1);
-}
-bool starts_with(const std::string& s, const char* start) { return s.compare(0, strlen(start), start) == 0; }
-std::vector<std::string> split(const std::string& s, char separator) {
-  std::vector<std::string> parts;
-  int depth = 0;
-  std::string part;
-  for (char c : s) {
-    if (c == '{' || c == '[' || c == '(') depth++;
-    if (c == '}' || c == ']' || c == ')') depth--;
-    if (c == separator && depth == 0) {
-      parts.push_back(trimmed(part));
-      part.clear();
-    } else {
-      part += c;
-    }
-  }
-  part = trimmed(part);
-  if (!part.empty() || !parts.empty()) parts.push_back(part);
-  return parts;
-}
-
 void Decoder::bad(const std::string& why) const {
   throw Error{format("PTX line %d: %s: %s", line, why.c_str(), statement.c_str())};
 }
@@ -78,9 +54,9 @@ const Register* Decoder::find(const std::string& name) {
     if (found != scope->registers.end()) return &found->second;
     size_t digits = name.find_last_not_of("0123456789") + 1;
     if (digits == name.size()) continue;
-    auto family = scope->families.find(name.substr(0, digits));
-    if (family == scope->families.end() || atoi(name.c_str() + digits) >= family->second.second) continue;
-    int bits = bits_of(family->second.first);
+    auto range = scope->ranges.find(name.substr(0, digits));
+    if (range == scope->ranges.end() || atoi(name.c_str() + digits) >= range->second.second) continue;
+    int bits = bits_of(range->second.first);
     Register r{allocate(bits), bits};
     program.register_names.push_back({r.offset, name});
     return &(scope->registers[name] = r);
@@ -211,7 +187,7 @@ void Decoder::declare(const std::string& s) {  // ".reg .b32 %r<300>, a"
   for (auto& name : split(s.substr(to), ',')) {
     size_t angle = name.find('<');
     if (angle != std::string::npos) {
-      scope.families[trimmed(name.substr(0, angle))] = {type, atoi(name.c_str() + angle + 1)};
+      scope.ranges[trimmed(name.substr(0, angle))] = {type, atoi(name.c_str() + angle + 1)};
     } else {
       Register r{allocate(bits_of(type)), bits_of(type)};
       scope.registers[name] = r;

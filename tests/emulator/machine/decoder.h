@@ -47,15 +47,10 @@ struct Instruction {
 
 struct Scope {
   std::map<std::string, Register> registers;
-  std::map<std::string, std::pair<Type, int>> families;  // `%r<300>`: prefix to type and count
+  std::map<std::string, std::pair<Type, int>> ranges;  // `%r<300>`: prefix to type and count
   std::map<std::string, s32> labels;
   std::vector<std::pair<size_t, std::string>> branches;  // operations whose label has not been found
 };
-
-std::string trimmed(const std::string&);
-bool starts_with(const std::string&, const char* start);
-// Parts between separators that are in no brackets
-std::vector<std::string> split(const std::string&, char separator);
 
 class Decoder {
  public:

@@ -55,6 +55,8 @@ std::string run_order(Launch& launch, const std::string& name, std::string& note
     run(launch);
   } catch (const Error& e) {
     error = name + ": " + e.text;
+  } catch (const std::exception& e) {
+    error = name + ": " + e.what();
   }
   for (auto& note : launch.notes) {
     int count = launch.count_of(note);
@@ -82,8 +84,10 @@ void* emu_parse(const char* text, char* message, int size) {
     return parse(text);
   } catch (const Error& e) {
     put(message, size, e.text);
-    return nullptr;
+  } catch (const std::exception& e) {
+    put(message, size, e.what());
   }
+  return nullptr;
 }
 
 int emu_params(void* program, u32* sizes, u32* offsets, int most) {

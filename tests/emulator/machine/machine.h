@@ -49,7 +49,6 @@ struct Fragment {
 struct Warp {
   enum class State { Runs, AtBarrier, AtMbarrier, AtRegisters, Done };
 
-  Cta* cta;
   int id;
   u8* registers;
   std::vector<u8> storage;
@@ -90,11 +89,11 @@ struct Cta {
   int free_registers = 0;  // that warps have given back by setmaxnreg
   RaceState races;
   ProxyState proxy;
-  std::unordered_map<std::type_index, std::unique_ptr<FamilyState>> families;
+  std::unordered_map<std::type_index, std::unique_ptr<FamilyState>> family_states;
 
   template <class State>
   State& state() {
-    std::unique_ptr<FamilyState>& slot = families[typeid(State)];
+    std::unique_ptr<FamilyState>& slot = family_states[typeid(State)];
     if (!slot) slot = std::make_unique<State>();
     return static_cast<State&>(*slot);
   }

@@ -125,10 +125,11 @@ void test_wait(Cta& cta, Warp& w, const Op& o, u32 mask) {
 }
 
 void decode_arrive(Decoder& d, Instruction& i) {
-  const Operand& state = i.operands.at(0);
+  if (i.operands.size() < 2) d.bad("mbarrier operands");
+  const Operand& state = i.operands[0];
   if (state.is(Operand::Kind::Register)) i.op.d[0] = d.destination(state, 64);
   else if (!state.is(Operand::Kind::Sink)) d.bad("mbarrier state");
-  i.op.address[0] = d.address(i.operands.at(1));
+  i.op.address[0] = d.address(i.operands[1]);
   if (i.operands.size() > 2) i.op.s[0] = d.source(i.operands[2], 32);
   i.op.set<ArriveOptions>() = {i.has("expect_tx"), true};
   i.op.fn = arrive_or_expect;

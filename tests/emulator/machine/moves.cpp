@@ -54,8 +54,9 @@ void param_to_generic(Cta& cta, Warp& w, const Op& o, u32 mask) {
 }  // namespace
 
 void decode_move(Decoder& d, Instruction& i) {
+  if (i.operands.empty()) return;
   if (i.name() == "createpolicy") {  // caches are not modelled
-    i.op.d[0] = d.destination(i.operands.at(0), 64), i.op.s[0] = d.constant(0, 64), i.op.fn = move<u64>;
+    i.op.d[0] = d.destination(i.operands[0], 64), i.op.s[0] = d.constant(0, 64), i.op.fn = move<u64>;
     return;
   }
   if (i.name() == "cvta") {

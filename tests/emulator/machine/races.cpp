@@ -82,7 +82,9 @@ void race_write(Cta& cta, Warp& w, const Op& o, u32 address, u32 size, Agent by,
       note_race(cta, w, o, g, by.id, writer, "write after write");
     u32* reads = &races.read_clock[size_t(g) * size_t(races.agents)];
     for (int reader = 0; reader < races.agents; reader++) {
-      if (reads[reader] > known[size_t(reader)] && !same) note_race(cta, w, o, g, by.id, reader, "write after read");
+      const bool ordered = reads[reader] <= known[size_t(reader)];
+      if (same && !ordered) continue;  // the next write must still be ordered after it
+      if (!ordered) note_race(cta, w, o, g, by.id, reader, "write after read");
       reads[reader] = 0;
     }
     races.write_agent[g] = u8(by.id);

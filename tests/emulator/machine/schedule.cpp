@@ -37,7 +37,7 @@ void end_cta(Cta& cta) {
                        operation->name()));
   while (cta.in_flight.complete_one(cta, false)) {}
   end_mbarriers(cta);
-  for (auto& [type, state] : cta.families) state->end(cta);
+  for (auto& [type, state] : cta.family_states) state->end(cta);
 }
 
 int share(Launch& launch) {

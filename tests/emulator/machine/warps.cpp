@@ -143,7 +143,7 @@ bool execute(Cta& cta, Warp& w, const Op& o, size_t which, u32 mask) {
 std::unique_ptr<Warp> new_warp(const Launch& launch, Cta& cta, int id) {
   const Program& p = *launch.program;
   auto w = std::make_unique<Warp>();
-  w->cta = &cta, w->id = id, w->alive = ALL_LANES;
+  w->id = id, w->alive = ALL_LANES;
   w->register_count = p.maxnreg;
   w->storage.resize(p.register_bytes + 64);
   w->registers = w->storage.data() + (64 - u64(w->storage.data()) % 64) % 64;

@@ -1,0 +1,99 @@
+"""Compiled kernels with one instruction weakened: every weaker one is noticed, or known to be needless."""
+
+import pytest
+from emulator.layers import emulated
+from emulator.mutations import KINDS, LATE, SUBJECTS, described, noticed
+from support.grids import is_quick
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+MOST = 3  # places of a kind in a kernel: the first, the last and some between
+# Places that may be changed and nothing is wrong.
+NEEDLESS = {
+    # Before the sums' own copy of a tile: what it overwrites was read before the barrier at the end of the last step.
+    ("sm_80_wgrad", "bar.sync removed"): 1,
+    # After a loop whose last step has waited for all.
+    ("sm_90_matmul", "wgmma wait one short"): 1,
+    ("sm_90_gemm", "wgmma wait one short"): 1,
+    # Between two products, of whose registers none is written since the first one's fence.
+    ("sm_90_fc1_gathered", "wgmma fence removed"): 1,
+    # After the sums' loop: what is still on its way goes where nobody looks before the next wait.
+    ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
+    # Before the first store of a tile, here the only one of its program.
+    ("sm_90_fc1_gathered", "bulk store wait one short"): 1,
+    # Of the last columns of a tile, which lie outside of dw.
+    ("sm_90_wgrad", "TMA coordinate"): 1,
+}
+# Its stores take turns between two buffers, and each waits for both.
+TWO_BUFFERS = ("sm_90_dgrad", "bulk store wait one short")
+CP_ASYNC = "cp.async wait one short"
+
+
+def kinds_of(subject):
+    if subject.startswith("sm_80"):
+        return ["bar.sync removed", CP_ASYNC]
+    return [kind for kind in KINDS if kind != CP_ASYNC or "gathered" in subject]
+
+
+CELLS = [
+    pytest.param(
+        subject,
+        kind,
+        id=f"{subject}-{kind}",
+        marks=[] if subject.endswith("matmul") and kind != "TMA coordinate" else [pytest.mark.exhaustive],
+    )
+    for subject in SUBJECTS
+    for kind in kinds_of(subject)
+    if (subject, kind) != TWO_BUFFERS
+]
+
+
+def some(places):
+    """In a quick run the first one."""
+    if is_quick() or len(places) <= MOST:
+        return places[: 1 if is_quick() else MOST]
+    return [places[i * (len(places) - 1) // (MOST - 1)] for i in range(MOST)]
+
+
+@pytest.mark.parametrize(("subject", "kind"), CELLS)
+def test_a_weaker_instruction_is_noticed(subject, kind):
+    places = SUBJECTS[subject].places(kind)
+    assert places
+    missed = [line + 1 for line in some(places) if not SUBJECTS[subject].notices(kind, line)]
+    assert len(missed) <= NEEDLESS.get((subject, kind), 0), f"not noticed in PTX lines {missed}"
+
+
+# The tensor maps of a GEMM are those of x, w and y in this order; Triton gives all of them the widest swizzle.
+MAPS = {
+    "swizzle of 64 bytes": {"swizzle": lambda _: 2},
+    "no swizzle": {"swizzle": lambda _: 0},
+    "box of one row less": {"box": lambda box: [*box[:1], box[1] - 1, *box[2:]]},
+    "half as wide a box": {"box": lambda box: [box[0] // 2, *box[1:]]},
+    "stride of 16 bytes more": {"strides": lambda strides: [strides[0] + 16, *strides[1:]]},
+    "address of 16 bytes more": {"address": lambda address: address + 16},
+}
+
+
+@pytest.mark.parametrize("tensor", ["x", "w", "y"])
+@pytest.mark.parametrize(
+    "change", [pytest.param(c, marks=[pytest.mark.exhaustive] * (i > 0)) for i, c in enumerate(MAPS)]
+)
+def test_another_tensor_map_is_noticed(change, tensor):
+    with described("xwy".index(tensor), **MAPS[change]):
+        assert noticed(SUBJECTS["sm_90_gemm"].run)
+
+
+def test_a_right_run_is_not():
+    """Nor are two, of which the second finds everything compiled."""
+    for _ in range(2):
+        assert not noticed(SUBJECTS["sm_90_gemm"].run)
+
+
+def test_subjects_are_what_their_names_say():
+    for name in ("sm_80_matmul", "sm_90_matmul"):
+        ptx = SUBJECTS[name].right().ptx
+        assert f".target {name[:5]}" in ptx
+        assert ("wgmma" in ptx) == ("cp.async.bulk.tensor" in ptx) == (name[:5] == "sm_90")
+    assert LATE.races
+    with emulated("sm_90", "long"):
+        pass
