@@ -24,7 +24,7 @@ from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
 from .configs import BY_DESCRIPTORS, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
-from .plan import Schedule
+from .plan import Schedule, reset_orders
 from .schedule import load_tile, tile_at, zero_padding
 
 
@@ -38,7 +38,7 @@ def _load_h(h_M1, mask_M1, column, F, WIDTH: tl.constexpr, GATED: tl.constexpr, 
     return g, l
 
 
-@triton.jit(do_not_specialize=["tiles_at", "num_rows"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
     dy_desc,
@@ -57,7 +57,7 @@ def _grouped_dgrad_act_kernel(
     a_desc,
     partial_ptr,
     tiles_ptr,
-    tiles_at,
+    order_ptr,
     num_experts,
     num_rows,
     H,
@@ -88,7 +88,8 @@ def _grouped_dgrad_act_kernel(
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
-    tiles_ptr += tiles_at
+    if tl.program_id(0) == 0:  # the wgrads that follow take their first tiles anew, in every backward of a forward
+        reset_orders(order_ptr, num_experts)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     end_g = F * CHANNEL_STEP  # of the gates
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
@@ -229,7 +230,8 @@ def grouped_dgrad_act_(
         a_RF,
         a_desc,
         partial,
-        *schedule.tiles(tile.BLOCK_M),
+        schedule.tiles(tile.BLOCK_M),
+        schedule.order(0),
         num_experts,
         num_rows,
         H,

@@ -23,7 +23,7 @@ from .plan import Schedule
 from .schedule import load_tile, tile_at, zero_padding
 
 
-@triton.jit(do_not_specialize=["tiles_at"])
+@triton.jit
 def _grouped_fc1_act_kernel(
     x_ptr,
     x_desc,
@@ -40,7 +40,6 @@ def _grouped_fc1_act_kernel(
     a_ptr,
     a_desc,
     tiles_ptr,
-    tiles_at,
     num_experts,
     H,
     F,
@@ -72,7 +71,6 @@ def _grouped_fc1_act_kernel(
     BLOCK_G: tl.constexpr = BLOCK_F * CHANNEL_STEP
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     tl.assume(H > 0)
-    tiles_ptr += tiles_at
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     end_g = F * CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
@@ -197,7 +195,7 @@ def grouped_fc1_act_(
         h_linear_desc,
         a_RF,
         a_desc,
-        *schedule.tiles(tile.BLOCK_M),
+        schedule.tiles(tile.BLOCK_M),
         num_experts,
         H,
         F,

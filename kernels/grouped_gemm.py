@@ -20,7 +20,7 @@ from .plan import Schedule
 from .schedule import load_tile, tile_at, zero_padding
 
 
-@triton.jit(do_not_specialize=["tiles_at", "num_partials", "num_rows"])
+@triton.jit(do_not_specialize=["num_partials", "num_rows"])
 def _grouped_gemm_kernel(
     x_ptr,
     x_desc,
@@ -36,7 +36,6 @@ def _grouped_gemm_kernel(
     rows_ptr,
     dprobs_ptr,
     tiles_ptr,
-    tiles_at,
     num_partials,
     num_rows,
     num_experts,
@@ -59,7 +58,6 @@ def _grouped_gemm_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    tiles_ptr += tiles_at
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, BLOCK_N)
     tl.assume(K > 0)
     WIDTH: tl.constexpr = BLOCK_N // SUBTILES
@@ -137,7 +135,7 @@ def grouped_gemm_(
         y_RN,
         y_desc,
         *(dprobs or (None, None, None)),
-        *schedule.tiles(tile.BLOCK_M),
+        schedule.tiles(tile.BLOCK_M),
         dprobs.partial.shape[0] if dprobs else 0,
         schedule.num_rows,
         num_experts,

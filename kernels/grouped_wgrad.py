@@ -28,7 +28,7 @@ from .common import dot, expert_base, round_to
 from .configs import Path, Tile, choose, dot_precision, has_path, num_programs, select
 from .descriptors import fits
 from .expert_tensors import ExpertTensors, device_table
-from .plan import Table, order_of_segments
+from .plan import order_of_segments
 from .schedule import wgrad_tile
 from .segments import load_rows_of, one_descriptor, segment_base
 from .wgrad_epilogue import add_to_descriptor, add_to_pointers
@@ -61,7 +61,7 @@ def _column_sums(
     return sums
 
 
-@triton.jit(do_not_specialize=["order_at", "counter", "num_segments", "num_experts"])
+@triton.jit(do_not_specialize=["num_segments", "num_experts"])
 def _grouped_wgrad_kernel(
     left_ptr,
     left_desc,
@@ -78,8 +78,6 @@ def _grouped_wgrad_kernel(
     offsets_ptr,
     segments_ptr,
     order_ptr,
-    order_at,
-    counter,
     num_segments,
     num_experts,
     N,
@@ -102,14 +100,13 @@ def _grouped_wgrad_kernel(
 ):
     HAS_DW: tl.constexpr = (dw_ptr is not None) or (dw_desc is not None)
     num_n, num_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    order_ptr += order_at
     # Experts without rows come last. Adding to them is nothing to do; their bias gradient, though, is zero.
     num_used = num_experts
     if ACCUMULATE and db_ptr is None:
         num_used = tl.load(order_ptr + num_experts)
     num_tiles = num_used * num_n * num_k
     # A program takes the next tile when it is free, whatever else runs on the GPU. Who computes a tile changes no bit.
-    next_ptr = order_ptr + num_experts + 1 + counter
+    next_ptr = order_ptr + num_experts + 1
     tile = tl.atomic_add(next_ptr, 1, sem="relaxed")
     while tile < num_tiles:
         rank, n_tile, k_tile = wgrad_tile(tile, num_n, num_k, GROUP_N)
@@ -164,9 +161,6 @@ def _grouped_wgrad_kernel(
                     dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
                     add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
         tile = next_tile
-    # Every program took one that is not there, and this one the last of those: the counter is as it was.
-    if tile == num_tiles + tl.num_programs(0) - 1:
-        tl.store(next_ptr, 0)
 
 
 class _Operand(NamedTuple):
@@ -236,14 +230,13 @@ def grouped_wgrad_(
     scale_R: Tensor | None = None,
     dy_rows: Sequence[Tensor] = (),
     x_rows: Sequence[Tensor] = (),
-    order: Table | None = None,
-    counter: int = 0,
+    order: Tensor | None = None,
 ) -> None:
     """Adds to `dw`, or writes it (zeros for experts without rows); writes `db`, for one segment only.
 
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets`, first rows `[E + 1]` or a plan. Without
-    `dw`, `x` is unused. `order`: that of a plan, with one of its counters, 0 or 1, which no other launch uses at the
-    same time; else a launch makes it.
+    `dw`, `x` is unused. `order`: one of a plan's, which no other launch uses in the same backward; else a launch
+    makes it.
     `dy_rows` or `x_rows` (`[R_s]` integers of every segment, read for owned rows only) make that operand `[T_s, ...]`:
     row r takes its row `rows[r]`.
     """
@@ -263,7 +256,7 @@ def grouped_wgrad_(
         segments = device_table((*way.places, *addresses), device)
     if order is None:
         addresses_of_offsets = None if segments is None else segments[2 * len(offsets) : 3 * len(offsets)]
-        order, counter = order_of_segments(offsets[0], addresses_of_offsets, num_experts), 0
+        order = order_of_segments(offsets[0], addresses_of_offsets, num_experts)
     num_tiles = num_experts * triton.cdiv(N, tile.BLOCK_N) * triton.cdiv(K, tile.BLOCK_K)
     _grouped_wgrad_kernel[(num_programs(tile, device, num_tiles),)](
         left.tensors[0] if way.left is None else None,
@@ -280,8 +273,7 @@ def grouped_wgrad_(
         scale_R,
         offsets[0],
         segments,
-        *order,
-        counter,
+        order,
         len(offsets),
         num_experts,
         N,

@@ -1,7 +1,7 @@
 """What the launches of one call need to know of its load, made on the device by one launch, so that none waits.
 
-A plan is one int32 tensor: the experts' first rows, `[E + 1]`; the order in which wgrad takes experts, `[E]`, how many
-of them have rows, and wgrad's two counters; then, for every BLOCK_M that a launch may use, a table of tiles.
+A plan is one int32 tensor: the experts' first rows, `[E + 1]`; twice, for the wgrads of fc2 and of fc1, the order in
+which it takes experts and a counter; then, for every BLOCK_M that a launch may use, a table of tiles.
 
 An M-ragged pass runs over tiles of BLOCK_M rows that never cross experts. Their number depends on the load, but is at
 most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes tables and grids by that; how many
@@ -14,7 +14,6 @@ Who only has first rows passes those, `[E + 1]`, in a plan's place, and `Schedul
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,13 +24,6 @@ from .configs import row_blocks
 
 # Places that one program of a table fills, and experts that one program puts in order.
 _BLOCK_T, _BLOCK_E = 128, 8
-
-
-class Table(NamedTuple):
-    """A table inside a tensor, from one of its elements on."""
-
-    tensor: Tensor
-    at: int
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -45,14 +37,14 @@ def size_of_table(num_rows: int, num_experts: int, block_m: int) -> int:
     return _whole(3 * (1 + max_tiles(num_rows, num_experts, block_m)))
 
 
-def order_at(num_experts: int) -> int:
-    """Where the order of experts starts; see `write_order`."""
-    return _whole(num_experts + 1)
+def order_at(num_experts: int, which: int) -> int:
+    """Where an order of experts starts; see `write_order`."""
+    return _whole(num_experts + 1) + which * _whole(num_experts + 2)
 
 
 def tables_at(num_experts: int) -> int:
     """Where the first table of tiles starts."""
-    return order_at(num_experts) + _whole(num_experts + 3)
+    return order_at(num_experts, 2)
 
 
 def size_of_plan(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> int:
@@ -98,13 +90,13 @@ def write_plan(
 ):
     """One program's part of a plan. `first_g`, `end_g`: rows of every group; of those after the experts, `num_rows`."""
     ORDER_AT: tl.constexpr = (NUM_EXPERTS + 4) // 4 * 4
-    TABLES_AT: tl.constexpr = ORDER_AT + (NUM_EXPERTS + 6) // 4 * 4
+    TABLES_AT: tl.constexpr = ORDER_AT + 2 * ((NUM_EXPERTS + 5) // 4 * 4)
     ORDERS: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
     if part == 0:
         g = tl.arange(0, BLOCK_G)
         tl.store(plan_ptr + g, first_g, mask=g <= NUM_EXPERTS)
     if part < ORDERS:
-        write_order(part, end_g - first_g, plan_ptr + ORDER_AT, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+        write_order(part, end_g - first_g, plan_ptr + ORDER_AT, 2, NUM_EXPERTS, BLOCK_G, BLOCK_E)
     table_ptr = plan_ptr + TABLES_AT
     part -= ORDERS
     groups = tl.minimum(num_rows, NUM_EXPERTS + 1)
@@ -118,8 +110,19 @@ def write_plan(
 
 
 @triton.jit
-def write_order(part, rows_g, order_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Experts by falling number of rows, `[E]`; how many have any; the next tiles that wgrad is to take: 0 and 0."""
+def write_order(
+    part,
+    rows_g,
+    order_ptr,
+    COPIES: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Experts by falling number of rows, `[E]`; how many have any; the next tile that a wgrad is to take: 0.
+
+    A wgrad leaves its counter where it ended; see `reset_orders`.
+    """
     own, others = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     expert_g = others < NUM_EXPERTS
     rows_g = tl.where(expert_g, rows_g, 0)
@@ -128,11 +131,20 @@ def write_order(part, rows_g, order_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_G: tl.
         (rows_g[None, :] == own_rows[:, None]) & (others[None, :] < own[:, None])
     )
     rank = tl.sum((before & expert_g[None, :]).to(tl.int32), axis=1)
-    tl.store(order_ptr + rank, own, mask=own < NUM_EXPERTS)
-    if part == 0:
-        tl.store(order_ptr + NUM_EXPERTS, tl.sum((rows_g > 0).to(tl.int32), axis=0))
-        tl.store(order_ptr + NUM_EXPERTS + 1, 0)
-        tl.store(order_ptr + NUM_EXPERTS + 2, 0)
+    used = tl.sum((rows_g > 0).to(tl.int32), axis=0)
+    for _ in tl.static_range(COPIES):
+        tl.store(order_ptr + rank, own, mask=own < NUM_EXPERTS)
+        if part == 0:
+            tl.store(order_ptr + NUM_EXPERTS, used)
+            tl.store(order_ptr + NUM_EXPERTS + 1, 0)
+        order_ptr += (NUM_EXPERTS + 5) // 4 * 4
+
+
+@triton.jit
+def reset_orders(order_ptr, num_experts):
+    """Pass (3), which comes before both wgrads in every backward of a forward, lets them begin anew."""
+    tl.store(order_ptr + num_experts + 1, 0)
+    tl.store(order_ptr + (num_experts + 5) // 4 * 4 + num_experts + 1, 0)
 
 
 @triton.jit
@@ -246,31 +258,38 @@ class Schedule:
         self._plan = plan
         if plan.shape[0] == self.num_experts + 1:
             self._plan = _make(None, plan, None, num_rows, row_blocks(plan.device))
-        self._others: dict[int, Table] = {}
+        self._views: dict[int, Tensor] = {}  # by where they start
+        self._others: dict[int, Tensor] = {}  # by BLOCK_M
 
     @property
     def offsets(self) -> Tensor:
         """A tensor that starts with the first rows of the experts, then the end of the last: `[E + 1]`, int32."""
         return self._plan
 
-    @property
-    def order(self) -> Table:
-        """See `write_order`. A counter is 0 whenever no wgrad runs that uses it."""
-        return Table(self._plan, order_at(self.num_experts))
+    def order(self, which: int) -> Tensor:
+        """See `write_order`; 0 or 1."""
+        return self._view(order_at(self.num_experts, which))
 
     @property
     def rows_per_expert(self) -> float:
         """The mean, from sizes that the host knows."""
         return self.num_rows / self.num_experts
 
-    def tiles(self, block_m: int) -> Table:
+    def tiles(self, block_m: int) -> Tensor:
         """See `write_tiles`."""
-        if block_m in self._tables:
-            return Table(self._plan, self._tables[block_m])
+        at = self._tables.get(block_m)
+        if at is not None:
+            return self._view(at)
         if block_m not in self._others:  # tiles from elsewhere than the tables: a tuner's
             plan = _make(None, self._plan[: self.num_experts + 1], None, self.num_rows, (block_m,))
-            self._others[block_m] = Table(plan, tables_at(self.num_experts))
+            self._others[block_m] = plan[tables_at(self.num_experts) :]
         return self._others[block_m]
+
+    def _view(self, at: int) -> Tensor:
+        view = self._views.get(at)
+        if view is None:
+            view = self._views[at] = self._plan[at:]
+        return view
 
     def max_tiles(self, block_m: int) -> int:
         """See `max_tiles`."""
@@ -301,12 +320,12 @@ def _order_of_segments_kernel(
             offsets = tl.load(segment_offsets_ptr + s).to(tl.pointer_type(tl.int32))
         first_g = tl.load(offsets + g, mask=mask, other=0)
         rows_g += tl.load(offsets + g + 1, mask=mask, other=0) - first_g
-    write_order(tl.program_id(0), rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+    write_order(tl.program_id(0), rows_g, order_ptr, 1, NUM_EXPERTS, BLOCK_G, BLOCK_E)
 
 
-def order_of_segments(offsets: Tensor, segment_offsets: Tensor | None, num_experts: int) -> Table:
+def order_of_segments(offsets: Tensor, segment_offsets: Tensor | None, num_experts: int) -> Tensor:
     """What `write_order` writes, of one load or of several that add up: `segment_offsets` holds their addresses."""
-    order = torch.empty(num_experts + 3, dtype=torch.int32, device=offsets.device)
+    order = torch.empty(num_experts + 2, dtype=torch.int32, device=offsets.device)
     sizes = sizes_of_plan(num_experts, ())
     _order_of_segments_kernel[(triton.cdiv(num_experts, _BLOCK_E),)](
         offsets,
@@ -318,4 +337,4 @@ def order_of_segments(offsets: Tensor, segment_offsets: Tensor | None, num_exper
         _BLOCK_E,
         num_warps=8,
     )
-    return Table(order, 0)
+    return order

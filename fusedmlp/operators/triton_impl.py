@@ -199,7 +199,7 @@ def _wgrad_(
     accumulate: bool,
     scale_R: Tensor | None = None,
     tiles: Schedule | None = None,
-    counter: int = 0,
+    which: int = 0,
 ) -> None:
     if dw or db:
         launch_grouped_wgrad_(
@@ -212,8 +212,7 @@ def _wgrad_(
             scale_R=scale_R,
             dy_rows=dy_rows,
             x_rows=x_rows,
-            order=None if tiles is None else tiles.order,
-            counter=counter,
+            order=tiles.order(which) if tiles is not None and tiles.num_rows else None,
         )
 
 

@@ -145,17 +145,19 @@ def test_column_subtiles(subtiles, place, monkeypatch):
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-@pytest.mark.parametrize("counter", [0, 1])
-def test_every_tile_is_taken_once_and_then_the_counter_is_as_before(accumulate, counter):
-    """The last program to find no tile resets it, and knows that it is the last by how many were taken."""
+@pytest.mark.parametrize("which", [0, 1])
+def test_every_tile_is_taken_once_and_those_without_work_are_not(accumulate, which):
     one = wgrad_segment(RAGGED, device=DEVICE)
-    of_plan = plan.Schedule(one.offsets, one.dy.shape[0])
-    table, at = of_plan.order
-    for _ in range(2):  # a second launch finds the plan as the first did
-        _, experts = main_grad("packed", 4, 40, 72)
-        run(experts, [one], accumulate, packed=True, order=of_plan.order, counter=counter)
-        check(experts, [one], UNTOUCHED if accumulate else 0.0)
-        assert table[at : at + 7].tolist() == [3, 0, 2, 1, 3, 0, 0]
+    order = plan.Schedule(one.offsets, one.dy.shape[0]).order(which)
+    _, experts = main_grad("packed", 4, 40, 72)
+    path = run(experts, [one], accumulate, packed=True, order=order)
+    *experts_by_rows, used, taken = order[:6].tolist()
+    assert experts_by_rows == [3, 0, 2, 1]
+    assert used == 3
+    tile = configs.select("wgrad", torch.float32, one.dy.device, path, 15)
+    tiles = -(-40 // tile.BLOCK_N) * -(-72 // tile.BLOCK_K)
+    programs = configs.num_programs(tile, one.dy.device, 4 * tiles)
+    assert taken == programs + tiles * (used if accumulate else 4)  # every program learns once that none is left
 
 
 def test_a_segment_without_rows():
