@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 from emulator.library import EmulationError
-from emulator.ptx import run_ptx
+from emulator.ptx import ORDERS, run_ptx
+
+EARLY, LATE, _ = ORDERS
 
 HEAD = """
     mul.lo.u32 %r1, %lane, {size};
@@ -94,6 +96,100 @@ def test_a_wait_is_for_the_threads_own_copies():
         run_ptx(body.format(""), BYTES, out, threads=64, shared=512)
 
 
+BAR = 1024  # behind what is copied
+INIT = f"""
+    setp.eq.u32 %p2, %tid, 0;
+    @%p2 mbarrier.init.shared::cta.b64 [shared+{BAR}], {{}};
+    bar.sync 0;"""
+COPY = "cp.async.cg.shared.global [%r9], [%d0], 16;"
+MORE = "cp.async.cg.shared.global [%r9+512], [%d0+512], 16;"
+NOINC = f"cp.async.mbarrier.arrive.noinc.shared.b64 [shared+{BAR}];"
+INC = f"cp.async.mbarrier.arrive.shared.b64 [shared+{BAR}];"
+ARRIVE = f"mbarrier.arrive.shared::cta.b64 _, [shared+{BAR}];"
+AWAIT = f"""
+    {{
+    .reg .pred complete;
+    AGAIN:
+    mbarrier.try_wait.parity.shared::cta.b64 complete, [shared+{BAR}], 0;
+    @!complete bra AGAIN;
+    }}"""
+IS_OVER = f"""
+    mbarrier.test_wait.parity.shared::cta.b64 %p3, [shared+{BAR}], 0;
+    selp.b32 %r4, 1, 0, %p3;
+    st.global.b32 [%a1], %r4;"""
+# How the copies of a warp may end a phase: what its mbarrier expects, and what comes after them.
+TRACKED = {"as arrivals that it expects": (32, NOINC), "beside its own arrivals": (32, INC + ARRIVE)}
+
+
+def handed_over(count, producer, consumer):
+    """A warp copies, and another one loads what is there."""
+    out = np.zeros(1024, np.uint8)
+    body = HEAD.format(size=16) + INIT.format(count)
+    body += f"""
+        setp.lt.u32 %p1, %tid, 32;
+        @!%p1 bra CONSUMER;
+        {producer}
+        bra.uni END;
+        CONSUMER:
+        {consumer}
+        END:"""
+    run_ptx(body, BYTES, out, threads=64, shared=BAR + 8)
+    return out
+
+
+@pytest.mark.parametrize("way", TRACKED)
+def test_an_mbarrier_hands_copies_over(way):
+    count, arrive = TRACKED[way]
+    np.testing.assert_array_equal(handed_over(count, COPY + arrive, AWAIT + BACK.format(0))[:512], BYTES[:512])
+
+
+@pytest.mark.parametrize("way", TRACKED)
+def test_without_its_wait_they_race(way):
+    count, arrive = TRACKED[way]
+    with pytest.raises(EmulationError, match="RACE in shared memory"):
+        handed_over(count, COPY + arrive, BACK.format(0) + AWAIT)
+
+
+def test_an_ordinary_arrival_says_nothing_of_copies():
+    with pytest.raises(EmulationError, match="RACE in shared memory: read after write"):
+        handed_over(32, COPY + ARRIVE + "cp.async.wait_all;", AWAIT + BACK.format(0))
+
+
+def test_copies_after_the_arrival_are_not_tracked():
+    producer = COPY + NOINC + MORE + "cp.async.wait_all;"
+    np.testing.assert_array_equal(handed_over(32, producer, AWAIT + BACK.format(0))[:512], BYTES[:512])
+    with pytest.raises(EmulationError, match="RACE in shared memory: read after write"):
+        handed_over(32, producer, AWAIT + BACK.format(512))
+
+
+def test_copies_that_a_wait_group_leaves_are_tracked_too():
+    producer = COPY + "cp.async.commit_group;" + MORE + NOINC
+    got = handed_over(32, producer, AWAIT + BACK.format(0) + BACK.format(512))
+    np.testing.assert_array_equal(got, BYTES)
+
+
+def is_over(order, count, code):
+    out = np.full(1, 9, np.uint32)
+    body = HEAD.format(size=16) + INIT.format(count) + code + IS_OVER
+    run_ptx(body, BYTES, out, shared=BAR + 8, orders=[order], allowed="on their way")
+    return out[0]
+
+
+@pytest.mark.parametrize(("order", "expected"), [(EARLY, 1), (LATE, 0)], ids=["early", "late"])
+def test_the_arrival_comes_when_the_copies_are_there(order, expected):
+    assert is_over(order, 32, COPY + NOINC) == expected
+    # One arrival more, which this instruction makes itself: those that the mbarrier expects are the warp's own.
+    assert is_over(order, 32, COPY + INC + ARRIVE) == expected
+    assert is_over(order, 33, COPY + NOINC) == 0
+    assert is_over(order, 32, COPY + INC) == 0
+
+
+def test_every_lane_arrives_for_its_own_copies():
+    half = "setp.lt.u32 %p4, %lane, 16; @%p4 " + COPY
+    assert is_over(EARLY, 16, half + "@%p4 " + NOINC) == 1
+    assert is_over(EARLY, 32, half + "@%p4 " + NOINC) == 0
+
+
 WRONG = {
     "source": ("cp.async.cg.shared.global [%r9], [%d0+8], 16;", "misaligned source"),
     "destination": ("cp.async.cg.shared.global [%r9+8], [%d0], 16;", "misaligned destination"),
@@ -101,7 +197,7 @@ WRONG = {
     "out of bounds": ("cp.async.cg.shared.global [%r9], [%d0+1024], 16;", "global load of 16 bytes .* out of bounds"),
     "shared": ("cp.async.cg.shared.global [%r9+512], [%d0], 16;", "shared access .* out of bounds"),
     "cg": ("cp.async.cg.shared.global [%r9], [%d0], 8;", "cp.async.cg takes 16 bytes"),
-    "mbarrier": ("cp.async.mbarrier.arrive.noinc.shared.b64 [%r8];", "not implemented"),
+    "mbarrier": ("cp.async.mbarrier.arrive.noinc.shared.b64 [%r8];", "no mbarrier at shared offset 0"),
 }
 
 

@@ -35,7 +35,7 @@ def test_a_wrong_number_of_bytes_is_never_complete(expected):
 
 def test_a_load_that_nobody_waits_for_is_noticed():
     array = zeros()
-    with pytest.raises(EmulationError, match="while TMA loads are on their way"):
+    with pytest.raises(EmulationError, match="ends with asynchronous operations on their way: a TMA load"):
         run_ptx(INIT + tma.load((0, 0), 1024), box_of(array), array, shared=BOX + 1024)
 
 
@@ -100,6 +100,24 @@ def test_all_but_the_newest_stores_were_read():
     run(1)
     with pytest.raises(EmulationError, match="write after read"):
         run(2)
+
+
+@pytest.mark.parametrize("reduction", ["", ".add.tile"], ids=["store", "reduction"])
+def test_stores_of_several_blocks_race_and_reductions_do_not(reduction):
+    """Each element of a reduction is an atomic."""
+    array, data = np.zeros((32, 8), np.uint32), np.ones(1024, np.uint8)
+    move = tma.store((0, 0), reduction)
+    body = INIT + tma.into_shared(1024) + f"{FENCE} bar.sync 0; {move} {COMMIT} {WRITTEN}"
+
+    def run():
+        run_ptx(body, tma.map_of(array, (32, 8)), data, array, grid=(3, 1, 1), threads=64, shared=BOX + 1024)
+
+    if reduction:
+        run()
+        assert (array == 0x03030303).all()
+    else:
+        with pytest.raises(EmulationError, match="GLOBAL RACE: a CTA writes what another one wrote"):
+            run()
 
 
 def test_prefetch_does_nothing():

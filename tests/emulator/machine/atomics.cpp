@@ -11,8 +11,8 @@ namespace emu {
 
 namespace {
 
-// The new value of `bits` bits, from the old one, the operand, and for cas what the old one is compared with
-using Combine = u64 (*)(u64 old, u64 operand, u64 comparand);
+// The new value, from the old one and the operands, of which only cas has two
+using Combine = u64 (*)(u64 old, u64 operand, u64 second);
 
 struct AtomicOptions {
   Combine combine;
@@ -34,7 +34,7 @@ template <class T>
 Combine integer(const std::string& name) {
   if (name == "add") return [](u64 a, u64 b, u64) { return u64(T(a + b)); };
   if (name == "exch") return [](u64, u64 b, u64) { return b; };
-  if (name == "cas") return [](u64 a, u64 b, u64 c) { return T(a) == T(c) ? b : a; };
+  if (name == "cas") return [](u64 a, u64 b, u64 c) { return T(a) == T(b) ? c : a; };
   if (name == "min") return [](u64 a, u64 b, u64) { return u64(std::min(T(a), T(b))); };
   if (name == "max") return [](u64 a, u64 b, u64) { return u64(std::max(T(a), T(b))); };
   if (name == "and") return [](u64 a, u64 b, u64) { return a & b; };
@@ -87,7 +87,7 @@ Combine combination(const std::string& name, Type t) {
   }
 }
 
-// The list holds operands, then results if there are any, then the comparand of cas.
+// The list holds operands, then results if there are any, then the second operand of cas.
 void atomic(Cta& cta, Warp& w, const Op& o, u32 mask) {
   const auto& options = o.get<AtomicOptions>();
   const Addresses at = addresses(w, o.address[0]);
@@ -97,11 +97,11 @@ void atomic(Cta& cta, Warp& w, const Op& o, u32 mask) {
     u8* p = locate(cta, w, o, i, options.space, at[i], size, Access::Write, Order::Atomic);
     if (options.space == Space::Shared) shared_write(cta, w, o, u32(at[i]), size, WriteKind::Atomic);
     for (u32 k = 0; k < count; k++) {
-      u64 old = 0, operand = 0, comparand = 0;
+      u64 old = 0, operand = 0, second = 0;
       memcpy(&old, p + bytes * k, bytes);
       memcpy(&operand, lane_of(k, i), bytes);
-      if (options.compares) memcpy(&comparand, lane_of(u32(o.list.size()) - 1, i), bytes);
-      u64 result = options.combine(old, operand, comparand);
+      if (options.compares) memcpy(&second, lane_of(u32(o.list.size()) - 1, i), bytes);
+      u64 result = options.combine(old, operand, second);
       memcpy(p + bytes * k, &result, bytes);
       if (options.has_result) memcpy(lane_of(count + k, i), &old, bytes);
     }
@@ -120,8 +120,8 @@ void decode_atomic(Decoder& d, Instruction& i) {
   const Space space = space_of(i);
   if (space == Space::Generic) d.bad("generic address space");
   const bool red = i.name() == "red", compares = name == "cas";
-  const size_t at = red ? 0 : 1;  // of the address
-  d.expect(i, at + (compares ? 3 : 2));
+  const size_t at = red ? 0 : 1;                                   // of the address
+  d.expect(i, at + (compares ? 3 : 2) + i.has("L2::cache_hint"));  // the last is a policy
   const int bits = bits_of(i.type);
   const auto values = i.operands[at + 1].elements();
   const size_t wanted = i.has("v2") ? 2 : i.has("v4") ? 4 : i.has("v8") ? 8 : 1;

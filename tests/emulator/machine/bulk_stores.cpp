@@ -32,9 +32,11 @@ void read_shared(Cta& cta, Warp& w, BulkStore& s) {
     check_shared(cta, w, o, 0, at, 16);
     memcpy(&s.data[k], cta.shared_at(at), std::min(16u, bytes - k));
   }
-  // The rows must be in bounds now, whenever they are written.
+  // The rows must be in bounds now, whenever they are written. PTX ISA, cp.reduce.async.bulk.tensor: a reduction is
+  // atomic, element by element.
+  const Order order = s.reduction == Reduction::None ? Order::Unordered : Order::Atomic;
   for_rows(s.map, s.coordinates, [&](const BoxRow& row) {
-    if (!row.empty()) check_global(cta, w, o, 0, row.address + row.inside, row.end - row.inside, Access::Write);
+    if (!row.empty()) check_global(cta, w, o, 0, row.address + row.inside, row.end - row.inside, Access::Write, order);
   });
 }
 

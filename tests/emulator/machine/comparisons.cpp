@@ -26,6 +26,9 @@ template <class T> struct Gtu { static bool f(T a, T b) { return !(a <= b); } };
 template <class T> struct Geu { static bool f(T a, T b) { return !(a < b); } };
 template <class T> struct Num { static bool f(T a, T b) { return a == a && b == b; } };
 template <class T> struct Nan { static bool f(T a, T b) { return a != a || b != b; } };
+template <class F> struct Flushed {  // .ftz
+  static bool f(float a, float b) { return F::f(flush_denormal(a), flush_denormal(b)); }
+};
 // clang-format on
 
 enum class Logic : u8 { Move, And, Or, Xor, Not };
@@ -91,9 +94,9 @@ void compare_pairs(Cta&, Warp& w, const Op& o, u32 mask) {  // p of the lower ha
 }
 
 template <template <class> class F>
-Handler compare_as(Type t) {
+Handler compare_as(Type t, bool flush) {
   switch (t) {
-    case Type::F32: return compare<float, F<float>>;
+    case Type::F32: return flush ? compare<float, Flushed<F<float>>> : compare<float, F<float>>;
     case Type::F64: return compare<double, F<double>>;
     case Type::F16: return compare_halves<FP16, F<float>>;
     case Type::BF16: return compare_halves<BF16, F<float>>;
@@ -102,15 +105,15 @@ Handler compare_as(Type t) {
     default: return for_integer(t, []<class T>(T) -> Handler { return compare<T, F<T>>; });
   }
 }
-Handler comparison(const std::string& name, Type t) {
-  static const std::map<std::string, Handler (*)(Type)> handlers = {
+Handler comparison(const std::string& name, Type t, bool flush) {
+  static const std::map<std::string, Handler (*)(Type, bool)> handlers = {
       {"eq", compare_as<Eq>},   {"ne", compare_as<Ne>},   {"lt", compare_as<Lt>},   {"lo", compare_as<Lt>},
       {"le", compare_as<Le>},   {"ls", compare_as<Le>},   {"gt", compare_as<Gt>},   {"hi", compare_as<Gt>},
       {"ge", compare_as<Ge>},   {"hs", compare_as<Ge>},   {"equ", compare_as<Equ>}, {"neu", compare_as<Neu>},
       {"ltu", compare_as<Ltu>}, {"leu", compare_as<Leu>}, {"gtu", compare_as<Gtu>}, {"geu", compare_as<Geu>},
       {"num", compare_as<Num>}, {"nan", compare_as<Nan>}};
   auto found = handlers.find(name);
-  return found == handlers.end() ? nullptr : found->second(t);
+  return found == handlers.end() ? nullptr : found->second(t, flush);
 }
 
 struct SelectOptions {
@@ -154,7 +157,8 @@ void decode_comparison(Decoder& d, Instruction& i) {
   auto& options = i.op.set<CompareOptions>();
   size_t at = 2;
   if (auto found = logics.find(i.word(at)); found != logics.end()) options.logic = found->second, at++;
-  if (i.word(at) == "ftz") at++;  // comparisons of denormals: only those with zero would differ
+  const bool flush = i.word(at) == "ftz";
+  if (flush) at++;
   if (at + 1 != i.words.size() || i.type == Type::None) d.bad("setp modifiers");
   const bool with_logic = options.logic != Logic::Move;
   d.expect(i, with_logic ? 4 : 3);
@@ -162,7 +166,7 @@ void decode_comparison(Decoder& d, Instruction& i) {
   i.op.d[1] = d.second_destination(i.operands[0]);
   for (size_t k = 0; k < 2; k++) i.op.s[k] = d.source(i.operands[k + 1], bits_of(i.type));
   if (with_logic) i.op.s[2] = d.source(i.operands[3], 1), options.negated = i.operands[3].negated;
-  i.op.fn = comparison(i.word(1), i.type);
+  i.op.fn = comparison(i.word(1), i.type, flush);
 }
 
 // mov, and, or, xor, not of predicates

@@ -1,16 +1,16 @@
-// cvt between integers and floats. Values pass through a 64-bit integer or an fp64 and are rounded once; the frequent
-// conversions have handlers of their own. No fp8, no .satfinite; of the directed roundings only .rz gives 16 bits.
+// cvt between integers and floats. Values pass through a 64-bit integer or an fp64, which hold them exactly, and are
+// rounded once; the frequent conversions have handlers of their own. No fp8, no .satfinite.
 #include <algorithm>
 #include <limits>
 
 #include "arithmetic.h"
 #include "families.h"
+#include "rounding.h"
 
 namespace emu {
 
 namespace {
 
-enum class Rounding : u8 { NearestEven, Zero, Down, Up, NearestAway };
 struct Conversion {
   Type to, from;
   Rounding rounding;
@@ -31,12 +31,13 @@ double round_integral(double v, Rounding rounding) {
 
 template <class T>
 T clamp_to(double v) {
-  if (v != v) return T(0);
   double low = double(std::numeric_limits<T>::min()), high = double(std::numeric_limits<T>::max());
   return v <= low ? std::numeric_limits<T>::min() : v >= high ? std::numeric_limits<T>::max() : T(v);
 }
-// PTX ISA, cvt: floats out of range give the nearest integer that there is.
-u64 to_integer(Type to, double v) {
+// PTX ISA, cvt: floats out of range give the nearest integer that there is. A NaN gives the highest bit alone where the
+// source or the destination has 64 bits, else zero.
+u64 to_integer(Type to, Type from, double v) {
+  if (v != v) return bits_of(to) == 64 || from == Type::F64 ? 1ull << (bits_of(to) - 1) : 0;
   switch (to) {
     case Type::U8: return clamp_to<u8>(v);
     case Type::S8: return u64(s64(clamp_to<s8>(v)));
@@ -85,60 +86,38 @@ u64 saturated(const Conversion& c, u64 v) {
   }
 }
 
-u16 to_half(Type to, float f, Rounding rounding) {
-  u16 v = to == Type::BF16 ? BF16::store(f) : FP16::store(f);
-  float back = to == Type::BF16 ? BF16::load(v) : FP16::load(v);
-  if (rounding == Rounding::Zero && std::fabs(back) > std::fabs(f)) v--;
-  return v;
+Format format_of(Type t) {
+  switch (t) {
+    case Type::F16: return FORMAT_F16;
+    case Type::BF16: return FORMAT_BF16;
+    case Type::TF32: return FORMAT_TF32;
+    case Type::F32: return FORMAT_F32;
+    default: return FORMAT_F64;
+  }
 }
 
-u32 to_tf32(float f, Rounding rounding) {
-  u32 u = to_bits(f);
-  if ((u & 0x7f800000) == 0x7f800000) return u & 0xffffe000;
-  if (rounding == Rounding::NearestAway) u += 0x1000;
-  else if (rounding == Rounding::NearestEven) u += 0xfff + (u >> 13 & 1);
-  return u & 0xffffe000;
-}
-
-float float_of(u64 v, bool is_unsigned, Rounding rounding) {
-  float f = is_unsigned ? float(v) : float(s64(v));
-  bool larger = is_unsigned ? double(f) > double(v) : std::fabs(double(f)) > std::fabs(double(s64(v)));
-  return rounding == Rounding::Zero && larger ? std::nextafterf(f, 0.0f) : f;
-}
-
-u64 to_float(const Conversion& c, double v) {
+u64 float_to_float(const Conversion& c, double v) {
   if (c.integral) v = round_integral(v, c.rounding);
   if (c.saturate) v = v != v ? 0 : std::clamp(v, 0.0, 1.0);
   if (c.relu && v < 0) v = 0;
-  switch (c.to) {
-    case Type::F32: {
-      float f = float(v);
-      if (c.rounding == Rounding::Zero && std::fabs(double(f)) > std::fabs(v)) f = std::nextafterf(f, 0.0f);
-      return to_bits(c.flush ? flush_denormal(f) : f);
-    }
-    case Type::TF32: return to_tf32(float(v), c.rounding);
-    case Type::F16:
-    case Type::BF16: return to_half(c.to, float(v), c.rounding);
-    default: {
-      u64 bits;
-      memcpy(&bits, &v, 8);
-      return bits;
-    }
-  }
+  const u64 bits = rounded(format_of(c.to), v, c.rounding);
+  if (c.to == Type::TF32) return v != v ? CANONICAL_NAN_32 : bits << 13;
+  return c.to == Type::F32 && c.flush ? to_bits(flush_denormal(from_bits(u32(bits)))) : bits;
+}
+u64 integer_to_float(const Conversion& c, u64 v) {
+  const bool negative = is_signed(c.from) && s64(v) < 0;
+  return rounded(format_of(c.to), Exact{negative, negative ? 0 - v : v, 0}, c.rounding);
 }
 
 u64 convert(const Conversion& c, u64 raw) {
-  const bool float_to = is_float(c.to) || c.to == Type::TF32;
   if (is_float(c.from)) {
-    double v = float_source(c, raw);
-    if (float_to) return to_float(c, v);
-    return to_integer(c.to, v == v ? round_integral(v, c.rounding) : v);
+    const double v = float_source(c, raw);
+    if (is_float(c.to) || c.to == Type::TF32) return float_to_float(c, v);
+    return to_integer(c.to, c.from, round_integral(v, c.rounding));
   }
   const u64 v = integer_source(c.from, raw);
-  if (!float_to) return c.saturate ? saturated(c, v) : narrowed(c.to, v);
-  const bool is_unsigned = c.from == Type::U64 || c.from == Type::B64;
-  if (c.to == Type::F64) return to_float(c, is_unsigned ? double(v) : double(s64(v)));
-  return to_float(c, float_of(v, is_unsigned, c.rounding));
+  if (is_float(c.to)) return integer_to_float(c, v);
+  return c.saturate ? saturated(c, v) : narrowed(c.to, v);
 }
 
 void any_conversion(Cta&, Warp& w, const Op& o, u32 mask) {

@@ -156,7 +156,9 @@ void decode_cp_async(Decoder& d, Instruction& i) {
     if (what == "cg" && bytes != 16) d.bad("cp.async.cg takes 16 bytes");
     if (bytes != 4 && bytes != 8 && bytes != 16) d.bad("cp.async takes 4, 8 or 16 bytes");
     op.set<CopyOptions>().bytes = u8(bytes);
-    if (i.operands.size() > 3) op.s[0] = d.source(i.operands[3], 32);
+    const size_t operands = i.operands.size() - i.has("L2::cache_hint");  // the last is a policy
+    if (operands > 4) d.bad("cp.async operands");
+    if (operands > 3) op.s[0] = d.source(i.operands[3], 32);
     op.fn = copy_async;
   } else if (what == "mbarrier" && i.word(3) == "arrive") {
     d.expect(i, 1);

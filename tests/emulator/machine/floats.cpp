@@ -1,5 +1,7 @@
 // Floating-point arithmetic, rounded to nearest even. 16-bit formats are computed in fp32 and rounded; functions that
 // are approximate on the GPU (ex2, lg2, rcp, sqrt, rsqrt, sin, cos, tanh, div.full) are exact here.
+#include <bit>
+
 #include "arithmetic.h"
 #include "families.h"
 
@@ -22,6 +24,20 @@ template <class T> struct Neg { static T f(T a) { return -a; } };
 template <class T> struct Abs { static T f(T a) { return std::fabs(a); } };
 template <class T> struct Fma { static T f(T a, T b, T c) { return std::fma(a, b, c); } };
 template <class T> struct CopySign { static T f(T a, T b) { return std::copysign(b, a); } };
+// Of halves: the product is exact in fp64, and the sum rounded to odd there and in fp32, which keeps what the one
+// rounding to nearest needs to know (S. Boldo, G. Melquiond, Emulation of a FMA and correctly rounded sums, 2008).
+struct HalfFma {
+  static double add_to_odd(double a, double b) {
+    const double sum = a + b, part = sum - a, error = (a - (sum - part)) + (b - part);
+    const bool even = !(std::bit_cast<u64>(sum) & 1);
+    return std::isfinite(sum) && error != 0 && even ? std::nextafter(sum, error > 0 ? INFINITY : -INFINITY) : sum;
+  }
+  static float to_odd(double v) {
+    const float f = float(v);
+    return double(f) != v && v == v && !(to_bits(f) & 1) ? std::nextafterf(f, double(f) < v ? INFINITY : -INFINITY) : f;
+  }
+  static float f(float a, float b, float c) { return to_odd(add_to_odd(double(a) * double(b), c)); }
+};
 struct Ex2 { static float f(float a) { return std::exp2(a); } };
 struct Lg2 { static float f(float a) { return std::log2(a); } };
 struct Rcp { static float f(float a) { return 1.0f / a; } };
@@ -78,10 +94,10 @@ Handler fma(Type t, bool flush) {
   switch (t) {
     case Type::F32: return flush ? same3<float, Flush3<Fma<float>>> : same3<float, Fma<float>>;
     case Type::F64: return same3<double, Fma<double>>;
-    case Type::F16: return same3<u16, Half3<FP16, Fma<float>>>;
-    case Type::BF16: return same3<u16, Half3<BF16, Fma<float>>>;
-    case Type::F16x2: return same3<u32, Pair3<Half3<FP16, Fma<float>>>>;
-    case Type::BF16x2: return same3<u32, Pair3<Half3<BF16, Fma<float>>>>;
+    case Type::F16: return same3<u16, Half3<FP16, HalfFma>>;
+    case Type::BF16: return same3<u16, Half3<BF16, HalfFma>>;
+    case Type::F16x2: return same3<u32, Pair3<Half3<FP16, HalfFma>>>;
+    case Type::BF16x2: return same3<u32, Pair3<Half3<BF16, HalfFma>>>;
     default: return nullptr;
   }
 }

@@ -95,7 +95,7 @@ Slot slot(Decoder& d, const Operand& o, int element_bits, bool is_store) {
 
 void decode_load_store(Decoder& d, Instruction& i) {
   const bool is_store = i.name() == "st";
-  d.expect(i, 2);
+  d.expect(i, i.has("L2::cache_hint") ? 3 : 2);  // the last is a policy
   const Space space = space_of(i);
   if (space == Space::Generic) d.bad("generic address space");
   if (i.type == Type::None || i.type == Type::Pred || i.type == Type::B128) d.bad("type");

@@ -19,6 +19,7 @@ inline u32 to_bits(float value) {
 }
 
 constexpr u16 CANONICAL_NAN_16 = 0x7fff;
+constexpr u32 CANONICAL_NAN_32 = 0x7fffffff;
 
 struct BF16 {
   static float load(u16 v) { return from_bits(u32(v) << 16); }

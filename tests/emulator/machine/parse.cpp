@@ -36,8 +36,8 @@ std::vector<Line> lines_of(const char* text) {
     std::string s = without_comments(std::string(at, end), ++number);
     at = *end ? end + 1 : end;
     if (starts_with(s, ".section")) break;
-    bool skip = s.empty() || std::any_of(std::begin(ignored), std::end(ignored),
-                                         [&](const char* directive) { return starts_with(s, directive); });
+    std::string first = s.substr(0, s.find_first_of(" \t"));
+    bool skip = s.empty() || std::find(std::begin(ignored), std::end(ignored), first) != std::end(ignored);
     if (!skip) lines.push_back({number, s});
   }
   return lines;
