@@ -36,6 +36,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror tests/emulator/machine/*.cpp tests/emulator/machine/*.h
 
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
