@@ -70,6 +70,7 @@ def steps(device: str, out: Path) -> list[Step]:
 
     small = ("--small",) if device == "cpu" else ()
     checks = [check(name, 90, size=small) for name in ("bf16", "fp16", "sync", "graph", "repeat")]
+    checks.insert(0, check("cases", 180, size=small))
     shapes = SHAPES if device == "cuda" else ("tiny",)
     memcheck = []
     if device == "cuda" and (tool := shutil.which("compute-sanitizer")):

@@ -1,6 +1,7 @@
 """Checks of the kernels on a real GPU, one per process: `python -m bench.gpu_checks STEP [--device cpu]`.
 
-    cases        every pass and path by itself, as the emulator executes them at every commit (tests/emulator/cases.py)
+    cases        passes by themselves, as the emulator executes them at every commit (tests/emulator/cases.py)
+    all-cases    every pass and path so, which takes a while
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
     sync         the same under PyTorch's sync debug mode "error"
     graph        capture, then replays with other loads, against runs without a graph
@@ -237,14 +238,14 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
         raise SystemExit(f"{failures} failures")
 
 
-def passes(device: str, small: bool) -> None:
+def passes(device: str, small: bool, everything: bool = False) -> None:
     """The emulator's cases; on a GPU they check the emulator, too. All failures are reported."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from emulator import cases, layers
 
     failures = 0
     for case in cases.cases():
-        if small and not case.quick:
+        if not (everything or (case.quick and (not small or case.id.startswith("short-bf16")))):
             continue
         if device == "cpu":
             context = layers.emulated("sm_90", case.shape, descriptors=case.descriptors)
@@ -339,6 +340,7 @@ def _impl(device: str) -> str:
 
 STEPS: dict[str, Callable[[str, bool], None]] = {
     "cases": passes,
+    "all-cases": lambda device, small: passes(device, small, everything=True),
     "bf16": lambda device, small: numerics(torch.bfloat16, device, small),
     "fp16": lambda device, small: numerics(torch.float16, device, small),
     "sync": sync,

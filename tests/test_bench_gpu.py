@@ -22,7 +22,7 @@ def test_everything_runs_on_tiny_shapes(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"log.txt", "timings.csv"}
     log = (tmp_path / "log.txt").read_text()
-    for step in ("bf16", "fp16", "sync", "graph", "repeat", "timings-tiny"):
+    for step in ("cases", "bf16", "fp16", "sync", "graph", "repeat", "timings-tiny"):
         assert f"== {step}: ok" in log
     with (tmp_path / "timings.csv").open() as file:
         rows = list(csv.DictReader(file))

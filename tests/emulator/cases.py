@@ -143,14 +143,14 @@ def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
     case = partial(_ragged, check)
     gpt_oss = {"options": GPT_OSS, "bias": True}
     clamped = {"activation": "geglu", "options": {"limit": 0.5, "linear_offset": 1.0}, "bias": True}
-    yield from _grid(f"{name} swiglu", case(), EVERY, quick=True)
+    yield from _grid(f"{name} swiglu", case(), EVERY)
     yield from _grid(f"{name} in_out without probs", case(layout="in_out", probs=False))
-    yield from _grid(f"{name} gpt_oss", case(**gpt_oss), (BF16, FP32), quick=True)
+    yield from _grid(f"{name} gpt_oss", case(**gpt_oss), (BF16, FP32), quick=name == "dgrad_act")
     yield from _grid(f"{name} gelu reversed", case(activation="gelu", where="reversed", bias=True))
     yield from _grid(f"{name} clamped scattered", case(where="scattered", **clamped))
     for activation, shape in (("geglu_tanh", "short"), ("relu2", "short"), ("reglu", "long")):
         yield from _grid(f"{name} {activation}", case(activation=activation), shapes=(shape,))
-    yield from _grid(f"{name} gathered", case(gathered=True), EVERY, quick=True)
+    yield from _grid(f"{name} gathered", case(gathered=True), EVERY, quick=name == "fc1_act")
     yield from _grid(f"{name} gathered gpt_oss", case(gathered=True, **gpt_oss))
     yield from _grid(f"{name} gathered scattered", case(gathered=True, where="scattered"))
     yield from _grid(f"{name} gathered odd", case(gathered=True, sizes=ODD, bias=True))
@@ -222,7 +222,7 @@ def _wgrad() -> Iterator[Case]:
     case = _of_wgrad
     bf16 = {"grad": torch.bfloat16}
     yield from _grid("wgrad packed", case(), EVERY, quick=True)
-    yield from _grid("wgrad overwrite", case(accumulate=False), EVERY, quick=True)
+    yield from _grid("wgrad overwrite", case(accumulate=False), EVERY)
     yield from _grid("wgrad of bf16", case(**bf16))
     yield from _grid("wgrad overwrite of bf16", case(accumulate=False, **bf16))
     yield from _grid("wgrad of fp16", case(grad=torch.float16), (FP16,))
@@ -231,21 +231,21 @@ def _wgrad() -> Iterator[Case]:
     yield from _grid("wgrad in_out bias", case(where="packed in_out", bias=True))
     for where in list(wgrad.PLACES)[2:]:
         yield from _grid(f"wgrad {where}", case(where=where), (BF16, FP32) if "in_out" not in where else (BF16,))
-    yield from _grid("wgrad scattered of bf16", case(where="scattered", **bf16), quick=True)
+    yield from _grid("wgrad scattered of bf16", case(where="scattered", **bf16))
     yield from _grid("wgrad reversed in_out overwrite", case(where="reversed in_out", accumulate=False))
     yield from _grid("wgrad odd", case(sizes=ODD), (BF16, FP32))
     yield from _grid("wgrad eights", case(sizes=EIGHTS))
-    yield from _grid("wgrad bias", case(bias=True), (BF16, FP16, FP32), quick=True)
+    yield from _grid("wgrad bias", case(bias=True), (BF16, FP16, FP32))
     yield from _grid("wgrad scaled bias overwrite", case(bias=True, scale=True, accumulate=False))
     yield from _grid("wgrad scaled bias odd", case(bias=True, scale=True, sizes=ODD))
-    yield from _grid("wgrad segments", case(("uneven", "few", "empty")), EVERY, quick=True)
+    yield from _grid("wgrad segments", case(("uneven", "few", "empty")), EVERY)
     yield from _grid("wgrad segments overwrite", case(("few", "uneven"), accumulate=False))
     yield from _grid("wgrad segments in_out of bf16", case(("uneven", "one"), where="packed in_out", **bf16))
     yield from _grid("wgrad segments shifted", case(("uneven", "few"), shift=True))
     yield from _grid("wgrad segments scattered", case(("uneven", "few"), where="scattered"))
     yield from _grid("wgrad segments odd", case(("uneven", "few"), sizes=ODD))
     for name in ("dy", "x"):
-        yield from _grid(f"wgrad gathered {name}", case(gathered=name), (BF16, FP16, TF32), quick=True)
+        yield from _grid(f"wgrad gathered {name}", case(gathered=name), (BF16, FP16, TF32), quick=name == "dy")
     yield from _grid("wgrad gathered x in_out", case(gathered="x", where="packed in_out"))
     yield from _grid("wgrad gathered dy scaled bias", case(gathered="dy", bias=True, scale=True))
     yield from _grid("wgrad gathered odd", case(gathered="dy", sizes=ODD))
@@ -295,7 +295,7 @@ def _layers() -> Iterator[Case]:
         return _grid(name, partial(check, **options), precisions or (BF16,), quick=quick)
 
     gpt_oss = {"options": GPT_OSS, "bias": True}
-    yield from layer("grouped_mlp", _layer, *EVERY, quick=True)
+    yield from layer("grouped_mlp", _layer, *EVERY)
     yield from layer("grouped_mlp gpt_oss", _layer, **gpt_oss)
     yield from layer(
         "grouped_mlp gelu in_out overwrite", _layer, activation="gelu", bias=True, layout="in_out", overwrite=True
