@@ -39,6 +39,43 @@ def test_a_load_that_nobody_waits_for_is_noticed():
         run_ptx(INIT + tma.load((0, 0), 1024), box_of(array), array, shared=BOX + 1024)
 
 
+BETWEEN = {
+    "": True,
+    "fence.acq_rel.cta;": True,
+    "fence.proxy.async.global;": True,
+    "fence.proxy.tensormap::generic.acquire.gpu [%a0], 128;": True,
+    "bar.warp.sync -1;": True,
+    "fence.mbarrier_init.release.cluster;": False,
+    "fence.proxy.async;": False,
+    "fence.proxy.async.shared::cta;": False,
+    "bar.sync 0;": False,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_an_init_is_made_visible_before_a_load(between):
+    """By a fence, or by a barrier, which Triton's pipelines have alone."""
+    array = zeros()
+    body = INIT.replace("bar.sync 0;", between) + tma.load((0, 0), 1024) + "bar.sync 0;" + WAIT
+
+    def run():
+        run_ptx(body, box_of(array), array, threads=64, shared=BOX + 1024)
+
+    if BETWEEN[between]:
+        with pytest.raises(EmulationError, match="PROXY: a TMA load uses an mbarrier that was initialised without"):
+            run()
+    else:
+        run()
+
+
+@pytest.mark.parametrize("fence", ["fence.mbarrier_init.release.cluster;", FENCE])
+def test_a_fence_is_of_the_inits_before_it(fence):
+    array = zeros()
+    body = INIT.replace("@%p1", f"{fence} @%p1").replace("bar.sync 0;", "") + tma.load((0, 0), 1024)
+    with pytest.raises(EmulationError, match="PROXY: a TMA load uses an mbarrier"):
+        run_ptx(body + "bar.sync 0;" + WAIT, box_of(array), array, threads=64, shared=BOX + 1024)
+
+
 STORE = tma.store((0, 0))
 OVERWRITE = f"@%p1 st.shared.b32 [shared+{BOX}], 77;"
 
@@ -46,7 +83,8 @@ OVERWRITE = f"@%p1 st.shared.b32 [shared+{BOX}], 77;"
 def stored(ending):
     """Two warps fill the box, and then what `ending` says."""
     array, data = zeros(), np.ones(1024, np.uint8)
-    run_ptx(INIT + tma.into_shared(1024) + ending, box_of(array), data, array, threads=64, shared=BOX + 1024)
+    body = INIT + "setp.ge.u32 %p4, %tid, 32;" + tma.into_shared(1024) + ending
+    run_ptx(body, box_of(array), data, array, threads=64, shared=BOX + 1024)
     return array
 
 
@@ -57,6 +95,9 @@ ENDINGS = {
         f"fence.proxy.tensormap::generic.release.gpu; bar.sync 0; {STORE} {COMMIT} {WRITTEN}",
         "PROXY",
     ),
+    "a fence of aliases": (f"fence.proxy.alias; bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
+    "a fence between threads": (f"fence.acq_rel.gpu; bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
+    "a fence of another warp": (f"@%p4 {FENCE} bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "a fence of global memory": (f"fence.proxy.async.global; bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "without a barrier": (f"{FENCE} {STORE} {COMMIT} {WRITTEN}", "RACE in shared memory"),
     "never committed": (f"{FENCE} bar.sync 0; {STORE}", "bulk stores not committed that nobody waited for"),
@@ -84,6 +125,16 @@ def test_a_store_that_nothing_orders_is_noticed(name):
 def test_a_store_in_order_is_not(fence, read):
     wait = WRITTEN.replace("wait_group", f"wait_group{read}")
     assert (stored(f"{fence} bar.sync 0; {STORE} {COMMIT} {wait} {OVERWRITE}") == 0x0101).all()
+
+
+def test_one_thread_may_fence_what_a_barrier_orders_before_it():
+    assert (stored(f"bar.sync 0; @%p1 {FENCE} {STORE} {COMMIT} {WRITTEN}") == 0x0101).all()
+
+
+@pytest.mark.parametrize("line", ["fence.proxy.other;", "fence.other;", "membar.other;"])
+def test_a_fence_that_is_not_known_is_an_error_that_names_its_line(line):
+    with pytest.raises(EmulationError, match=r"PTX line \d+: fence"):
+        run_ptx(line)
 
 
 def test_all_but_the_newest_stores_were_read():

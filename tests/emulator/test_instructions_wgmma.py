@@ -163,6 +163,42 @@ def test_groups_end_in_order():
         product.run(body + first + "mov.b32 %f100, 0;" + WAIT)
 
 
+THIRD_WARP = "shr.u32 %r20, %tid, 5; setp.eq.u32 %p5, %r20, 2;"
+# What the third warp of a group does otherwise than the others.
+DISAGREEMENTS = {
+    "another order": (
+        "@%p5 bra OTHER; {0} {1} bra.uni JOIN; OTHER: {1} {0} JOIN:",
+        "another warp of the group has issued another one, or other descriptors",
+    ),
+    "another descriptor": (
+        "mov.b64 %d20, {offset}; selp.b64 %d20, %d20, 0, %p5; {shifted}",
+        "another warp of the group has issued another one, or other descriptors",
+    ),
+    "one less": (
+        "selp.b32 %r21, 1, 2, %p5; EACH: {0} add.s32 %r21, %r21, -1; setp.gt.s32 %p6, %r21, 0; @%p6 bra EACH;",
+        "the warps of warp group 0 have not issued the same number of wgmmas",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_the_warps_of_a_group_issue_the_same(name):
+    product = Product(steps=2)
+    body, message = DISAGREEMENTS[name]
+    first, second = product.instruction(0), product.instruction(1)
+    shifted = first.replace("setp.ne", "add.s64 %d11, %d11, %d20; setp.ne")
+    with pytest.raises(EmulationError, match=message):
+        product.run(THIRD_WARP + FENCE + body.format(first, second, offset=2, shifted=shifted) + COMMIT + WAIT)
+
+
+def test_they_may_come_at_different_times():
+    product = Product(steps=2)
+    once = "mov.b32 %r22, 40; DELAY: add.s32 %r22, %r22, -1; setp.gt.s32 %p6, %r22, 0; @%p6 bra DELAY;"
+    later = f"@!%p5 bra NOW; {once} NOW:"
+    first, second = product.instruction(0), product.instruction(1)
+    product.check(THIRD_WARP + FENCE + first + later + second + COMMIT + WAIT, product.a @ product.b.T)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

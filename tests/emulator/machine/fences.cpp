@@ -1,6 +1,8 @@
 // fence.proxy.async and fence.mbarrier_init; other fences and membars do nothing.
 #include "fences.h"
 
+#include <algorithm>
+
 #include "decoder.h"
 #include "lanes.h"
 #include "messages.h"
@@ -27,7 +29,13 @@ void for_granules(ProxyState& proxy, u32 address, u32 size, F f) {
 
 }  // namespace
 
-void decode_fence(Decoder&, Instruction& i) {
+void decode_fence(Decoder& d, Instruction& i) {
+  static const char* kinds[] = {"sc", "acq_rel", "acquire", "release", "proxy", "mbarrier_init", "cta", "gl", "sys"};
+  static const char* proxies[] = {"alias", "async", "tensormap::generic"};
+  auto is = [](const std::string& word, const auto& names) {
+    return std::find(std::begin(names), std::end(names), word) != std::end(names);
+  };
+  if (!is(i.word(1), kinds) || (i.word(1) == "proxy" && !is(i.word(2), proxies))) d.bad("fence");
   i.op.fn = nothing;
   if (i.word(1) == "proxy" && i.word(2) == "async" && !i.has("global")) i.op.fn = fence_proxy_async;
   if (i.word(1) == "mbarrier_init") i.op.fn = fence_mbarrier_init;
