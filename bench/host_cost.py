@@ -147,13 +147,17 @@ def as_on_a_gpu() -> Iterator[null_driver.Counters]:
     counters, ones = null_driver.install(), torch.ones
     with ExitStack() as patches:
         for patch in (
-            mock.patch.object(environment, "triton_interpret", return_value=True),  # it lets "triton" take CPU tensors
+            mock.patch.object(environment, "triton_interpret", _yes),  # it lets "triton" take CPU tensors
             mock.patch.object(functional, "_offsets", _offsets),
             # Kernels write nothing; indices, sizes and flags that would come from them are all 1.
             mock.patch.object(torch, "empty", lambda *size, **options: ones(*size, **options)),
         ):
             patches.enter_context(patch)
         yield counters
+
+
+def _yes() -> bool:
+    return True
 
 
 def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:

@@ -205,8 +205,9 @@ def shape_class(rows_per_expert: float) -> ShapeClass:
 
 def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, rows_per_expert: float) -> Tile:
     """The configuration of `kernel` for activations of `dtype`."""
-    key = Key(kernel, path, 8 * dtype.itemsize, shape_class(rows_per_expert))
-    return TUNED.get(key) or TABLES[architecture(device)][key.kernel, key.path, key.bits][key.shape]
+    bits, shape = 8 * dtype.itemsize, shape_class(rows_per_expert)
+    tuned = TUNED.get(Key(kernel, path, bits, shape)) if TUNED else None
+    return tuned or TABLES[architecture(device)][kernel, path, bits][shape]
 
 
 def choose(
@@ -231,6 +232,16 @@ def _multiprocessors(device: torch.device) -> int:
         return 3  # few, so that tests see programs with several tiles
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks hold `size`; Triton's own asks on every call whether it is compiled."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The next one, of a size of at least 1."""
+    return 1 << (size - 1).bit_length()
 
 
 def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:
