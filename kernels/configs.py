@@ -6,7 +6,7 @@ and `BLOCK_M` the rows taken per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -215,14 +215,14 @@ def choose(
     dtype: torch.dtype,
     device: torch.device,
     tma_fits: bool,
-    vectors_fit: bool,
+    vectors_fit: Callable[[], bool],
     rows_per_expert: float,
     gathered: bool = False,
 ) -> tuple[Path, Tile]:
     """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index."""
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, device, path)):
-        path = "pointer" if vectors_fit else "unaligned"
+        path = "pointer" if vectors_fit() else "unaligned"
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 

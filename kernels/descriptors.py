@@ -25,8 +25,7 @@ class Descriptor(NamedTuple):
     address: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    block_shape: tuple[int, ...]
-    dtype: torch.dtype
+    kind: tuple[tuple[int, ...], torch.dtype]  # the block's shape, and the dtype: what a kernel is compiled for
     tensor: Tensor  # with the address, or `offset` elements from where its storage begins
     offset: int | None = None
     padding: str = "zero"
@@ -41,7 +40,7 @@ class Descriptor(NamedTuple):
 
     def checked(self) -> TensorDescriptor:
         """As Triton's own launches take it."""
-        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.block_shape))
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.kind[0]))
 
 
 def fits(address: int, itemsize: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -71,7 +70,7 @@ def ragged_rows(t_RN: Tensor, block_rows: int, block_columns: int, columns: int 
     stride, columns = t_RN.stride(0), t_RN.shape[1] if columns is None else columns
     shape = (_MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, columns)
     strides = (2**34 - stride, stride, stride, 1)
-    return Descriptor(t_RN.data_ptr(), shape, strides, (1, 1, block_rows, block_columns), t_RN.dtype, t_RN)
+    return Descriptor(t_RN.data_ptr(), shape, strides, ((1, 1, block_rows, block_columns), t_RN.dtype), t_RN)
 
 
 class Matrices(NamedTuple):
@@ -107,4 +106,4 @@ def of_matrices(w_ENK: Matrices, block_n: int, block_k: int, k_contiguous: bool)
     """A view from `matrices`, one expert's tile at a time."""
     block = (1, block_n, block_k) if k_contiguous else (1, block_k, block_n)
     address, shape, strides, tensor, offset = w_ENK
-    return Descriptor(address, shape, strides, block, tensor.dtype, tensor, offset)
+    return Descriptor(address, shape, strides, (block, tensor.dtype), tensor, offset)

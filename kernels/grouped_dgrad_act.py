@@ -189,8 +189,15 @@ def grouped_dgrad_act_(
     gathered = rows_R is not None
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else descriptors.fits_tensor(dy_RH))
-    aligned = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
-    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, aligned, schedule.rows_per_expert, gathered)
+    path, tile = choose(
+        "dgrad_act",
+        dy_RH.dtype,
+        dy_RH.device,
+        fits,
+        lambda: vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F)),
+        schedule.rows_per_expert,
+        gathered,
+    )
     num_f = cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
     if not num_rows:

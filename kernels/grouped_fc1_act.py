@@ -160,8 +160,15 @@ def grouped_fc1_act_(
     gathered = rows_R is not None
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, a_RF)))
     fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else descriptors.fits_tensor(x_RH))
-    aligned = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
-    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, aligned, schedule.rows_per_expert, gathered)
+    path, tile = choose(
+        "fc1_act",
+        x_RH.dtype,
+        x_RH.device,
+        fits,
+        lambda: vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F)),
+        schedule.rows_per_expert,
+        gathered,
+    )
     k_contiguous = w_EGH.strides[1] == 1
     x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:

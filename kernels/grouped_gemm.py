@@ -113,8 +113,14 @@ def grouped_gemm_(
         return
     w_view = descriptors.matrices(w_ENK, num_experts, (N, K))
     use_tma = w_view is not None and descriptors.fits_tensor(x_RK) and descriptors.fits_tensor(y_RN)
-    aligned = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
-    path, tile = choose("gemm", x_RK.dtype, x_RK.device, use_tma, aligned, schedule.rows_per_expert)
+    path, tile = choose(
+        "gemm",
+        x_RK.dtype,
+        x_RK.device,
+        use_tma,
+        lambda: vectors_fit((x_RK, y_RN), [w_ENK], (N, K)),
+        schedule.rows_per_expert,
+    )
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path == "tma" and w_view is not None:

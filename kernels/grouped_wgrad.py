@@ -209,7 +209,7 @@ def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_expe
         address = lowest.data_ptr()
         if lefts and rights and fits(address, lowest.dtype.itemsize, shape, strides):
             block = 1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES
-            dw_desc = Descriptor(address, shape, strides, block, lowest.dtype, lowest)
+            dw_desc = Descriptor(address, shape, strides, (block, lowest.dtype), lowest)
             return _Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
     used = [left, right] if dw_ENK else [left]
     aligned = vectors_fit(
@@ -217,7 +217,7 @@ def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_expe
         [dw_ENK] if dw_ENK else [],
         [operand.columns for operand in used],
     )
-    path, tile = choose("wgrad", dtype, device, False, aligned, rows_per_expert)
+    path, tile = choose("wgrad", dtype, device, False, lambda: aligned, rows_per_expert)
     return _Way(path, tile, places=tuple(address for operand in used for address in operand.addresses()))
 
 

@@ -9,6 +9,7 @@ all while somebody may watch (hooks, debugging, a patched `JITFunction.run`), un
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from triton import knobs
@@ -23,11 +24,12 @@ _run = JITFunction.run
 
 
 class _Parameters(NamedTuple):
-    """What of a kernel's signature every launch needs."""
+    """What of a kernel's signature every launch needs: pointers and descriptors, then numbers, then constants."""
 
     kernel: Any  # kept, so that its id stays its own
-    specialized: tuple[bool, ...]  # of those before the constants
-    number: int
+    first_number: int
+    first_constant: int
+    specialized: tuple[bool, ...]  # of the numbers
 
 
 class Direct(NamedTuple):
@@ -39,11 +41,19 @@ class Direct(NamedTuple):
     tensor_maps: tuple[Any, ...]  # how each descriptor is to be encoded
     encoded: dict[Any, list[Any]]
 
-    def launch(self, grid: Sequence[int], stream: int, values: list[Any], descriptors: list[Descriptor]) -> None:
-        """`values` has a place for each descriptor, with the descriptor itself."""
+    def launch(self, grid: Sequence[int], stream: int, pointers: list[Any], numbers: Sequence[int]) -> None:
+        """Triton's own launch, without hooks; among `pointers` are descriptors."""
+        values, index = [], 0
+        for value in pointers:
+            if type(value) is Descriptor:
+                values += self.encoded.get((index, value.address, value.shape, value.strides)) or self._encode(
+                    index, value
+                )
+                index += 1
+            else:
+                values.append(value)
+        values += numbers
         own = self.launcher
-        if descriptors:
-            values = self._expanded(values)
         # fmt: off
         driver.active.utils.launch(
             *grid, stream, self.function, own.launch_cooperative_grid, own.launch_pdl, self.metadata, None, None, None,
@@ -51,23 +61,12 @@ class Direct(NamedTuple):
         )
         # fmt: on
 
-    def _expanded(self, values: list[Any]) -> list[Any]:
-        expanded: list[Any] = []
-        index = 0
-        for value in values:
-            if type(value) is Descriptor:
-                key = index, *value[:3]
-                found = self.encoded.get(key)
-                if found is None:
-                    found = _encode(value, self.tensor_maps[index])
-                    if len(self.encoded) >= _MOST:
-                        self.encoded.clear()
-                    self.encoded[key] = found
-                expanded += found
-                index += 1
-            else:
-                expanded.append(value)
-        return expanded
+    def _encode(self, index: int, value: Descriptor) -> list[Any]:
+        if len(self.encoded) >= _MOST:
+            self.encoded.clear()
+        found = _encode(value, self.tensor_maps[index])
+        self.encoded[index, value.address, value.shape, value.strides] = found
+        return found
 
 
 def _encode(descriptor: Descriptor, tensor_map: Any) -> list[Any]:
@@ -84,42 +83,49 @@ _compiled: dict[tuple[Any, ...], Direct] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """As `kernel[grid](*args, **options)`. Constants come last, in `args` or by name, and their types never change."""
+    """As `kernel[grid](*args, **options)`.
+
+    Tensors, descriptors and None come first, then numbers, then constants, in `args` or by name; the types of constants
+    never change.
+    """
     if not _unwatched(kernel):
         _by_triton(kernel, grid, args, options)
         return
-    parameters = _parameters.get(id(kernel)) or _read(kernel)
+    _, first_number, first_constant, specialized = _parameters.get(id(kernel)) or _read(kernel, args)
     active = driver.active
     device = active.get_current_device()
-    number = parameters.number
-    key: list[Any] = [id(kernel), active, device, *args[number:], *options.values()]
-    values, descriptors = [], []
-    for value, specialized in zip(args, parameters.specialized, strict=False):
+    numbers = args[first_number:first_constant]
+    key: list[Any] = [id(kernel), active, device, _classes(numbers, specialized)]
+    pointers = []
+    for value in args[:first_number]:
         if value is None:
             key.append(None)
-        elif type(value) is int:
-            if specialized:
-                key.append(1 if value == 1 else value & 15 == 0)
-            if not -0x80000000 <= value < 0x80000000:
-                key.append(value.bit_length())
         elif type(value) is Descriptor:
-            key += value[3:5]
-            descriptors.append(value)
+            key.append(value.kind)
         else:
-            address = value.data_ptr()
-            key += (value.dtype, address & 15 == 0)
-            value = address
-        values.append(value)
-    known = tuple(key)
+            key.append(value.dtype)
+            value = value.data_ptr()
+            key.append(value & 15 == 0)
+        pointers.append(value)
+    known = (*key, *args[first_constant:], *options.values())
     direct = _compiled.get(known)
     if direct is None:
-        compiled = _by_triton(kernel, grid, args, options)
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        if (direct := _direct(compiled)) is not None:
+        direct = _direct(_by_triton(kernel, grid, args, options))
+        if direct is not None:
+            if len(_compiled) >= _MOST:
+                _compiled.clear()
             _compiled[known] = direct
         return
-    direct.launch((*grid, 1, 1)[:3], active.get_current_stream(device), values, descriptors)
+    direct.launch((*grid, 1, 1)[:3], active.get_current_stream(device), pointers, numbers)
+
+
+@lru_cache(maxsize=_MOST)
+def _classes(numbers: tuple[int, ...], specialized: tuple[bool, ...]) -> tuple[Any, ...]:
+    """What specialisation sees of numbers: whether they are 1, or multiples of 16, and how wide they are."""
+    return tuple(
+        (special and (1 if n == 1 else n % 16 == 0), 0 if -(2**31) <= n < 2**31 else n.bit_length())
+        for n, special in zip(numbers, specialized, strict=True)
+    )
 
 
 def _by_triton(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -146,10 +152,13 @@ def _hooked(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def _read(kernel: Any) -> _Parameters:
-    number = next((p.num for p in kernel.params if p.is_constexpr), len(kernel.params))
-    found = _Parameters(kernel, tuple(not p.do_not_specialize for p in kernel.params[:number]), number)
-    _parameters[id(kernel)] = found
+def _read(kernel: Any, args: Sequence[Any]) -> _Parameters:
+    constant = next((p.num for p in kernel.params if p.is_constexpr), len(kernel.params))
+    number = constant
+    while number and type(args[number - 1]) is int:
+        number -= 1
+    specialized = tuple(not p.do_not_specialize for p in kernel.params[number:constant])
+    found = _parameters[id(kernel)] = _Parameters(kernel, number, constant, specialized)
     return found
 
 

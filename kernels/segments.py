@@ -74,5 +74,5 @@ def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tu
     stride, last = lowest.stride()
     shape = _MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]
     strides = 2**34 - stride, stride, unit // lowest.element_size(), stride, last
-    described = Descriptor(lowest.data_ptr(), shape, strides, (1, 1, 1, rows, columns), lowest.dtype, lowest)
+    described = Descriptor(lowest.data_ptr(), shape, strides, ((1, 1, 1, rows, columns), lowest.dtype), lowest)
     return described, [d // unit for d in distances]
