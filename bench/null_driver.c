@@ -30,11 +30,13 @@ CUresult CUDAAPI cuDeviceGetAttribute(int *value, CUdevice_attribute attribute, 
 
 CUresult CUDAAPI cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; SUCCEED; }
 CUresult CUDAAPI cuCtxSetCurrent(CUcontext context) { SUCCEED; }
+CUresult CUDAAPI cuCtxGetDevice(CUdevice *device) { *device = 0; SUCCEED; }
 CUresult CUDAAPI cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 1 << 20; SUCCEED; }
 CUresult CUDAAPI cuCtxSetLimit(CUlimit limit, size_t value) { SUCCEED; }
 CUresult CUDAAPI cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { *context = (CUcontext)1; SUCCEED; }
 
 CUresult CUDAAPI cuModuleLoadData(CUmodule *module, const void *image) { *module = (CUmodule)1; SUCCEED; }
+CUresult CUDAAPI cuModuleUnload(CUmodule module) { SUCCEED; }
 CUresult CUDAAPI cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
   *function = (CUfunction)1;
   SUCCEED;
@@ -52,6 +54,11 @@ CUresult CUDAAPI cuPointerGetAttribute(void *value, CUpointer_attribute attribut
 }
 CUresult CUDAAPI cuPointerGetAttributes(unsigned count, CUpointer_attribute *attributes, void **values,
                                         CUdeviceptr pointer) {
+  SUCCEED;
+}
+
+CUresult CUDAAPI cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
+  *status = CU_STREAM_CAPTURE_STATUS_NONE;
   SUCCEED;
 }
 

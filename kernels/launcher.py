@@ -123,7 +123,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 def _classes(numbers: tuple[int, ...], specialized: tuple[bool, ...]) -> tuple[Any, ...]:
     """What specialisation sees of numbers: whether they are 1, or multiples of 16, and how wide they are."""
     return tuple(
-        (special and (1 if n == 1 else n % 16 == 0), 0 if -(2**31) <= n < 2**31 else n.bit_length())
+        (n == 1 and special, n % 16 == 0 and special, 0 if -(2**31) <= n < 2**31 else n.bit_length())
         for n, special in zip(numbers, specialized, strict=True)
     )
 
