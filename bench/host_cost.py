@@ -144,13 +144,18 @@ def rows() -> dict[str, Row]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[null_driver.Counters]:
     """CPU tensors go the ways of those on a GPU."""
-    counters, ones = null_driver.install(), torch.ones
+    counters, empty, ones = null_driver.install(), torch.empty, torch.ones
+
+    def allocate(*size: Any, **options: Any) -> Tensor:
+        # Kernels write nothing; indices, sizes and flags that would come from them are all 1.
+        uninitialised = options.get("dtype", DTYPE).is_floating_point
+        return (empty if uninitialised else ones)(*size, **options)
+
     with ExitStack() as patches:
         for patch in (
             mock.patch.object(environment, "triton_interpret", _yes),  # it lets "triton" take CPU tensors
             mock.patch.object(functional, "_offsets", _offsets),
-            # Kernels write nothing; indices, sizes and flags that would come from them are all 1.
-            mock.patch.object(torch, "empty", lambda *size, **options: ones(*size, **options)),
+            mock.patch.object(torch, "empty", allocate),
         ):
             patches.enter_context(patch)
         yield counters
@@ -178,7 +183,8 @@ class Operators(TorchDispatchMode):
                 return getattr(ops, func._opname).run(*args)
         new = sum(r.alias_info is None for r in func._schema.returns if "Tensor" in str(r.type))
         self.allocated += new
-        self.launching += not (func.is_view or (new and "empty" in func.__name__))
+        allocates = new and any(name in func.__name__ for name in ("empty", "ones"))  # see `allocate`
+        self.launching += not (func.is_view or allocates)
         return func(*args, **(kwargs or {}))
 
 
