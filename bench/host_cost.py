@@ -106,6 +106,30 @@ def liger(num_experts: int) -> Row:
     return Row(lambda: LigerFusedMoEFunction.apply(x, fc1, fc2, index, weights), backward)
 
 
+def engine(num_parameters: int) -> Row:
+    """What PyTorch's autograd alone takes for a layer of so many parameters that returns no gradient for them."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+            ctx.save_for_backward(x, *parameters)
+            return dy
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            return dy, *[None] * (len(saved) - 1)
+
+    dy, x = torch.ones(T * K, H, dtype=DTYPE), torch.ones(T * K, H, dtype=DTYPE, requires_grad=True)
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(num_parameters)]
+
+    def backward(y: Tensor) -> None:
+        y.backward(dy)
+        x.grad = None
+
+    return Row(lambda: Nothing.apply(x, *parameters), backward)
+
+
 # fmt: off
 @triton.jit
 def _bare_kernel(
@@ -137,6 +161,7 @@ def rows() -> dict[str, Row]:
         "grouped_mlp, 64 experts, one tensor each": layer(64, packed=False),
         "grouped_mlp, 64 experts, one tensor each, without the flag": layer(64, packed=False, flag=False),
         "grouped_mlp, 64 experts, one tensor each, delayed": layer(64, packed=False, delay=True),
+        "autograd alone, 128 parameters": engine(128),
         BARE: bare(),
     }
 

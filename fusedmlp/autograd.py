@@ -120,8 +120,10 @@ def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grad
                 for abandoned in routes:
                     abandoned.abandon()
                 raise
+        if not torch.is_grad_enabled():
+            return grads
         sources = [tensor for tensor in (dy, *saved) if tensor is not None and tensor.requires_grad]
-        if not torch.is_grad_enabled() or not sources:
+        if not sources:
             return grads
         results = [grad for grad in grads if grad is not None]
         message = "fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"

@@ -25,7 +25,9 @@ def found():
 
 def test_rows_and_columns(found):
     named = {name.split(",")[0] for name in found}
-    assert named == {"moe_experts", "grouped_mlp", "kernel[grid]"} | ({"Liger"} if find_spec("liger_kernel") else set())
+    assert named == {"moe_experts", "grouped_mlp", "kernel[grid]", "autograd alone"} | (
+        {"Liger"} if find_spec("liger_kernel") else set()
+    )
     for row in found.values():
         assert set(row) == {"us", "launches", "operators", "descriptors", "allocations"}
         for parts in row.values():

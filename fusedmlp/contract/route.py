@@ -47,6 +47,8 @@ class Route:
 
     def overwrites_param(self, param: Tensor) -> bool:
         """Whether it replaces what this parameter's main_grad holds."""
+        if True not in self.overwrites:  # as nearly always
+            return False
         return any(own is param and over for own, over in zip(self.params, self.overwrites, strict=True))
 
     @property
