@@ -3,9 +3,9 @@
     python -m bench.figures
 
 Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
-`python -m bench.bench_overhead --json` and `python -m bench.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
-`cpu_settings.json`). In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures go to
-`docs/pictures/`.
+`python -m bench.bench_overhead --json`, `python -m bench.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
+`cpu_settings.json`) and `python -m bench.host_cost --json` (`host_cost.json`). In a page, each figure's text stands
+between `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
 """
 
 from __future__ import annotations
@@ -128,10 +128,25 @@ def overhead() -> str:
     return _table(["forward and backward of a tiny layer", "us", "of these the gradient contract"], rows)
 
 
+def host_cost() -> str:
+    """What a step on a GPU costs the host."""
+    counts = ("launches", "operators", "descriptors", "allocations")
+    header = ["forward and backward", "us", "of these forward", "launches", "of PyTorch", "descriptors", "allocations"]
+    rows = [
+        [
+            name,
+            *(f"{row['us'][part]:.0f}" for part in ("both", "forward")),
+            *(str(row[what]["both"]) for what in counts),
+        ]
+        for name, row in json.loads((RESULTS / "host_cost.json").read_text()).items()
+    ]
+    return _table(header, rows)
+
+
 FIGURES = {
     "README.md": (comparison, machine, demo_in_short),
     "docs/index.md": (demo_in_short,),
-    "docs/benchmarks.md": (demo, comparison, machine, settings, overhead),
+    "docs/benchmarks.md": (demo, comparison, machine, settings, host_cost, overhead),
 }
 
 

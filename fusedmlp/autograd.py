@@ -120,8 +120,10 @@ def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grad
                 for abandoned in routes:
                     abandoned.abandon()
                 raise
+        if not torch.is_grad_enabled():
+            return grads
         sources = [tensor for tensor in (dy, *saved) if tensor is not None and tensor.requires_grad]
-        if not torch.is_grad_enabled() or not sources:
+        if not sources:
             return grads
         results = [grad for grad in grads if grad is not None]
         message = "fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"
@@ -246,7 +248,7 @@ class GroupedMLP(torch.autograd.Function):
         if x_node is not None:
             dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
         if probs is not None and grads.dprobs is not None:
-            dprobs = grads.dprobs.view_as(probs)
+            dprobs = grads.dprobs if rows is None else grads.dprobs.view_as(probs)
         # fc2 leaves a queue before fc1.
         dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
         dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)

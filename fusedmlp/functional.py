@@ -8,6 +8,7 @@ GEMM: `K` in, `N` out features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -207,22 +208,22 @@ def _mlp_arguments(
 ) -> tuple[Activation, dict[str, Experts], list[list[Tensor]]]:
     """The activation, the weights by name, and the biases of an MLP, checked against each other."""
     if isinstance(activation, str):
-        activation = Activation(activation)
+        activation = (Activation if torch.compiler.is_compiling() else _activation)(activation)
     elif not isinstance(activation, Activation):
         raise TypeError(f"activation: expected a name or a fusedmlp.Activation; got {activation!r}")
-    hidden_size, width = x.tensor.shape[1], f"(H, the width of {x.name})"
+    hidden_size = x.tensor.shape[1]
     fc1 = validate.experts("fc1_weight", fc1_weight, weight_layout, x)
     fc2 = validate.experts("fc2_weight", fc2_weight, weight_layout, x)
-    validate.size("fc1_weight", f"in_features {width}", hidden_size, fc1.in_features)
-    validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.num_experts, fc2.num_experts)
-    validate.size("fc2_weight", f"out_features {width}", hidden_size, fc2.out_features)
     factor = 2 if activation.gated else 1
-    validate.size(
-        "fc1_weight",
-        f"out_features (F1) for {activation.name}, {factor} * F of fc2_weight,",
-        factor * fc2.in_features,
-        fc1.out_features,
-    )
+    expected = hidden_size, fc1.num_experts, hidden_size, factor * fc2.in_features
+    got = fc1.in_features, fc2.num_experts, fc2.out_features, fc1.out_features
+    if expected != got:
+        width = f"(H, the width of {x.name})"
+        validate.size("fc1_weight", f"in_features {width}", hidden_size, fc1.in_features)
+        validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.num_experts, fc2.num_experts)
+        validate.size("fc2_weight", f"out_features {width}", hidden_size, fc2.out_features)
+        what = f"out_features (F1) for {activation.name}, {factor} * F of fc2_weight,"
+        validate.size("fc1_weight", what, expected[-1], fc1.out_features)
     biases = [validate.biases("fc1_bias", fc1_bias, fc1, x), validate.biases("fc2_bias", fc2_bias, fc2, x)]
     return activation, {"fc1_weight": fc1, "fc2_weight": fc2}, biases
 
@@ -263,16 +264,15 @@ def _prepare(
         for name, experts in weights.items():
             ddp_params |= enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
-    return Call(
-        tuple(lengths),
-        weight_layout == "in_out",
-        accumulate_wgrad,
-        wgrad_queue,
-        bool(is_first_microbatch) and not traced and inside_backward(),
-        impl,
-        activation,
-        frozenset(ddp_params),
-    )
+    recomputes = bool(is_first_microbatch) and not traced and inside_backward()
+    if traced or ddp_params or wgrad_queue is not None:
+        transposed, ids = weight_layout == "in_out", frozenset(ddp_params)
+        return Call(tuple(lengths), transposed, accumulate_wgrad, wgrad_queue, recomputes, impl, activation, ids)
+    return _call(tuple(lengths), weight_layout == "in_out", accumulate_wgrad, None, recomputes, impl, activation)
+
+
+# Of numbers and names alone.
+_activation, _call = lru_cache(Activation), lru_cache(maxsize=1024)(Call)
 
 
 def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:

@@ -61,8 +61,10 @@ def rows(name: str, x: object) -> Input:
 def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
     """A weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
     tensors, packed = _group(name, weight)
-    _same_kind(name, tensors, x, 3 if packed else 2)
-    for i, tensor in enumerate(tensors):
+    alike = not torch.compiler.is_compiling() and _are_alike(tensors)
+    if not (alike and _is_kind(tensors[0], x, 3 if packed else 2)):
+        _same_kind(name, tensors, x, 3 if packed else 2)
+    for i, tensor in enumerate(() if alike else tensors):
         if not same_strides(tensor, tensors[0]):
             raise ValueError(
                 f"{name}[{i}]: expected the strides of {name}[0], {tensors[0].stride()}; got {tensor.stride()}"
@@ -129,7 +131,8 @@ def probabilities(probs: object, x: Input) -> Tensor | None:
     if tuple(probs.shape) not in ((num_rows,), (num_rows, 1)):
         raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}")
     _floating("probs", probs, x)
-    return _plain("probs", probs).reshape(-1).contiguous()
+    _plain("probs", probs)
+    return (probs if probs.dim() == 1 else probs.reshape(-1)).contiguous()
 
 
 def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tensor, Tensor]:
@@ -225,6 +228,24 @@ def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
                 f"{_autocast(x.tensor.device)}"
             )
         _same_device(label, tensor, x)
+
+
+def _are_alike(tensors: list[Tensor]) -> bool:
+    """Whether what is true of the first one's type, shape, strides, dtype and device is true of all."""
+    return len(tensors) == 1 or (
+        len({*map(type, tensors)})
+        == len({*map(Tensor.stride, tensors)})
+        == len({t.shape for t in tensors})
+        == len({t.dtype for t in tensors})
+        == len({t.device for t in tensors})
+        == 1
+    )
+
+
+def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:
+    """What `_same_kind` asks of a single tensor."""
+    own = x.tensor
+    return tensor.dim() == dim and is_plain(tensor) and tensor.dtype == own.dtype and tensor.device == own.device
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -17,11 +17,15 @@ _MULTIPLE = 16  # of bytes for an address, of elements for a stride or a size
 
 def vectors_fit(tensors_RC: Sequence[Tensor], experts: Sequence[ExpertTensors], sizes: Sequence[int]) -> bool:
     """Whether rows of all those matrices, of which none is wider than `sizes`, can be loaded and stored as vectors."""
-    elements = [*sizes, *(t.stride(0) for t in tensors_RC)]
+    bits = 0  # of all numbers: those below 16 must be 0
+    for t in tensors_RC:
+        bits |= t.data_ptr() | t.stride(0)
     for group in experts:
-        elements += [group.stride_e, *(stride for stride in group.strides if stride != 1)]
-    return (
-        all(group.aligned for group in experts)
-        and all(t.data_ptr() % _MULTIPLE == 0 for t in tensors_RC)
-        and all(n % _MULTIPLE == 0 for n in elements)
-    )
+        if not group.aligned:
+            return False
+        bits |= group.stride_e
+        for stride in group.strides:
+            bits |= stride if stride != 1 else 0
+    for size in sizes:
+        bits |= size
+    return bits % _MULTIPLE == 0

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from . import cost, launches
 from .common import round_to
+from .configs import cdiv, power_of_2
+from .launcher import launch
 
 
 @triton.jit
@@ -44,9 +46,20 @@ def combine_(out_TH: Tensor, y_RH: Tensor, rows_R: Tensor) -> None:
     (T, H), K = out_TH.shape, rows_R.shape[0] // max(1, out_TH.shape[0])
     if out_TH.numel() == 0:
         return
-    block = min(1024, triton.next_power_of_2(H))
-    unroll = min(8, triton.next_power_of_2(max(1, K)))
-    _combine_kernel[(T, triton.cdiv(H, block))](
-        y_RH, rows_R, out_TH, K, H, y_RH.stride(0), out_TH.stride(0), unroll, block, num_warps=max(1, block // 256)
+    block = min(1024, power_of_2(H))
+    unroll = min(8, power_of_2(max(1, K)))
+    launch(
+        _combine_kernel,
+        (T, cdiv(H, block)),
+        y_RH,
+        rows_R,
+        out_TH,
+        K,
+        H,
+        y_RH.stride(0),
+        out_TH.stride(0),
+        unroll,
+        block,
+        num_warps=max(1, block // 256),
     )
     launches.report("pointer", lambda: cost.combine(T, K, H, y_RH.element_size()))

@@ -6,7 +6,7 @@ and `BLOCK_M` the rows taken per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
@@ -205,8 +205,9 @@ def shape_class(rows_per_expert: float) -> ShapeClass:
 
 def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, rows_per_expert: float) -> Tile:
     """The configuration of `kernel` for activations of `dtype`."""
-    key = Key(kernel, path, 8 * dtype.itemsize, shape_class(rows_per_expert))
-    return TUNED.get(key) or TABLES[architecture(device)][key.kernel, key.path, key.bits][key.shape]
+    bits, shape = 8 * dtype.itemsize, shape_class(rows_per_expert)
+    tuned = TUNED.get(Key(kernel, path, bits, shape)) if TUNED else None
+    return tuned or TABLES[architecture(device)][kernel, path, bits][shape]
 
 
 def choose(
@@ -214,14 +215,14 @@ def choose(
     dtype: torch.dtype,
     device: torch.device,
     tma_fits: bool,
-    vectors_fit: bool,
+    vectors_fit: Callable[[], bool],
     rows_per_expert: float,
     gathered: bool = False,
 ) -> tuple[Path, Tile]:
     """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index."""
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, device, path)):
-        path = "pointer" if vectors_fit else "unaligned"
+        path = "pointer" if vectors_fit() else "unaligned"
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 
@@ -231,6 +232,16 @@ def _multiprocessors(device: torch.device) -> int:
         return 3  # few, so that tests see programs with several tiles
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return count
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks hold `size`; Triton's own asks on every call whether it is compiled."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The next one, of a size of at least 1."""
+    return 1 << (size - 1).bit_length()
 
 
 def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:

@@ -3,55 +3,107 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from triton.tools.ragged_tma import create_ragged_descriptor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .expert_tensors import ExpertTensors
 
 _ALIGNMENT = 16  # bytes, of the base and of every stride but the last
+_MAX_COORDINATE, _MAX_ROWS = 0x7FFF0000, 2**30  # of `triton.tools.ragged_tma`
+
+
+class Descriptor(NamedTuple):
+    """What Triton's `TensorDescriptor` says, of a tensor that `fits`: without its checks, and before it has a base.
+
+    The numbers say all, so that what is encoded from them holds for as long as they come again, whoever's memory it is.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    kind: tuple[tuple[int, ...], torch.dtype]  # the block's shape, and the dtype: what a kernel is compiled for
+    tensor: Tensor  # with the address, or `offset` elements from where its storage begins
+    offset: int | None = None
+    padding: str = "zero"
+    round_f32_to_tf32: bool = False
+
+    @property
+    def base(self) -> Tensor:
+        """The tensor itself, from its first element in memory."""
+        if self.offset is None:
+            return self.tensor
+        return self.tensor.as_strided(self.shape, self.strides, self.offset)
+
+    def checked(self) -> TensorDescriptor:
+        """As Triton's own launches take it."""
+        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.kind[0]))
 
 
 def fits(address: int, itemsize: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a descriptor can describe this tensor: unit last stride, the others positive and 16-byte aligned."""
+    return address % _ALIGNMENT == 0 and _fit(itemsize, tuple(shape), tuple(strides))
+
+
+@lru_cache(maxsize=4096)
+def _fit(itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     *outer, last = strides
     return (
         all(size > 0 for size in shape)
         and last == 1
-        and address % _ALIGNMENT == 0
         and all(stride > 0 and stride * itemsize % _ALIGNMENT == 0 for stride in outer)
     )
 
 
 def fits_tensor(tensor: Tensor) -> bool:
     """`fits` of a tensor as it is."""
-    return fits(tensor.data_ptr(), tensor.element_size(), tensor.shape, tensor.stride())
+    return tensor.data_ptr() % _ALIGNMENT == 0 and _fit(tensor.dtype.itemsize, tensor.shape, tensor.stride())
 
 
-def ragged_rows(t_RN: Tensor, block_rows: int, block_columns: int) -> TensorDescriptor:
-    """Rows of groups, for `load_ragged` and `store_ragged`: zero-filled and masked at the end of a group."""
-    return create_ragged_descriptor(t_RN, [block_rows, block_columns])
+def ragged_rows(t_RN: Tensor, block_rows: int, block_columns: int, columns: int | None = None) -> Descriptor:
+    """Rows of groups, of which only the first `columns` are there, for `load_ragged` and `store_ragged`: zero-filled
+    and masked at the end of a group. As `triton.tools.ragged_tma.create_ragged_descriptor` makes them.
+    """
+    stride, columns = t_RN.stride(0), t_RN.shape[1] if columns is None else columns
+    shape = (_MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, columns)
+    strides = (2**34 - stride, stride, stride, 1)
+    return Descriptor(t_RN.data_ptr(), shape, strides, ((1, 1, block_rows, block_columns), t_RN.dtype), t_RN)
 
 
-def matrices(w: ExpertTensors, num_experts: int, size: tuple[int, int]) -> Tensor | None:
-    """All experts' `[N, K]` matrices (`size`) in one view of them as they lie: `[E, N, K]`, or `[E, K, N]` if N is
-    contiguous, and from the last expert to the first if that is how they lie. None if no descriptor can describe it.
+class Matrices(NamedTuple):
+    """All experts' matrices in one view of them as they lie."""
+
+    address: int
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    tensor: Tensor
+    offset: int
+
+
+def matrices(w: ExpertTensors, num_experts: int, size: tuple[int, int]) -> Matrices | None:
+    """All experts' `[N, K]` matrices (`size`): `[E, N, K]`, or `[E, K, N]` if N is contiguous, and from the last expert
+    to the first if that is how they lie. None if no descriptor can describe them.
     """
     if w.table is not None:
         return None
     stride_n, stride_k = w.strides
     stride_e = w.stride_e if num_experts > 1 else _ALIGNMENT
-    offset = w.base.storage_offset() + min(0, (num_experts - 1) * stride_e)
-    itemsize = w.base.element_size()
+    below = min(0, (num_experts - 1) * stride_e)  # of the first expert, in elements
+    itemsize = w.base.dtype.itemsize
     shape, strides = (num_experts, *size), (abs(stride_e), stride_n, stride_k)
     if stride_k != 1:
         shape, strides = (num_experts, size[1], size[0]), (abs(stride_e), stride_k, stride_n)
-    start = int(w.base.data_ptr() + (offset - w.base.storage_offset()) * itemsize)
-    return w.base.as_strided(shape, strides, offset) if fits(start, itemsize, shape, strides) else None
+    address = w.base.data_ptr() + below * itemsize
+    if not fits(address, itemsize, shape, strides):
+        return None
+    return Matrices(address, shape, strides, w.base, int(w.base.storage_offset()) + below)
 
 
-def of_matrices(w_ENK: Tensor, block_n: int, block_k: int, k_contiguous: bool) -> TensorDescriptor:
+def of_matrices(w_ENK: Matrices, block_n: int, block_k: int, k_contiguous: bool) -> Descriptor:
     """A view from `matrices`, one expert's tile at a time."""
-    block = [1, block_n, block_k] if k_contiguous else [1, block_k, block_n]
-    return TensorDescriptor(w_ENK, list(w_ENK.shape), list(w_ENK.stride()), block)
+    block = (1, block_n, block_k) if k_contiguous else (1, block_k, block_n)
+    address, shape, strides, tensor, offset = w_ENK
+    return Descriptor(address, shape, strides, (block, tensor.dtype), tensor, offset)

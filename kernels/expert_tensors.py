@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 from typing import NamedTuple
 
 import torch
@@ -34,16 +35,18 @@ class ExpertTensors(NamedTuple):
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
             return ExpertTensors(first, None, stride_e, strides, aligned, first, first.shape[0])
-        stride = first.stride()
-        for e, tensor in enumerate(group):
-            if tensor.stride() != stride and _strides(tensor) != strides:
+        alike = len(set(map(Tensor.stride, group))) == 1
+        for e, tensor in enumerate(() if alike else group):
+            if _strides(tensor) != strides:
                 raise ValueError(
                     f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
                 )
-        addresses = tuple(tensor.data_ptr() for tensor in group)
-        aligned = all(address % 16 == 0 for address in addresses)
+        addresses = tuple(map(Tensor.data_ptr, group))
+        aligned = reduce(or_, addresses) % 16 == 0
         step = addresses[1] - addresses[0] if len(group) > 1 else first.numel() * size
-        even = all(b - a == step for a, b in zip(addresses, addresses[1:], strict=False))
+        first_address, count = addresses[0], len(group)
+        places = range(first_address, first_address + count * step, step) if step else [first_address] * count
+        even = addresses == tuple(places)
         # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
         # graph that is captured could need a kernel that its warm-up did not compile.
         buffer = first.untyped_storage()
@@ -57,6 +60,8 @@ class ExpertTensors(NamedTuple):
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
     """Strides, without the arbitrary ones that PyTorch keeps for dimensions of size 1."""
+    if 1 not in tensor.shape:
+        return tensor.stride()
     return tuple(stride if size != 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -22,8 +22,9 @@ from torch import Tensor
 from . import activation, cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
-from .configs import BY_DESCRIPTORS, choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
+from .launcher import launch
 from .plan import Schedule, reset_orders
 from .schedule import load_tile, tile_at, zero_padding
 
@@ -188,9 +189,16 @@ def grouped_dgrad_act_(
     gathered = rows_R is not None
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else descriptors.fits_tensor(dy_RH))
-    aligned = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
-    path, tile = choose("dgrad_act", dy_RH.dtype, dy_RH.device, fits, aligned, schedule.rows_per_expert, gathered)
-    num_f = triton.cdiv(F, tile.BLOCK_N)
+    path, tile = choose(
+        "dgrad_act",
+        dy_RH.dtype,
+        dy_RH.device,
+        fits,
+        lambda: vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F)),
+        schedule.rows_per_expert,
+        gathered,
+    )
+    num_f = cdiv(F, tile.BLOCK_N)
     partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
     if not num_rows:
         return partial
@@ -201,7 +209,7 @@ def grouped_dgrad_act_(
         if not gathered:
             dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
-        dh_desc = descriptors.ragged_rows(dh_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
+        dh_desc = descriptors.ragged_rows(dh_RG, block_m, width * act.CHANNEL_STEP, F * act.CHANNEL_STEP)
         dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     tokens = dy_RH.shape[0] if gathered else None
@@ -213,7 +221,9 @@ def grouped_dgrad_act_(
         ),
     )
     tiles = schedule.max_tiles(tile.BLOCK_M) * num_f
-    _grouped_dgrad_act_kernel[(num_programs(tile, dy_RH.device, tiles),)](
+    launch(
+        _grouped_dgrad_act_kernel,
+        (num_programs(tile, dy_RH.device, tiles),),
         dy_RH,
         dy_desc,
         rows_R,

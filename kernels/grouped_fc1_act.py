@@ -17,8 +17,9 @@ from torch import Tensor
 from . import activation, cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
-from .configs import BY_DESCRIPTORS, choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
+from .launcher import launch
 from .plan import Schedule
 from .schedule import load_tile, tile_at, zero_padding
 
@@ -159,8 +160,15 @@ def grouped_fc1_act_(
     gathered = rows_R is not None
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, a_RF)))
     fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else descriptors.fits_tensor(x_RH))
-    aligned = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
-    path, tile = choose("fc1_act", x_RH.dtype, x_RH.device, fits, aligned, schedule.rows_per_expert, gathered)
+    path, tile = choose(
+        "fc1_act",
+        x_RH.dtype,
+        x_RH.device,
+        fits,
+        lambda: vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F)),
+        schedule.rows_per_expert,
+        gathered,
+    )
     k_contiguous = w_EGH.strides[1] == 1
     x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
@@ -168,7 +176,7 @@ def grouped_fc1_act_(
         if not gathered:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * act.CHANNEL_STEP, tile.BLOCK_K, k_contiguous)
-        h_desc = descriptors.ragged_rows(h_RG[:, : F * act.CHANNEL_STEP], block_m, width * act.CHANNEL_STEP)
+        h_desc = descriptors.ragged_rows(h_RG, block_m, width * act.CHANNEL_STEP, F * act.CHANNEL_STEP)
         h_linear_desc = descriptors.ragged_rows(h_RG, block_m, width)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     tokens = x_RH.shape[0] if gathered else None
@@ -179,8 +187,10 @@ def grouped_fc1_act_(
             schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
         ),
     )
-    tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(F, tile.BLOCK_N)
-    _grouped_fc1_act_kernel[(num_programs(tile, x_RH.device, tiles),)](
+    tiles = schedule.max_tiles(tile.BLOCK_M) * cdiv(F, tile.BLOCK_N)
+    launch(
+        _grouped_fc1_act_kernel,
+        (num_programs(tile, x_RH.device, tiles),),
         x_RH,
         x_desc,
         rows_R,

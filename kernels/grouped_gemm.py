@@ -13,9 +13,10 @@ from torch import Tensor
 from . import cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
-from .configs import choose, dot_precision, num_programs
+from .configs import cdiv, choose, dot_precision, num_programs
 from .dprobs import Dprobs, sum_partials
 from .expert_tensors import ExpertTensors
+from .launcher import launch
 from .plan import Schedule
 from .schedule import load_tile, tile_at, zero_padding
 
@@ -112,8 +113,14 @@ def grouped_gemm_(
         return
     w_view = descriptors.matrices(w_ENK, num_experts, (N, K))
     use_tma = w_view is not None and descriptors.fits_tensor(x_RK) and descriptors.fits_tensor(y_RN)
-    aligned = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
-    path, tile = choose("gemm", x_RK.dtype, x_RK.device, use_tma, aligned, schedule.rows_per_expert)
+    path, tile = choose(
+        "gemm",
+        x_RK.dtype,
+        x_RK.device,
+        use_tma,
+        lambda: vectors_fit((x_RK, y_RN), [w_ENK], (N, K)),
+        schedule.rows_per_expert,
+    )
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path == "tma" and w_view is not None:
@@ -122,8 +129,10 @@ def grouped_gemm_(
         y_desc = descriptors.ragged_rows(y_RN, tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES)
     bias, scale = bias_EN is not None, launches.size_of(scale_R)
     launches.report(path, lambda: cost.gemm(schedule.rows(), N, K, x_RK.element_size(), bias=bias, scale=scale))
-    tiles = schedule.max_tiles(tile.BLOCK_M) * triton.cdiv(N, tile.BLOCK_N)
-    _grouped_gemm_kernel[(num_programs(tile, x_RK.device, tiles),)](
+    tiles = schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)
+    launch(
+        _grouped_gemm_kernel,
+        (num_programs(tile, x_RK.device, tiles),),
         x_RK,
         x_desc,
         w_ENK.base,

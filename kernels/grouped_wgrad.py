@@ -20,14 +20,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from . import cost, launches
 from .alignment import vectors_fit
 from .common import dot, expert_base, round_to
-from .configs import Path, Tile, choose, dot_precision, has_path, num_programs, select
-from .descriptors import fits
+from .configs import Path, Tile, cdiv, choose, dot_precision, has_path, num_programs, select
+from .descriptors import Descriptor, fits
 from .expert_tensors import ExpertTensors, device_table
+from .launcher import launch
 from .plan import order_of_segments
 from .schedule import wgrad_tile
 from .segments import load_rows_of, one_descriptor, segment_base
@@ -173,7 +173,7 @@ class _Operand(NamedTuple):
     def columns(self) -> int:
         return self.tensors[0].shape[1]
 
-    def described(self, rows: int, columns: int) -> tuple[TensorDescriptor | None, list[int]] | None:
+    def described(self, rows: int, columns: int) -> tuple[Descriptor | None, list[int]] | None:
         """A descriptor (none where rows are gathered: vectors, then) and each segment's place; None: go by pointers."""
         if not self.rows:
             return one_descriptor(self.tensors, rows, columns)
@@ -188,9 +188,9 @@ class _Way(NamedTuple):
 
     path: Path
     tile: Tile
-    left: TensorDescriptor | None = None
-    right: TensorDescriptor | None = None
-    dw: TensorDescriptor | None = None
+    left: Descriptor | None = None
+    right: Descriptor | None = None
+    dw: Descriptor | None = None
     places: tuple[int, ...] = ()  # of every segment, coordinates or addresses: all left ones, then all right ones
 
 
@@ -201,13 +201,15 @@ def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_expe
     path: Path = "gather" if left.rows or right.rows else "tma"
     if dw_ENK is not None and dw_ENK.table is None and has_path("wgrad", dtype, device, path):
         tile = select("wgrad", dtype, device, path, rows_per_expert)
-        shape = [num_experts, left.columns, right.columns]
-        strides = [abs(dw_ENK.stride_e), *dw_ENK.strides]
+        shape = num_experts, left.columns, right.columns
+        strides = abs(dw_ENK.stride_e), *dw_ENK.strides
         lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
         rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
-        if lefts and rights and fits(dw_ENK.lowest.data_ptr(), dw_ENK.lowest.element_size(), shape, strides):
-            block = [1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES]
-            dw_desc = TensorDescriptor(dw_ENK.lowest, shape, strides, block)
+        lowest = dw_ENK.lowest
+        address = lowest.data_ptr()
+        if lefts and rights and fits(address, lowest.dtype.itemsize, shape, strides):
+            block = 1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES
+            dw_desc = Descriptor(address, shape, strides, (block, lowest.dtype), lowest)
             return _Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
     used = [left, right] if dw_ENK else [left]
     aligned = vectors_fit(
@@ -215,7 +217,7 @@ def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_expe
         [dw_ENK] if dw_ENK else [],
         [operand.columns for operand in used],
     )
-    path, tile = choose("wgrad", dtype, device, False, aligned, rows_per_expert)
+    path, tile = choose("wgrad", dtype, device, False, lambda: aligned, rows_per_expert)
     return _Way(path, tile, places=tuple(address for operand in used for address in operand.addresses()))
 
 
@@ -257,8 +259,10 @@ def grouped_wgrad_(
     if order is None:
         addresses_of_offsets = None if segments is None else segments[2 * len(offsets) : 3 * len(offsets)]
         order = order_of_segments(offsets[0], addresses_of_offsets, num_experts)
-    num_tiles = num_experts * triton.cdiv(N, tile.BLOCK_N) * triton.cdiv(K, tile.BLOCK_K)
-    _grouped_wgrad_kernel[(num_programs(tile, device, num_tiles),)](
+    num_tiles = num_experts * cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
+    launch(
+        _grouped_wgrad_kernel,
+        (num_programs(tile, device, num_tiles),),
         left.tensors[0] if way.left is None else None,
         way.left,
         left.rows[0] if left.rows else None,

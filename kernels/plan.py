@@ -20,7 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .configs import row_blocks
+from .configs import cdiv, power_of_2, row_blocks
+from .launcher import launch
 
 # Places that one program of a table fills, and experts that one program puts in order.
 _BLOCK_T, _BLOCK_E = 128, 8
@@ -47,6 +48,7 @@ def tables_at(num_experts: int) -> int:
     return order_at(num_experts, 2)
 
 
+@lru_cache(maxsize=4096)
 def size_of_plan(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> int:
     """Elements of a whole plan."""
     return tables_at(num_experts) + sum(size_of_table(num_rows, num_experts, block) for block in blocks)
@@ -58,10 +60,11 @@ def _tables(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> dict[in
     return {block: size_of_plan(num_rows, num_experts, blocks[:i]) for i, block in enumerate(blocks)}
 
 
+@lru_cache(maxsize=4096)
 def num_plan_programs(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> int:
     """How many programs `write_plan` takes."""
-    tiles = (triton.cdiv(max_tiles(num_rows, num_experts, block), _BLOCK_T) for block in blocks)
-    programs: int = triton.cdiv(num_experts, _BLOCK_E) + sum(tiles)
+    tiles = (cdiv(max_tiles(num_rows, num_experts, block), _BLOCK_T) for block in blocks)
+    programs: int = cdiv(num_experts, _BLOCK_E) + sum(tiles)
     return programs
 
 
@@ -217,9 +220,10 @@ def _plan_kernel(
     write_plan(tl.program_id(0), first_g, end_g, plan_ptr, num_rows, NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E)
 
 
+@lru_cache
 def sizes_of_plan(num_experts: int, blocks: tuple[int, ...]) -> dict[str, object]:
     """The constants of a kernel that calls `write_plan`."""
-    group = triton.next_power_of_2(max(_BLOCK_E, num_experts + 1))
+    group = power_of_2(max(_BLOCK_E, num_experts + 1))
     return {"NUM_EXPERTS": num_experts, "BLOCKS": blocks, "BLOCK_G": group, "BLOCK_T": _BLOCK_T, "BLOCK_E": _BLOCK_E}
 
 
@@ -233,7 +237,7 @@ def _make(
     programs = num_plan_programs(num_rows, num_experts, blocks)
     sizes = sizes_of_plan(num_experts, blocks)
     # With fewer warps, Triton 3.9 keeps a reduction of 512 experts on the stack.
-    _plan_kernel[(programs,)](counts, offsets, plan, valid, num_rows, **sizes, num_warps=8)
+    launch(_plan_kernel, (programs,), counts, offsets, plan, valid, num_rows, **sizes, num_warps=8)
     return plan
 
 
@@ -327,7 +331,9 @@ def order_of_segments(offsets: Tensor, segment_offsets: Tensor | None, num_exper
     """What `write_order` writes, of one load or of several that add up: `segment_offsets` holds their addresses."""
     order = torch.empty(num_experts + 2, dtype=torch.int32, device=offsets.device)
     sizes = sizes_of_plan(num_experts, ())
-    _order_of_segments_kernel[(triton.cdiv(num_experts, _BLOCK_E),)](
+    launch(
+        _order_of_segments_kernel,
+        (cdiv(num_experts, _BLOCK_E),),
         offsets,
         segment_offsets,
         order,

@@ -20,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cost, launches
-from .configs import row_blocks
+from .configs import cdiv, power_of_2, row_blocks
+from .launcher import launch
 from .plan import groups_of_counts, num_plan_programs, size_of_plan, sizes_of_plan, write_plan
 
 # Positions that are counted at once, that are compared with each other at once, and counts that are added up at once.
@@ -125,8 +126,8 @@ def _routing_places_kernel(
 def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
     """Contiguous ids of any integer dtype, and probabilities of any dtype; `T * K < 2**31`."""
     R, device = ids_TK.numel(), ids_TK.device
-    block = max(_COUNTED, triton.next_power_of_2(triton.cdiv(R, _MOST_BLOCKS)))
-    num_blocks, bins = max(1, triton.cdiv(R, block)), triton.next_power_of_2(num_experts + 2)
+    block = max(_COUNTED, power_of_2(cdiv(R, _MOST_BLOCKS)))
+    num_blocks, bins = max(1, cdiv(R, block)), power_of_2(num_experts + 2)
     blocks = row_blocks(device)
 
     def indices(size: int) -> Tensor:
@@ -136,8 +137,10 @@ def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
     routed = Routed(
         indices(size_of_plan(R, num_experts, blocks)), indices(R), indices(R), torch.empty_like(probs_TK).flatten()
     )
-    _routing_counts_kernel[(num_blocks,)](ids_TK, counts, R, block, num_experts, bins, _COUNTED)
-    _routing_places_kernel[(num_blocks + num_plan_programs(R, num_experts, blocks),)](
+    launch(_routing_counts_kernel, (num_blocks,), ids_TK, counts, R, block, num_experts, bins, _COUNTED)
+    launch(
+        _routing_places_kernel,
+        (num_blocks + num_plan_programs(R, num_experts, blocks),),
         ids_TK,
         probs_TK,
         counts,

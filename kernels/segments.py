@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.ragged_tma import load_ragged, to_ragged_indices
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .descriptors import fits_tensor, ragged_rows
+from .descriptors import Descriptor, fits_tensor, ragged_rows
 
 _MAX_COORDINATE = 0x7FFF0000
 _MAX_ROWS = 2**30
@@ -60,7 +59,7 @@ def segment_base(desc, like_ptr, entry_ptr, ALIGNED: tl.constexpr):
     return base
 
 
-def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[TensorDescriptor, list[int]] | None:
+def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[Descriptor, list[int]] | None:
     """A descriptor of all segments, for tiles of `[rows, columns]`, and each segment's coordinate; None: impossible."""
     filled = [t for t in segments_RC if t.shape[0] > 0]  # of the others nothing is read
     if not filled or not all(fits_tensor(t) and t.shape[0] <= _MAX_ROWS for t in filled):
@@ -73,6 +72,7 @@ def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tu
     if max(distances) // unit >= _MAX_COORDINATE:
         return None
     stride, last = lowest.stride()
-    shape = [_MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]]
-    strides = [2**34 - stride, stride, unit // lowest.element_size(), stride, last]
-    return TensorDescriptor(lowest, shape, strides, [1, 1, 1, rows, columns]), [d // unit for d in distances]
+    shape = _MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]
+    strides = 2**34 - stride, stride, unit // lowest.element_size(), stride, last
+    described = Descriptor(lowest.data_ptr(), shape, strides, ((1, 1, 1, rows, columns), lowest.dtype), lowest)
+    return described, [d // unit for d in distances]

@@ -43,7 +43,9 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
             if not torch.is_grad_enabled():
                 continue
             refuse_reducer(weight, state, ddp_params, place, delayed)
-            if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
+            # Asking Megatron-FSDP would allocate; one that was right before, and still is that one, backward checks.
+            known = state.checked[0]() is getattr(weight, "main_grad", state)
+            if mode == "main_grad" and not known and not hasattr(weight, "__fsdp_param__"):
                 existing_main_grad(weight, state, place)
         elif (to_main_grad or mode == "grad") and torch.is_grad_enabled() and not weight.is_leaf:
             raise RuntimeError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -21,9 +20,8 @@ accumulation_lock = threading.RLock()
 
 def release_interrupted() -> None:
     """Let go of the lock, outside of all that holds it: an interrupt can come right where `with` ends."""
-    with suppress(RuntimeError):  # which says that it is not held, as it should be
-        while True:
-            accumulation_lock.release()
+    while accumulation_lock._is_owned():  # type: ignore[attr-defined]
+        accumulation_lock.release()
 
 
 class ParameterState:

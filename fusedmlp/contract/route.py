@@ -6,7 +6,6 @@ import itertools
 import weakref
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -44,22 +43,27 @@ class Route:
     order: int = 0  # of creation
     _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
+    _leaves: list[_Leaf] | None = None
 
     def overwrites_param(self, param: Tensor) -> bool:
         """Whether it replaces what this parameter's main_grad holds."""
+        if True not in self.overwrites:  # as nearly always
+            return False
         return any(own is param and over for own, over in zip(self.params, self.overwrites, strict=True))
 
-    @cached_property
+    @property
     def leaves(self) -> list[_Leaf]:
         """The parameters whose gradients are accumulated."""
-        packed = len(self.params) == 1
-        # Where nothing is to be remembered of a parameter, it can still be swapped for another.
-        state = state_of if self.mode == "main_grad" or self.delayed else find_state
-        return [
-            (i, (self.name, None if packed else i), param, state(param))
-            for i, (param, use) in enumerate(zip(self.params, self.uses, strict=True))
-            if use is ACCUMULATE
-        ]
+        if self._leaves is None:
+            packed = len(self.params) == 1
+            # Where nothing is to be remembered of a parameter, it can still be swapped for another.
+            state = state_of if self.mode == "main_grad" or self.delayed else find_state
+            self._leaves = [
+                (i, (self.name, None if packed else i), param, state(param))
+                for i, (param, use) in enumerate(zip(self.params, self.uses, strict=True))
+                if use is ACCUMULATE
+            ]
+        return self._leaves
 
     def open(self, latest: Route | None = None) -> None:
         """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter.

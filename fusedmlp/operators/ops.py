@@ -7,12 +7,17 @@ without elements stands for "none". Nothing is validated here (see `validate.py`
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. Those of padding rows
 are valid indices, and are not used.
+
+PyTorch's dispatcher takes longer for such arguments than the host needs for a launch. So the functions here go through
+it only where somebody could want to see an operator: see `_is_watched`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, reduce
 from importlib import import_module
+from operator import or_
 from typing import Any
 
 import torch
@@ -24,6 +29,7 @@ from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 _library = torch.library.Library("fusedmlp", "DEF")
 
 
+@lru_cache
 def _implementation(impl: str) -> Any:
     if impl == "torch":
         return torch_impl
@@ -40,24 +46,79 @@ def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> 
 
 
 def _register(schema: str, fake: Callable[..., Any]) -> Any:
+    """A function that runs the operator, or at once what that would run; which may then return None for "none"."""
     name = schema.split("(", 1)[0]
+    types = [argument.rsplit(" ", 1)[0] for argument in schema.split("(", 1)[1].split(") -> ")[0].split(", ")]
+    single = tuple(i for i, type in enumerate(types) if type in ("Tensor", "Tensor?"))
+    lists = tuple(i for i, type in enumerate(types) if type.endswith("[]"))
 
     def run(*args: Any) -> Any:
         *arguments, impl = args
-        results = getattr(_implementation(impl), name)(*arguments)
+        return getattr(_implementation(impl), name)(*arguments)
+
+    def run_operator(*args: Any) -> Any:
+        results = run(*args)
         if not isinstance(results, MLPGrads):
             return results
-        h = arguments[6]
+        h = args[6]
         return MLPGrads(*(h.new_empty(0) if result is None else result for result in results))
 
-    return register(schema, fake, run)
+    operator = register(schema, fake, run_operator)
+
+    def call(*args: Any) -> Any:
+        # The compiler knows what the first says, and looks no further.
+        if torch.compiler.is_compiling() or _is_watched(args, single, lists):
+            return operator(*args)
+        return run(*args)
+
+    call.run = run  # type: ignore[attr-defined]  # for who watches, and wants to see what it runs
+    return call
+
+
+def _key_set(*names: str) -> int:
+    keys: Any = (torch._C._parse_dispatch_key(name) for name in names)
+    return reduce(or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
+
+
+# Dispatch keys by which nobody watches: of a thread, where every mode, transform and tracer has one; and of a tensor,
+# where subclasses have one, as do memory that is no GPU's or CPU's and values that are not as they lie there.
+_OF_THREADS = _key_set("BackendSelect", "ADInplaceOrView")
+_OF_TENSORS = _key_set("ADInplaceOrView", *(of + on for of in ("", "Autograd", "Autocast") for on in ("CPU", "CUDA")))
+_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _is_watched(args: Sequence[Any], single: Sequence[int], lists: Sequence[int]) -> bool:
+    """Whether an operator would do more than run: for a mode (FakeTensorMode, FlopCounterMode, those of tracers), a
+    transform, the profiler, autograd, or a tensor that is more than its memory. `single` and `lists` are the places of
+    tensors among `args`.
+    """
+    if (
+        torch._C._dispatch_tls_local_include_set().raw_repr() | _OF_THREADS != _OF_THREADS
+        or torch._C._len_torch_function_stack()
+        or torch._C._autograd._profiler_enabled()  # by this thread
+        or torch.autograd.profiler._is_profiler_enabled  # by any
+    ):
+        return True
+    graph = torch.is_grad_enabled()
+    for i in single:
+        tensor = args[i]
+        if tensor is not None and (
+            type(tensor) not in _TYPES
+            or torch._C._dispatch_keys(tensor).raw_repr() | _OF_TENSORS != _OF_TENSORS
+            or (graph and tensor.requires_grad)
+        ):
+            return True
+    return any(
+        not _TYPES.issuperset(map(type, args[i])) or (graph and any(t.requires_grad for t in args[i])) for i in lists
+    )
 
 
 def _fake_plan(like: Tensor, num_rows: int, num_experts: int, impl: str) -> Tensor:
     size = num_experts + 1
     if impl == "triton":
         plan = import_module("fusedmlp.kernels.plan")
-        size = plan.size_of_plan(num_rows, num_experts, plan.row_blocks(like.device))
+        # Not what is kept of it: a compiler's symbols are no keys.
+        size = plan.size_of_plan.__wrapped__(num_rows, num_experts, plan.row_blocks(like.device))
     return like.new_empty(size, dtype=torch.int32)
 
 

@@ -6,7 +6,7 @@ Letters as in `functional.py`. What the operators mean is written in `ops.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -40,8 +40,12 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def run(*args: Any) -> Any:
-        flat = (t for arg in args for t in (arg if isinstance(arg, list) else [arg]))
-        device = next(t.device for t in flat if isinstance(t, Tensor))
+        tensor: Any = None
+        for arg in args:
+            tensor = arg[0] if isinstance(arg, list) and arg else arg
+            if isinstance(tensor, Tensor):
+                break
+        device = tensor.device
         if device.type == "cpu" or device.index == torch.get_device_module(device).current_device():
             return function(*args)
         with torch.get_device_module(device).device(device):
@@ -162,7 +166,8 @@ def grouped_mlp_backward_(
         dprobs = Dprobs(partial, rows_R, probs_R.new_empty(num_rows))
     if need_dx:
         dx_RH = x_RH.new_empty(num_rows, x_RH.shape[1])
-        fc1_T = ExpertTensors.of([w.transpose(-1, -2) for w in fc1], 2)
+        fc1_EGH = ExpertTensors.of(fc1, 2)
+        fc1_T = fc1_EGH._replace(strides=fc1_EGH.strides[::-1])
         grouped_gemm_(dx_RH, dh_RG, fc1_T, tiles, dprobs=dprobs)
     elif dprobs is not None:
         sums_R = dprobs.partial.sum(0)
@@ -220,7 +225,8 @@ def _optional(group: Sequence[Tensor], dim: int) -> ExpertTensors | None:
     return ExpertTensors.of(group, dim) if group else None
 
 
+@lru_cache
 def _options(encoded: str) -> Options:
     act = Activation.decode(encoded)
-    step = 2 if act.interleaved else 1
-    return Options(act.gated, step, act.curve, act.sigmoid_alpha, act.limit, act.linear_offset)
+    step, limit = 2 if act.interleaved else 1, None if act.limit is None else float(act.limit)
+    return Options(act.gated, step, act.curve, float(act.sigmoid_alpha), limit, float(act.linear_offset))

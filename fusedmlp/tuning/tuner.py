@@ -140,7 +140,7 @@ def _key(kernel: str, problem: Problem) -> Key:
     tma_fits, vectors_fit = (
         all(size % multiple == 0 for size in (problem.hidden, problem.ffn)) for multiple in (16 // itemsize, 16)
     )
-    path, _ = configs.choose(kernel, problem.dtype, problem.device, tma_fits, vectors_fit, rows_per_expert)
+    path, _ = configs.choose(kernel, problem.dtype, problem.device, tma_fits, lambda: vectors_fit, rows_per_expert)
     return Key(kernel, path, 8 * itemsize, configs.shape_class(rows_per_expert))
 
 
