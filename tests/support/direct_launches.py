@@ -235,9 +235,10 @@ def check_what_is_kept_is_bounded():
     with mock.patch.object(launcher, "_MOST", 3):
         for i in range(8):
             run(desc=ragged_rows(torch.zeros(64, 64 + 64 * i, dtype=torch.bfloat16), 16, 64))
+            assert all(len(direct.encoded) <= 3 for direct in launcher._compiled.values())
+        for i in range(8):
             run(WIDTH=100 + i)
-            assert len(launcher._compiled) <= 3 or i == 0
-        assert all(len(direct.encoded) <= 3 for direct in launcher._compiled.values())
+            assert len(launcher._compiled) <= 3
 
 
 def check_threads():
@@ -307,7 +308,10 @@ def check_a_weight_of_another_shape_is_checked_again():
     good = weight.data
     for wrong in (good[:64], good.view(64, 128), good.float(), good.as_strided((128, 64), (1, 128))):
         weight.data = wrong
-        with pytest.raises((ValueError, TypeError), match=r"fc1_weight\[2\]"):
+        with pytest.raises(
+            (ValueError, TypeError),
+            match=r"fc1_weight\[2\]: expected (shape|dtype|the strides) .*fc1_weight\[0\]|dtype",
+        ):
             step()
     weight.data = good
     step()
