@@ -8,6 +8,7 @@ TRITONS := 3.6.0 3.9.0
 MEGATRONS := 0.16.1 0.17.0 0.18.0
 KERNELS ?=
 EMULATED := sm_80 sm_90
+ALSO := plan routing schedule beyond_int32 fused_microbatches
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,11 +26,11 @@ test: $(READY) $(VENV)/.integrations
 test-all: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The emulator's own tests and cases for every GPU, then tests of kernels that the interpreter runs, too.
+# The emulator's own tests and its cases; then those tests of kernels, written for the interpreter, that no case repeats.
 emulate: $(READY)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulator
 	@for target in $(EMULATED); do \
-	  EMULATE=$$target $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/kernels || exit 1; \
+	  EMULATE=$$target $(BIN)/python -m pytest -n 2 --quick $(ALSO:%=tests/kernels/test_%.py) || exit 1; \
 	done
 
 lint: $(READY)
