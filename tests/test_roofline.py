@@ -62,7 +62,7 @@ def test_gathered_rows_read_every_token_once():
     T, R, H = 8192, 65536, 2048
     assert passes["fc1_act"].bytes - passes["fc1_act, gathered"].bytes == 2 * (R - T) * H - 4 * R
     assert passes["combine"].bytes == 2 * (R + T) * H + 4 * R
-    assert passes["route"].bytes == 8 * R + 4 * (129 + 2 * R)
+    assert passes["route"].bytes == 8 * R + 4 * (129 + 2 * R) + 2 * 4 * R  # and copies probabilities
 
 
 @pytest.mark.parametrize("name", BY_NAME)

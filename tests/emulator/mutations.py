@@ -179,6 +179,7 @@ def rewritten(kernel: triton.JITFunction, old: str, new: str) -> Iterator[None]:
         yield
     finally:
         use(source)
+        Subject.right.cache_clear()  # what is compiled from now on names other lines of the source
 
 
 def described(number: int, **changes: Callable[[Any], object]) -> AbstractContextManager[object]:

@@ -12,6 +12,8 @@ MOST = 3  # places of a kind in a kernel: the first, the last and some between
 NEEDLESS = {
     # Before the sums' own copy of a tile: what it overwrites was read before the barrier at the end of the last step.
     ("sm_80_wgrad", "bar.sync removed"): 1,
+    # Between two changes of layout through shared memory of which each warp has its own part.
+    ("sm_90_dgrad", "bar.sync removed"): 1,
     # After a loop whose last step has waited for all.
     ("sm_90_matmul", "wgmma wait one short"): 1,
     ("sm_90_gemm", "wgmma wait one short"): 1,
