@@ -17,6 +17,7 @@ from emulator.library import EmulationError, Order
 
 _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r\d+)\], (%r\d+);"
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"
+_MMA = r"^\s*(@%p\d+ tcgen05\.mma.*, )(%p\d+);"
 _DESCRIPTOR = r"^(\tor\.b64 \t%rd\d+, %rd\d+, )(-?\d{15,})(;.*)"
 
 
@@ -51,8 +52,22 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     ),
     "proxy fence removed": (r"^\s*fence\.proxy\.async\.shared::cta;", lambda m: ""),
     "TMA coordinate": (_TMA, lambda m: _plus(m, m[2], 1, f"other{m[3]}")),
-    "wgmma stride": (_DESCRIPTOR, lambda m: f"{m[1]}{int(m[2]) ^ 1 << 33}{m[3]}"),
-    "wgmma swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
+    "matrix stride": (_DESCRIPTOR, lambda m: f"{m[1]}{int(m[2]) ^ 1 << 33}{m[3]}"),
+    "matrix swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
+    "tcgen05 product removed": (_MMA, lambda m: ""),
+    "tcgen05 sum begun anew or not": (_MMA, lambda m: f"{{ .reg .pred other; not.pred other, {m[2]}; {m[1]} other; }}"),
+    # M of 64 or 128 above, N in the middle; the bit that is changed says how A lies.
+    "tcgen05 major-ness": (
+        r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6})(;)",
+        lambda m: f"{m[1]}{int(m[2]) ^ 1 << 15}{m[3]}",
+    ),
+    "tcgen05 commit removed": (r"^\s*@%p\d+ tcgen05\.commit.*;", lambda m: ""),
+    "tcgen05 wait for stores removed": (r"^\s*tcgen05\.wait::st\.sync\.aligned;", lambda m: ""),
+    "tcgen05 column": (
+        r"^(\s*tcgen05\.ld.*\[%r\d+ \+ )(\d+)(\].*;)",
+        lambda m: f"{m[1]}{int(m[2]) + 1}{m[3]}",
+    ),
+    "tcgen05 dealloc removed": (r"^\s*@%p\d+ tcgen05\.dealloc.*;", lambda m: ""),
 }
 
 
@@ -62,8 +77,8 @@ def _signed(value: int) -> int:
 
 
 _BARRIER = re.compile(KINDS["bar.sync removed"][0])
-_BEFORE = re.compile(r"(st|ld)\.shared|[sl][td]matrix|cp\.async\.wait_group")
-_AFTER = re.compile(r"(st|ld)\.shared|[sl][td]matrix|wgmma\.mma_async|bulk\.tensor|cp\.async\.c[ag]")
+_BEFORE = re.compile(r"(st|ld)\.shared|[sl][td]matrix|cp\.async\.wait_group|tcgen05\.wait::st")
+_AFTER = re.compile(r"(st|ld)\.shared|[sl][td]matrix|wgmma\.mma_async|tcgen05\.mma|bulk\.tensor|cp\.async\.c[ag]")
 
 
 def _orders(lines: list[str], at: int) -> bool:
@@ -155,6 +170,14 @@ SUBJECTS = {
         "_matmul_tma",
         lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),
         partial(driver.gpu, "sm_90"),
+    ),
+    "sm_100_gemm": _of_project("sm_100", "long", "gemm packed", "grouped_gemm"),
+    "sm_100_fc1_gathered": _of_project("sm_100", "short", "fc1_act deep gathered gpt_oss", "grouped_fc1"),
+    "sm_100_wgrad": _of_project("sm_100", "long", "wgrad tall", "grouped_wgrad"),
+    "sm_100_matmul": Subject(
+        "_matmul_tma",
+        lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),
+        partial(driver.gpu, "sm_100"),
     ),
     "sm_80_matmul": Subject(
         "_matmul",

@@ -120,6 +120,51 @@ def test_fma_of_halves_rounds_once(kind, pack, a, b, c, expected):
     assert got == pack([expected]).astype(np.uint32) * 0x10001
 
 
+# Instructions of sm_100, of pairs of fp32: d = f(a, b, c) of both.
+PAIRS = [
+    ("add.rn.f32x2", [(1, 2**-24, 1), (1, 3 * 2**-24, 1 + 2**-22)]),
+    ("sub.rn.f32x2", [(1, 2**-25, 1), (5, 7, -2)]),
+    ("mul.rn.f32x2", [(3e38, 10, INF), (2**-80, 2**-60, 2**-140)]),
+    ("mul.rn.ftz.f32x2", [(TINY, 1, 0), (2**-80, 2**-60, 0)]),
+    ("fma.rn.f32x2", [(1 + 2**-12, 1 + 2**-12, -1 - 2**-11, 2**-24), (2, 3, 4, 10)]),
+    ("fma.rn.ftz.f32x2", [(TINY, 2**20, 1, 1), (2**-80, 2**-60, TINY, 0)]),
+]
+
+
+@pytest.mark.parametrize(("instruction", "rows"), PAIRS, ids=[row[0] for row in PAIRS])
+def test_pairs_of_fp32_are_two_numbers(instruction, rows):
+    *columns, expected = (np.array(column, np.float32).view(np.uint64) for column in zip(*rows, strict=True))
+    operands = ", ".join("dabc"[: len(columns) + 1])
+    got = lanes(f"{instruction} {operands};", " ".join(["u64"] * (len(columns) + 1)), *columns, target="sm_100")
+    np.testing.assert_array_equal(got.view(np.float32), expected.view(np.float32))
+
+
+@pytest.mark.parametrize(("kind", "pack"), [("f16", halves), ("bf16", brains)])
+def test_halves_are_added_to_fp32(kind, pack):
+    a, b, c = pack([3, -0.5]), pack([1.5, 2]), [2**-20, 8]
+    one = "f32 u16 f32"
+    assert lanes(f"add.rn.f32.{kind} d, a, b;", one, a, c, target="sm_100").tolist() == [3 + 2**-20, 7.5]
+    assert lanes(f"sub.rn.f32.{kind} d, a, b;", one, a, c, target="sm_100").tolist() == [3 - 2**-20, -8.5]
+    got = lanes(f"fma.rn.f32.{kind} d, a, b, c;", "f32 u16 u16 f32", a, b, c, target="sm_100")
+    assert got.tolist() == [4.5 + 2**-20, 7]
+
+
+@pytest.mark.parametrize(
+    ("instruction", "row", "expected"),
+    [
+        ("min.f32", (3, NAN, 2), 2),
+        ("max.f32", (3, NAN, 4), 4),
+        ("max.f32", (5, 1, 4), 5),
+        ("min.NaN.f32", (3, NAN, 2), NAN),
+        ("max.NaN.f32", (3, 1, 7), 7),
+        ("max.ftz.f32", (TINY, -1, 0), 0),
+    ],
+)
+def test_of_three_numbers(instruction, row, expected):
+    got = lanes(f"{instruction} d, a, b, c;", "f32 f32 f32 f32", *([x] for x in row), target="sm_100")
+    np.testing.assert_array_equal(got, [np.float32(expected)])
+
+
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
 def test_signs_of_nan_halves_change_like_others(kind):
     values = [0xFFFF, 0x8000, 0x3C00]

@@ -130,6 +130,15 @@ def test_redux(name):
     assert got.tolist() == [0 if i % 2 else some for i in LANES]
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"), [("min", -3), ("max", 7), ("min.NaN", np.nan), ("max.NaN", np.nan)], ids=lambda x: str(x)
+)
+def test_redux_of_fp32(name, expected):
+    a = np.array([7, np.nan, -3, *[0.5] * 29], np.float32)
+    got = lanes(f"redux.sync.{name}.f32 d, a, {FULL};", "f32 f32", a, target="sm_100")
+    np.testing.assert_array_equal(got, np.full(32, expected, np.float32))
+
+
 def test_one_lane_is_elected():
     code = f"elect.sync t|p, {FULL}; selp.b32 d, 1, 0, p; shl.b32 t, t, 8; or.b32 d, d, t;"
     got = lanes(code, "u32 u32", VALUES)

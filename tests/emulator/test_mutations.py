@@ -1,5 +1,7 @@
 """Compiled kernels with one instruction weakened: every weaker one is noticed, or known to be needless."""
 
+import re
+
 import pytest
 from emulator.layers import emulated
 from emulator.mutations import KINDS, LATE, SUBJECTS, described, noticed
@@ -7,6 +9,7 @@ from support.grids import is_quick
 
 pytestmark = pytest.mark.usefixtures("poison")
 
+BEGUN_ANEW = "tcgen05 sum begun anew or not"
 MOST = 3  # places of a kind in a kernel: the first, the last and some between
 # Places that may be changed and nothing is wrong.
 NEEDLESS = {
@@ -23,18 +26,22 @@ NEEDLESS = {
     ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
     # Before the first store of a tile, here the only one of its program.
     ("sm_90_fc1_gathered", "bulk store wait one short"): 1,
-    # Of the last columns of a tile, which lie outside of dw.
+    # Of the last columns of a tile, which lie outside of dw or y.
     ("sm_90_wgrad", "TMA coordinate"): 1,
+    ("sm_100_gemm", "TMA coordinate"): 1,
+    # The first product of a tile, whose sums are zeros before it as well.
+    **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }
-# Its stores take turns between two buffers, and each waits for both.
-TWO_BUFFERS = ("sm_90_dgrad", "bulk store wait one short")
+# Their stores take turns between two buffers, and each waits for both.
+TWO_BUFFERS = {(subject, "bulk store wait one short") for subject in ("sm_90_dgrad", "sm_100_fc1_gathered")}
 CP_ASYNC = "cp.async wait one short"
 
 
 def kinds_of(subject):
     if subject.startswith("sm_80"):
         return ["bar.sync removed", CP_ASYNC]
-    return [kind for kind in KINDS if kind != CP_ASYNC or "gathered" in subject]
+    of_others = "tcgen05" if subject.startswith("sm_90") else "wgmma"
+    return [kind for kind in KINDS if of_others not in kind and (kind != CP_ASYNC or "gathered" in subject)]
 
 
 CELLS = [
@@ -46,7 +53,7 @@ CELLS = [
     )
     for subject in SUBJECTS
     for kind in kinds_of(subject)
-    if (subject, kind) != TWO_BUFFERS
+    if (subject, kind) not in TWO_BUFFERS
 ]
 
 
@@ -92,10 +99,11 @@ def test_a_right_run_is_not():
 
 
 def test_subjects_are_what_their_names_say():
-    for name in ("sm_80_matmul", "sm_90_matmul"):
-        ptx = SUBJECTS[name].right().ptx
-        assert f".target {name[:5]}" in ptx
-        assert ("wgmma" in ptx) == ("cp.async.bulk.tensor" in ptx) == (name[:5] == "sm_90")
+    for target in ("sm_80", "sm_90", "sm_100"):
+        ptx = SUBJECTS[f"{target}_matmul"].right().ptx
+        assert re.search(rf"\.target {target}a?\b", ptx)
+        assert ("cp.async.bulk.tensor" in ptx) == (target != "sm_80")
+        assert ("wgmma" in ptx, "tcgen05" in ptx) == (target == "sm_90", target == "sm_100")
     assert LATE.races
     with emulated("sm_90", "long"):
         pass

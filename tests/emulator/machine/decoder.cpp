@@ -236,7 +236,7 @@ void Decoder::instruction(const std::string& whole) {
   if (auto types = i.types(); !types.empty()) i.type = types.back();
 
   // A CTA's own shared memory lies in the window of its cluster: copies, mbarriers and fences may name it so.
-  bool may_name_cluster = i.name() == "cp" || i.name() == "mbarrier" || i.name() == "fence";
+  bool may_name_cluster = i.name() == "cp" || i.name() == "mbarrier" || i.name() == "fence" || i.name() == "tcgen05";
   if ((i.has("shared::cluster") && !may_name_cluster) || i.has("multicast::cluster") || i.has("cta_group::2"))
     bad("clusters are not implemented");
   const Family* family = family_of(i.name());

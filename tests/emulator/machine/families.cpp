@@ -50,7 +50,7 @@ const Family* family_of(const std::string& word) {
       {"ldmatrix", {decode_matrix_load_store}}, {"stmatrix", {decode_matrix_load_store, false}},
       {"cp", {decode_cp, false}}, {"mbarrier", {decode_mbarrier, false}}, {"tensormap", {decode_tensor_map, false}},
       {"fence", fence}, {"membar", fence},
-      {"mma", {decode_mma}}, {"wgmma", {decode_wgmma, false}},
+      {"mma", {decode_mma}}, {"wgmma", {decode_wgmma, false}}, {"tcgen05", {decode_tcgen05, false}},
       {"mapa", clusters}, {"getctarank", clusters}, {"clusterlaunchcontrol", clusters},
       {"nanosleep", hint}, {"griddepcontrol", hint}, {"pmevent", hint}, {"nop", hint}, {"prefetch", hint},
       {"prefetchu", hint}, {"discard", hint}, {"applypriority", hint},

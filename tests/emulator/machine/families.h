@@ -15,6 +15,7 @@ const Family* family_of(const std::string& word);
 
 void decode_integers(Decoder&, Instruction&);
 void decode_floats(Decoder&, Instruction&);
+void decode_floats_sm100(Decoder&, Instruction&);
 void decode_bits(Decoder&, Instruction&);
 void decode_conversion(Decoder&, Instruction&);
 void decode_comparison(Decoder&, Instruction&);
@@ -30,5 +31,6 @@ void decode_bulk_load(Decoder&, Instruction&);
 // `[map, {coordinates}]` of a TMA instruction: the map is address 1, the coordinates are the list. Returns the rank.
 u32 decode_tensor_operand(Decoder&, Instruction&, const Operand& tensor, const std::string& rank);
 void decode_mma(Decoder&, Instruction&);
+void decode_tcgen05(Decoder&, Instruction&);
 
 }  // namespace emu

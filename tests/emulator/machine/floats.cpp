@@ -4,6 +4,7 @@
 
 #include "arithmetic.h"
 #include "families.h"
+#include "float_functions.h"
 
 namespace emu {
 
@@ -11,18 +12,8 @@ namespace {
 
 // clang-format off
 template <class T> struct Div { static T f(T a, T b) { return a / b; } };
-// PTX ISA, min and max: a NaN gives the other operand, or with .NaN a NaN; -0 is less than +0.
-template <class T> struct Min {
-  static T f(T a, T b) { return a != a ? b : b != b ? a : a < b || (a == b && std::signbit(a)) ? a : b; }
-};
-template <class T> struct Max {
-  static T f(T a, T b) { return a != a ? b : b != b ? a : a > b || (a == b && !std::signbit(a)) ? a : b; }
-};
-template <class T> struct MinNan { static T f(T a, T b) { return a != a || b != b ? T(NAN) : Min<T>::f(a, b); } };
-template <class T> struct MaxNan { static T f(T a, T b) { return a != a || b != b ? T(NAN) : Max<T>::f(a, b); } };
 template <class T> struct Neg { static T f(T a) { return -a; } };
 template <class T> struct Abs { static T f(T a) { return std::fabs(a); } };
-template <class T> struct Fma { static T f(T a, T b, T c) { return std::fma(a, b, c); } };
 template <class T> struct CopySign { static T f(T a, T b) { return std::copysign(b, a); } };
 // Of halves: the product is exact in fp64, and the sum rounded to odd there and in fp32, which keeps what the one
 // rounding to nearest needs to know (S. Boldo, G. Melquiond, Emulation of a FMA and correctly rounded sums, 2008).
@@ -46,19 +37,6 @@ struct Rsqrt { static float f(float a) { return float(1.0 / std::sqrt(double(a))
 struct Sin { static float f(float a) { return std::sin(a); } };
 struct Cos { static float f(float a) { return std::cos(a); } };
 struct Tanh { static float f(float a) { return std::tanh(a); } };
-
-// .ftz
-template <class F> struct Flush1 {
-  static float f(float a) { return flush_denormal(F::f(flush_denormal(a))); }
-};
-template <class F> struct Flush2 {
-  static float f(float a, float b) { return flush_denormal(F::f(flush_denormal(a), flush_denormal(b))); }
-};
-template <class F> struct Flush3 {
-  static float f(float a, float b, float c) {
-    return flush_denormal(F::f(flush_denormal(a), flush_denormal(b), flush_denormal(c)));
-  }
-};
 
 template <class H, class F> struct Half1 {
   static u16 f(u16 a) { return H::store(F::f(H::load(a))); }
@@ -130,6 +108,8 @@ void decode_floats(Decoder& d, Instruction& i) {
   const std::string& name = i.name();
   const Type t = i.type;
   const bool flush = i.has("ftz"), nan = i.has("NaN");
+  if (t == Type::F32x2 || i.types().size() == 2 || (i.operands.size() == 4 && (name == "min" || name == "max")))
+    return decode_floats_sm100(d, i);
   Handler fn = nullptr;
   if (name == "fma" || (name == "mad" && (t == Type::F32 || t == Type::F64))) {
     if ((fn = fma(t, flush))) d.ternary(i, bits_of(t), fn);

@@ -15,6 +15,11 @@ inline Element element_of(Type t) {
 }
 inline u32 bytes_of(Element e) { return e == Element::TF32 ? 4 : 2; }
 inline float half(Element e, u16 v) { return e == Element::BF16 ? BF16::load(v) : FP16::load(v); }
+inline float element(Element e, const u8* bytes) {
+  u32 raw = 0;
+  memcpy(&raw, bytes, bytes_of(e));
+  return e == Element::TF32 ? TF32::load(raw) : half(e, u16(raw));
+}
 
 // PTX ISA, Matrix Fragments for mma.m16n8k16 with floating point type: calls f(row, k, value) for what `count`
 // registers hold of 16 rows of A. It is the same for wgmma (Register Fragments and Shared Memory Matrix Layouts).

@@ -85,6 +85,7 @@ struct Program {
   std::map<std::string, u32> special;                       // offsets of the special registers that are used
   std::vector<std::pair<u32, std::string>> register_names;  // by offset
   int reqntid = 0, maxnreg = 0;
+  bool uses_tensor_memory = false;
 
   std::string register_name(u32 offset) const;
 };

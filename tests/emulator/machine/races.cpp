@@ -30,7 +30,10 @@ std::string agent_name(const Cta& cta, int agent) {
   if (agent < 2 * n) return format("a bulk store of warp %d", agent - n);
   if (agent < 3 * n) return format("wgmma of warp %d", agent - 2 * n);
   if (agent < 4 * n) return format("cp.async of warp %d", agent - 3 * n);
-  return format("a TMA load on mbarrier %d", agent - 4 * n);
+  const int tensor = agent - tensor_mma_agent(cta);
+  if (tensor < 0) return format("a TMA load on mbarrier %d", agent - 4 * n);
+  if (tensor == 0) return "tcgen05.mma";
+  return tensor <= n ? format("tcgen05.ld of warp %d", tensor - 1) : format("tcgen05.st of warp %d", tensor - 1 - n);
 }
 
 void start_races(Cta& cta) {
@@ -41,6 +44,7 @@ void start_races(Cta& cta) {
   races.on = true;
   races.granule = u32(launch.config.race_granule);
   races.agents = int(4 * warps) + MAX_TRACKED_MBARRIERS;
+  if (launch.program->uses_tensor_memory) races.agents += 1 + int(2 * warps);
   const size_t granules = launch.shared / races.granule + 2, agents = size_t(races.agents);
   races.known.assign(warps, std::vector<u32>(agents, 0));
   for (size_t k = 0; k < warps; k++) races.known[k][k] = 1;
@@ -57,6 +61,9 @@ int bulk_agent(const Cta& cta, const Warp& w) { return int(cta.warps.size()) + w
 int wgmma_agent(const Cta& cta, const Warp& w) { return 2 * int(cta.warps.size()) + w.id; }
 int cp_async_agent(const Cta& cta, const Warp& w) { return 3 * int(cta.warps.size()) + w.id; }
 int mbarrier_agent(const Cta& cta, int number) { return 4 * int(cta.warps.size()) + number; }
+int tensor_mma_agent(const Cta& cta) { return 4 * int(cta.warps.size()) + MAX_TRACKED_MBARRIERS; }
+int tensor_load_agent(const Cta& cta, const Warp& w) { return tensor_mma_agent(cta) + 1 + w.id; }
+int tensor_store_agent(const Cta& cta, const Warp& w) { return tensor_load_agent(cta, w) + int(cta.warps.size()); }
 
 void race_read(Cta& cta, Warp& w, const Op& o, u32 address, u32 size, Agent by) {
   RaceState& races = cta.races;

@@ -20,14 +20,16 @@ int bits_of(Type t) {
     case Type::B64:
     case Type::U64:
     case Type::S64:
-    case Type::F64: return 64;
+    case Type::F64:
+    case Type::F32x2: return 64;
     case Type::B128: return 128;
     default: return 32;
   }
 }
 bool is_signed(Type t) { return t == Type::S8 || t == Type::S16 || t == Type::S32 || t == Type::S64; }
 bool is_float(Type t) {
-  return t == Type::F32 || t == Type::F64 || t == Type::F16 || t == Type::BF16 || t == Type::F16x2 || t == Type::BF16x2;
+  return t == Type::F32 || t == Type::F32x2 || t == Type::F64 || t == Type::F16 || t == Type::BF16 ||
+         t == Type::F16x2 || t == Type::BF16x2;
 }
 Type type_named(const std::string& name) {
   // clang-format off
@@ -36,7 +38,7 @@ Type type_named(const std::string& name) {
       {"b16", Type::B16}, {"u16", Type::U16}, {"s16", Type::S16},
       {"b32", Type::B32}, {"u32", Type::U32}, {"s32", Type::S32},
       {"b64", Type::B64}, {"u64", Type::U64}, {"s64", Type::S64}, {"b128", Type::B128},
-      {"f16", Type::F16}, {"bf16", Type::BF16}, {"tf32", Type::TF32}, {"f32", Type::F32}, {"f64", Type::F64},
+      {"f16", Type::F16}, {"bf16", Type::BF16}, {"tf32", Type::TF32}, {"f32", Type::F32}, {"f32x2", Type::F32x2}, {"f64", Type::F64},
       {"f16x2", Type::F16x2}, {"bf16x2", Type::BF16x2}, {"u16x2", Type::U16x2}, {"s16x2", Type::S16x2}};
   // clang-format on
   auto found = types.find(name);

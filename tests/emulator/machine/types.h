@@ -27,6 +27,7 @@ enum class Type : u8 {
   BF16x2,
   TF32,
   F32,
+  F32x2,
   F64,
   U16x2,
   S16x2

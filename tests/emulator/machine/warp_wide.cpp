@@ -3,6 +3,7 @@
 
 #include "arithmetic.h"
 #include "families.h"
+#include "float_functions.h"
 #include "messages.h"
 
 namespace emu {
@@ -124,7 +125,18 @@ void reduce(Cta&, Warp& w, const Op& o, u32 mask) {
   for_lanes(mask & ~(1u << first), [&](int i) { result = combine(result, a[i]); });
   for_lanes(mask, [&](int i) { reg<u32>(w, o.d[0])[i] = result; });
 }
-void decode_reduce(Decoder& d, Instruction& i) {
+template <class F>
+u32 of_floats(u32 a, u32 b) {
+  return to_bits(F::f(from_bits(a), from_bits(b)));
+}
+Reducer reducer_of_floats(Decoder& d, const Instruction& i) {
+  const bool nan = i.has("NaN");
+  if (i.has("abs")) d.bad("redux");
+  if (i.word(2) == "min") return {nan ? of_floats<MinNan<float>> : of_floats<Min<float>>};
+  if (i.word(2) == "max") return {nan ? of_floats<MaxNan<float>> : of_floats<Max<float>>};
+  d.bad("redux");
+}
+Reducer reducer_of(Decoder& d, const Instruction& i) {
   static const std::map<std::pair<std::string, bool>, Reducer> reducers = {
       {{"add", false}, {[](u32 a, u32 b) { return a + b; }}},
       {{"add", true}, {[](u32 a, u32 b) { return a + b; }}},
@@ -135,10 +147,15 @@ void decode_reduce(Decoder& d, Instruction& i) {
       {{"and", false}, {[](u32 a, u32 b) { return a & b; }}},
       {{"or", false}, {[](u32 a, u32 b) { return a | b; }}},
       {{"xor", false}, {[](u32 a, u32 b) { return a ^ b; }}}};
+  if (i.type == Type::F32) return reducer_of_floats(d, i);
   auto found = reducers.find({i.word(2), i.type == Type::S32});
   const bool is_integer = i.type == Type::U32 || i.type == Type::S32 || i.type == Type::B32;
-  if (found == reducers.end() || !is_integer || i.operands.size() != 3) d.bad("redux");
-  i.op.set<Reducer>() = found->second;
+  if (found == reducers.end() || !is_integer) d.bad("redux");
+  return found->second;
+}
+void decode_reduce(Decoder& d, Instruction& i) {
+  d.expect(i, 3);
+  i.op.set<Reducer>() = reducer_of(d, i);
   i.op.d[0] = d.destination(i.operands[0], 32);
   i.op.s[0] = d.source(i.operands[1], 32);
   i.op.members = d.source(i.operands[2], 32);

@@ -6,6 +6,7 @@
 #include "lanes.h"
 #include "messages.h"
 #include "special_registers.h"
+#include "tensor_memory.h"
 
 namespace emu {
 
@@ -41,9 +42,9 @@ bool all_are_here(Cta& cta, Warp& w, const Op& o, Fragment& f, u32 mask) {
   return true;
 }
 
-void check_in_flight(const Cta& cta, const Warp& w, const Op& o) {
+void check_in_flight(Cta& cta, Warp& w, const Op& o) {
   for (u32 r : o.touched)
-    if (w.in_flight[r / 64])
+    if (w.in_flight[r / 64] && !settle_tensor_loads(cta, w, r))
       fail_at(cta, w, o, 0, format("touches %s, which a wgmma in flight uses", cta.program->register_name(r).c_str()));
 }
 

@@ -5,20 +5,38 @@
 #include <algorithm>
 
 #include "decoder.h"
-#include "matrix_elements.h"
+#include "matrix_operands.h"
 #include "messages.h"
-#include "wgmma_operands.h"
 
 namespace emu {
 
 namespace {
 
-Part part_a(const Warp& w, const Op& o, u64 descriptor) {
-  return {descriptor, o.get<WgmmaOptions>().mn_major_a, u32(w.id % 4) * 16, 16};
+struct WgmmaOptions {
+  u16 columns;
+  Element element;
+  bool a_in_registers;
+  bool scale_d_negated, negate_a, negate_b;
+  bool mn_major_a, mn_major_b;  // "transposed"
+  int depth() const { return 32 / int(bytes_of(element)); }
+};
+
+// PTX ISA, Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor Format
+OperandLayout unpack(Cta& cta, Warp& w, const Op& o, u64 d) {
+  static const Swizzle modes[] = {Swizzle::None, Swizzle::B128, Swizzle::B64, Swizzle::B32};
+  if (d >> 49 & 7) fail_at(cta, w, o, 0, "wgmma descriptor: base offset");
+  auto field = [&](int shift) { return u32(d >> shift & 0x3fff) << 4; };
+  return {field(0), field(16), field(32), modes[d >> 62]};
 }
-Part part_b(const Op& o, u64 descriptor) {
+Part part_a(Cta& cta, Warp& w, const Op& o, u64 descriptor) {
   const auto& options = o.get<WgmmaOptions>();
-  return {descriptor, options.mn_major_b, 0, options.columns};
+  const u32 first = u32(w.id % 4) * 16, depth = u32(options.depth());
+  return {unpack(cta, w, o, descriptor), options.element, options.mn_major_a, first, 16, depth};
+}
+Part part_b(Cta& cta, Warp& w, const Op& o, u64 descriptor) {
+  const auto& options = o.get<WgmmaOptions>();
+  const u32 columns = options.columns, depth = u32(options.depth());
+  return {unpack(cta, w, o, descriptor), options.element, options.mn_major_b, 0, columns, depth};
 }
 
 void perform(Cta& cta, Warp& w, const WgmmaPending& p) {
@@ -29,8 +47,8 @@ void perform(Cta& cta, Warp& w, const WgmmaPending& p) {
   if (options.a_in_registers)
     for_fragment_a(w, &o.list[size_t(columns) / 2], 4, options.element,
                    [&](int row, int k, float v) { a[k][row] = v; });
-  else read_part(cta, w, o, part_a(w, o, p.descriptor_a), &a[0][0], 16);
-  read_part(cta, w, o, part_b(o, p.descriptor_b), &b[0][0], 256);
+  else read_part(cta, w, o, part_a(cta, w, o, p.descriptor_a), &a[0][0], 16);
+  read_part(cta, w, o, part_b(cta, w, o, p.descriptor_b), &b[0][0], 256);
   const float sign = options.negate_a != options.negate_b ? -1.0f : 1.0f;
   auto for_accumulators = [&](auto f) {
     for (int j = 0; j < columns / 8; j++)
@@ -114,8 +132,9 @@ void mma_async(Cta& cta, Warp& w, const Op& o, u32 mask) {
   check_uniform(cta, w, o, mask, p, scale_d);
   check_fenced(cta, w, o);
   if (cta.races.on) {
-    if (!options.a_in_registers) record_part(cta, w, o, part_a(w, o, p.descriptor_a));
-    record_part(cta, w, o, part_b(o, p.descriptor_b));
+    const Agent by{wgmma_agent(cta, w), w.wgmma.sequence + 1};
+    if (!options.a_in_registers) record_part(cta, w, o, part_a(cta, w, o, p.descriptor_a), by);
+    record_part(cta, w, o, part_b(cta, w, o, p.descriptor_b), by);
   }
   Launch& launch = *cta.launch;
   launch.counters[C_WGMMA]++;
