@@ -89,8 +89,6 @@ def _grouped_dgrad_act_kernel(
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
-    if tl.program_id(0) == 0:  # the wgrads that follow take their first tiles anew, in every backward of a forward
-        reset_orders(order_ptr, num_experts)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     end_g = F * CHANNEL_STEP  # of the gates
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
@@ -158,6 +156,8 @@ def _grouped_dgrad_act_kernel(
             partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
             tl.store(partial_M1, dprobs_M1, mask=mask_M1)
 
+    if tl.program_id(0) == 0:  # the wgrads that follow take their first tiles anew, in every backward of a forward
+        reset_orders(order_ptr, num_experts)
     zero_padding(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:

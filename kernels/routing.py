@@ -153,7 +153,7 @@ def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
         _SUMMED,
         _CHUNK,
         **sizes_of_plan(num_experts, blocks),
-        num_warps=8,
+        num_warps=4,
     )
     launches.report("pointer", lambda: cost.route(R, num_experts, ids_TK.element_size(), probs_TK.element_size()))
     return routed
