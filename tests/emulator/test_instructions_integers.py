@@ -42,6 +42,8 @@ BY_HAND = [
     ("max.s32", "s32 s32 s32", [(-1, 1, 1)]),
     ("max.u32", "u32 u32 u32", [(ALL, 1, ALL)]),
     ("max.s64", "s64 s64 s64", [(-(2**40), 3, 3)]),
+    ("max.relu.s32", "s32 s32 s32", [(-5, -3, 0), (LOW, LOW, 0), (-5, 3, 3), (7, 3, 7)]),
+    ("min.relu.s32", "s32 s32 s32", [(-5, 3, 0), (7, 3, 3), (HIGH, HIGH, HIGH)]),
     ("abs.s32", "s32 s32", [(-5, 5), (LOW, LOW)]),
     ("neg.s32", "s32 s32", [(5, -5), (LOW, LOW)]),
     ("not.b32", "u32 u32", [(0x0F0F0F0F, 0xF0F0F0F0)]),
@@ -88,6 +90,8 @@ BY_HAND = [
     ("brev.b64", "u64 u64", [(1, 2**63)]),
     ("add.u16x2", "u32 u32 u32", [(0xFFFF0001, 0x00010001, 0x00000002)]),
     ("min.s16x2", "u32 u32 u32", [(0xFFFF0001, 0x00010000, 0xFFFF0000)]),
+    ("max.relu.s16x2", "u32 u32 u32", [(0xFFFF0003, 0x80000002, 0x00000003)]),
+    ("min.relu.s16x2", "u32 u32 u32", [(0xFFFF0003, 0x00050002, 0x00000002)]),
     ("max.u16x2", "u32 u32 u32", [(0xFFFF0001, 0x00010000, 0xFFFF0001)]),
 ]
 
@@ -141,6 +145,8 @@ def test_the_first_of_packed_parts_is_the_lowest():
     [
         "addc.u32 d, a, b;",
         "add.sat.s32 d, a, b;",
+        "max.relu.u32 d, a, b;",
+        "add.relu.s32 d, a, b;",
         "mul24.lo.s32 d, a, b;",
         "dp4a.s32.s32 d, a, b, a;",
         "sad.s32 d, a, b, a;",

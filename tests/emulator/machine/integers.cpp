@@ -16,6 +16,15 @@ template <class T> struct Rem {
 };
 template <class T> struct Min { static T f(T a, T b) { return a < b ? a : b; } };
 template <class T> struct Max { static T f(T a, T b) { return a > b ? a : b; } };
+struct SignedMin16 { static u16 f(u16 a, u16 b) { return s16(a) < s16(b) ? a : b; } };
+struct SignedMax16 { static u16 f(u16 a, u16 b) { return s16(a) > s16(b) ? a : b; } };
+// .relu: "clamps the result to 0 if negative".
+template <class F> struct Relu {
+  static s32 f(s32 a, s32 b) { return Max<s32>::f(F::f(a, b), 0); }
+};
+template <class F> struct Relu16 {
+  static u16 f(u16 a, u16 b) { return SignedMax16::f(F::f(a, b), 0); }
+};
 template <class T> struct And { static T f(T a, T b) { return a & b; } };
 template <class T> struct Or { static T f(T a, T b) { return a | b; } };
 template <class T> struct Xor { static T f(T a, T b) { return a ^ b; } };
@@ -27,8 +36,6 @@ template <class D, class A> struct MulWide { static D f(A a, A b) { return D(a) 
 template <class D, class A> struct MadWide { static D f(A a, A b, D c) { return D(a) * D(b) + c; } };
 template <class T, class D> struct MulHi { static T f(T a, T b) { return T((D(a) * D(b)) >> (8 * sizeof(T))); } };
 template <class T, class D> struct MadHi { static T f(T a, T b, T c) { return MulHi<T, D>::f(a, b) + c; } };
-struct SignedMin16 { static u16 f(u16 a, u16 b) { return s16(a) < s16(b) ? a : b; } };
-struct SignedMax16 { static u16 f(u16 a, u16 b) { return s16(a) > s16(b) ? a : b; } };
 // clang-format on
 
 template <template <class> class F>
@@ -38,6 +45,18 @@ Handler integer1(Type t) {
 template <template <class> class F>
 Handler integer2(Type t) {
   return for_integer(t, []<class T>(T) { return same2<T, F<T>>; });
+}
+
+// min.relu and max.relu, of s32 and s16x2 alone.
+void decode_relu(Decoder& d, Instruction& i) {
+  const bool least = i.name() == "min";
+  if (i.words.size() != 3 || i.word(1) != "relu" || (!least && i.name() != "max")) d.bad("modifier");
+  Handler fn = nullptr;
+  if (i.type == Type::S32) fn = least ? same2<s32, Relu<Min<s32>>> : same2<s32, Relu<Max<s32>>>;
+  if (i.type == Type::S16x2)
+    fn = least ? same2<u32, Pair2<Relu16<SignedMin16>>> : same2<u32, Pair2<Relu16<SignedMax16>>>;
+  if (!fn) d.bad("modifier");
+  d.binary(i, 32, fn);
 }
 
 void decode_pairs(Decoder& d, Instruction& i) {
@@ -106,6 +125,7 @@ void decode_integers(Decoder& d, Instruction& i) {
   const Type t = i.type;
   const int bits = bits_of(t);
   if (t == Type::None) return;
+  if (i.has("relu")) return decode_relu(d, i);
   if (t == Type::U16x2 || t == Type::S16x2) return decode_pairs(d, i);
   refuse_modifiers(d, i);
   if (i.has("cc")) d.bad("carry");
