@@ -8,6 +8,7 @@ all while somebody may watch (hooks, debugging, a patched `JITFunction.run`), un
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from .descriptors import Descriptor
 
 _MOST = 4096  # kernels, and descriptors of one, that are kept
 _run = JITFunction.run
+_INTERPRETED = knobs.runtime.interpret  # when kernels were decorated, which then stay so
 
 
 class _Parameters(NamedTuple):
@@ -41,18 +43,8 @@ class Direct(NamedTuple):
     tensor_maps: tuple[Any, ...]  # how each descriptor is to be encoded
     encoded: dict[Any, list[Any]]
 
-    def launch(self, grid: Sequence[int], stream: int, pointers: list[Any], numbers: Sequence[int]) -> None:
-        """Triton's own launch, without hooks; among `pointers` are descriptors."""
-        values, index = [], 0
-        for value in pointers:
-            if type(value) is Descriptor:
-                values += self.encoded.get((index, value.address, value.shape, value.strides)) or self._encode(
-                    index, value
-                )
-                index += 1
-            else:
-                values.append(value)
-        values += numbers
+    def launch(self, grid: Sequence[int], stream: int, values: list[Any]) -> None:
+        """Triton's own launch, without hooks."""
         own = self.launcher
         # fmt: off
         driver.active.utils.launch(
@@ -61,21 +53,52 @@ class Direct(NamedTuple):
         )
         # fmt: on
 
-    def _encode(self, index: int, value: Descriptor) -> list[Any]:
+    def values(self, pointers: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
+        """What the kernel takes for addresses and descriptors, then numbers."""
+        values, index = [], 0
+        for value in pointers:
+            if type(value) is Descriptor:
+                key = index, value.address, value.shape, value.strides
+                values += self.encoded.get(key) or self._encode(key, value)
+                index += 1
+            else:
+                values.append(value)
+        values += numbers
+        return values
+
+    def _encode(self, key: tuple[Any, ...], value: Descriptor) -> list[Any]:
         if len(self.encoded) >= _MOST:
             self.encoded.clear()
-        found = _encode(value, self.tensor_maps[index])
-        self.encoded[index, value.address, value.shape, value.strides] = found
+        found = self.encoded[key] = encode(value, self.tensor_maps[key[0]])
         return found
 
 
-def _encode(descriptor: Descriptor, tensor_map: Any) -> list[Any]:
+class _At(NamedTuple):
+    """Memory, of which encoding asks no more."""
+
+    address: int
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def encode(descriptor: Descriptor, tensor_map: Any) -> list[Any]:
     """The tensor map, sizes and strides that the kernel takes for a descriptor, by Triton's own function."""
     from triton.backends.nvidia import driver as nvidia
 
     others = nvidia.make_tensordesc_arg.__code__.co_argcount - 2  # of newer versions, which NVIDIA's does not use
-    arguments: list[Any] = nvidia.make_tensordesc_arg(descriptor, tensor_map, *[None] * others)
+    described: Any = descriptor._replace(tensor=_At(descriptor.address), offset=None)  # type: ignore[arg-type]
+    arguments: list[Any] = nvidia.make_tensordesc_arg(described, tensor_map, *[None] * others)
     return arguments
+
+
+class _Recording(threading.local):
+    """Who, in this thread, records launches: see `replay.py`."""
+
+    by: Any = None
+
+
+recording = _Recording()
 
 
 _parameters: dict[int, _Parameters] = {}  # by the id of a kernel
@@ -88,8 +111,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Tensors, descriptors and None come first, then numbers, then constants, in `args` or by name; the types of constants
     never change.
     """
-    if not _unwatched(kernel):
+    recorder = recording.by
+    if not (nobody_watches() and type(kernel) is JITFunction and not kernel.pre_run_hooks):
         _by_triton(kernel, grid, args, options)
+        if recorder is not None:
+            recorder.add(kernel, None, grid, (), ())
         return
     _, first_number, first_constant, specialized = _parameters.get(id(kernel)) or _read(kernel, args)
     active = driver.active
@@ -108,6 +134,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             key.append(value & 15 == 0)
         pointers.append(value)
     known = (*key, *args[first_constant:], *options.values())
+    whole_grid = (*grid, 1, 1)[:3]
     direct = _compiled.get(known)
     if direct is None:
         direct = _direct(_by_triton(kernel, grid, args, options))
@@ -115,8 +142,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             if len(_compiled) >= _MOST:
                 _compiled.clear()
             _compiled[known] = direct
-        return
-    direct.launch((*grid, 1, 1)[:3], active.get_current_stream(device), pointers, numbers)
+    else:
+        direct.launch(whole_grid, active.get_current_stream(device), direct.values(pointers, numbers))
+    if recorder is not None:
+        recorder.add(kernel, direct, whole_grid, args[:first_number], numbers)
 
 
 @lru_cache(maxsize=_MOST)
@@ -133,13 +162,12 @@ def _by_triton(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options:
     return kernel[grid](*checked, **options)
 
 
-def _unwatched(kernel: Any) -> bool:
-    """Whether nobody would miss what Triton does for every launch."""
+def nobody_watches() -> bool:
+    """Whether nobody would miss what Triton does for every launch; kernels can have hooks of their own."""
     runtime = knobs.runtime
     return (
-        type(kernel) is JITFunction
+        not _INTERPRETED
         and JITFunction.run is _run
-        and not kernel.pre_run_hooks
         and not runtime.debug
         and not knobs.compilation.instrumentation_mode
         and runtime.add_stages_inspection_hook is None

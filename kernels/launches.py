@@ -33,6 +33,11 @@ def report(path: str, cost: Callable[[], Launch]) -> None:
         recorder.append(replace(cost(), path=path))
 
 
+def is_recording() -> bool:
+    """Whether somebody records."""
+    return bool(_recorders)
+
+
 def size_of(tensor: Tensor | None) -> int:
     """Bytes of one element, 0 without a tensor: as the functions in `cost.py` take it."""
     return 0 if tensor is None else tensor.element_size()

@@ -14,6 +14,7 @@ Who only has first rows passes those, `[E + 1]`, in a plan's place, and `Schedul
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -241,14 +242,21 @@ def _make(
     return plan
 
 
-def plan_of_counts(counts_E: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """`[E]` counts of any integer dtype -> `(plan, [] bool)`.
+class CheckedPlan(NamedTuple):
+    """A plan, and whether the counts that it is of were right: `[]`, bool."""
 
-    The flag says whether no count is negative and the sum is at most `num_rows`. Whatever the counts, the rows stay
+    plan: Tensor
+    valid: Tensor
+
+
+def plan_of_counts(counts_E: Tensor, num_rows: int) -> CheckedPlan:
+    """Of `[E]` counts of any integer dtype.
+
+    `valid` says whether no count is negative and the sum is at most `num_rows`. Whatever the counts, the rows stay
     in `[0, num_rows]` and do not decrease.
     """
     valid = torch.empty((), dtype=torch.bool, device=counts_E.device)
-    return _make(counts_E, None, valid, num_rows, row_blocks(counts_E.device)), valid
+    return CheckedPlan(_make(counts_E, None, valid, num_rows, row_blocks(counts_E.device)), valid)
 
 
 class Schedule:

@@ -134,9 +134,7 @@ def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
         return torch.empty(size, dtype=torch.int32, device=device)
 
     counts = indices(num_blocks * (num_experts + 1))
-    routed = Routed(
-        indices(size_of_plan(R, num_experts, blocks)), indices(R), indices(R), torch.empty_like(probs_TK).flatten()
-    )
+    routed = Routed(indices(size_of_plan(R, num_experts, blocks)), indices(R), indices(R), probs_TK.new_empty(R))
     launch(_routing_counts_kernel, (num_blocks,), ids_TK, counts, R, block, num_experts, bins, _COUNTED)
     launch(
         _routing_places_kernel,

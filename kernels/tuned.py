@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import triton
 
-from . import configs
+from . import configs, replay
 from .configs import Key, Tile
 
 
@@ -44,4 +44,10 @@ def read(path: Path) -> dict[Key, Tile]:
 
 def load(path: Path) -> None:
     """Launch with the tiles in a file, where it has some."""
-    configs.TUNED.update(read(path))
+    use(read(path))
+
+
+def use(tiles: dict[Key, Tile]) -> None:
+    """From now on launch with these."""
+    configs.TUNED.update(tiles)
+    replay.forget()

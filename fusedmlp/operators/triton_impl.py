@@ -24,6 +24,7 @@ from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.kernels.plan import Schedule
+from fusedmlp.kernels.replay import remembered
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 if environment.tuned():
@@ -54,10 +55,13 @@ def _on_own_device(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+_checked_plan: Callable[[Tensor, int], plan.CheckedPlan] = remembered(plan.plan_of_counts)
+
+
 @_on_own_device
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
     """`[E]` rows per expert to a plan; wrong counts fail an assertion on the device."""
-    made, valid = plan.plan_of_counts(counts, num_rows)
+    made, valid = _checked_plan(counts, num_rows)
     torch._assert_async(
         valid, f"tokens_per_expert: expected no negative count and a sum of at most {num_rows} (rows of x)"
     )
@@ -65,12 +69,14 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
 
 
 @_on_own_device
+@remembered
 def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
     """`[T, K]` ids of any integer dtype to the order of rows, by expert."""
     return Routing(*routing.route(top_k_index, probs, num_experts))
 
 
 @_on_own_device
+@remembered
 def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     """`out[t] = sum over k of y[rows[t * K + k]]`, `[T, H]`."""
     out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
@@ -79,6 +85,7 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
 
 
 @_on_own_device
+@remembered
 def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     y_RN = x_RK.new_empty(x_RK.shape[0], w[0].shape[-2])
@@ -89,6 +96,7 @@ def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offs
 
 
 @_on_own_device
+@remembered
 def grouped_mlp(
     x_RH: Tensor,
     fc1: Sequence[Tensor],
@@ -123,6 +131,7 @@ def grouped_mlp(
 
 
 @_on_own_device
+@remembered
 def grouped_mlp_backward_(
     dw1: Sequence[Tensor],
     dw2: Sequence[Tensor],
@@ -190,7 +199,26 @@ def grouped_wgrad_(
     accumulate: bool,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
-    _wgrad_(dw, db, dy, x, offsets, dy_rows, x_rows, accumulate)
+    if len(offsets) > 1:
+        _wgrad_(dw, db, dy, x, offsets, dy_rows, x_rows, accumulate)
+    else:
+        rows = (own[0] if own else None for own in (dy_rows, x_rows))
+        _wgrad_of_one_(dw, db, dy[0], x[0], offsets[0], *rows, accumulate)
+
+
+@remembered
+def _wgrad_of_one_(
+    dw: Sequence[Tensor],
+    db: Sequence[Tensor],
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    dy_rows: Tensor | None,
+    x_rows: Tensor | None,
+    accumulate: bool,
+) -> None:
+    dy_rows_list, x_rows_list = ([] if rows_R is None else [rows_R] for rows_R in (dy_rows, x_rows))
+    _wgrad_(dw, db, [dy], [x], [offsets], dy_rows_list, x_rows_list, accumulate)
 
 
 def _wgrad_(

@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import configs
+from fusedmlp.kernels import configs, tuned
 from fusedmlp.kernels.configs import Key, Tile
 from fusedmlp.operators import ops
 
@@ -86,19 +86,20 @@ def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found
     """Tunes every kernel: each trial as it is made, and each kernel's result, which later kernels' runs use."""
     for scratch in _scratch_calls(problem):
         found = yield from _descend(_key(scratch.kernel, problem), scratch, problem.device, timer or _gpu_timer)
-        configs.TUNED[found.key] = found.tile
+        tuned.use({found.key: found.tile})
         yield found
 
 
 def _descend(key: Key, scratch: _Scratch, device: torch.device, timer: Timer) -> Generator[Trial, None, Found]:
     shipped = configs.TABLES[configs.architecture(device)][key.kernel, key.path, key.bits][key.shape]
-    configs.TUNED[key] = best = shipped
+    tuned.use({key: shipped})
+    best = shipped
     expected = scratch.results()
     best_ms = shipped_ms = timer(scratch.run)
     tried = {shipped}
     while candidate := next((tile for tile in _neighbours(best) if tile not in tried), None):
         tried.add(candidate)
-        configs.TUNED[key] = candidate
+        tuned.use({key: candidate})
         try:
             results = scratch.results()
             ms = timer(scratch.run)

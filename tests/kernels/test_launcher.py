@@ -1,10 +1,11 @@
-"""Direct launches, in a process without the interpreter; and what `launch` does under it."""
+"""Direct launches and replays, in processes without the interpreter; and what `launch` does under it."""
 
 import ast
 import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,25 +16,26 @@ import triton.language as tl
 from fusedmlp.kernels.launcher import launch
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "tests" / "support" / "direct_launches.py"
-NAMES = [
-    node.name.removeprefix("check_")
-    for node in ast.parse(SCRIPT.read_text()).body
+SCRIPTS = [ROOT / "tests" / "support" / name for name in ("direct_launches.py", "replays.py")]
+CHECKS = [
+    (script, node.name.removeprefix("check_"))
+    for script in SCRIPTS
+    for node in ast.parse(script.read_text()).body
     if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
 ]
 
 
-@pytest.fixture(scope="module")
-def results():
+@cache
+def _results(script):
     environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, SCRIPT], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_direct_launches(name, results):
-    assert not results[name], results[name]
+@pytest.mark.parametrize(("script", "name"), CHECKS, ids=[name for _, name in CHECKS])
+def test_without_a_gpu(script, name):
+    assert not (found := _results(script)[name]), found
 
 
 @triton.jit

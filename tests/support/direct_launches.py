@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 import fusedmlp
 from bench import host_cost
-from fusedmlp.kernels import launcher
+from fusedmlp.kernels import launcher, recipe, replay
 from fusedmlp.kernels.descriptors import ragged_rows
 from fusedmlp.kernels.launcher import launch
 
@@ -67,6 +68,19 @@ class Seen:
     def addresses(self):
         """Every number that a kernel was given."""
         return {v for *_, values in self.launches for v in values if isinstance(v, int)}
+
+
+@contextmanager
+def encoding():
+    """The addresses of descriptors that are encoded."""
+    encoded, encode = [], launcher.encode
+
+    def spy(descriptor, tensor_map):
+        encoded.append(descriptor.address)
+        return encode(descriptor, tensor_map)
+
+    with mock.patch.object(launcher, "encode", spy), mock.patch.object(recipe, "encode", spy):
+        yield encoded
 
 
 def arguments(**changes):
@@ -201,21 +215,14 @@ def check_whoever_watches_launches_sees_them():
     with Seen() as seen, mock.patch.object(knobs.runtime, "debug", True):
         run()
     with seen, mock.patch.object(knobs.compilation, "instrumentation_mode", "fpsan"):
-        assert not launcher._unwatched(_kernel)
+        assert not launcher.nobody_watches()
     assert names == ["_kernel"]
     assert seen.by_triton == 1
 
 
 def check_a_descriptor_is_encoded_for_its_numbers_alone():
     x = torch.zeros(64, 128, dtype=torch.bfloat16)
-    encoded = []
-    encode = launcher._encode
-
-    def spy(descriptor, tensor_map):
-        encoded.append(descriptor[:3])
-        return encode(descriptor, tensor_map)
-
-    with mock.patch.object(launcher, "_encode", spy):
+    with encoding() as encoded:
         run(desc=ragged_rows(x, 16, 64))
         run(desc=ragged_rows(x, 16, 64))
         encoded.clear()
@@ -283,23 +290,16 @@ def check_weights_that_moved_are_found_where_they_are():
 
 def check_a_main_grad_that_was_replaced_is_written_where_it_is():
     layer, step = _layer(packed=True)
-    seen_encoded = []
-    encode = launcher._encode
-
-    def spy(descriptor, tensor_map):
-        seen_encoded.append(descriptor.address)
-        return encode(descriptor, tensor_map)
-
     old = layer.fc1.weight.main_grad
     layer.fc1.weight.main_grad = new = torch.zeros_like(old)
-    with mock.patch.object(launcher, "_encode", spy):
+    with encoding() as encoded:
         step()
-    assert new.data_ptr() in seen_encoded
+    assert new.data_ptr() in encoded
     layer.fc1.weight.main_grad = old
     old.data = torch.zeros_like(old)
-    with mock.patch.object(launcher, "_encode", spy):
+    with encoding() as encoded:
         step()
-    assert old.data_ptr() in seen_encoded
+    assert old.data_ptr() in encoded
 
 
 def check_a_weight_of_another_shape_is_checked_again():
@@ -317,22 +317,23 @@ def check_a_weight_of_another_shape_is_checked_again():
     step()
 
 
-CHECKS = {name.removeprefix("check_"): f for name, f in dict(globals()).items() if name.startswith("check_")}
-
-
-def main():
+def main(names):
+    """Run the checks among the names of a module."""
     found = {}
     with host_cost.as_on_a_gpu():
-        for name, check in CHECKS.items():
+        for name, check in names.items():
+            if not name.startswith("check_"):
+                continue
             launcher._compiled.clear()
             launcher._parameters.clear()
+            replay.forget()
             try:
                 check()
-                found[name] = ""
+                found[name.removeprefix("check_")] = ""
             except Exception:
-                found[name] = traceback.format_exc()
+                found[name.removeprefix("check_")] = traceback.format_exc()
     json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main()
+    main(dict(globals()))
