@@ -40,29 +40,34 @@ def multiplying(code: Sequence[Instruction]) -> Loop | None:
 def steady(code: Sequence[Instruction], loop: Loop) -> list[int]:
     """Places that a step within a tile goes through; empty if no way is found.
 
-    A branch out of the loop or backward within it is not taken (a wait succeeds), and one to its head is. One forward is
-    taken unless it leaps over MMAs or over loads of operands, which are the part of a warp in the step. Where there are
-    stores is the epilogue of a tile, whatever it loads.
+    A branch out of the loop or backward within it is not taken (a wait succeeds), and one to its head is. One forward
+    is taken unless it leaps over MMAs or over loads of operands, which are the part of a warp in the step. Where there
+    are stores is the epilogue of a tile, whatever it loads.
     """
     path: list[int] = []
     place = loop.head
     while place < len(code) and len(path) <= len(code):
         path.append(place)
-        target, conditional = code[place].target, code[place].conditional
+        target = code[place].target
         if target == loop.head:
             return path
-        over = {each.kind for each in code[place + 1 : target]}
-        is_work = "mma" in over or ("load" in over and "store" not in over)
-        taken = target is not None and (not conditional or (place < target <= loop.end and not is_work))
+        taken = target is not None and (
+            not code[place].conditional or (place < target <= loop.end and not _is_work(code[place + 1 : target]))
+        )
         place = target if target is not None and taken else place + 1
     return []
+
+
+def _is_work(part: Sequence[Instruction]) -> bool:
+    kinds = {each.kind for each in part}
+    return "mma" in kinds or ("load" in kinds and "store" not in kinds)
 
 
 def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int]) -> list[Instruction]:
     """What a tile costs beside its steps: its prologue and its epilogue, each instruction once.
 
-    That is the rest of the loop over tiles or, where every tile has a program of its own, of the kernel. Where there are
-    stores in the loop that multiplies, the compiler has made one of steps and tiles.
+    That is the rest of the loop over tiles or, where every tile has a program of its own, of the kernel. Where there
+    are stores in the loop that multiplies, the compiler has made one of steps and tiles.
     """
     if count(code[loop.head : loop.end + 1], "store"):
         tiles, steps = loop, set(path)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from fusedmlp.static_proof import assembly, loops
 from fusedmlp.static_proof.assembly import Instruction
-from fusedmlp.static_proof.cubin import disassembly
+from fusedmlp.static_proof.cubin import disassemblies
 from fusedmlp.static_proof.loops import count
 
 _ADDRESS = re.compile(r"\[(%\w+)\]")
@@ -33,14 +33,16 @@ class MainLoop(NamedTuple):
     tile_barriers: int
 
 
-def of(compiled: Any) -> MainLoop | None:
-    """Of a `CompiledKernel`; None if no loop of it multiplies on tensor cores."""
-    if "amdgcn" in compiled.asm:
-        return read(assembly.gcn(compiled.asm["amdgcn"]))
-    ptx = assembly.ptx(compiled.asm["ptx"])
-    if not count(ptx, "mma"):
-        return None
-    return read(assembly.sass(disassembly(compiled.asm["cubin"])), ptx)
+def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
+    """Of each `CompiledKernel` for one GPU; None if no loop that multiplies on tensor cores is found."""
+    if compiled and "amdgcn" in compiled[0].asm:
+        return [read(assembly.gcn(each.asm["amdgcn"])) for each in compiled]
+    sources = {place: assembly.ptx(each.asm["ptx"]) for place, each in enumerate(compiled)}
+    multiply = [place for place, source in sources.items() if count(source, "mma")]
+    cubins = [compiled[place].asm["cubin"] for place in multiply]
+    listings = disassemblies(cubins, compiled[0].metadata.target.arch) if cubins else []
+    listing = dict(zip(multiply, listings, strict=True))
+    return [read(assembly.sass(listing[i]), source) if i in listing else None for i, source in sources.items()]
 
 
 def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLoop | None:
@@ -50,17 +52,18 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
         return None
     places = loops.steady(code, loop)
     if not places:
-        raise RuntimeError(f"expected a way through the loop at instruction {loop.head} to {loop.end}; found none")
+        return None
     path, tile = [code[place] for place in places], loops.beside(code, loop, places)
     source = loops.multiplying(ptx)
     step = list(ptx[source.head : source.end + 1]) if source else path
     unrolled = count(path, "mma") / count(step, "mma")
+    is_tcgen05 = any(each.opcode.startswith("UTC") for each in path)
     return MainLoop(
         round(len(path) / unrolled, 1),
         round(count(path, "mma") / unrolled, 1),
         round(count(path, "wait") / unrolled, 1),
         round(count(path, "barrier") / unrolled, 1),
-        _tcgen05_in_flight(step) if any(each.opcode.startswith("UTC") for each in path) else _left_by("WARPGROUP", path),
+        _tcgen05_in_flight(step) if is_tcgen05 else _left_by("WARPGROUP", path),
         _left_by("DEPBAR", path),
         len(tile),
         count(tile, "store"),

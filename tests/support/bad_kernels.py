@@ -55,5 +55,5 @@ if __name__ == "__main__":
         if name == "without_tma":
             configs.TABLES[target]["gemm", "tma", 16]  # taken, and then pointers launched
         kernel[(1,)](a, b, torch.empty(block, block), 512, block, **options)
-    rows = [proof.judge(launch, name, proof.Task(target, "bf16")) for launch in launches]
+    rows = proof.judge([(launch, name) for launch in launches], proof.Task(target, "bf16"))
     print(json.dumps([row.as_json() | {"problems": row.problems} for row in rows]))
