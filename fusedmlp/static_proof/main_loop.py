@@ -55,7 +55,7 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
         return None
     path, tile = [code[place] for place in places], loops.beside(code, loop, places)
     source = loops.multiplying(ptx)
-    step = list(ptx[source.head : source.end + 1]) if source else path
+    step = [ptx[place] for place in source.body] if source else path
     unrolled = count(path, "mma") / count(step, "mma")
     is_tcgen05 = any(each.opcode.startswith("UTC") for each in path)
     return MainLoop(
