@@ -1,4 +1,4 @@
-"""What the compiled kernels may cost a step and a tile: `python -m fusedmlp.static_proof.budgets` writes the table anew.
+"""What compiled kernels may cost a step and a tile: `python -m fusedmlp.static_proof.budgets` writes the table anew.
 
 One launch of each pass with packed weights, `main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the
 tiles for long loads, as the Triton of `constraints.txt` compiles it.
@@ -39,7 +39,8 @@ def measure(target: str) -> dict[str, Costs]:
 
     with recording(TARGETS[target], "long", wanted=wanted) as launches:
         cases.CORE["main_grad"](torch.bfloat16)
-    found = dict(zip((each.kernel for each in launches), main_loop.of([each.compiled for each in launches]), strict=True))
+    loops = main_loop.of([launch.compiled for launch in launches])
+    found = dict(zip((launch.kernel for launch in launches), loops, strict=True))
     costs: dict[str, Costs] = {}
     for name in _PASSES:
         loop = found[f"grouped_{name}"]
