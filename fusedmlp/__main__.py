@@ -128,8 +128,9 @@ def _add_kernels(commands: Commands) -> None:
         "kernels",
         help="compile every kernel for GPUs that need not be present, and check the result",
         description="Compile every kernel in every shipped configuration, as the library launches it, and print "
-        "registers, spilled bytes, shared memory, tensor-core and TMA instructions. Needs no GPU. Exit status 1 if "
-        "any kernel spills, needs more shared memory than its GPU has, or lacks the instructions that it should "
+        "registers, spilled bytes, shared memory, tensor-core and TMA instructions, and what a step of the loop that "
+        "multiplies and what a tile costs. Needs no GPU. Exit status 1 if any kernel spills, has wgmma that ptxas "
+        "serializes, needs more shared memory than its GPU has, or lacks the instructions that it should "
         "have (GEMMs in exact fp32 need no tensor cores); 2 if kernels cannot be compiled in this process.",
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; default: all of them")

@@ -35,7 +35,8 @@ def archives(tmp_path_factory):
 
 
 def _modules(folder):
-    return {path.relative_to(ROOT).as_posix() for kind in ("py", "toml") for path in (ROOT / folder).rglob(f"*.{kind}")}
+    files = (path for kind in ("py", "toml", "csv") for path in (ROOT / folder).rglob(f"*.{kind}"))
+    return {path.relative_to(ROOT).as_posix() for path in files}
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(archives):

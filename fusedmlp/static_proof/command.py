@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import triton
 
 from fusedmlp.static_proof import proof
+from fusedmlp.static_proof.main_loop import MainLoop
 from fusedmlp.static_proof.targets import TARGETS
 
 
@@ -34,9 +35,14 @@ def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_vari
     return 1 if bad else 0
 
 
+# Of a step of the main loop, then of a tile beside its steps, in the order of `MainLoop`; "left": still in flight.
+_LOOP = ("step", "MMA", "waits", "bar", "MMA left", "loads left", "tile", "stores", "waits", "bar")
+
+
 def table(rows: Sequence[proof.Row]) -> str:
     """Rows as text; what is wrong with a row stands where the others say ok."""
-    header = ("target", "dtype", "kernel", "regs", "spill B", "shared B", "tensor core", "TMA", "config", "ok")
+    resources = ("regs", "spill B", "shared B", "tensor core", "TMA")
+    header = ("target", "dtype", "kernel", *resources, *_LOOP, "config", "ok")
     lines: list[tuple[Any, ...]] = [header]
     lines += [
         (
@@ -48,13 +54,24 @@ def table(rows: Sequence[proof.Row]) -> str:
             f"{row.shared_bytes:,}",
             row.tensor_core_instructions,
             row.tma_instructions,
+            *_numbers(row.main_loop),
             row.config,
-            "; ".join(row.problems) or "ok",
+            _verdict(row),
         )
         for row in rows
     ]
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(header))]
     return "\n".join("  ".join(str(v).ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _numbers(loop: MainLoop | None) -> Iterator[str]:
+    return ("-" if number is None else f"{number:g}" for number in loop or [None] * len(_LOOP))
+
+
+def _verdict(row: proof.Row) -> str:
+    if row.problems:
+        return "; ".join(row.problems)
+    return f"{', '.join(row.warnings)} known; ok" if row.warnings else "ok"
 
 
 class _Progress:

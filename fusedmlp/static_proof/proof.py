@@ -14,7 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fusedmlp.kernels import configs
-from fusedmlp.static_proof import cases, resources
+from fusedmlp.static_proof import cases, cubin, known, main_loop, resources
+from fusedmlp.static_proof.main_loop import MainLoop
 from fusedmlp.static_proof.recorder import Launch, recording
 from fusedmlp.static_proof.targets import TARGETS, Target
 
@@ -43,6 +44,8 @@ class Row:
     shared_bytes: int = 0
     tensor_core_instructions: int = 0
     tma_instructions: int = 0
+    main_loop: MainLoop | None = None  # None: no loop multiplies on tensor cores
+    warnings: tuple[str, ...] = ()  # ptxas's, of wgmma
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -52,7 +55,9 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row as `--json` prints it."""
-        return {name: value for name, value in asdict(self).items() if name != "problems"} | {"ok": self.ok}
+        row = asdict(self) | {"main_loop": self.main_loop and self.main_loop._asdict(), "ok": self.ok}
+        del row["problems"]
+        return row
 
 
 class Task(NamedTuple):
@@ -93,7 +98,17 @@ def prove(
         for future in as_completed(futures):
             done[futures[future]] = future.result()
             progress(futures[future])
-    return [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
+    found = [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
+    return [*found, *outdated(found)]
+
+
+def outdated(rows: Sequence[Row]) -> Iterator[Row]:
+    """A failing row for each known warning of the rows' targets that no row has."""
+    had = {(row.target, row.kernel, code) for row in rows for code in row.warnings}
+    for (target, kernel), codes in known.WARNINGS.items():
+        for code in sorted(codes):
+            if target in {row.target for row in rows} and (target, kernel, code) not in had:
+                yield Row(kernel, "all", target, "all", problems=(f"{code} is known, and no variant has it",))
 
 
 def rows(task: Task) -> list[Row]:
@@ -102,7 +117,7 @@ def rows(task: Task) -> list[Row]:
     torch.set_float32_matmul_precision("high" if task.dtype == "tf32" else "highest")
     target, table = TARGETS[task.target], configs.TABLES[task.target]
     bits = 8 * DTYPES[task.dtype].itemsize
-    found: dict[str, Row] = {}
+    found: dict[str, tuple[Launch, str]] = {}
     unused = {(row, tile) for row, by_shape in table.items() if row[2] == bits for tile in by_shape.values()}
     wanted = _wanted(task)
     for shape, with_tma, chosen in _settings(table, bits, task):
@@ -114,14 +129,14 @@ def rows(task: Task) -> list[Row]:
                     unused.discard((launch.row, table[launch.row][shape]))
                 key = getattr(launch.compiled, "hash", None) or repr((launch.kernel, launch.tile, case))
                 if key not in found:
-                    found[key] = judge(launch, case, task)
+                    found[key] = launch, case
     if task.dtype == "fp16":  # its configurations are those of bf16
         unused.clear()
     unreached = [
         Row(row[0], f"{row[1]} {tile}", *task[:2], problems=("no launch uses this configuration",))
         for row, tile in sorted(unused, key=str)
     ]
-    return [*found.values(), *unreached]
+    return [*judge(list(found.values()), task), *unreached]
 
 
 def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.ShapeClass, bool, cases.Cases]]:
@@ -159,8 +174,14 @@ def _wanted(task: Task) -> Callable[[Launch], bool]:
     return wanted
 
 
-def judge(launch: Launch, case: str, task: Task) -> Row:
-    """The row of one launch."""
+def judge(launches: Sequence[tuple[Launch, str]], task: Task) -> list[Row]:
+    """The rows of launches, each with the name of its case."""
+    compiled = [launch.compiled for launch, _ in launches if not isinstance(launch.compiled, Exception)]
+    loops = dict(zip(map(id, compiled), main_loop.of(compiled), strict=True))
+    return [_row(launch, case, task, loops.get(id(launch.compiled))) for launch, case in launches]
+
+
+def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
     config = f"{launch.path} {launch.tile}; {case}"
     if isinstance(launch.compiled, Exception):
         text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
@@ -168,6 +189,12 @@ def judge(launch: Launch, case: str, task: Task) -> Row:
     used = resources.of(launch.compiled)
     only_sums = launch.kernel.startswith("grouped_wgrad") and case == cases.BIASES_ALONE
     is_gemm = launch.kernel.startswith("grouped_") and not only_sums
+    warnings = cubin.warnings(launch.compiled, launch.log)
+    allowed = known.WARNINGS.get((task.target, launch.kernel), frozenset())
+    found = [f"{code}: wgmma serialized" for code in warnings if code not in allowed]
+    if is_gemm and used.tensor_core and loop is None:
+        found.append("no loop that multiplies")
+    found += problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)
     return Row(
         launch.kernel,
         config,
@@ -177,7 +204,9 @@ def judge(launch: Launch, case: str, task: Task) -> Row:
         used.shared,
         sum(used.tensor_core.values()),
         used.tma,
-        tuple(problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)),
+        loop,
+        warnings,
+        tuple(found),
     )
 
 

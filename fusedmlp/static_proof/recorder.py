@@ -7,13 +7,15 @@ constants and specialisations of real launches. Only Triton's idea of the curren
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -31,6 +33,7 @@ class Launch:
     row: TableRow | None  # of the tile table that its launcher took; None if none
     arguments: dict[str, Any]  # by name, with Triton's options
     compiled: Any = None  # Triton's CompiledKernel, or the exception that compiling raised
+    log: str = ""  # of ptxas; empty if Triton had the kernel in its cache
 
     @property
     def path(self) -> configs.Path:
@@ -94,11 +97,12 @@ def recording(
         launch = Launch(name, table.last if name.startswith("grouped_") else None, arguments)
         if not wanted(launch):
             return
-        try:
-            compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
-        except Exception as error:  # whatever the compiler says is a finding, and other kernels are still to come
-            compiled = error
-        launches.append(replace(launch, compiled=compiled))
+        with redirect_stdout(StringIO()) as log:
+            try:
+                compiled = run(kernel, *args, grid=grid, warmup=True, **kwargs)
+            except Exception as error:  # whatever the compiler says is a finding, and other kernels are still to come
+                compiled = error
+        launches.append(replace(launch, compiled=compiled, log=log.getvalue()))
 
     table = _Table(
         (key, {"short": tiles[shape], "long": tiles[shape]})
@@ -114,6 +118,8 @@ def recording(
         # How many programs a launch has changes nothing in a kernel.
         properties = SimpleNamespace(multi_processor_count=100)
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
+        stack.enter_context(knobs.nvidia.scope())
+        knobs.nvidia.dump_ptxas_log = True
         stack.callback(driver.set_active, active)
         driver.set_active(_AbsentGPU(target))
         yield launches

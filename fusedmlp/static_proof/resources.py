@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from typing import Any, NamedTuple
 
-import triton
+from fusedmlp.static_proof.cubin import resource_usage
 
 # Instructions by the name they have in PTX or in AMD's assembly.
 _TENSOR_CORE = {
@@ -48,12 +46,7 @@ def of(compiled: Any) -> Resources:
 
 def _nvidia(cubin: bytes) -> tuple[int, int]:
     """Spilled registers lie in the stack frame, so STACK counts them, and LOCAL what has no frame."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return parse_res_usage(done.stdout + done.stderr)
+    return parse_res_usage(resource_usage(cubin))
 
 
 def parse_res_usage(report: str) -> tuple[int, int]:

@@ -41,6 +41,7 @@ def _grouped_not_compiling_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
 BAD = {
     "good": (_grouped_good_kernel, 64, {"num_warps": 4, "num_stages": 2}),
     "without_tma": (_grouped_good_kernel, 64, {"num_warps": 4, "num_stages": 2}),
+    "serialized": (_grouped_good_kernel, 128, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
     "spilling": (_grouped_good_kernel, 128, {"num_warps": 1, "num_stages": 1}),
     "too_much_shared": (_grouped_good_kernel, 128, {"num_warps": 8, "num_stages": 6}),
     "without_dot": (_grouped_without_dot_kernel, 32, {"num_warps": 4}),
@@ -55,5 +56,5 @@ if __name__ == "__main__":
         if name == "without_tma":
             configs.TABLES[target]["gemm", "tma", 16]  # taken, and then pointers launched
         kernel[(1,)](a, b, torch.empty(block, block), 512, block, **options)
-    rows = [proof.judge(launch, name, proof.Task(target, "bf16")) for launch in launches]
+    rows = proof.judge([(launch, name) for launch in launches], proof.Task(target, "bf16"))
     print(json.dumps([row.as_json() | {"problems": row.problems} for row in rows]))

@@ -1,0 +1,52 @@
+"""What a step and a tile of each pass cost, as compiled: worse is a mistake, better a new table."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import triton
+
+from fusedmlp.static_proof import budgets
+
+ROOT = Path(__file__).parents[2]
+GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_flight": None, "tile_stores": 2.0}
+
+
+@pytest.mark.skipif(triton.__version__ != budgets.TRITON, reason=f"the table is of Triton {budgets.TRITON}")
+@pytest.mark.parametrize(
+    "target", [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.exhaustive) for t in budgets.TARGET_NAMES]
+)
+def test_passes_cost_what_the_table_allows(target):
+    code = f"import json; from fusedmlp.static_proof import budgets; print(json.dumps(budgets.measure({target!r})))"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    worse, different = budgets.changes(budgets.allowed(target), json.loads(done.stdout))
+    assert worse == []
+    assert different == [], "`python -m fusedmlp.static_proof.budgets` writes it into the table"
+
+
+def test_every_pass_is_in_the_table():
+    for target in budgets.TARGET_NAMES:
+        assert list(budgets.allowed(target)) == ["fc1_act", "gemm", "dgrad_act", "wgrad"]
+
+
+@pytest.mark.parametrize(
+    ("change", "worse", "different"),
+    [
+        ({}, [], []),
+        ({"instructions": 122.0}, [], []),  # within the tolerance
+        ({"instructions": 130.0}, ["gemm: instructions 121 -> 130"], []),
+        ({"instructions": 100.0}, [], ["gemm: instructions 121 -> 100"]),
+        ({"tile_stores": 3.0}, ["gemm: tile_stores 2 -> 3"], []),
+        ({"mma_in_flight": 0.0}, ["gemm: mma_in_flight 1 -> 0"], []),
+        ({"mma_in_flight": 2.0}, [], ["gemm: mma_in_flight 1 -> 2"]),
+        ({"loads_in_flight": 2.0}, [], ["gemm: loads_in_flight - -> 2"]),
+        ({"mma": 8.0}, [], ["gemm: mma 4 -> 8"]),
+    ],
+)
+def test_what_is_worse(change, worse, different):
+    assert budgets.changes({"gemm": GEMM}, {"gemm": GEMM | change}) == (worse, different)
