@@ -75,6 +75,7 @@ class TensorMaps(NamedTuple):
     known: dict[int, Any]
 
     def at(self, address: int) -> Any:
+        """The encoded map of memory that starts there."""
         found = self.known.get(address)
         if found is None:
             if len(self.known) >= MOST:
@@ -84,6 +85,8 @@ class TensorMaps(NamedTuple):
 
 
 class Launch(NamedTuple):
+    """One launch of an operator."""
+
     kernel: Any
     direct: Direct
     grid: Sequence[int]
@@ -93,6 +96,8 @@ class Launch(NamedTuple):
 
 
 class Recipe(NamedTuple):
+    """What an operator allocates, launches and returns."""
+
     allocated: list[tuple[torch.Size, torch.dtype]]
     launches: list[Launch]
     results: Any  # which of the allocated tensors: None, one, or a named tuple
@@ -107,7 +112,7 @@ class Recipe(NamedTuple):
             bits |= address
             made.append(tensor)
             addresses.append(address)
-        if bits & 15 or any([launch.kernel.pre_run_hooks for launch in self.launches]):
+        if bits & 15 or any(launch.kernel.pre_run_hooks for launch in self.launches):
             return UNKNOWN
         stream = driver.active.get_current_stream(call.kind[1])
         for _, direct, grid, template, places, maps in self.launches:
