@@ -57,6 +57,19 @@ def test_odd_sizes(H, F, kind):
     check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
 
 
+def test_halves_of_rows_that_no_descriptor_can_tell_apart(monkeypatch):
+    # F of 4: all rows are of 16 bytes or more apart, gates and linear channels of 8.
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda size, *rest, **kw: full((size[0], 8), *rest, **kw)[:, : size[1]])
+    check(Case((5, 18, 0, 1), 3, H=40, F=4, dtype=torch.bfloat16), best="unaligned")
+
+
+def test_columns_of_in_out_weights_that_are_no_vectors():
+    # Descriptors could take them, but halves of their rows come by pointers.
+    case = Case((5, 18, 0, 1), 3, H=48, F=40, layout="in_out", dtype=torch.bfloat16)
+    check(case, best="unaligned")
+
+
 def test_without_probs_or_bias():
     check(Case((5, 18, 0, 1), 3, H=40, F=40, probs=False))
 
