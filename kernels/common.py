@@ -114,11 +114,12 @@ def load_weight(
     """
     if desc is None:
         column = tl.arange(0, HALVES * BLOCK_N)
-        ns = (n + column % BLOCK_N).to(tl.int64)[None, :]
+        if HALVES == 2:
+            half, column = column // BLOCK_N, column % BLOCK_N
+        ns = (n + column).to(tl.int64)[None, :]
         ks = (k + tl.arange(0, BLOCK_K)).to(tl.int64)[:, None]
-        mask = (ks < end_k) & (ns < end_n)
-        ns += (column // BLOCK_N)[None, :] * end_n
-        tile = tl.load(ptr + ks * stride_k + ns * stride_n, mask=mask, other=0.0)
+        rows = ns + (half * end_n)[None, :] if HALVES == 2 else ns
+        tile = tl.load(ptr + ks * stride_k + rows * stride_n, mask=(ks < end_k) & (ns < end_n), other=0.0)
     elif HALVES == 2:
         tile = tl.reshape(desc.load([expert, 0, n, k]), (2 * BLOCK_N, BLOCK_K)).T
     elif K_CONTIGUOUS:
