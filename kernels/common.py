@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 
 # Whether kernels run under the CPU interpreter; decided when they are defined.
@@ -23,6 +24,16 @@ def round_to(value, DTYPE: tl.constexpr):
         bits = value.to(tl.int32, bitcast=True)
         value = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000).to(tl.float32, bitcast=True)
     return value.to(DTYPE)
+
+
+@triton.jit
+def paired(value):
+    """A value of 16 bits as it is. What is both stored and computed with would else be rounded one by one: LLVM makes
+    one instruction of two roundings only where their pair is all that is used of them.
+    """
+    if is_cuda() and value.dtype.primitive_bitwidth == 16:
+        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=True, pack=2)
+    return value
 
 
 @triton.jit
@@ -66,6 +77,20 @@ def store_rows(desc, ptr_M1, first, num_rows, mask_M1, column, num_columns, tile
 
 
 @triton.jit
+def store_halves(desc, ptr_M1, first, num_rows, mask_M1, column, num_columns, left_MN, right_MN):
+    """`store_rows` at the same columns of both halves of a row, `num_columns` each: one store if `desc` has a dimension
+    for them, `[..., R, 2, N]`.
+    """
+    if desc is not None:
+        far, slot, row = to_ragged_indices(first, num_rows, 0)
+        both_M2N = tl.permute(tl.join(left_MN, right_MN), (0, 2, 1))
+        desc.store([far, slot, row, 0, column], tl.reshape(both_M2N, (1, 1, left_MN.shape[0], 2, left_MN.shape[1])))
+    else:
+        store_rows(desc, ptr_M1, first, num_rows, mask_M1, column, num_columns, left_MN)
+        store_rows(desc, ptr_M1 + num_columns, first, num_rows, mask_M1, column, num_columns, right_MN)
+
+
+@triton.jit
 def load_weight(
     desc,
     ptr,
@@ -79,16 +104,24 @@ def load_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     K_CONTIGUOUS: tl.constexpr,
+    HALVES: tl.constexpr = 1,
 ):
     """`[BLOCK_K, BLOCK_N]` of one expert's `w[n, k]` from row `n` and column `k` on, zero past the ends.
 
     `desc` describes the weights as they lie, `[E, N, K]` (K_CONTIGUOUS) or `[E, K, N]`; an `expert` that it does not
-    have reads as zeros. Without it, `ptr` is the expert's own base.
+    have reads as zeros. Without it, `ptr` is the expert's own base. Of two HALVES, with `end_n` rows each, so much of
+    either, side by side: `[BLOCK_K, 2 * BLOCK_N]`, by a `desc` of `[E, 2, N, K]`.
     """
     if desc is None:
-        ns = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
+        column = tl.arange(0, HALVES * BLOCK_N)
+        if HALVES == 2:
+            half, column = column // BLOCK_N, column % BLOCK_N
+        ns = (n + column).to(tl.int64)[None, :]
         ks = (k + tl.arange(0, BLOCK_K)).to(tl.int64)[:, None]
-        tile = tl.load(ptr + ks * stride_k + ns * stride_n, mask=(ks < end_k) & (ns < end_n), other=0.0)
+        rows = ns + (half * end_n)[None, :] if HALVES == 2 else ns
+        tile = tl.load(ptr + ks * stride_k + rows * stride_n, mask=(ks < end_k) & (ns < end_n), other=0.0)
+    elif HALVES == 2:
+        tile = tl.reshape(desc.load([expert, 0, n, k]), (2 * BLOCK_N, BLOCK_K)).T
     elif K_CONTIGUOUS:
         tile = tl.reshape(desc.load([expert, n, k]), (BLOCK_N, BLOCK_K)).T
     else:

@@ -90,12 +90,12 @@ _AMD_RAGGED: _Rows = {
     ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 2, 8), Tile(128, 64, 64, 8, 2, 2, 8)),
 }
 
-# M-ragged passes by descriptors: 128 x 256 accumulators (fc1: two of 128 x 128), because at 128 x 128 the operands
+# M-ragged passes by descriptors: 128 x 256 accumulators (fc1: of 128 channels each), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than it can deliver at full speed. They fill a multiprocessor, so programs are
 # persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before. Not where
 # fc1 gathers rows, whose addresses would be two tiles' at once, more than there are registers.
 _SM_90: _Rows = {
-    ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
+    ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
     ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
     ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8), Tile(128, 128, 32, 8, 6, 8, 8)),

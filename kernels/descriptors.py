@@ -63,14 +63,24 @@ def fits_tensor(tensor: Tensor) -> bool:
     return tensor.data_ptr() % _ALIGNMENT == 0 and _fit(tensor.dtype.itemsize, tensor.shape, tensor.stride())
 
 
-def ragged_rows(t_RN: Tensor, block_rows: int, block_columns: int, columns: int | None = None) -> Descriptor:
+def fits_halves(t_RG: Tensor, halves: int) -> bool:
+    """Whether the two halves of a row, if it has two, can be a dimension of a descriptor."""
+    return halves == 1 or t_RG.shape[1] // 2 * t_RG.dtype.itemsize % _ALIGNMENT == 0
+
+
+def ragged_rows(
+    t_RN: Tensor, block_rows: int, block_columns: int, columns: int | None = None, halves: int = 1
+) -> Descriptor:
     """Rows of groups, of which only the first `columns` are there, for `load_ragged` and `store_ragged`: zero-filled
-    and masked at the end of a group. As `triton.tools.ragged_tma.create_ragged_descriptor` makes them.
+    and masked at the end of a group. As `triton.tools.ragged_tma.create_ragged_descriptor` makes them; of two `halves`
+    of a row, `[R, 2, N / 2]`.
     """
-    stride, columns = t_RN.stride(0), t_RN.shape[1] if columns is None else columns
-    shape = (_MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, columns)
-    strides = (2**34 - stride, stride, stride, 1)
-    return Descriptor(t_RN.data_ptr(), shape, strides, ((1, 1, block_rows, block_columns), t_RN.dtype), t_RN)
+    stride, columns = t_RN.stride(0), t_RN.shape[1] // halves if columns is None else columns
+    apart, both = ((columns,), (2,)) if halves == 2 else ((), ())
+    shape = (_MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, *both, columns)
+    strides = (2**34 - stride, stride, stride, *apart, 1)
+    block = (1, 1, block_rows, *both, block_columns)
+    return Descriptor(t_RN.data_ptr(), shape, strides, (block, t_RN.dtype), t_RN)
 
 
 class Matrices(NamedTuple):
@@ -102,8 +112,12 @@ def matrices(w: ExpertTensors, num_experts: int, size: tuple[int, int]) -> Matri
     return Matrices(address, shape, strides, w.base, int(w.base.storage_offset()) + below)
 
 
-def of_matrices(w_ENK: Matrices, block_n: int, block_k: int, k_contiguous: bool) -> Descriptor:
-    """A view from `matrices`, one expert's tile at a time."""
-    block = (1, block_n, block_k) if k_contiguous else (1, block_k, block_n)
+def of_matrices(w_ENK: Matrices, block_n: int, block_k: int, k_contiguous: bool, halves: int = 1) -> Descriptor:
+    """A view from `matrices`, one expert's tile at a time; of two `halves` of `[E, N, K]`, as much of either."""
     address, shape, strides, tensor, offset = w_ENK
-    return Descriptor(address, shape, strides, (block, tensor.dtype), tensor, offset)
+    if halves == 1:
+        block = (1, block_n, block_k) if k_contiguous else (1, block_k, block_n)
+        return Descriptor(address, shape, strides, (block, tensor.dtype), tensor, offset)
+    (num_experts, N, K), (stride_e, stride_n, stride_k) = shape, strides
+    halved, apart = (num_experts, 2, N // 2, K), (stride_e, N // 2 * stride_n, stride_n, stride_k)
+    return Descriptor(address, halved, apart, ((1, 2, block_n, block_k), tensor.dtype), tensor, offset)

@@ -1,8 +1,9 @@
 """Pass (1): `h = x @ fc1^T + bias1` and `a = act(h) * probs`, for the rows of every expert.
 
-One program computes both channels of an output column: `h` has `G = 2F` columns, gate `f` and linear `F + f` (two
-accumulators), or interleaved, gate `2f` and linear `2f + 1` (neighbours in one accumulator, which is then twice as
-wide). The activation is taken of `h` as stored, so that backward, which recomputes it from `h`, sees the same values.
+One program computes both channels of an output column: `h` has `G = 2F` columns, gate `f` and linear `F + f` (halves of
+a row), or interleaved, gate `2f` and linear `2f + 1`. Both are columns of one accumulator, twice as wide as `a`'s tile:
+with two of them, zeroed where `flatten` joins the loops, ptxas waits after every wgmma. The activation is taken of `h`
+as stored, so that backward, which recomputes it from `h`, sees the same values.
 
 With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before. Descriptors
 cannot follow an index, so x then comes by pointers, through cp.async, also where all else goes by TMA.
@@ -16,7 +17,18 @@ from torch import Tensor
 
 from . import activation, cost, descriptors, launches
 from .alignment import vectors_fit
-from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
+from .common import (
+    column_subtiles,
+    dot,
+    expert_base,
+    load_bias,
+    load_rows,
+    load_weight,
+    paired,
+    round_to,
+    store_halves,
+    store_rows,
+)
 from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
 from .launcher import launch
@@ -37,7 +49,6 @@ def _grouped_fc1_act_kernel(
     probs_ptr,
     h_ptr,
     h_desc,
-    h_linear_desc,
     a_ptr,
     a_desc,
     tiles_ptr,
@@ -69,6 +80,7 @@ def _grouped_fc1_act_kernel(
     PRECISION: tl.constexpr,
 ):
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
+    HALVES: tl.constexpr = 2 if TWO else 1
     BLOCK_G: tl.constexpr = BLOCK_F * CHANNEL_STEP
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     tl.assume(H > 0)
@@ -86,19 +98,16 @@ def _grouped_fc1_act_kernel(
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
-        acc = tl.zeros((BLOCK_M, BLOCK_G), dtype=tl.float32)
-        acc_linear = acc
+        acc = tl.zeros((BLOCK_M, HALVES * BLOCK_G), dtype=tl.float32)
         for k in range(0, H, BLOCK_H):
             x_MH = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, H, BLOCK_H)
+            # fmt: off
             w_HG = load_weight(
-                w_desc, w, w_e, f * CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h, BLOCK_G, BLOCK_H, K_CONTIGUOUS
+                w_desc, w, w_e, f * CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h,
+                BLOCK_G, BLOCK_H, K_CONTIGUOUS, HALVES,
             )
+            # fmt: on
             acc = dot(x_MH, w_HG, acc, PRECISION)
-            if TWO:
-                w_HF = load_weight(
-                    w_desc, w, w_e, F + f, k, 2 * F, H, stride_w_g, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS
-                )
-                acc_linear = dot(x_MH, w_HF, acc_linear, PRECISION)
 
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
@@ -106,27 +115,27 @@ def _grouped_fc1_act_kernel(
             probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
         if bias_ptr is not None:
             bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-        parts = column_subtiles(acc, SUBTILES)
-        linear_parts = column_subtiles(acc_linear, SUBTILES)
+        parts = column_subtiles(acc, HALVES * SUBTILES)
         for s in tl.static_range(SUBTILES):
             column = f + s * WIDTH
             h_MG = parts[s]
             if bias_ptr is not None:
                 h_MG += load_bias(bias, column * CHANNEL_STEP, end_g, WIDTH * CHANNEL_STEP)
-            h_MG = round_to(h_MG, h_ptr.dtype.element_ty)
-            store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * CHANNEL_STEP, end_g, h_MG)
+            h_MG = paired(round_to(h_MG, h_ptr.dtype.element_ty))
             if TWO:
-                l_MF = linear_parts[s]
+                l_MF = parts[SUBTILES + s]
                 if bias_ptr is not None:
                     l_MF += load_bias(bias + F, column, F, WIDTH)
-                l_MF = round_to(l_MF, h_ptr.dtype.element_ty)
-                store_rows(h_linear_desc, h_M1, first, num_rows, mask_M1, F + column, 2 * F, l_MF)
+                l_MF = paired(round_to(l_MF, h_ptr.dtype.element_ty))
+                store_halves(h_desc, h_M1, first, num_rows, mask_M1, column, F, h_MG, l_MF)
                 a, _, _ = activation.gated(h_MG.to(tl.float32), l_MF.to(tl.float32), CURVE, ALPHA, LIMIT, OFFSET)
-            elif GATED:
-                g_MF, l_MF = tl.split(tl.reshape(h_MG.to(tl.float32), (BLOCK_M, WIDTH, 2)))
-                a, _, _ = activation.gated(g_MF, l_MF, CURVE, ALPHA, LIMIT, OFFSET)
             else:
-                a, _ = activation.curve(h_MG.to(tl.float32), CURVE, ALPHA)
+                store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * CHANNEL_STEP, end_g, h_MG)
+                if GATED:
+                    g_MF, l_MF = tl.split(tl.reshape(h_MG.to(tl.float32), (BLOCK_M, WIDTH, 2)))
+                    a, _, _ = activation.gated(g_MF, l_MF, CURVE, ALPHA, LIMIT, OFFSET)
+                else:
+                    a, _ = activation.curve(h_MG.to(tl.float32), CURVE, ALPHA)
             if probs_ptr is not None:
                 a *= probs_M1
             a = round_to(a, a_ptr.dtype.element_ty)
@@ -157,8 +166,12 @@ def grouped_fc1_act_(
     if a_RF.numel() == 0:
         return
     w_view = descriptors.matrices(w_EGH, num_experts, (G, H))
-    gathered = rows_R is not None
+    gathered, k_contiguous, step = rows_R is not None, w_EGH.strides[1] == 1, act.CHANNEL_STEP
+    halves = G // (F * step)
+    # Descriptors bring halves of [H, 2F] apart, as [2, H, F], which is no operand but by way of registers.
+    w_by_pointers = halves == 2 and not k_contiguous
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, a_RF)))
+    fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))
     fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else descriptors.fits_tensor(x_RH))
     path, tile = choose(
         "fc1_act",
@@ -169,15 +182,14 @@ def grouped_fc1_act_(
         schedule.rows_per_expert,
         gathered,
     )
-    k_contiguous = w_EGH.strides[1] == 1
-    x_desc = w_desc = h_desc = h_linear_desc = a_desc = None
+    x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
-        w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * act.CHANNEL_STEP, tile.BLOCK_K, k_contiguous)
-        h_desc = descriptors.ragged_rows(h_RG, block_m, width * act.CHANNEL_STEP, F * act.CHANNEL_STEP)
-        h_linear_desc = descriptors.ragged_rows(h_RG, block_m, width)
+        if not w_by_pointers:
+            w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
+        h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     tokens = x_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EG is not None, launches.size_of(probs_R)
@@ -202,7 +214,6 @@ def grouped_fc1_act_(
         probs_R,
         h_RG,
         h_desc,
-        h_linear_desc,
         a_RF,
         a_desc,
         schedule.tiles(tile.BLOCK_M),

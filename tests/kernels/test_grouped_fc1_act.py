@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import experts
+from support import experts, passes
 from support.experts import DEVICE, INTERPRETED
 from support.factory import Case, Inputs
 from support.passes.fc1_act import check, run
@@ -55,6 +55,23 @@ def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
     check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
+
+
+def test_halves_of_rows_that_no_descriptor_can_tell_apart(monkeypatch):
+    # F of 4: all rows are whole multiples of 16 bytes apart, gates and linear channels 8 bytes.
+    def with_wider_rows(h, a, *args, **kwargs):
+        wider = a.new_empty(a.shape[0], 8)
+        grouped_fc1_act.grouped_fc1_act_(h, wider[:, :4], *args, **kwargs)
+        a.copy_(wider[:, :4])
+
+    monkeypatch.setattr(passes.fc1_act, "grouped_fc1_act_", with_wider_rows)
+    check(Case((5, 18, 0, 1), 3, H=40, F=4, dtype=torch.bfloat16), best="unaligned")
+
+
+def test_columns_of_in_out_weights_that_are_no_vectors():
+    # Descriptors could take them, but halves of their rows come by pointers.
+    case = Case((5, 18, 0, 1), 3, H=48, F=40, layout="in_out", dtype=torch.bfloat16)
+    check(case, best="unaligned")
 
 
 def test_without_probs_or_bias():
