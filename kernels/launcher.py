@@ -22,6 +22,7 @@ from .descriptors import Descriptor
 
 _MOST = 4096  # kernels, and descriptors of one, that are kept
 _run = JITFunction.run
+_refused: Any = None  # the driver whose launcher is another than this file knows
 _INTERPRETED = knobs.runtime.interpret  # when kernels were decorated, which then stay so
 
 
@@ -92,13 +93,11 @@ def encode(descriptor: Descriptor, tensor_map: Any) -> list[Any]:
     return arguments
 
 
-class _Recording(threading.local):
-    """Who, in this thread, records launches: see `replay.py`."""
-
-    by: Any = None
+class _Thread(threading.local):
+    recorder: Any = None  # who records launches: see `replay.py`
 
 
-recording = _Recording()
+this_thread = _Thread()
 
 
 _parameters: dict[int, _Parameters] = {}  # by the id of a kernel
@@ -111,11 +110,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     Tensors, descriptors and None come first, then numbers, then constants, in `args` or by name; the types of constants
     never change.
     """
-    recorder = recording.by
-    if not (nobody_watches() and type(kernel) is JITFunction and not kernel.pre_run_hooks):
+    recorder = this_thread.recorder
+    if not (may_be_direct() and type(kernel) is JITFunction and not kernel.pre_run_hooks):
         _by_triton(kernel, grid, args, options)
         if recorder is not None:
-            recorder.add(kernel, None, grid, (), ())
+            recorder.passing = True
         return
     _, first_number, first_constant, specialized = _parameters.get(id(kernel)) or _read(kernel, args)
     active = driver.active
@@ -162,6 +161,11 @@ def _by_triton(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options:
     return kernel[grid](*checked, **options)
 
 
+def may_be_direct() -> bool:
+    """Whether launches can go past Triton now, for all that is known yet."""
+    return nobody_watches() and driver.active is not _refused
+
+
 def nobody_watches() -> bool:
     """Whether nobody would miss what Triton does for every launch; kernels can have hooks of their own."""
     runtime = knobs.runtime
@@ -197,11 +201,15 @@ def _direct(compiled: Any) -> Direct | None:
     launcher = compiled.run
     utils = getattr(driver.active, "utils", None)
     known = ("arg_annotations", "kernel_signature", "launch_cooperative_grid", "launch_pdl")
-    if type(launcher).__module__ != "triton.backends.nvidia.driver" or not hasattr(utils, "launch"):
+    if (
+        type(launcher).__module__ != "triton.backends.nvidia.driver"
+        or not hasattr(utils, "launch")
+        or not all(hasattr(launcher, name) for name in known)
+    ):
+        global _refused
+        _refused = driver.active
         return None
-    if not all(hasattr(launcher, name) for name in known) or getattr(launcher, "gsan_enabled", False):
-        return None
-    if launcher.global_scratch_size or launcher.profile_scratch_size:
+    if getattr(launcher, "gsan_enabled", False) or launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
     tensor_maps = tuple(getattr(compiled.metadata, "tensordesc_meta", None) or ())
     if None in tensor_maps:

@@ -14,57 +14,58 @@ from .descriptors import Descriptor
 from .expert_tensors import ExpertTensors
 from .launcher import Direct, encode
 
-MOST = 1024  # kinds of calls of one operator, and tensor maps of one descriptor, that are kept
-UNKNOWN: Any = object()
+_MOST = 1024  # tensor maps of one descriptor that are kept: one for each layer's weights
 _TENSORS, _CONSTANTS = (Tensor, torch.nn.Parameter), (type(None), bool, int, str)
 
 
-class Call(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of one call."""
 
-    kind: tuple[Any, ...]  # all that launchers look at
+    kind: tuple[Any, ...]  # all that launchers look at, the driver and the current device first
     tensors: list[Tensor | ExpertTensors]
-    addresses: list[int]  # of what `kind` leaves out: first of all tensors
+    addresses: list[int]  # where they start
     device: torch.device
 
     @staticmethod
-    def of(args: Sequence[Any]) -> Call | None:
-        """None for arguments of other kinds, or without a tensor."""
+    def of(args: Sequence[Any]) -> Arguments | None:
+        """None for arguments of other types, or without a tensor of its own."""
         active = driver.active
         kind: list[Any] = [active, active.get_current_device()]
         tensors: list[Tensor | ExpertTensors] = []
         addresses: list[int] = []
-        own = None
+        first = None
         for arg in args:
-            tensor = arg
-            if type(arg) is list:
-                kind.append(len(arg))
-                if not arg:
-                    continue
-                tensor = arg[0]
-                if len(arg) > 1:
-                    experts = ExpertTensors.of(arg, tensor.dim())
-                    kind += (experts.stride_e, experts.aligned, experts.table is None)
-                    if experts.table is not None:
-                        tensors.append(experts.table)
-                        addresses.append(experts.table.data_ptr())
-                    tensors.append(experts)
+            if type(arg) in _TENSORS:
+                if first is None:
+                    first = arg
+                own: Any = arg
             elif type(arg) in _CONSTANTS:
                 kind.append(arg)
                 continue
-            elif own is None:
-                own = arg
-            if type(tensor) not in _TENSORS:
+            elif type(arg) is list:
+                kind.append(len(arg))
+                if not arg:
+                    continue
+                own = arg[0]
+                if type(own) not in _TENSORS:
+                    return None
+            else:
                 return None
-            address = tensor.data_ptr()
-            kind += (tensor.shape, tensor.stride(), tensor.dtype, address & 15)
-            if type(arg) is not list or len(arg) == 1:
-                tensors.append(tensor)
+            address = own.data_ptr()
+            kind += (own.shape, own.stride(), own.dtype, address & 15)
+            if type(arg) is list and len(arg) > 1:
+                experts = own = ExpertTensors.of(arg, own.dim())
+                kind += (experts.stride_e, experts.aligned, experts.table is None)
+                if experts.table is not None:
+                    tensors.append(experts.table)
+                    addresses.append(experts.table.data_ptr())
+                    kind.append(addresses[-1] & 15)
+            tensors.append(own)
             addresses.append(address)
-        if own is None:
+        if first is None:
             return None
-        kind.append(dot_precision(own.dtype))
-        return Call(tuple(kind), tensors, addresses, own.device)
+        kind.append(dot_precision(first.dtype))
+        return Arguments(tuple(kind), tensors, addresses, first.device)
 
 
 class TensorMaps(NamedTuple):
@@ -78,20 +79,20 @@ class TensorMaps(NamedTuple):
         """The encoded map of memory that starts there."""
         found = self.known.get(address)
         if found is None:
-            if len(self.known) >= MOST:
+            if len(self.known) >= _MOST:
                 self.known.clear()
             found = self.known[address] = encode(self.descriptor._replace(address=address), self.encoding)[0]
         return found
 
 
-class Launch(NamedTuple):
+class Step(NamedTuple):
     """One launch of an operator."""
 
     kernel: Any
     direct: Direct
     grid: Sequence[int]
     values: list[Any]  # as the kernel takes them; addresses and tensor maps are to be filled in
-    addresses: list[tuple[int, int, int]]  # place in `values`, which of a call's addresses, bytes past it
+    addresses: list[tuple[int, int, int]]  # place in `values`, whose address (arguments, then made), bytes past it
     maps: list[tuple[int, int, int, TensorMaps]]
 
 
@@ -99,23 +100,24 @@ class Recipe(NamedTuple):
     """What an operator allocates, launches and returns."""
 
     allocated: list[tuple[torch.Size, torch.dtype]]
-    launches: list[Launch]
+    steps: list[Step]
     results: Any  # which of the allocated tensors: None, one, or a named tuple
 
-    def run(self, call: Call) -> Any:
-        """What the operator returns; `UNKNOWN` if this call is of another kind after all."""
-        addresses, device = call.addresses, call.device
-        made, bits = [], 0
-        for shape, dtype in self.allocated:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            address = tensor.data_ptr()
-            bits |= address
-            made.append(tensor)
-            addresses.append(address)
-        if bits & 15 or any(launch.kernel.pre_run_hooks for launch in self.launches):
-            return UNKNOWN
-        stream = driver.active.get_current_stream(call.kind[1])
-        for _, direct, grid, template, places, maps in self.launches:
+    def allocate(self, arguments: Arguments) -> list[Tensor] | None:
+        """None if kernels would have to be others: for memory that is not aligned, or hooks that a kernel has now."""
+        device = arguments.device
+        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.allocated]
+        bits = 0
+        for tensor in made:
+            bits |= tensor.data_ptr()
+        hooked = any(step.kernel.pre_run_hooks for step in self.steps)
+        return None if bits & 15 or hooked else made
+
+    def launch(self, arguments: Arguments, made: list[Tensor]) -> Any:
+        """Returns what the operator does."""
+        addresses = [*arguments.addresses, *map(Tensor.data_ptr, made)]
+        stream = driver.active.get_current_stream(arguments.kind[1])
+        for _, direct, grid, template, places, maps in self.steps:
             values = template.copy()
             for place, source, offset in places:
                 values[place] = addresses[source] + offset

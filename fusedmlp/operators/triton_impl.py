@@ -202,8 +202,8 @@ def grouped_wgrad_(
     if len(offsets) > 1:
         _wgrad_(dw, db, dy, x, offsets, dy_rows, x_rows, accumulate)
     else:
-        rows = (own[0] if own else None for own in (dy_rows, x_rows))
-        _wgrad_of_one_(dw, db, dy[0], x[0], offsets[0], *rows, accumulate)
+        dy_rows_R, x_rows_R = (own[0] if own else None for own in (dy_rows, x_rows))
+        _wgrad_of_one_(dw, db, dy[0], x[0], offsets[0], dy_rows_R, x_rows_R, accumulate)
 
 
 @remembered
@@ -213,12 +213,13 @@ def _wgrad_of_one_(
     dy: Tensor,
     x: Tensor,
     offsets: Tensor,
-    dy_rows: Tensor | None,
-    x_rows: Tensor | None,
+    dy_rows_R: Tensor | None,
+    x_rows_R: Tensor | None,
     accumulate: bool,
 ) -> None:
-    dy_rows_list, x_rows_list = ([] if rows_R is None else [rows_R] for rows_R in (dy_rows, x_rows))
-    _wgrad_(dw, db, [dy], [x], [offsets], dy_rows_list, x_rows_list, accumulate)
+    dy_rows = [] if dy_rows_R is None else [dy_rows_R]
+    x_rows = [] if x_rows_R is None else [x_rows_R]
+    _wgrad_(dw, db, [dy], [x], [offsets], dy_rows, x_rows, accumulate)
 
 
 def _wgrad_(

@@ -20,12 +20,8 @@ NEEDLESS = {
     # After a loop whose last step has waited for all.
     ("sm_90_matmul", "wgmma wait one short"): 1,
     ("sm_90_gemm", "wgmma wait one short"): 1,
-    # Between two products, of whose registers none is written since the first one's fence.
-    ("sm_90_fc1_gathered", "wgmma fence removed"): 1,
     # After the sums' loop: what is still on its way goes where nobody looks before the next wait.
     ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
-    # Before the first store of a tile, here the only one of its program.
-    ("sm_90_fc1_gathered", "bulk store wait one short"): 1,
     # Of the last columns of a tile, which lie outside of dw or y.
     ("sm_90_wgrad", "TMA coordinate"): 1,
     ("sm_100_gemm", "TMA coordinate"): 1,
@@ -33,7 +29,9 @@ NEEDLESS = {
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }
 # Their stores take turns between two buffers, and each waits for both.
-TWO_BUFFERS = {(subject, "bulk store wait one short") for subject in ("sm_90_dgrad", "sm_100_fc1_gathered")}
+TWO_BUFFERS = {
+    (subject, "bulk store wait one short") for subject in ("sm_90_dgrad", "sm_90_fc1_gathered", "sm_100_fc1_gathered")
+}
 CP_ASYNC = "cp.async wait one short"
 
 

@@ -3,12 +3,14 @@
 """
 
 import itertools
+import threading
 from contextlib import contextmanager
 from unittest import mock
 
 import torch
 from direct_launches import main
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import fusedmlp
@@ -198,11 +200,13 @@ def _is_the_same(operator, first, second, what):
         decided.seen.clear()
         decided.decided = 0
         expected = operator(*second)
-    with Launches() as recorded:
-        operator(*first)
+    for _ in ("seen", "recorded"):
+        with Launches() as recorded:
+            operator(*first)
+        assert recorded.decided == decided.decided, what
     with Launches() as replayed:
         result = operator(*second)
-    assert (recorded.decided, replayed.decided) == (decided.decided, 0), what
+    assert replayed.decided == 0, what
     assert decided.seen or "rows" in str(what), what
     assert replayed.normal(flat(second)) == decided.normal(flat(second)), what
     results, expected = ([r] if not isinstance(r, tuple) else list(r) for r in (result, expected))
@@ -210,6 +214,12 @@ def _is_the_same(operator, first, second, what):
         assert (mine is None) == (theirs is None), what
         if mine is not None:
             assert (mine.shape, mine.dtype, mine.stride()) == (theirs.shape, theirs.dtype, theirs.stride()), what
+
+
+def remember(operator, arguments):
+    with Launches():
+        for _ in range(2):
+            operator(*arguments)
 
 
 def _decides(operator, arguments):
@@ -230,8 +240,7 @@ def check_a_kind_has_all_that_launchers_look_at():
     def wide(tensor):
         return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., : tensor.shape[-1]]
 
-    triton_impl.grouped_mlp_backward_(*changed(0, lambda t: t))
-    triton_impl.grouped_mlp_backward_(*changed(0, lambda t: t))
+    remember(triton_impl.grouped_mlp_backward_, changed(0, lambda t: t))
     lists, single = (0, 1, 2, 3, 7, 8, 9), (4, 5, 6, 10, 11, 12, 13)
     changes = [(i, lambda t: [unaligned(t[0])]) for i in lists] + [(i, unaligned) for i in single]
     changes += [(i, lambda t: [wide(t[0])]) for i in (0, 1, 7, 8)] + [(0, lambda t: [t[0].bfloat16()])]
@@ -253,14 +262,14 @@ def check_lists_that_are_empty_keep_their_places():
     assert 2 * F == H
     first, second = forward_arguments(), forward_arguments()
     first[3] = second[4] = weights("packed", H)
-    triton_impl.grouped_mlp(*first)
+    remember(triton_impl.grouped_mlp, first)
     assert not _decides(triton_impl.grouped_mlp, first)
     assert _decides(triton_impl.grouped_mlp, second)
 
 
 def check_tf32_is_of_the_kind():
     arguments = forward_arguments(dtype=torch.float32)
-    triton_impl.grouped_mlp(*arguments)
+    remember(triton_impl.grouped_mlp, arguments)
     assert not _decides(triton_impl.grouped_mlp, arguments)
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -272,7 +281,7 @@ def check_tf32_is_of_the_kind():
 
 def check_tiles_that_change_are_used():
     arguments = forward_arguments()
-    triton_impl.grouped_mlp(*arguments)
+    remember(triton_impl.grouped_mlp, arguments)
     assert not _decides(triton_impl.grouped_mlp, arguments)
     key = configs.Key("gemm", "tma", 16, "short")
     with mock.patch.dict(configs.TUNED, clear=True):
@@ -282,19 +291,99 @@ def check_tiles_that_change_are_used():
 
 
 def check_one_tensor_in_two_places_is_not_taken_for_one():
-    arguments = backward_arguments()
-    same = [*arguments]
-    same[4] = same[5]  # dy is x
+    """Of packed weights and of lists in one buffer; `same` are the places that hold what is in the first of them."""
+    for kind, *same in (("packed", 5, 4), ("in order", 0, 1), ("reversed", 0, 1), ("in order", 7, 8), ("apart", 7, 8)):
+        assert 2 * F == H  # so that with one half, all weights have one shape
+        replay.forget()
+        options = {"activation": "relu", "probs": False} if same[0] != 5 else {}
+        arguments = backward_arguments(kind, **options)
+        if same[0] != 5:
+            square = [weights(kind, H, H, dtype=torch.float32) for _ in range(2)]
+            square += [weights(kind, H, H) for _ in range(2)]
+            arguments[0], arguments[1], arguments[7], arguments[8] = square
+            arguments[6] = torch.zeros(R, H, dtype=BF16)
+        shared = [*arguments]
+        for place in same:
+            shared[place] = shared[same[0]]
+        for _ in range(4):
+            assert _decides(triton_impl.grouped_mlp_backward_, shared), kind
+        remember(triton_impl.grouped_mlp_backward_, arguments)
+        for own in (arguments, shared):
+            with Launches() as seen:
+                triton_impl.grouped_mlp_backward_(*own)
+            with nothing_remembered(), Launches() as decided:
+                triton_impl.grouped_mlp_backward_(*own)
+            assert (seen.decided, decided.decided > 0) == (0, True), kind
+            assert seen.normal(flat(own)) == decided.normal(flat(own)), kind
+
+
+def check_a_reversed_list_of_the_same_tensors_is_another():
+    arguments = backward_arguments("in order", activation="relu", probs=False)
+    fc1 = weights("in order", H, H)
+    arguments[0], arguments[1] = (weights("packed", H, H, dtype=torch.float32) for _ in range(2))
+    arguments[6], arguments[7], arguments[8] = torch.zeros(R, H, dtype=BF16), fc1, fc1[::-1]
+    remember(triton_impl.grouped_mlp_backward_, arguments)  # which it is not, but compiled
     for _ in range(3):
-        assert _decides(triton_impl.grouped_mlp_backward_, same)
-    triton_impl.grouped_mlp_backward_(*arguments)
-    assert not _decides(triton_impl.grouped_mlp_backward_, arguments)
-    with Launches() as seen:
-        triton_impl.grouped_mlp_backward_(*same)
-    with nothing_remembered(), Launches() as decided:
-        triton_impl.grouped_mlp_backward_(*same)
-    assert seen.decided == 0
-    assert seen.normal(flat(same)) == decided.normal(flat(same))
+        with Launches() as seen:
+            triton_impl.grouped_mlp_backward_(*arguments)
+        with nothing_remembered(), Launches() as decided:
+            triton_impl.grouped_mlp_backward_(*arguments)
+        assert seen.normal(flat(arguments)) == decided.normal(flat(arguments))
+
+
+def check_a_thread_records_at_a_time():
+    arguments, inside = forward_arguments(), []
+
+    def other():
+        inside.append(is_in_torch_dispatch_mode())
+        remember(triton_impl.grouped_mlp, forward_arguments(rows=8))
+        inside.append(not _decides(triton_impl.grouped_mlp, forward_arguments(rows=8)))
+
+    combine = triton_impl.grouped_gemm_
+
+    def meanwhile(*args, **options):
+        if not inside and launcher.this_thread.recorder is not None:
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+        return combine(*args, **options)
+
+    with mock.patch.object(triton_impl, "grouped_gemm_", meanwhile):
+        remember(triton_impl.grouped_mlp, arguments)
+    assert inside == [True, False]
+    assert not is_in_torch_dispatch_mode()
+    assert not _decides(triton_impl.grouped_mlp, arguments)
+
+
+def check_what_comes_once_is_not_recorded():
+    calls = [forward_arguments(rows=rows) for rows in range(4, 4 * 9, 4)]
+    with mock.patch.object(replay, "Recorder", side_effect=AssertionError("recorded")):
+        for arguments in calls:
+            triton_impl.grouped_mlp(*arguments)
+
+
+def check_after_a_hook_is_gone_launches_are_remembered():
+    from fusedmlp.kernels.grouped_gemm import _grouped_gemm_kernel
+
+    arguments = forward_arguments()
+    with mock.patch.object(_grouped_gemm_kernel, "pre_run_hooks", [lambda *_, **__: None]):
+        for _ in range(3):
+            assert _decides(triton_impl.grouped_mlp, arguments)
+    triton_impl.grouped_mlp(*arguments)
+    assert not _decides(triton_impl.grouped_mlp, arguments)
+
+
+def check_a_launcher_that_is_not_known_is_tried_once():
+    arguments = forward_arguments()
+    tried = mock.Mock(side_effect=launcher._direct)
+    with (
+        mock.patch.object(launcher, "_direct", tried),
+        mock.patch.object(launcher, "_refused", None),
+        mock.patch.object(nvidia.CudaLauncher, "__module__", "elsewhere"),
+    ):
+        for _ in range(3):
+            assert _decides(triton_impl.grouped_mlp, arguments)
+    assert tried.call_count == 1
 
 
 class Sums(TorchDispatchMode):
@@ -322,7 +411,7 @@ def check_several_segments_are_decided_each_time():
 
 def check_memory_that_is_not_aligned_is_decided_anew():
     arguments, empty = forward_arguments(), torch.empty
-    triton_impl.grouped_mlp(*arguments)
+    remember(triton_impl.grouped_mlp, arguments)
     assert not _decides(triton_impl.grouped_mlp, arguments)
 
     def crooked(shape, *, dtype, device):
@@ -335,7 +424,7 @@ def check_memory_that_is_not_aligned_is_decided_anew():
 
 def check_hooks_and_recorders_see_launches():
     arguments = forward_arguments()
-    triton_impl.grouped_mlp(*arguments)
+    remember(triton_impl.grouped_mlp, arguments)
     assert not _decides(triton_impl.grouped_mlp, arguments)
     with launches.recording() as recorded:
         assert _decides(triton_impl.grouped_mlp, arguments)
@@ -351,18 +440,18 @@ def check_hooks_and_recorders_see_launches():
 
 
 def check_what_is_remembered_is_bounded():
-    with mock.patch.object(replay, "MOST", 3), mock.patch.object(recipe, "MOST", 3):
+    with mock.patch.object(replay, "_MOST", 3), mock.patch.object(recipe, "_MOST", 3):
         for rows in range(4, 4 * 9, 4):
-            triton_impl.grouped_mlp(*forward_arguments(rows=rows))
-            assert max(map(len, replay._recipes)) <= 3
+            remember(triton_impl.grouped_mlp, forward_arguments(rows=rows))
+            assert 1 <= max(map(len, replay._recipes)) <= 3
         alive = [forward_arguments(rows=R) for _ in range(6)]
         for arguments in alive:
-            triton_impl.grouped_mlp(*arguments)
+            remember(triton_impl.grouped_mlp, arguments)
         known = [
             tensor_maps.known
             for kept in filter(None, itertools.chain.from_iterable(own.values() for own in replay._recipes))
-            for launch in kept.launches
-            for *_, tensor_maps in launch.maps
+            for step in kept.steps
+            for *_, tensor_maps in step.maps
         ]
         assert known
         assert max(map(len, known)) <= 3
