@@ -31,8 +31,10 @@ _recording = threading.RLock()
 def forget() -> None:
     """After a change of what launchers choose from, which no argument shows: the tiles."""
     with _recording:
-        for kinds in (*_recipes, *_seen):
-            kinds.clear()
+        for recipes in _recipes:
+            recipes.clear()
+        for seen in _seen:
+            seen.clear()
 
 
 def remembered(operator: Callable[..., Any]) -> Callable[..., Any]:
