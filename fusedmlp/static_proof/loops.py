@@ -116,16 +116,21 @@ def _is_work(part: Sequence[Instruction]) -> bool:
 def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int]) -> list[Instruction]:
     """What a tile costs beside its steps: its prologue and its epilogue, each instruction once.
 
-    That is the rest of the loop over tiles or, where every tile has a program of its own, of the kernel. Where there
-    are stores in the loop that multiplies, the compiler has made one of steps and tiles.
+    That is the rest of the loop over tiles, the innermost with stores (one over segments has none), or, where every
+    tile has a program of its own, of the kernel. Where there are stores in the loop that multiplies, the compiler has
+    made one of steps and tiles.
     """
-    if any(code[place].kind == "store" for place in loop.body):
+    if _stores(code, loop):
         tiles, steps = loop, frozenset(path)
     else:
-        around = [other for other in loops(code) if loop.body < other.body]
+        around = [other for other in loops(code) if loop.body < other.body and _stores(code, other)]
         whole = Loop(0, len(code) - 1, frozenset(range(len(code))))
         tiles, steps = min(around, key=lambda other: len(other.body), default=whole), loop.body
     return [code[place] for place in sorted(tiles.body - steps) if place <= tiles.end]
+
+
+def _stores(code: Sequence[Instruction], loop: Loop) -> bool:
+    return any(code[place].kind == "store" for place in loop.body)
 
 
 def count(code: Sequence[Instruction], kind: Kind) -> int:

@@ -118,6 +118,13 @@ def test_the_strictest_wait_counts():
     assert (found.mma_in_flight, found.waits) == (0, 3)
 
 
+def test_a_loop_over_segments_is_no_loop_over_tiles():
+    segments = NESTED.replace("tile: ", "tile: S2R R9, SR_TID.X\n    segment: ")
+    segments = segments.replace("@P1 BRA {step}", "@P1 BRA {step}\n    @P3 BRA {segment}")
+    found = main_loop.read(sass(segments))
+    assert (found.tile_instructions, found.tile_stores, found.tile_waits) == (7, 2, 1)
+
+
 def test_a_step_in_a_loop_of_tiles():
     found = main_loop.read(sass(NESTED), assembly.ptx(TCGEN05.replace("WAITED", "%r2100")))
     assert (found.instructions, found.mma, found.waits, found.barriers) == (9, 1, 2, 1)
