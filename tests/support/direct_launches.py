@@ -33,7 +33,20 @@ def _kernel(x_ptr, x_desc, y_ptr, free, n, WIDTH: tl.constexpr):
         x_desc.store([0, 0, 0, 0], x_desc.load([0, 0, 0, 0]))
 
 
-class Seen:
+class Patched:
+    """Inside `with`, its `_patches` are made."""
+
+    def __enter__(self):
+        for patch in self._patches:
+            patch.start()
+        return self
+
+    def __exit__(self, *_):
+        for patch in self._patches:
+            patch.stop()
+
+
+class Seen(Patched):
     """What reached the driver, and how many launches were Triton's own."""
 
     def __init__(self):
@@ -54,15 +67,6 @@ class Seen:
             mock.patch.object(driver.active.utils, "launch", spy),
             mock.patch.object(launcher, "_by_triton", spy_triton),
         )
-
-    def __enter__(self):
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
 
     @property
     def addresses(self):

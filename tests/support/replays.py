@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
-from direct_launches import main
+from direct_launches import Patched, main
 from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
@@ -24,7 +24,7 @@ BF16 = torch.bfloat16
 _maps = {}  # every tensor map's arguments, its address last, by its id; and the map, so that it keeps that
 
 
-class Launches:
+class Launches(Patched):
     """What reached the driver, and how often operators decided."""
 
     def __init__(self):
@@ -52,15 +52,6 @@ class Launches:
             mock.patch.object(utils, "fill_tma_descriptor_tiled", spy_fill),
             *(mock.patch(f"fusedmlp.kernels.{module}.launch", decide) for module in modules),
         ]
-
-    def __enter__(self):
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
 
     def normal(self, tensors):
         """Launches, with what lies in `tensors` by its place there, and other memory by the order in which it came."""
