@@ -73,6 +73,7 @@ _UNALIGNED: _Rows = {
 }
 _POINTER |= _UNALIGNED
 _GFX: _Rows = {
+    ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8)),
     ("wgrad", "pointer", 16): _both(Tile(64, 128, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
