@@ -34,7 +34,8 @@ class _Language(NamedTuple):
 
 
 _SASS = _Language(
-    re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)([^;]*);"),
+    # CUDA 12.8's nvdisasm ends a line of sm_120 with what an instruction waits for (`&`, `?`), not with `;`.
+    re.compile(r"\s*/\*([0-9a-f]{4,})\*/\s+(?:@(!?U?P\w+)\s+)?([A-Z][\w.]*)([^;&?]*)"),
     re.compile(
         r"(?P<mma>(?:UTC[A-Z]+|[A-Z]G|[HQID])MMA\b)|(?P<load>UTMALDG|LDGSTS)"
         r"|(?P<store>UTMASTG|UTMAREDG|STG|ST\.|REDG?\.)"
