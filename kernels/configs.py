@@ -227,6 +227,14 @@ def choose(
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 
+_SPECIALISES = [*map(int, triton.__version__.split(".")[:2])] >= [3, 7]
+
+
+def specialises(device: torch.device) -> bool:
+    """Whether Triton gives warps tasks of their own there, as it can with tensor memory from 3.7 on."""
+    return _SPECIALISES and architecture(device) == "sm_100"
+
+
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     if triton.knobs.runtime.interpret:

@@ -25,7 +25,7 @@ from .common import column_subtiles, dot, expert_base, load_bias, load_rows, loa
 from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
 from .launcher import launch
-from .plan import Schedule, reset_orders
+from .plan import Schedule
 from .schedule import load_tile, tile_at, zero_padding
 
 
@@ -58,7 +58,6 @@ def _grouped_dgrad_act_kernel(
     a_desc,
     partial_ptr,
     tiles_ptr,
-    order_ptr,
     num_experts,
     num_rows,
     H,
@@ -156,8 +155,6 @@ def _grouped_dgrad_act_kernel(
             partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
             tl.store(partial_M1, dprobs_M1, mask=mask_M1)
 
-    if tl.program_id(0) == 0:  # the wgrads that follow take their first tiles anew, in every backward of a forward
-        reset_orders(order_ptr, num_experts)
     zero_padding(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:
@@ -241,7 +238,6 @@ def grouped_dgrad_act_(
         a_desc,
         partial,
         schedule.tiles(tile.BLOCK_M),
-        schedule.order(0),
         num_experts,
         num_rows,
         H,

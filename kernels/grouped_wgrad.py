@@ -24,41 +24,60 @@ from torch import Tensor
 from . import cost, launches
 from .alignment import vectors_fit
 from .common import dot, expert_base, round_to
-from .configs import Path, Tile, cdiv, choose, dot_precision, has_path, num_programs, select
+from .configs import (
+    BY_DESCRIPTORS,
+    Path,
+    Tile,
+    cdiv,
+    choose,
+    dot_precision,
+    has_path,
+    num_programs,
+    select,
+    specialises,
+)
 from .descriptors import Descriptor, fits
 from .expert_tensors import ExpertTensors, device_table
 from .launcher import launch
 from .plan import order_of_segments
-from .schedule import wgrad_tile
+from .schedule import deals_out, num_turns, place_at, wgrad_tile
 from .segments import load_rows_of, one_descriptor, segment_base
 from .wgrad_epilogue import add_to_descriptor, add_to_pointers
 
 
 @triton.jit
-def _column_sums(
+def _bias_grads(
+    db_ptr,
+    db_table_ptr,
+    stride_db_e,
     dy_desc,
     dy_ptr,
     dy_rows_ptr,
     scale_ptr,
     offsets_ptr,
-    expert,
-    column,
-    num_columns,
+    order_ptr,
+    num_experts,
+    N,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`sum_r scale[r] dy[r, column:column + COLUMNS]` over the rows of one expert."""
-    sums = tl.zeros((COLUMNS,), dtype=tl.float32)
-    first = tl.load(offsets_ptr + expert)
-    size = tl.load(offsets_ptr + expert + 1) - first
-    for start in tl.range(0, size, ROWS, num_stages=3):  # without a dot, loads are pipelined on demand only
-        wide = load_rows_of(dy_desc, dy_ptr, dy_rows_ptr, first, size, start, column, num_columns, ROWS, COLUMNS)
-        wide = wide.to(tl.float32)
-        if scale_ptr is not None:
-            rows = start + tl.arange(0, ROWS)
-            wide *= tl.load(scale_ptr + first + rows, mask=rows < size, other=0.0).to(tl.float32)[:, None]
-        sums += tl.sum(wide, axis=0)
-    return sums
+    """`db[e, n] = sum_r scale[r] dy[r, n]`; all programs of a launch share the work."""
+    num_n = tl.cdiv(N, COLUMNS)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    for turn in range(0, num_turns(num_experts * num_n, program, programs)):
+        place = place_at(turn, program, programs)
+        expert, n = tl.load(order_ptr + place // num_n), place % num_n * COLUMNS
+        first = tl.load(offsets_ptr + expert)
+        size = tl.load(offsets_ptr + expert + 1) - first
+        sums_RN = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for start in tl.range(0, size, ROWS, num_stages=3):  # without a dot, loads are pipelined on demand only
+            dy_RN = load_rows_of(dy_desc, dy_ptr, dy_rows_ptr, first, size, start, n, N, ROWS, COLUMNS).to(tl.float32)
+            if scale_ptr is not None:
+                rows = start + tl.arange(0, ROWS)
+                dy_RN *= tl.load(scale_ptr + first + rows, mask=rows < size, other=0.0).to(tl.float32)[:, None]
+            sums_RN += dy_RN
+        db, column = expert_base(db_ptr, db_table_ptr, stride_db_e, expert), n + tl.arange(0, COLUMNS)
+        tl.store(db + column, round_to(tl.sum(sums_RN, axis=0), db_ptr.dtype.element_ty), mask=column < N)
 
 
 @triton.jit(do_not_specialize=["num_segments", "num_experts"])
@@ -96,71 +115,73 @@ def _grouped_wgrad_kernel(
     BLOCK_K: tl.constexpr,
     SUBTILES: tl.constexpr,
     GROUP_N: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    SPECIALISED: tl.constexpr,  # loads, products and sums on their way out have warps of their own
     PRECISION: tl.constexpr,
 ):
     HAS_DW: tl.constexpr = (dw_ptr is not None) or (dw_desc is not None)
-    num_n, num_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-    # Experts without rows come last. Adding to them is nothing to do; their bias gradient, though, is zero.
-    num_used = num_experts
-    if ACCUMULATE and db_ptr is None:
-        num_used = tl.load(order_ptr + num_experts)
-    num_tiles = num_used * num_n * num_k
-    # A program takes the next tile when it is free, whatever else runs on the GPU. Who computes a tile changes no bit.
-    next_ptr = order_ptr + num_experts + 1
-    tile = tl.atomic_add(next_ptr, 1, sem="relaxed")
-    while tile < num_tiles:
-        rank, n_tile, k_tile = wgrad_tile(tile, num_n, num_k, GROUP_N)
-        expert = tl.load(order_ptr + rank)
-        next_tile = tl.atomic_add(next_ptr, 1, sem="relaxed")  # while the expert is on its way
-        n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
-        if db_ptr is not None and (n_tile if SWAPPED else k_tile) == 0:
-            # A loop of its own: sums inside the GEMM's would move every tile of dy through registers, in all programs.
-            if SWAPPED:
-                sums = _column_sums(
-                    right_desc, right_ptr, right_rows_ptr, scale_ptr, offsets_ptr, expert, k, K, BLOCK_R, BLOCK_K
-                )
-                column, columns = k + tl.arange(0, BLOCK_K), K
-            else:
-                sums = _column_sums(
-                    left_desc, left_ptr, left_rows_ptr, scale_ptr, offsets_ptr, expert, n, N, BLOCK_R, BLOCK_N
-                )
-                column, columns = n + tl.arange(0, BLOCK_N), N
-            db = expert_base(db_ptr, db_table_ptr, stride_db_e, expert)
-            tl.store(db + column, round_to(sums, db_ptr.dtype.element_ty), mask=column < columns)
+    if db_ptr is not None:
+        # Loops of their own: sums inside the GEMM's would move every tile of dy through registers, in all programs.
+        if SWAPPED:
+            _bias_grads(
+                *(db_ptr, db_table_ptr, stride_db_e, right_desc, right_ptr, right_rows_ptr, scale_ptr, offsets_ptr),
+                *(order_ptr, num_experts, K, BLOCK_R, BLOCK_K),
+            )
+        else:
+            _bias_grads(
+                *(db_ptr, db_table_ptr, stride_db_e, left_desc, left_ptr, left_rows_ptr, scale_ptr, offsets_ptr),
+                *(order_ptr, num_experts, N, BLOCK_R, BLOCK_N),
+            )
 
-        if HAS_DW:
+    if HAS_DW:
+        num_n, num_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
+        # Experts without rows come last, and adding to them is nothing to do.
+        num_used = tl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
+        # Persistent, and one loop with that over rows if compiled so: see `schedule.py`.
+        program, programs = tl.program_id(0), tl.num_programs(0)
+        turns = num_turns(num_used * num_n * num_k, program, programs)
+        for turn in tl.range(0, turns, flatten=FLATTEN, warp_specialize=SPECIALISED):
+            rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+            expert = tl.load(order_ptr + rank)
+            n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
             acc_NK = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
-            num_rows = 0
-            for s in range(0, 1 if segments_ptr is None else num_segments):
-                left, right, offsets = left_ptr, right_ptr, offsets_ptr
-                left_rows, right_rows = left_rows_ptr, right_rows_ptr
-                if segments_ptr is not None:
+            if segments_ptr is None:
+                first = tl.load(offsets_ptr + expert)
+                size = tl.load(offsets_ptr + expert + 1) - first
+                steps = tl.maximum(tl.cdiv(size, BLOCK_R), 1)  # one of zeros, where an expert without rows is written
+                tl.assume(steps > 0)
+                for step in range(0, steps):
+                    at = step * BLOCK_R
+                    left_RN = load_rows_of(left_desc, left_ptr, left_rows_ptr, first, size, at, n, N, BLOCK_R, BLOCK_N)
+                    right_RK = load_rows_of(
+                        right_desc, right_ptr, right_rows_ptr, first, size, at, k, K, BLOCK_R, BLOCK_K
+                    )
+                    acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
+            else:
+                for s in range(0, num_segments):
                     offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
                     left = segment_base(left_desc, left_ptr, segments_ptr + s, SEGMENTS_ALIGNED)
                     right = segment_base(right_desc, right_ptr, segments_ptr + num_segments + s, SEGMENTS_ALIGNED)
                     rows = segments_ptr + 3 * num_segments + s
+                    left_rows, right_rows = left_rows_ptr, right_rows_ptr
                     if left_rows_ptr is not None:
                         left_rows = tl.load(rows).to(tl.pointer_type(left_rows_ptr.dtype.element_ty))
                         rows += num_segments
                     if right_rows_ptr is not None:
                         right_rows = tl.load(rows).to(tl.pointer_type(right_rows_ptr.dtype.element_ty))
-                first = tl.load(offsets + expert)
-                size = tl.load(offsets + expert + 1) - first
-                num_rows += size
-                for start in range(0, size, BLOCK_R):
-                    left_RN = load_rows_of(left_desc, left, left_rows, first, size, start, n, N, BLOCK_R, BLOCK_N)
-                    right_RK = load_rows_of(right_desc, right, right_rows, first, size, start, k, K, BLOCK_R, BLOCK_K)
-                    acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
+                    first = tl.load(offsets + expert)
+                    size = tl.load(offsets + expert + 1) - first
+                    for at in range(0, size, BLOCK_R):
+                        left_RN = load_rows_of(left_desc, left, left_rows, first, size, at, n, N, BLOCK_R, BLOCK_N)
+                        right_RK = load_rows_of(right_desc, right, right_rows, first, size, at, k, K, BLOCK_R, BLOCK_K)
+                        acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
 
-            # With a bias, experts without rows are visited for its sake.
-            if not ACCUMULATE or db_ptr is None or num_rows > 0:
-                if dw_desc is not None:
-                    place = num_experts - 1 - expert if REVERSED else expert
-                    add_to_descriptor(dw_desc, place, n, k, acc_NK, ACCUMULATE, SUBTILES)
-                else:
-                    dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
-                    add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
-        tile = next_tile
+            if dw_desc is not None:
+                place = num_experts - 1 - expert if REVERSED else expert
+                add_to_descriptor(dw_desc, place, n, k, acc_NK, ACCUMULATE, SUBTILES)
+            else:
+                dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
+                add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
 
 
 class _Operand(NamedTuple):
@@ -237,8 +258,7 @@ def grouped_wgrad_(
     """Adds to `dw`, or writes it (zeros for experts without rows); writes `db`, for one segment only.
 
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets`, first rows `[E + 1]` or a plan. Without
-    `dw`, `x` is unused. `order`: one of a plan's, which no other launch uses in the same backward; else a launch
-    makes it.
+    `dw`, `x` is unused. `order`: a plan's; without, a launch makes it.
     `dy_rows` or `x_rows` (`[R_s]` integers of every segment, read for owned rows only) make that operand `[T_s, ...]`:
     row r takes its row `rows[r]`.
     """
@@ -259,10 +279,11 @@ def grouped_wgrad_(
     if order is None:
         addresses_of_offsets = None if segments is None else segments[2 * len(offsets) : 3 * len(offsets)]
         order = order_of_segments(offsets[0], addresses_of_offsets, num_experts)
-    num_tiles = num_experts * cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
+    tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
+    programs = num_programs(tile, device, num_experts * tiles)
     launch(
         _grouped_wgrad_kernel,
-        (num_programs(tile, device, num_tiles),),
+        (programs if deals_out(tiles, programs) else num_experts * tiles,),
         left.tensors[0] if way.left is None else None,
         way.left,
         left.rows[0] if left.rows else None,
@@ -295,6 +316,8 @@ def grouped_wgrad_(
         tile.BLOCK_K,
         tile.SUBTILES,
         tile.GROUP_M,
+        way.path in BY_DESCRIPTORS and segments is None,
+        way.path == "tma" and segments is None and tile.PER_SM == 1 and specialises(device),
         dot_precision(dy_RN[0].dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

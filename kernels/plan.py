@@ -1,7 +1,7 @@
 """What the launches of one call need to know of its load, made on the device by one launch, so that none waits.
 
-A plan is one int32 tensor: the experts' first rows, `[E + 1]`; twice, for the wgrads of fc2 and of fc1, the order in
-which it takes experts and a counter; then, for every BLOCK_M that a launch may use, a table of tiles.
+A plan is one int32 tensor: the experts' first rows, `[E + 1]`; the order in which wgrad takes experts; then, for every
+BLOCK_M that a launch may use, a table of tiles.
 
 An M-ragged pass runs over tiles of BLOCK_M rows that never cross experts. Their number depends on the load, but is at
 most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes tables and grids by that; how many
@@ -39,14 +39,14 @@ def size_of_table(num_rows: int, num_experts: int, block_m: int) -> int:
     return _whole(3 * (1 + max_tiles(num_rows, num_experts, block_m)))
 
 
-def order_at(num_experts: int, which: int) -> int:
-    """Where an order of experts starts; see `write_order`."""
-    return _whole(num_experts + 1) + which * _whole(num_experts + 2)
+def order_at(num_experts: int) -> int:
+    """Where the order of experts starts; see `write_order`."""
+    return _whole(num_experts + 1)
 
 
 def tables_at(num_experts: int) -> int:
     """Where the first table of tiles starts."""
-    return order_at(num_experts, 2)
+    return 2 * order_at(num_experts)
 
 
 @lru_cache(maxsize=4096)
@@ -94,13 +94,13 @@ def write_plan(
 ):
     """One program's part of a plan. `first_g`, `end_g`: rows of every group; of those after the experts, `num_rows`."""
     ORDER_AT: tl.constexpr = (NUM_EXPERTS + 4) // 4 * 4
-    TABLES_AT: tl.constexpr = ORDER_AT + 2 * ((NUM_EXPERTS + 5) // 4 * 4)
+    TABLES_AT: tl.constexpr = 2 * ORDER_AT
     ORDERS: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
     if part == 0:
         g = tl.arange(0, BLOCK_G)
         tl.store(plan_ptr + g, first_g, mask=g <= NUM_EXPERTS)
     if part < ORDERS:
-        write_order(part, end_g - first_g, plan_ptr + ORDER_AT, 2, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+        write_order(part, end_g - first_g, plan_ptr + ORDER_AT, NUM_EXPERTS, BLOCK_G, BLOCK_E)
     table_ptr = plan_ptr + TABLES_AT
     part -= ORDERS
     groups = tl.minimum(num_rows, NUM_EXPERTS + 1)
@@ -118,15 +118,11 @@ def write_order(
     part,
     rows_g,
     order_ptr,
-    COPIES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Experts by falling number of rows, `[E]`; how many have any; the next tile that a wgrad is to take: 0.
-
-    A wgrad leaves its counter where it ended; see `reset_orders`.
-    """
+    """Experts by falling number of rows, `[E]`, then how many have any."""
     own, others = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     expert_g = others < NUM_EXPERTS
     rows_g = tl.where(expert_g, rows_g, 0)
@@ -136,19 +132,9 @@ def write_order(
     )
     rank = tl.sum((before & expert_g[None, :]).to(tl.int32), axis=1)
     used = tl.sum((rows_g > 0).to(tl.int32), axis=0)
-    for _ in tl.static_range(COPIES):
-        tl.store(order_ptr + rank, own, mask=own < NUM_EXPERTS)
-        if part == 0:
-            tl.store(order_ptr + NUM_EXPERTS, used)
-            tl.store(order_ptr + NUM_EXPERTS + 1, 0)
-        order_ptr += (NUM_EXPERTS + 5) // 4 * 4
-
-
-@triton.jit
-def reset_orders(order_ptr, num_experts):
-    """Pass (3), which comes before both wgrads in every backward of a forward, lets them begin anew."""
-    tl.store(order_ptr + num_experts + 1, 0)
-    tl.store(order_ptr + (num_experts + 5) // 4 * 4 + num_experts + 1, 0)
+    tl.store(order_ptr + rank, own, mask=own < NUM_EXPERTS)
+    if part == 0:
+        tl.store(order_ptr + NUM_EXPERTS, used)
 
 
 @triton.jit
@@ -278,9 +264,10 @@ class Schedule:
         """A tensor that starts with the first rows of the experts, then the end of the last: `[E + 1]`, int32."""
         return self._plan
 
-    def order(self, which: int) -> Tensor:
-        """See `write_order`; 0 or 1."""
-        return self._view(order_at(self.num_experts, which))
+    @property
+    def order(self) -> Tensor:
+        """See `write_order`."""
+        return self._view(order_at(self.num_experts))
 
     @property
     def rows_per_expert(self) -> float:
@@ -332,12 +319,12 @@ def _order_of_segments_kernel(
             offsets = tl.load(segment_offsets_ptr + s).to(tl.pointer_type(tl.int32))
         first_g = tl.load(offsets + g, mask=mask, other=0)
         rows_g += tl.load(offsets + g + 1, mask=mask, other=0) - first_g
-    write_order(tl.program_id(0), rows_g, order_ptr, 1, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+    write_order(tl.program_id(0), rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
 
 
 def order_of_segments(offsets: Tensor, segment_offsets: Tensor | None, num_experts: int) -> Tensor:
     """What `write_order` writes, of one load or of several that add up: `segment_offsets` holds their addresses."""
-    order = torch.empty(num_experts + 2, dtype=torch.int32, device=offsets.device)
+    order = torch.empty(num_experts + 1, dtype=torch.int32, device=offsets.device)
     sizes = sizes_of_plan(num_experts, ())
     launch(
         _order_of_segments_kernel,

@@ -46,6 +46,11 @@ class Recorder(TorchDispatchMode):
                 self._know(tensor, source, 0)
 
     @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else PyTorch imports its compiler when first recording, about a second; nothing here is compiled."""
+        return False
+
+    @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Graphs that another thread compiles meanwhile are none of its business."""
         return True
@@ -126,4 +131,5 @@ class Recorder(TorchDispatchMode):
         if place < 0:
             return -1
         own = self._allocated[place]
-        return place if (offset, result.shape, result.stride()) == (0, own.shape, own.stride()) else -1
+        same = (result.shape, result.stride(), result.dtype) == (own.shape, own.stride(), own.dtype)
+        return place if offset == 0 and same else -1

@@ -1,10 +1,11 @@
 """Operators whose launches are remembered: of a kind of call that came before, nothing is decided again.
 
-What an operator launches depends on the kinds of its arguments, and not on what they hold. The second call of a kind
+What an operator launches depends on the kinds of its arguments, and not on what they hold. The third call of a kind
 runs and is recorded: what it allocates, and of every launch where each address comes from. Later ones allocate the
 same, fill in their own addresses and launch. What else an operator did would be left out, so that nothing is remembered
 of one that calls another PyTorch operator, takes an address from elsewhere, or makes a launch that `launcher.py` cannot
-repeat. (Not the first call: loads whose number of rows changes at every step would be recorded in vain.)
+repeat. (Not the first or second call: loads whose number of rows changes at every step, and their recomputation by
+activation checkpointing, would be recorded in vain.)
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from .recipe import Arguments, Recipe
 from .record import Recorder
 
 _MOST = 256  # kinds of calls of one operator that are kept
+_BEFORE = 2  # calls of a kind that are not recorded
 _MISSING: Any = object()
 _recipes: list[dict[Any, Recipe | None]] = []  # of every operator, by kind; None: not to be had
-_seen: list[set[Any]] = []  # kinds that came once
+_seen: list[dict[Any, int]] = []  # how often kinds came that are not recorded
 # Held by the one thread that records: PyTorch keeps in global variables whether a mode like the recorder's is active.
 _recording = threading.RLock()
 
@@ -44,7 +46,7 @@ def remembered(operator: Callable[..., Any]) -> Callable[..., Any]:
     of what it writes, come from kernels alone.
     """
     recipes: dict[Any, Recipe | None] = {}
-    seen: set[Any] = set()
+    seen: dict[Any, int] = {}
     _recipes.append(recipes)
     _seen.append(seen)
 
@@ -57,16 +59,22 @@ def remembered(operator: Callable[..., Any]) -> Callable[..., Any]:
             return operator(*args)
         recipe = recipes.get(arguments.kind, _MISSING)
         if recipe is _MISSING:
-            if arguments.kind in seen:
+            times = seen.pop(arguments.kind, 0)
+            if times == _BEFORE:
+                seen[arguments.kind] = times
                 return _record(operator, args, arguments, recipes)
-            if len(seen) >= _MOST:
-                seen.clear()
-            seen.add(arguments.kind)
+            _forget_oldest(seen)
+            seen[arguments.kind] = times + 1
         elif recipe is not None and (made := recipe.allocate(arguments)) is not None:
             return recipe.launch(arguments, made)
         return operator(*args)
 
     return run
+
+
+def _forget_oldest(kept: dict[Any, Any]) -> None:
+    if len(kept) >= _MOST:
+        kept.pop(next(iter(kept)), None)
 
 
 def _record(
@@ -80,8 +88,7 @@ def _record(
         with Recorder(arguments) as recorder:
             result = operator(*args)
         if not recorder.passing:
-            if len(recipes) >= _MOST:
-                recipes.clear()
+            _forget_oldest(recipes)
             recipes[arguments.kind] = recorder.recipe(result)
         return result
     finally:

@@ -1,8 +1,8 @@
-"""Which tile comes next: in the M-ragged passes by arithmetic, in wgrad from a list of which programs take the next.
+"""Which tile comes next: in the M-ragged passes by arithmetic, in wgrad from a list that is dealt out.
 
-wgrad has equally many tiles for every expert, but a tile takes as long as its expert has rows. Programs take tiles from
-one list, the longest first, each when it begins the one before: nearly the greedy rule, by which shares are even but
-for a short tile.
+wgrad has equally many tiles for every expert, but a tile takes as long as its expert has rows. Its list has the longest
+first, and programs take from it in turns, there and back. So all of a program's tiles are known when it begins, and the
+first loads of one run under the last stores of the one before.
 """
 
 from __future__ import annotations
@@ -44,6 +44,31 @@ def zero_padding(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M:
             column_1N = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=y_ptr.dtype.element_ty)
             tl.store(y_M1 + column_1N * stride_y_n, zeros, mask=(row_M1 < num_rows) & (column_1N < num_columns))
+
+
+def deals_out(tiles: int, programs: int) -> bool:
+    """Whether wgrad's list, with so many `tiles` of each expert, is dealt out to persistent programs.
+
+    Else each tile has a program of its own, and whichever multiprocessor is free takes the next: so where one tile of
+    an expert with a fifth of all rows is more than a program's share, which no order of turns makes up for.
+    """
+    return 5 * tiles >= programs
+
+
+@triton.jit
+def place_at(turn, program, programs):
+    """Where in the list the entry stands that a program takes in a turn: there and back, so that who had the longest of
+    one turn has the shortest of the next. Plain arithmetic, like the others here: `place_at.fn` runs on the host.
+    """
+    return turn * programs + program + turn % 2 * (programs - 1 - 2 * program)
+
+
+@triton.jit
+def num_turns(length, program, programs):
+    """How many of `length` entries a program takes."""
+    full = length // programs
+    last = program + full % 2 * (programs - 1 - 2 * program)
+    return full + min(max(length % programs - last, 0), 1)
 
 
 @triton.jit

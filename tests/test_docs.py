@@ -217,11 +217,14 @@ def test_the_drawings_show_what_the_kernels_do():
     for m, n, place in places:
         assert schedule.tile_at.fn(int(place), owned, 4, 3) == (int(m), int(n))
 
-    experts = plan.order(0).tolist()
-    taken = re.findall(r'class="mid rank" data-expert="(\d)">(\d+)<', order)
-    assert sorted(int(tile) for _, tile in taken) == list(range(experts[4] * 4))
-    for expert, tile in taken:
+    experts = plan.order.tolist()
+    taken = re.findall(r'class="mid rank" data-expert="(\d)" data-program="(\d)">(\d+)<', order)
+    for expert, _, tile in taken:
         assert experts[schedule.wgrad_tile.fn(int(tile), 2, 2, 16)[0]] == int(expert)
+    for program in range(3):
+        own = [int(tile) for _, of, tile in taken if int(of) == program]
+        turns = range(schedule.num_turns.fn(experts[4] * 4, program, 3))
+        assert own == [schedule.place_at.fn(turn, program, 3) for turn in turns]
 
     tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
     assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue

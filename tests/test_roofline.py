@@ -84,6 +84,9 @@ def test_idle_share_of_schedules_done_by_hand():
     assert balance.idle_share([4, 2, 2], 2) == 0
     assert balance.idle_share([4, 3, 1, 1], 2) == pytest.approx(1 / 10)
     assert balance.idle_share([], 2) == 0
+    assert balance.idle_share([5, 4, 3, 2, 1], 2) == pytest.approx(1 / 16)  # 5 + 2 + 1 and 4 + 3 to whoever is free
+    assert balance.idle_share([5, 4, 3, 2, 1], 2, dealt_out=True) == pytest.approx(1 / 16)
+    assert balance.idle_share([8, 4, 2, 1], 2, dealt_out=True) == pytest.approx(1 / 6)  # 8 + 1 and 4 + 2
 
 
 def test_every_schedule_keeps_the_multiprocessors_busy():

@@ -1,9 +1,9 @@
 """How evenly the kernels' order of tiles keeps a GPU's multiprocessors busy, by simulation.
 
-Every kernel works through a list of tiles, and a multiprocessor that is free takes the next: programs start in that
-order, or take tiles from a counter (wgrad), or, where all tiles cost the same, take every n-th. Programs that share a
-multiprocessor are one here. A tile's cost is the time of its arithmetic and of its weight gradient's traffic on one
-multiprocessor's share of the GPU.
+Every kernel works through a list of tiles. Each tile has a program of its own, which start in that order wherever a
+multiprocessor is free, or persistent programs take every n-th (there and back in wgrad, whose tiles do not cost the
+same). Programs that share a multiprocessor are one here. A tile's cost is the time of its arithmetic and of its weight
+gradient's traffic on one multiprocessor's share of the GPU.
 """
 
 from __future__ import annotations
@@ -12,22 +12,30 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels import configs, schedule
 from fusedmlp.limits.gpus import GPU, GPUS
 from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
 
 _GRAD_BYTES = 8  # fp32, read and written
 
 
-def idle_share(costs: Sequence[float], processors: int) -> float:
-    """Share of the processors' time, until the last is done, in which they have nothing to do. Costs never rise."""
+def idle_share(costs: Sequence[float], processors: int, dealt_out: bool = False) -> float:
+    """Share of the processors' time, until the last is done, in which they have nothing to do. Costs never rise.
+
+    `dealt_out`: in turns there and back, not to whoever is free.
+    """
     if not costs:
         return 0.0
     if costs[0] == costs[-1]:  # all equal, as costs never rise: full rounds and one that may not be
         return 1 - len(costs) / (processors * -(-len(costs) // processors))
     busy_until = [0.0] * processors
-    for cost in costs:
-        heapq.heapreplace(busy_until, busy_until[0] + cost)
+    if dealt_out:
+        for program in range(processors):
+            turns = range(schedule.num_turns.fn(len(costs), program, processors))
+            busy_until[program] = sum(costs[schedule.place_at.fn(turn, program, processors)] for turn in turns)
+    else:
+        for cost in costs:
+            heapq.heapreplace(busy_until, busy_until[0] + cost)
     return 1 - sum(costs) / (processors * max(busy_until))
 
 
@@ -49,6 +57,13 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
         padded = -(-n // tile.BLOCK_M) * tile.BLOCK_M
         costs += [2 * padded * area / flop_rate + _GRAD_BYTES * area / bandwidth] * per_expert
     return costs
+
+
+def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> bool:
+    """Whether tiles of different costs go to programs in turns."""
+    tile = _tile(kernel, rows, gpu.architecture)
+    programs = gpu.processors * tile.PER_SM
+    return kernel == "wgrad" and schedule.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
 def _tile(kernel: str, rows: Sequence[int], architecture: str) -> configs.Tile:
@@ -77,6 +92,7 @@ def rows() -> Iterator[dict[str, Any]]:
             for load, count in LOADS.items():
                 for name, (kernel, N, K) in passes(shape).items():
                     costs = tile_costs(kernel, count(shape), N, K, gpu)
+                    in_turns = dealt_out(kernel, count(shape), N, K, gpu)
                     yield {
                         "gpu": gpu.name,
                         "shape": shape.name,
@@ -84,5 +100,5 @@ def rows() -> Iterator[dict[str, Any]]:
                         "pass": name,
                         "tiles": len(costs),
                         "tiles_per_processor": len(costs) / gpu.processors,
-                        "idle": idle_share(costs, gpu.processors),
+                        "idle": idle_share(costs, gpu.processors, in_turns),
                     }

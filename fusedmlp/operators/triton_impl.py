@@ -182,8 +182,8 @@ def grouped_mlp_backward_(
         sums_R = dprobs.partial.sum(0)
         dprobs.out.copy_(sums_R if rows_R is None else sums_R.index_select(0, rows_R))
     rows = [] if tokens_R is None else [tokens_R]
-    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], rows, [], accumulate2, probs_R, tiles, 0)
-    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], [], rows, accumulate1, None, tiles, 1)
+    _wgrad_(dw2, db2, [dy_RH], [a_RF], [offsets], rows, [], accumulate2, probs_R, tiles)
+    _wgrad_(dw1, db1, [dh_RG], [x_RH], [offsets], [], rows, accumulate1, None, tiles)
     return MLPGrads(dx_RH, dprobs and dprobs.out, dh_RG if keep else None, a_RF if keep else None)
 
 
@@ -233,7 +233,6 @@ def _wgrad_(
     accumulate: bool,
     scale_R: Tensor | None = None,
     tiles: Schedule | None = None,
-    which: int = 0,
 ) -> None:
     if dw or db:
         launch_grouped_wgrad_(
@@ -246,7 +245,7 @@ def _wgrad_(
             scale_R=scale_R,
             dy_rows=dy_rows,
             x_rows=x_rows,
-            order=tiles.order(which) if tiles is not None and tiles.num_rows else None,
+            order=None if tiles is None else tiles.order,
         )
 
 

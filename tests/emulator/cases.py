@@ -253,6 +253,7 @@ def _wgrad() -> Iterator[Case]:
     yield from _grid("wgrad gathered segments of bf16", case(("uneven", "few"), gathered="dy", **bf16))
     yield from _grid("wgrad gathered scattered", case(gathered="x", where="scattered"))
     yield from _grid("wgrad without descriptors", case(), descriptors=False)
+    yield from _grid("wgrad deep", case(sizes=DEEP))  # eight tiles a program
     tall = partial(case, ("tall",))
     yield from _grid("wgrad tall", tall(), EVERY)
     yield from _grid("wgrad tall overwrite bias of bf16", tall(accumulate=False, bias=True, **bf16))

@@ -11,19 +11,19 @@ import pytest
 import torch
 from emulator import cases
 from emulator.layers import emulated
-from emulator.mutations import LATE, SUBJECTS, described, noticed, rewritten
+from emulator.mutations import LATE, SUBJECTS, described, noticed
 from support import factory
 from support.passes import gemm
 
 from fusedmlp.kernels import grouped_gemm
 from fusedmlp.kernels.expert_tensors import ExpertTensors
-from fusedmlp.kernels.grouped_wgrad import _grouped_wgrad_kernel
 
 pytestmark = pytest.mark.usefixtures("poison")
 
 IN_COMPILED_CODE = {
     "wgrad stores a tile without a fence between proxies": ("sm_90_wgrad", "proxy fence removed"),
     "wgrad fills a tile that a store still reads": ("sm_90_wgrad", "bulk store wait one short"),
+    "wgrad waits for another stage than it multiplies": ("sm_90_wgrad", "mbarrier wait for another stage"),
     "gemm multiplies what TMA has not brought": ("sm_90_gemm", "mbarrier wait removed"),
     "gemm multiplies without a fence of its registers": ("sm_90_gemm", "wgmma fence removed"),
     "fc1 multiplies gathered rows a stage early": ("sm_90_fc1_gathered", "cp.async wait one short"),
@@ -49,18 +49,6 @@ def executed(check, target, **options):
     torch.manual_seed(0)
     with emulated(target, "long", orders=[LATE], **options):
         check()
-
-
-def check_wgrad():
-    cases._of_wgrad()(torch.bfloat16)
-
-
-def test_tickets_that_programs_take_without_atomics():
-    executed(check_wgrad, "sm_90")
-    ticket = 'next_tile = tl.atomic_add(next_ptr, 1, sem="relaxed")'
-    plain = "next_tile = tl.load(next_ptr)\n        tl.store(next_ptr, next_tile + 1)"
-    with rewritten(_grouped_wgrad_kernel, ticket, plain):
-        assert noticed(lambda: executed(check_wgrad, "sm_90"))
 
 
 def check_gemm(where, path):

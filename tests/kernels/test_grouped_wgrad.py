@@ -8,7 +8,7 @@ from support.experts import DEVICE, INTERPRETED
 from support.factory import wgrad_segment
 from support.passes.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 
-from fusedmlp.kernels import configs, launches, plan, segments
+from fusedmlp.kernels import configs, grouped_wgrad, launches, plan, segments
 from fusedmlp.kernels.configs import Tile
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
@@ -145,19 +145,17 @@ def test_column_subtiles(subtiles, place, monkeypatch):
 
 
 @pytest.mark.parametrize("accumulate", [True, False])
-@pytest.mark.parametrize("which", [0, 1])
-def test_every_tile_is_taken_once_and_those_without_work_are_not(accumulate, which):
+@pytest.mark.parametrize("dealt", [True, False])
+def test_each_tile_may_have_a_program_of_its_own(dealt, accumulate, monkeypatch):
     one = wgrad_segment(RAGGED, device=DEVICE)
-    order = plan.Schedule(one.offsets, one.dy.shape[0]).order(which)
+    order = plan.Schedule(one.offsets, one.dy.shape[0]).order
+    assert order[:5].tolist() == [3, 0, 2, 1, 3]  # and three have rows
+    monkeypatch.setattr(grouped_wgrad, "deals_out", lambda tiles, programs: dealt)
     _, experts = main_grad("packed", 4, 40, 72)
-    path = run(experts, [one], accumulate, packed=True, order=order)
-    *experts_by_rows, used, taken = order[:6].tolist()
-    assert experts_by_rows == [3, 0, 2, 1]
-    assert used == 3
-    tile = configs.select("wgrad", torch.float32, one.dy.device, path, 15)
-    tiles = -(-40 // tile.BLOCK_N) * -(-72 // tile.BLOCK_K)
-    programs = configs.num_programs(tile, one.dy.device, 4 * tiles)
-    assert taken == programs + tiles * (used if accumulate else 4)  # every program learns once that none is left
+    db = torch.full((4, 40), torch.nan, device=DEVICE)
+    run(experts, [one], accumulate, packed=True, order=order, db=db)
+    check(experts, [one], UNTOUCHED if accumulate else 0)
+    check_bias(db, one, None)
 
 
 def test_a_segment_without_rows():

@@ -47,6 +47,20 @@ def test_without_a_gpu(script, name):
     assert not (found := _results(script)[name]), found
 
 
+def test_recording_does_not_import_pytorchs_compiler():
+    program = """if True:
+        import sys, torch
+        from fusedmlp.kernels.recipe import Arguments
+        from fusedmlp.kernels.record import Recorder
+        with Recorder(Arguments((), [], [], torch.device("cpu"))) as recorder:
+            result = torch.empty(3)
+        assert recorder.recipe(result).allocated == [((3,), torch.float32)]
+        assert "torch._dynamo" not in sys.modules
+    """
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
+
+
 @triton.jit
 def _kernel(x_ptr, n, WIDTH: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, WIDTH), n)

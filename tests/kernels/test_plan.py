@@ -23,8 +23,7 @@ def check(schedule, counts, num_rows):
     """Everything that a plan of those counts says."""
     E, offsets = len(counts), [sum(counts[:e]) for e in range(len(counts) + 1)]
     assert schedule.offsets[: E + 1].tolist() == offsets
-    for which in range(2):
-        assert schedule.order(which)[: E + 2].tolist() == [*order_of(counts), sum(n > 0 for n in counts), 0]
+    assert schedule.order[: E + 1].tolist() == [*order_of(counts), sum(n > 0 for n in counts)]
     for block in (
         () if num_rows == 0 else (*configs.row_blocks(torch.empty(0, device=DEVICE).device), 48)
     ):  # and one that is in no table
@@ -109,4 +108,4 @@ def test_rows_of_several_segments_add_up(counts_of_segments, num_experts):
     addresses = device_table(tuple(t.data_ptr() for t in offsets), offsets[0].device) if len(segments) > 1 else None
     rows = [sum(counts) for counts in zip(*segments, strict=True)]
     order = plan.order_of_segments(offsets[0], addresses, num_experts)
-    assert order.tolist() == [*order_of(rows), sum(n > 0 for n in rows), 0]
+    assert order.tolist() == [*order_of(rows), sum(n > 0 for n in rows)]

@@ -1,5 +1,7 @@
 """The order of tiles: all are visited, once, and those that run together share operands."""
 
+from itertools import chain, pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,6 +23,21 @@ def test_every_tile_is_in_the_list_once(num_n, num_k, group):
     listed = [schedule.wgrad_tile.fn(i, num_n, num_k, group) for i in range(3 * num_n * num_k)]
     assert sorted(listed) == [(e, n, k) for e in range(3) for n in range(num_n) for k in range(num_k)]
     assert [e for e, _, _ in listed] == sorted(e for e, _, _ in listed)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 300), st.integers(1, 40))
+def test_a_list_is_dealt_out_once(length, programs):
+    places = [
+        [
+            schedule.place_at.fn(turn, program, programs)
+            for turn in range(schedule.num_turns.fn(length, program, programs))
+        ]
+        for program in range(programs)
+    ]
+    assert sorted(chain(*places)) == list(range(length))
+    for own in places:
+        assert all(i + k + 1 == 2 * programs * (turn + 1) for turn, (i, k) in enumerate(pairwise(own)))
 
 
 def test_tiles_that_run_together_share_operands():

@@ -201,7 +201,7 @@ def _is_the_same(operator, first, second, what):
         decided.seen.clear()
         decided.decided = 0
         expected = operator(*second)
-    for _ in ("seen", "recorded"):
+    for _ in ("seen", "seen again", "recorded"):
         with Launches() as recorded:
             operator(*first)
         assert recorded.decided == decided.decided, what
@@ -219,7 +219,7 @@ def _is_the_same(operator, first, second, what):
 
 def remember(operator, arguments):
     with Launches():
-        for _ in range(2):
+        for _ in range(replay._BEFORE + 1):
             operator(*arguments)
 
 
@@ -356,11 +356,20 @@ def check_a_thread_records_at_a_time():
     assert not _decides(triton_impl.grouped_mlp, arguments)
 
 
-def check_what_comes_once_is_not_recorded():
+def check_what_comes_twice_is_not_recorded():
     calls = [forward_arguments(rows=rows) for rows in range(4, 4 * 9, 4)]
     with mock.patch.object(replay, "Recorder", side_effect=AssertionError("recorded")):
         for arguments in calls:
             triton_impl.grouped_mlp(*arguments)
+            triton_impl.grouped_mlp(*arguments)
+
+
+def check_the_oldest_is_forgotten():
+    with mock.patch.object(replay, "_MOST", 3):
+        calls = [forward_arguments(rows=rows) for rows in range(4, 4 * 5, 4)]
+        for arguments in calls:
+            remember(triton_impl.grouped_mlp, arguments)
+        assert [_decides(triton_impl.grouped_mlp, arguments) for arguments in calls] == [True, False, False, False]
 
 
 def check_after_a_hook_is_gone_launches_are_remembered():

@@ -45,7 +45,7 @@ def main_grad(place, count, N, K, dtype=torch.float32):
 
 
 def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
-    """The path that was taken. `rest`: `dy_rows` or `x_rows`; an order with a counter of its own."""
+    """The path that was taken. `rest`: `dy_rows` or `x_rows`; an order."""
     group = experts
     if packed:
         size = experts[0].shape.numel()
