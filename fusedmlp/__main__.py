@@ -159,15 +159,17 @@ def _kernels(args: argparse.Namespace) -> int:
 def _add_bench(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="comparisons with peers, limit times of every pass, and the balance of the kernels' schedules",
+        help="comparisons with peers, limit times of every pass, what a model says of it, and the balance of schedules",
         description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
-        "measured in the same run. Every shape comes with even loads, Zipf-skewed ones and a quarter of the experts "
-        "empty.",
+        "measured in the same run. Or times by a model of the compiled kernels. Every shape comes with even loads, "
+        "Zipf-skewed ones and a quarter of the experts empty.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
+    what.add_argument("--model", action="store_true", help="times of every pass by what its compiled code costs")
     what.add_argument("--report", type=Path, metavar="DIR", help="run the comparisons with peers; one page into DIR")
+    parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
     parser.add_argument("--results", type=Path, help="for --report: what `pytest bench --benchmark-json` or it wrote")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
@@ -184,9 +186,15 @@ def _bench(args: argparse.Namespace) -> int:
         return report.run(args.report, args.results, args.tiny, args.json)
     from fusedmlp.limits import command
 
-    command.run("roofline" if args.roofline else "schedule", args.json)
-
+    command.run("roofline" if args.roofline else "schedule" if args.schedule else "model", args.json, args.budgets)
     return 0
+
+
+def _budgets(argument: str) -> Path:
+    path = Path(argument)
+    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("gpu,pass,"):
+        raise argparse.ArgumentTypeError(f"expected a table like fusedmlp/static_proof/budgets.csv; got {argument}")
+    return path
 
 
 def _positive(argument: str) -> int:

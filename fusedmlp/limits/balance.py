@@ -45,7 +45,7 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
     M-ragged passes: `[R, K] @ [K, N]`, and all tiles cost the same, since rows beyond an expert's last are multiplied
     too. wgrad: `[N, R] @ [R, K]`, experts by falling number of rows, those without any left out.
     """
-    tile = _tile(kernel, rows, gpu.architecture)
+    tile = tile_of(kernel, rows, gpu.architecture)
     flop_rate, bandwidth = gpu.bf16_flops / gpu.processors, gpu.bandwidth / gpu.processors
     if kernel != "wgrad":
         num_tiles = sum(-(-n // tile.BLOCK_M) for n in rows) * -(-N // tile.BLOCK_N)
@@ -61,12 +61,13 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
 
 def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> bool:
     """Whether tiles of different costs go to programs in turns."""
-    tile = _tile(kernel, rows, gpu.architecture)
+    tile = tile_of(kernel, rows, gpu.architecture)
     programs = gpu.processors * tile.PER_SM
     return kernel == "wgrad" and schedule.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
-def _tile(kernel: str, rows: Sequence[int], architecture: str) -> configs.Tile:
+def tile_of(kernel: str, rows: Sequence[int], architecture: str) -> configs.Tile:
+    """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element."""
     table = configs.TABLES[architecture]
     path: configs.Path = "tma" if (kernel, "tma", 16) in table else "pointer"
     return table[kernel, path, 16]["short" if sum(rows) / len(rows) < configs.SHORT_ROWS else "long"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,9 +13,14 @@ from fusedmlp.limits import measure, roofline
 from fusedmlp.limits.gpus import GPUS
 
 
-def run(what: Literal["roofline", "schedule"], as_json: bool) -> None:
-    """Print the rows of one report."""
-    if what == "schedule":
+def run(what: Literal["roofline", "schedule", "model"], as_json: bool, before: Path | None = None) -> None:
+    """Print the rows of one report; `before`: for the model, an older table of budgets to compare with."""
+    if what == "model":
+        from fusedmlp.limits import model  # needs Triton
+
+        rows, text = list(model.rows(before)), model_line
+        header = "\n".join(_about_model(rows, before))
+    elif what == "schedule":
         from fusedmlp.limits import balance  # needs Triton
 
         rows, text = list(balance.rows()), schedule_line
@@ -29,6 +35,17 @@ def run(what: Literal["roofline", "schedule"], as_json: bool) -> None:
         print(json.dumps(rows, indent=1))
     else:
         print_rows(header, rows, text)
+
+
+def _about_model(rows: Iterable[dict[str, Any]], before: Path | None) -> Iterator[str]:
+    within = {row["gpu"]: row["within"] for row in rows}
+    shares = ", ".join(f"{gpu} {share:.0%}" for gpu, share in within.items())
+    yield f"A model, not a measurement; by the uncertainty of its constants alone, times may be off by: {shares}"
+    for gpu in GPUS:
+        if gpu.name not in within:
+            yield f"{gpu.name} is left out: no facts of kernels for {gpu.architecture}"
+    columns = "us, TFLOP/s, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
+    yield f"shape, load, pass, GPU: {columns}" + (f"; us by {before}, times faster now" if before else "")
 
 
 def print_rows(header: str, rows: Iterable[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
@@ -50,3 +67,12 @@ def schedule_line(row: dict[str, Any]) -> str:
     """One row as text."""
     name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
     return f"{name}{row['tiles']:8} {row['tiles_per_processor']:8.1f} {row['idle']:6.1%}"
+
+
+def model_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
+    line = f"{name}{row['us']:9.1f} {row['tflops']:7.1f} {row['of_limit']:6.1%}"
+    tile = f" {row['step_cycles']:7.0f} {row['bubble_cycles']:7.0f} {row['bound']:<7}" if "bound" in row else " " * 24
+    before = f" {row['us_before']:9.1f} {row['us_before'] / row['us']:6.2f}" if "us_before" in row else ""
+    return (line + tile + before).rstrip()

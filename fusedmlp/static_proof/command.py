@@ -36,7 +36,7 @@ def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_vari
 
 
 # Of a step of the main loop, then of a tile beside its steps, in the order of `MainLoop`; "left": still in flight.
-_LOOP = ("step", "MMA", "waits", "bar", "MMA left", "loads left", "tile", "stores", "waits", "bar")
+_LOOP = ("step", "MMA", "waits", "bar", "MMA left", "loads left", "tile", "stores", "waits", "bar", "joined")
 
 
 def table(rows: Sequence[proof.Row]) -> str:

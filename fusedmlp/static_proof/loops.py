@@ -120,16 +120,19 @@ def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int]) -> list
     tile has a program of its own, of the kernel. Where there are stores in the loop that multiplies, the compiler has
     made one of steps and tiles.
     """
-    if _stores(code, loop):
+    if stores(code, loop):
         tiles, steps = loop, frozenset(path)
     else:
-        around = [other for other in loops(code) if loop.body < other.body and _stores(code, other)]
+        around = [other for other in loops(code) if loop.body < other.body and stores(code, other)]
         whole = Loop(0, len(code) - 1, frozenset(range(len(code))))
         tiles, steps = min(around, key=lambda other: len(other.body), default=whole), loop.body
     return [code[place] for place in sorted(tiles.body - steps) if place <= tiles.end]
 
 
-def _stores(code: Sequence[Instruction], loop: Loop) -> bool:
+def stores(code: Sequence[Instruction], loop: Loop) -> bool:
+    """Whether a loop has stores. One that multiplies then is of steps and tiles, and loads run ahead across both: a
+    tile's first under the stores of the one before.
+    """
     return any(code[place].kind == "store" for place in loop.body)
 
 

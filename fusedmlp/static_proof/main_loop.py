@@ -31,6 +31,8 @@ class MainLoop(NamedTuple):
     tile_stores: int  # to global memory: of TMA and of threads, reductions among them
     tile_waits: int  # for stores, and for the last operands and MMAs
     tile_barriers: int
+    joined: int  # 1 if steps and tiles are one loop: a tile's first loads then run under the stores of the one before;
+    # 2 if other warps load and store: so do its products
 
 
 def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
@@ -69,6 +71,7 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
         count(tile, "store"),
         count(tile, "wait"),
         count(tile, "barrier"),
+        2 if is_tcgen05 and not count(path, "load") + count(path, "barrier") else int(loops.stores(code, loop)),
     )
 
 

@@ -111,6 +111,7 @@ def test_a_step_and_a_tile_of_one_flattened_loop(end):
         tile_stores=1,
         tile_waits=2,
         tile_barriers=1,
+        joined=1,
     )
 
 
@@ -133,6 +134,7 @@ def test_a_step_in_a_loop_of_tiles():
     assert (found.mma_in_flight, found.loads_in_flight) == (1, 2)
     # Neither the store past the loop over tiles nor the second try of the wait is a tile's.
     assert (found.tile_instructions, found.tile_stores, found.tile_waits) == (5, 2, 1)
+    assert found.joined == 0
 
 
 def test_a_step_that_waits_for_its_own_mma_leaves_none_in_flight():
@@ -162,7 +164,7 @@ def test_the_assembly_of_amd():
     found = main_loop.read(assembly.gcn(GCN))
     assert (found.instructions, found.mma, found.waits, found.barriers) == (5, 2, 1, 1)
     assert (found.mma_in_flight, found.loads_in_flight) == (None, None)
-    assert (found.tile_instructions, found.tile_stores, found.tile_waits) == (5, 1, 1)
+    assert (found.tile_instructions, found.tile_stores, found.tile_waits, found.joined) == (5, 1, 1, 0)
 
 
 def test_code_that_multiplies_in_no_loop_has_none():

@@ -1,0 +1,69 @@
+"""What `model` takes GPUs to do, each with its source and uncertainty. Nothing here was measured by this project.
+
+Those of a tile are fitted, within what hardware allows, to estimates that were read from listings of older kernels:
+a tile beside its steps took 13,000 cycles in fc1, 2,200 in the GEMM, 17,000 in dgrad, 8,500 in wgrad, and 4,600 in one
+with its loops joined.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Constant(NamedTuple):
+    """A number and how far off it may be."""
+
+    value: float
+    within: float  # share of the value
+    source: str
+
+
+class Rates(NamedTuple):
+    """Cycles are of a multiprocessor."""
+
+    clock: float  # Hz
+    tensor: float  # bf16 FLOP a cycle and multiprocessor
+    l2: float  # bytes a cycle and multiprocessor, while all of them load or store
+    memory: float  # sustained share of the datasheet's bandwidth
+    issue: float  # instructions a cycle and scheduler (of four), beside what they wait for
+    barrier: float  # cycles, of the whole block
+    wait: float  # cycles of one in a step, where what it waits for has mostly come
+    store: float  # cycles to hand one to the TMA unit, fence and election included, or to issue it
+    store_wait: float  # cycles until a store has read its buffer, beside the time of its bytes; the tile's other waits
+    trip: float  # cycles of a load from L2 that a warp waits for
+    first_load: float  # cycles from the issue of a load by TMA to the step that has it, memory and L2 mixed
+
+
+_COMMON = {
+    "memory": Constant(0.90, 0.05, "large copies on H100 and H200 are commonly reported at 88 to 93%"),
+    "issue": Constant(0.9, 0.15, "fitted; two warps a scheduler, elementwise code without loads from memory"),
+    "barrier": Constant(20, 0.5, "fitted; when all warps come at about the same time"),
+    "wait": Constant(10, 0.5, "estimate: one try that succeeds"),
+    "store": Constant(40, 0.5, "fitted; fence, elected thread and commit"),
+    "store_wait": Constant(130, 0.4, "fitted; some hundred cycles from issue until shared memory is read"),
+    "trip": Constant(700, 0.3, "estimate: under 300 cycles from an idle L2, more than twice as many from a busy one"),
+    "first_load": Constant(1000, 0.3, "estimate: 600 to 700 from L2 and over 1,000 from memory, when busy"),
+}
+RATES: dict[str, dict[str, Constant]] = {
+    "sm_90": {
+        "clock": Constant(1.7e9, 0.1, "estimate: power keeps products below the 1.83 GHz of the datasheet's peak"),
+        "tensor": Constant(4096, 0.0, "datasheet: 989.4 TFLOP/s by 132 multiprocessors at 1.83 GHz"),
+        "l2": Constant(38, 0.15, "estimate: 8.5 TB/s for 132 multiprocessors; a port is 64 bytes wide"),
+    }
+    | _COMMON,
+    "sm_100": {
+        "clock": Constant(1.7e9, 0.1, "estimate, as sm_90; the datasheet's peak is at 1.86 GHz"),
+        "tensor": Constant(8192, 0.0, "datasheet: 2,250 TFLOP/s by 148 multiprocessors at 1.86 GHz"),
+        "l2": Constant(45, 0.3, "guess: between sm_90's 38 and the 64 bytes of a port"),
+    }
+    | _COMMON,
+}
+
+
+def of(architecture: str, off: str | None = None) -> Rates:
+    """Rates of `RATES`; that named `off` is slower, or takes longer, by its uncertainty."""
+    values = {name: constant.value for name, constant in RATES[architecture].items()}
+    if off is not None:
+        faster_if_more = off in ("clock", "tensor", "l2", "memory", "issue")
+        values[off] *= 1 + RATES[architecture][off].within * (-1 if faster_if_more else 1)
+    return Rates(**values)
