@@ -2,7 +2,7 @@
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
+from triton.language.target_info import cuda_capability_geq, is_cuda
 from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 
 # Whether kernels run under the CPU interpreter; decided when they are defined.
@@ -34,6 +34,20 @@ def paired(value):
     if is_cuda() and value.dtype.primitive_bitwidth == 16:
         value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=True, pack=2)
     return value
+
+
+@triton.jit
+def zeros(M: tl.constexpr, N: tl.constexpr, size, FLATTEN: tl.constexpr):
+    """Sums of a tile before its first product, `[M, N]`.
+
+    Not the constant where wgmma has them in registers and the loops over tiles and steps are one: there ptxas makes two
+    instructions of each register's zero. `size`: of what cannot have 2^31 or more; only the compiler does not know.
+    """
+    if FLATTEN and cuda_capability_geq(9) and not cuda_capability_geq(10):
+        sums = tl.full((M, N), (size >> 31).to(tl.float32, bitcast=True), dtype=tl.float32)
+    else:
+        sums = tl.zeros((M, N), dtype=tl.float32)
+    return sums
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import cost, descriptors, launches
 from .alignment import vectors_fit
-from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
+from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows, zeros
 from .configs import cdiv, choose, dot_precision, num_programs
 from .dprobs import Dprobs, sum_partials
 from .expert_tensors import ExpertTensors
@@ -72,7 +72,7 @@ def _grouped_gemm_kernel(
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        acc = zeros(BLOCK_M, BLOCK_N, num_m, FLATTEN)
         for k in range(0, K, BLOCK_K):
             x_MK = load_rows(x_desc, x_M1, first, rows, mask_M1, k, K, BLOCK_K)
             w_KN = load_weight(w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, BLOCK_N, BLOCK_K, K_CONTIGUOUS)

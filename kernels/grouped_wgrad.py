@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import cost, launches
 from .alignment import vectors_fit
-from .common import dot, expert_base, round_to
+from .common import dot, expert_base, round_to, zeros
 from .configs import (
     BY_DESCRIPTORS,
     Path,
@@ -144,7 +144,7 @@ def _grouped_wgrad_kernel(
             rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
             expert = tl.load(order_ptr + rank)
             n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
-            acc_NK = tl.zeros((BLOCK_N, BLOCK_K), dtype=tl.float32)
+            acc_NK = zeros(BLOCK_N, BLOCK_K, turns, FLATTEN)
             if segments_ptr is None:
                 first = tl.load(offsets_ptr + expert)
                 size = tl.load(offsets_ptr + expert + 1) - first
