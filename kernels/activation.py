@@ -8,18 +8,39 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 _INV_SQRT_2 = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _GELU_CUBIC = tl.constexpr(0.044715)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(x, SCALE: tl.constexpr):
+    """`sigmoid(SCALE * x)`, fp32.
+
+    NVIDIA's instructions for `2^u` and `1 / v` alone: `tl.sigmoid` guards them, with eight more, against subnormal
+    results, of which the first would be added to 1, and the second is a gate as good as closed.
+    """
+    if is_cuda():
+        power = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * (-SCALE * _LOG2_E)], dtype=tl.float32, is_pure=True, pack=1
+        )
+        s = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [1 + power], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        s = tl.sigmoid(x * SCALE)
+    return s
 
 
 @triton.jit
 def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
     """`(c(x), c'(x))`, fp32."""
     if CURVE == "sigmoid":
-        s = tl.sigmoid(x * ALPHA)
+        s = sigmoid(x, ALPHA)
         c = x * s
         slope = s + c * (1 - s) * ALPHA  # (x s(ax))' = s + x a s (1 - s)
     elif CURVE == "gelu":
@@ -29,7 +50,7 @@ def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
     elif CURVE == "gelu_tanh":
         # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
         cubic = x * x * _GELU_CUBIC
-        s = tl.sigmoid((x + x * cubic) * _SQRT_8_OVER_PI)
+        s = sigmoid(x + x * cubic, _SQRT_8_OVER_PI)
         c = x * s
         slope = s + c * (1 - s) * (1 + 3 * cubic) * _SQRT_8_OVER_PI
     elif CURVE == "relu":
@@ -50,12 +71,12 @@ def gated(g, l, CURVE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, O
     l_slope = 1.0
     if LIMIT is not None:
         g_slope = tl.where(g <= LIMIT, 1.0, 0.0)
-        l_slope = tl.where((l >= -LIMIT) & (l <= LIMIT), 1.0, 0.0)
+        l_slope = tl.where(tl.abs(l) <= LIMIT, 1.0, 0.0)
         # Not tl.minimum, which on a GPU turns NaN into the limit.
         g = tl.where(g > LIMIT, LIMIT, g)
         l = tl.where(l > LIMIT, LIMIT, tl.where(l < -LIMIT, -LIMIT, l))
     c, slope = curve(g, CURVE, ALPHA)
-    m = l + OFFSET
+    m = l + OFFSET if OFFSET != 0 else l  # adding 0 is an instruction: it makes 0 of -0
     return c * m, slope * m * g_slope, c * l_slope
 
 

@@ -56,7 +56,7 @@ _Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
 _POINTER: _Rows = {
     ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
     ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3)),
-    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3)),
+    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
@@ -98,16 +98,16 @@ _AMD_RAGGED: _Rows = {
 _SM_90: _Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
-    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
+    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8), Tile(128, 128, 32, 8, 6, 8, 8)),
-    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 8, 8, 1)),
+    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
 }
 _SM_100: _Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
-    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
+    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8), Tile(128, 128, 64, 8, 4, 4, 8)),
-    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
+    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
 }
 
 # Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
@@ -138,6 +138,7 @@ _SM_100 |= {
 }
 
 # Where others spill a few bytes, because the compiler prefers those to fewer programs on a multiprocessor.
+_SM_100 |= {("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8))}
 _SM_80: _Rows = {("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8))}
 _SM_90 |= {("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8))}
 _SM_120: _Rows = {

@@ -9,7 +9,8 @@ next launch adds up (`dprobs.py`): no atomics, the same bits every run.
 With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. Descriptors cannot
 follow an index, so dy then comes by pointers, through cp.async, also where all else goes by TMA.
 
-The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles.
+The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles; both halves of `dh` leave by
+one store. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,18 @@ from torch import Tensor
 
 from . import activation, cost, descriptors, launches
 from .alignment import vectors_fit
-from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows
+from .common import (
+    column_subtiles,
+    dot,
+    expert_base,
+    load_bias,
+    load_rows,
+    load_weight,
+    round_to,
+    store_halves,
+    store_rows,
+    zeros,
+)
 from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
 from .expert_tensors import ExpertTensors
 from .launcher import launch
@@ -30,12 +42,14 @@ from .schedule import load_tile, tile_at, zero_padding
 
 
 @triton.jit
-def _load_h(h_M1, mask_M1, column, F, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
-    """A subtile of gates and one of linear channels; one of both where they are interleaved."""
-    g = load_rows(None, h_M1, 0, 0, mask_M1, column * CHANNEL_STEP, F * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
+def _load_h(h_M1, F, mask_M1, left, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
+    """A subtile of gates and one of linear channels from `h_M1` on, where a row has `left` of either; one of both
+    where they are interleaved.
+    """
+    g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
     l = g
     if GATED and CHANNEL_STEP == 1:
-        l = load_rows(None, h_M1, 0, 0, mask_M1, F + column, 2 * F, WIDTH)
+        l = load_rows(None, h_M1 + F, 0, 0, mask_M1, 0, left, WIDTH)
     return g, l
 
 
@@ -53,7 +67,6 @@ def _grouped_dgrad_act_kernel(
     h_ptr,
     dh_ptr,
     dh_desc,
-    dh_linear_desc,
     a_ptr,
     a_desc,
     partial_ptr,
@@ -83,16 +96,16 @@ def _grouped_dgrad_act_kernel(
     BLOCK_H: tl.constexpr,
     SUBTILES: tl.constexpr,
     GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
+    tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
-    end_g = F * CHANNEL_STEP  # of the gates
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
-    # Not one loop with that over H (`flatten`): the registers of both would not be enough.
-    for place in range(tl.program_id(0), num_m * num_f, tl.num_programs(0)):
+    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         f, mask_M1 = f_tile * BLOCK_F, row_M1 < rows
@@ -103,15 +116,16 @@ def _grouped_dgrad_act_kernel(
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
-        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time.
-        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
-        g_next, l_next = _load_h(h_M1, mask_M1, f, F, WIDTH, GATED, CHANNEL_STEP)
-        da = tl.zeros((BLOCK_M, BLOCK_F), dtype=tl.float32)
+        da = zeros(BLOCK_M, BLOCK_F, num_m, FLATTEN)
         for k in range(0, H, BLOCK_H):
             dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
             w_HF = load_weight(w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS)
             da = dot(dy_MH, w_HF, da, PRECISION)
 
+        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
+        # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.
+        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * CHANNEL_STEP
+        g_next, l_next = _load_h(h_M1, F, mask_M1, F - f, WIDTH, GATED, CHANNEL_STEP)
         dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
@@ -121,10 +135,10 @@ def _grouped_dgrad_act_kernel(
         for s in tl.static_range(SUBTILES):
             da_MF = parts[s]
             column = f + s * WIDTH
-            column_g = column * CHANNEL_STEP
             g, l = g_next.to(tl.float32), l_next.to(tl.float32)
             if s + 1 < SUBTILES:
-                g_next, l_next = _load_h(h_M1, mask_M1, column + WIDTH, F, WIDTH, GATED, CHANNEL_STEP)
+                h_M1 += WIDTH_G
+                g_next, l_next = _load_h(h_M1, F, mask_M1, F - column - WIDTH, WIDTH, GATED, CHANNEL_STEP)
             if GATED and CHANNEL_STEP == 2:
                 g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
             if GATED:
@@ -132,17 +146,20 @@ def _grouped_dgrad_act_kernel(
             else:
                 act, by_gate = activation.curve(g, CURVE, ALPHA)
             if probs_ptr is not None:
-                dprobs_M1 += tl.sum(da_MF * act, axis=1, keep_dims=True)
+                # Not along axis 1: for sm_100, Triton 3.7.1 would look for another layout of `da`, and fail.
+                dprobs_M1 += tl.sum(tl.reshape(da_MF * act, (BLOCK_M, 1, WIDTH)), axis=2)
                 da_MF *= probs_M1
                 act *= probs_M1
-            dh_MG = da_MF * by_gate
-            if GATED and CHANNEL_STEP == 2:
-                dh_MG = tl.reshape(tl.join(dh_MG, da_MF * by_linear), (BLOCK_M, WIDTH_G))
-            dh_MG = round_to(dh_MG, dh_ptr.dtype.element_ty)
-            store_rows(dh_desc, dh_M1, first, rows, mask_M1, column_g, end_g, dh_MG)
-            if TWO:
+            dg_MF = round_to(da_MF * by_gate, dh_ptr.dtype.element_ty)
+            if GATED:
                 dl_MF = round_to(da_MF * by_linear, dh_ptr.dtype.element_ty)
-                store_rows(dh_linear_desc, dh_M1, first, rows, mask_M1, F + column, 2 * F, dl_MF)
+            if TWO:
+                store_halves(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF, dl_MF)
+            elif GATED:
+                dh_MG = tl.reshape(tl.join(dg_MF, dl_MF), (BLOCK_M, WIDTH_G))
+                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column * CHANNEL_STEP, F * CHANNEL_STEP, dh_MG)
+            else:
+                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF)
             store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(act, a_ptr.dtype.element_ty))
 
         if probs_ptr is not None:
@@ -183,8 +200,9 @@ def grouped_dgrad_act_(
     (num_rows, F), H, num_experts = a_RF.shape, dy_RH.shape[1], schedule.num_experts
     w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])
     w_view = descriptors.matrices(w_EFH, num_experts, (F, H)) if num_rows else None
-    gathered = rows_R is not None
+    gathered, halves = rows_R is not None, 2 if act.GATED and act.CHANNEL_STEP == 1 else 1
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
+    fits = fits and descriptors.fits_halves(dh_RG, halves)
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else descriptors.fits_tensor(dy_RH))
     path, tile = choose(
         "dgrad_act",
@@ -200,14 +218,13 @@ def grouped_dgrad_act_(
     if not num_rows:
         return partial
     k_contiguous = w_EFH.strides[1] == 1
-    dy_desc = w_desc = dh_desc = dh_linear_desc = a_desc = None
+    dy_desc = w_desc = dh_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
-        dh_desc = descriptors.ragged_rows(dh_RG, block_m, width * act.CHANNEL_STEP, F * act.CHANNEL_STEP)
-        dh_linear_desc = descriptors.ragged_rows(dh_RG, block_m, width)
+        dh_desc = descriptors.ragged_rows(dh_RG, block_m, width * act.CHANNEL_STEP, halves=halves)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     tokens = dy_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
@@ -233,7 +250,6 @@ def grouped_dgrad_act_(
         h_RG,
         dh_RG,
         dh_desc,
-        dh_linear_desc,
         a_RF,
         a_desc,
         partial,
@@ -257,6 +273,7 @@ def grouped_dgrad_act_(
         BLOCK_H=tile.BLOCK_K,
         SUBTILES=tile.SUBTILES,
         GROUP_M=tile.GROUP_M,
+        FLATTEN=tile.PER_SM > 0,
         PRECISION=dot_precision(dy_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -15,10 +15,8 @@ MOST = 3  # places of a kind in a kernel: the first, the last and some between
 NEEDLESS = {
     # Before the sums' own copy of a tile: what it overwrites was read before the barrier at the end of the last step.
     ("sm_80_wgrad", "bar.sync removed"): 1,
-    # Between two changes of layout through shared memory of which each warp has its own part.
-    ("sm_90_dgrad", "bar.sync removed"): 1,
     # After a loop whose last step has waited for all.
-    **{(f"sm_90_{name}", "wgmma wait one short"): 1 for name in ("matmul", "gemm", "wgrad", "wgrad_gathered")},
+    **{(f"sm_90_{name}", "wgmma wait one short"): 1 for name in ("matmul", "gemm", "dgrad", "wgrad", "wgrad_gathered")},
     # After the sums' loop: what is still on its way goes where nobody looks before the next wait.
     ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
     # Of the last columns of a tile, which lie outside of dw or y.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import experts
+from support import experts, passes
 from support.experts import INTERPRETED
 from support.factory import Case, Inputs
 from support.passes.dgrad_act import check, run
@@ -85,6 +85,32 @@ def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
     check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
+
+
+@pytest.mark.parametrize("kind", ["gated", "interleaved"])
+def test_halves_of_rows_that_no_descriptor_can_tell_apart(kind, monkeypatch):
+    # F of 4: all rows are whole multiples of 16 bytes apart, gates and linear channels 8 bytes, unless they alternate.
+    def with_wider_rows(dh, a, *args, **kwargs):
+        wider = a.new_full((a.shape[0], 8), float("nan"))
+        partial = grouped_dgrad_act.grouped_dgrad_act_(dh, wider[:, :4], *args, **kwargs)
+        assert wider[:, 4:].isnan().all()
+        a.copy_(wider[:, :4])
+        return partial
+
+    monkeypatch.setattr(passes.dgrad_act, "grouped_dgrad_act_", with_wider_rows)
+    name, options = ACTIVATIONS[kind]
+    case = Case(
+        (5, 18, 0, 1), 3, H=40, F=4, activation=name, options=options, layout="in_out", bias=True, dtype=torch.bfloat16
+    )
+    check(case, best="unaligned" if kind == "gated" else "tma")
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_tiles_that_run_past_the_last_channel(kind):
+    # Not into what lies there: the linear channels of the row, or another row.
+    name, options = ACTIVATIONS[kind]
+    for F in (8, 24, 72):
+        check(Case((3, 0, 17, 1), 4, H=48, F=F, activation=name, options=options, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("bias", [True, False])
