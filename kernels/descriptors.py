@@ -64,8 +64,8 @@ def fits_tensor(tensor: Tensor) -> bool:
 
 
 def fits_halves(t_RG: Tensor, halves: int) -> bool:
-    """Whether the two halves of a row, if it has two, can be a dimension of a descriptor."""
-    return halves == 1 or t_RG.shape[1] // 2 * t_RG.dtype.itemsize % _ALIGNMENT == 0
+    """Whether a row, or each of two halves of it (then a dimension of a descriptor), is whole multiples of 16 bytes."""
+    return t_RG.shape[1] // halves * t_RG.dtype.itemsize % _ALIGNMENT == 0
 
 
 def ragged_rows(

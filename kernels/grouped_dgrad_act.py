@@ -42,14 +42,14 @@ from .schedule import load_tile, tile_at, zero_padding
 
 
 @triton.jit
-def _load_h(h_M1, F, mask_M1, left, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
-    """A subtile of gates and one of linear channels from `h_M1` on, where a row has `left` of either; one of both
-    where they are interleaved.
+def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
+    """A subtile of gates and one of linear channels from `h_M1` and `l_M1` on, where a row has `left` of either; one of
+    both where they are interleaved.
     """
     g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
     l = g
     if GATED and CHANNEL_STEP == 1:
-        l = load_rows(None, h_M1 + F, 0, 0, mask_M1, 0, left, WIDTH)
+        l = load_rows(None, l_M1, 0, 0, mask_M1, 0, left, WIDTH)
     return g, l
 
 
@@ -102,6 +102,8 @@ def _grouped_dgrad_act_kernel(
     TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
+    # With descriptors rows, and halves of them, are whole multiples of 16 bytes: loads by pointers are vectors, too.
+    VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // CHANNEL_STEP
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
@@ -125,7 +127,11 @@ def _grouped_dgrad_act_kernel(
         # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
         # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * CHANNEL_STEP
-        g_next, l_next = _load_h(h_M1, F, mask_M1, F - f, WIDTH, GATED, CHANNEL_STEP)
+        l_M1, left = h_M1 + F, F - f
+        if VECTOR > 1:
+            h_M1, l_M1 = tl.multiple_of(h_M1, (16, 16)), tl.multiple_of(l_M1, (16, 16))
+            left = tl.multiple_of(left, VECTOR)
+        g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, GATED, CHANNEL_STEP)
         dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
@@ -137,8 +143,8 @@ def _grouped_dgrad_act_kernel(
             column = f + s * WIDTH
             g, l = g_next.to(tl.float32), l_next.to(tl.float32)
             if s + 1 < SUBTILES:
-                h_M1 += WIDTH_G
-                g_next, l_next = _load_h(h_M1, F, mask_M1, F - column - WIDTH, WIDTH, GATED, CHANNEL_STEP)
+                h_M1, l_M1, left = h_M1 + WIDTH_G, l_M1 + WIDTH, left - WIDTH
+                g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, GATED, CHANNEL_STEP)
             if GATED and CHANNEL_STEP == 2:
                 g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
             if GATED:
