@@ -141,6 +141,7 @@ _SM_100 |= {
 _SM_100 |= {("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8))}
 _SM_80: _Rows = {("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8))}
 _SM_90 |= {("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8))}
+_SM_100 |= {("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8))}
 _SM_120: _Rows = {
     ("dgrad_act", "pointer", 16): _both(Tile(64, 32, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),

@@ -53,6 +53,36 @@ def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, GATED: tl.constexpr,
     return g, l
 
 
+@triton.jit
+def _bias_dprobs(
+    partial_ptr,
+    dy_ptr,
+    rows_ptr,
+    bias_ptr,
+    bias_table_ptr,
+    tiles_ptr,
+    H,
+    stride_dy_r,
+    stride_bias_e,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work."""
+    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    for m_tile in range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        mask_M1, dy_row_M1 = row_M1 < rows, first + row_M1
+        if rows_ptr is not None:
+            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
+        dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
+        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+        sums_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+        for k in tl.range(0, H, BLOCK_H, num_stages=3):  # without a dot, loads are pipelined on demand only
+            dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
+            sums_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
+        tl.store(partial_ptr + first + row_M1, tl.sum(sums_MH, axis=1, keep_dims=True), mask=mask_M1)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
@@ -106,6 +136,14 @@ def _grouped_dgrad_act_kernel(
     VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // CHANNEL_STEP
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
+    num_parts = num_f
+    if probs_ptr is not None and bias_ptr is not None:
+        # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
+        _bias_dprobs(
+            partial_ptr + num_f.to(tl.int64) * num_rows,
+            *(dy_ptr, rows_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e, BLOCK_M, BLOCK_H),
+        )
+        num_parts = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
@@ -169,19 +207,13 @@ def _grouped_dgrad_act_kernel(
             store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(act, a_ptr.dtype.element_ty))
 
         if probs_ptr is not None:
-            if bias_ptr is not None:
-                # Not in the loop over H above: all column tiles would pay for what one needs.
-                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                for k in range(0, tl.where(f_tile == 0, H, 0), BLOCK_H):
-                    dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H).to(tl.float32)
-                    dprobs_M1 += tl.sum(dy_MH * load_bias(bias, k, H, BLOCK_H), axis=1, keep_dims=True)
             partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
             tl.store(partial_M1, dprobs_M1, mask=mask_M1)
 
     zero_padding(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:
-        zero_padding(partial_ptr, tiles_ptr, num_f, 1, num_rows, BLOCK_M, 4)
+        zero_padding(partial_ptr, tiles_ptr, num_parts, 1, num_rows, BLOCK_M, 4)
 
 
 def grouped_dgrad_act_(
@@ -219,8 +251,10 @@ def grouped_dgrad_act_(
         schedule.rows_per_expert,
         gathered,
     )
-    num_f = cdiv(F, tile.BLOCK_N)
-    partial = torch.empty(num_f, num_rows, dtype=torch.float32, device=dy_RH.device) if probs_R is not None else None
+    num_f, partial = cdiv(F, tile.BLOCK_N), None
+    if probs_R is not None:
+        parts = num_f if bias_EH is None else num_f + 1
+        partial = torch.empty(parts, num_rows, dtype=torch.float32, device=dy_RH.device)
     if not num_rows:
         return partial
     k_contiguous = w_EFH.strides[1] == 1
@@ -279,7 +313,7 @@ def grouped_dgrad_act_(
         BLOCK_H=tile.BLOCK_K,
         SUBTILES=tile.SUBTILES,
         GROUP_M=tile.GROUP_M,
-        FLATTEN=tile.PER_SM > 0,
+        FLATTEN=tile.PER_SM > 0 and not (gathered and bias),  # which would spill a few bytes
         PRECISION=dot_precision(dy_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
