@@ -87,10 +87,11 @@ def saved_bytes(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> in
     return sum(kept.values())
 
 
-def ceilings(device: str) -> Iterator[tuple[str, float, float]]:
+def ceilings(device: str, tiny: bool) -> Iterator[tuple[str, float, float]]:
     """`(dtype, FLOP/s, bytes/s)`: a large dense product of each dtype, and a large copy, measured now."""
-    n = 1024 if device == "cpu" else 8192
-    size = 2**28 if device == "cpu" else 2**32
+    n, size = (1024, 2**28) if device == "cpu" else (8192, 2**32)
+    if tiny:
+        n, size = 64, 2**16
 
     def seconds(run: Callable[[], object]) -> float:
         now, times = clock(device), []

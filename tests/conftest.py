@@ -30,6 +30,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "exhaustive: not part of a quick run")
+    config.addinivalue_line("markers", "sparse: every value of its grid is part of a quick run, not every two together")
     config.pluginmanager.register(Grids(config.getoption("quick")))
     if not hasattr(config, "workerinput"):  # xdist's workers are this process's children
         config.pluginmanager.register(CleanRun(Path(__file__).parents[1]))

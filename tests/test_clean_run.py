@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,16 @@ TESTS = {
 
 
 @pytest.fixture
-def start(tmp_path):
+def temporary():
+    """A folder for the run's temporary files; its name is short, as those of sockets in it must be."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield folder
+
+
+@pytest.fixture
+def start(tmp_path, temporary):
     """`start(kind)`: a run of one test with two workers, as `make test` makes it; its process and name."""
-    for folder in ("up", "temporary"):
-        (tmp_path / folder).mkdir()
+    (tmp_path / "up").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "rank.py").write_text(RANK)
 
@@ -55,7 +62,7 @@ def start(tmp_path):
         name = f"{os.environ[NAME]}/{kind}"
         path = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1], tmp_path)))
         command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "test_it.py"]
-        environment = os.environ | {NAME: name, "PYTHONPATH": path, "TMPDIR": str(tmp_path / "temporary")}
+        environment = os.environ | {NAME: name, "PYTHONPATH": path, "TMPDIR": temporary}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         # Whoever started this run in the background of a shell made it ignore SIGINT, and so all that it starts.
         heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
@@ -64,14 +71,14 @@ def start(tmp_path):
     return start
 
 
-def left_behind(root):
-    return [*root.glob("build/tmp/*"), *(root / "temporary").iterdir()]
+def left_behind(root, temporary):
+    return [*root.glob("build/tmp/*"), *Path(temporary).iterdir()]
 
 
 @pytest.mark.parametrize(
     ("kind", "status", "says"),
     [
-        ("green", 0, ["1 passed"]),
+        pytest.param("green", 0, ["1 passed"], marks=pytest.mark.exhaustive),  # as is the run that this is in
         pytest.param(
             "red", 1, ["rank 0 ended with 1", "rank 1 ended with 1", "ZeroDivisionError"], marks=pytest.mark.exhaustive
         ),
@@ -83,21 +90,21 @@ def left_behind(root):
         ),
     ],
 )
-def test_a_run_that_ends_by_itself(kind, status, says, start, tmp_path):
+def test_a_run_that_ends_by_itself(kind, status, says, start, tmp_path, temporary):
     run, name = start(kind)
     shown, _ = run.communicate()
     assert run.returncode == status, shown
     for text in says:
         assert re.search(text, shown), shown
     assert processes_of(name) == []
-    assert left_behind(tmp_path) == []
+    assert left_behind(tmp_path, temporary) == []
 
 
 WAYS = [signal.SIGINT, *(pytest.param(how, marks=pytest.mark.exhaustive) for how in (signal.SIGTERM, signal.SIGKILL))]
 
 
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.name)
-def test_a_run_that_is_interrupted(how, start, tmp_path):
+def test_a_run_that_is_interrupted(how, start, tmp_path, temporary):
     run, name = start("slow")
     while len(list((tmp_path / "up").iterdir())) < 2:  # both ranks are running
         assert run.poll() is None, run.stdout.read()
@@ -113,4 +120,4 @@ def test_a_run_that_is_interrupted(how, start, tmp_path):
         assert alive == []
     else:
         assert processes_of(name) == []
-        assert left_behind(tmp_path) == []
+        assert left_behind(tmp_path, temporary) == []

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import factory, moe, reference
+from support.grids import seeds
 from support.tolerance import assert_close
 from torch import nn
 from torch._dynamo.utils import counters
@@ -19,6 +20,7 @@ import fusedmlp
 
 # Dynamo itself instantiates an autograd.Function while it traces one.
 pytestmark = [
+    pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # imported by inductor
 ]
@@ -40,7 +42,7 @@ def compiled_functions(monkeypatch):
         monkeypatch.setattr(fusedmlp, name, run)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, quick=2))
 def test_grouped_mlp_with_random_options(seed, compiled_functions, poison):
     case = replace(factory.random_case(seed), delayed=False)
     inputs = factory.Inputs(case)
@@ -50,7 +52,7 @@ def test_grouped_mlp_with_random_options(seed, compiled_functions, poison):
     assert counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, quick=2))
 def test_moe_experts_with_random_options(seed, compiled_functions, poison):
     case = replace(moe.random_case(seed), queue="none")
     inputs = moe.Inputs(case)

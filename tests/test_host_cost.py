@@ -1,13 +1,11 @@
 """`bench.host_cost` for a moment: its rows and columns, and what it says without a compiler."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support import forked
 
 from bench import null_driver
 
@@ -16,9 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def found():
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "bench.host_cost", "--json", "--seconds", "0"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forked.run("-m", "bench.host_cost", "--json", "--seconds", "0", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 

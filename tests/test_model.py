@@ -1,10 +1,9 @@
 """The model of compiled kernels against arithmetic done by hand, and against the estimates that it is fitted to."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+from support import forked
 
 from fusedmlp.kernels import configs
 from fusedmlp.kernels.configs import Tile
@@ -245,8 +244,7 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
 
 
 def _bench(*arguments):
-    command = [sys.executable, "-m", "fusedmlp", "bench", "--model", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return forked.run("-m", "fusedmlp", "bench", "--model", *map(str, arguments))
 
 
 def test_the_command_prints_every_pass_and_their_sums():

@@ -1,11 +1,10 @@
 """Costs, limits and schedules against figures worked out by hand."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
+from support import forked
 
 from fusedmlp.kernels import cost
 from fusedmlp.limits import balance, measure, roofline, shapes
@@ -98,8 +97,7 @@ def test_every_schedule_keeps_the_multiprocessors_busy():
 
 
 def test_the_command_prints_every_pass_of_every_shape():
-    command = [sys.executable, "-m", "fusedmlp", "bench", "--roofline", "--json"]
-    rows = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    rows = json.loads(forked.run("-m", "fusedmlp", "bench", "--roofline", "--json").stdout)
     with_tokens = len(shapes.SHAPES) - 1  # all but deepseek-ep
     assert len(rows) == len(shapes.LOADS) * (8 * len(shapes.SHAPES) + 6 * with_tokens)
     for row in rows:

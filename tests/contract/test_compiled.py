@@ -16,6 +16,7 @@ from fusedmlp import compiled
 ABSENT = None
 # Dynamo itself instantiates an autograd.Function while it traces one, and looks at .grad of every input.
 pytestmark = [
+    pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

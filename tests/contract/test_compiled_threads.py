@@ -12,6 +12,7 @@ import fusedmlp
 from fusedmlp.operators import torch_impl
 
 pytestmark = [
+    pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]

@@ -135,6 +135,7 @@ def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(case, make_layer):
 # In a graph of torch.compile
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("frozen", FROZEN)
 @LAYERS

@@ -4,12 +4,13 @@ By pointer, and by the operators and allocations inside AccumulateGrad; every ce
 `tests/contract/test_stock_pytorch.py` has the cells without modules and DDP.
 """
 
+from support.grids import is_quick
 from support.world import launch
 
 
 def test_no_hook_makes_pytorch_copy_a_weight_gradient(tmp_path):
-    for count, failures, held in launch("support.grad_stealing:run_all", 2, tmp_path):
+    for count, failures, held in launch("support.grad_stealing:run_all", 2, tmp_path, is_quick()):
         assert failures == {}
-        assert count == 180
+        assert count == (32 if is_quick() else 180)
         # What does: a hook that wants all gradients at once holds all but the last. Of 2 weights, or 2 of 3 experts.
         assert held == [2 - 1, 2 * 3 - 1]

@@ -1,12 +1,10 @@
 """The kernels in the Hugging Face Hub's layout, loaded by its `kernels` package from a folder."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from kernels import get_local_kernel
 from kernels._rust import Build
+from support import forked
 from support.factory import wgrad_segment
 from support.tolerance import assert_close
 
@@ -77,8 +75,7 @@ def test_every_import_within_the_kernels_is_relative(repository):
 
 
 def test_the_command_refuses_a_folder_that_holds_something(repository):
-    command = [sys.executable, "-m", "fusedmlp.integrations.hub", str(repository)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = forked.run("-m", "fusedmlp.integrations.hub", str(repository))
     assert done.returncode != 0
     assert "expected an empty or a new one" in done.stderr
 

@@ -1,15 +1,13 @@
 """Hugging Face Transformers with `experts_implementation="fusedmlp"`, against its own `eager` experts."""
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support import forked
 from support import transformers_models as models
 from support import transformers_training as training
 from support.tolerance import bound
@@ -272,8 +270,7 @@ def test_the_documented_change_is_one_line():
 
 
 def test_the_example_trains_both_ways_alike():
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = forked.run(str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4")
     assert done.returncode == 0, done.stderr[-3000:]
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in done.stdout.splitlines() if line[:1] == "|"]
     table = {name: (float(plain.replace(",", "")), float(fused.replace(",", ""))) for name, plain, fused in cells[2:]}

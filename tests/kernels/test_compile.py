@@ -1,14 +1,12 @@
 """What the interpreter cannot show: every kernel compiles for a real GPU, and what would be unfit to ship is found."""
 
 import json
-import os
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import get_args
 
 import pytest
+from support import forked
 
 from fusedmlp.kernels import configs
 from fusedmlp.static_proof import cases, proof, resources
@@ -31,14 +29,9 @@ KEYS = {
 }
 
 
-def run(*arguments, interpret="0"):
-    environment = os.environ | {"TRITON_INTERPRET": interpret}
-    return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
 def sm_90():
-    done = run("-m", "fusedmlp", "kernels", "--target", "sm_90", "--json")
+    done = forked.run("-m", "fusedmlp", "kernels", "--target", "sm_90", "--json")
     return done, json.loads(done.stdout)
 
 
@@ -75,20 +68,20 @@ def test_all_variants_are_all_cases():
 
 
 def test_interpreting_processes_say_that_they_cannot_compile():
-    done = run("-m", "fusedmlp", "kernels", "--target", "sm_90", interpret="1")
+    done = forked.run("-m", "fusedmlp", "kernels", "--target", "sm_90", TRITON_INTERPRET="1")
     assert done.returncode == 2
     assert "TRITON_INTERPRET" in done.stderr
 
 
 def test_an_unknown_target_is_named():
-    done = run("-m", "fusedmlp", "kernels", "--target", "sm_70")
+    done = forked.run("-m", "fusedmlp", "kernels", "--target", "sm_70")
     assert done.returncode == 2
     assert "sm_70" in done.stderr
     assert "gfx942" in done.stderr
 
 
 def found_in(name, target="sm_90"):
-    done = run(str(ROOT / "tests" / "support" / "bad_kernels.py"), name, target)
+    done = forked.run(str(ROOT / "tests" / "support" / "bad_kernels.py"), name, target)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -170,6 +163,6 @@ def test_a_configuration_that_nothing_launches_is_a_failing_row():
         "rows = proof.rows(proof.Task('sm_90', 'bf16'));"
         "print({row.kernel for row in rows}, {row.ok for row in rows})"
     )
-    done = run("-c", code)
+    done = forked.run("-c", code)
     assert "unheard_of" in done.stdout, done.stderr
     assert "False" in done.stdout

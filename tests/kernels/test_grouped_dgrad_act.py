@@ -19,7 +19,7 @@ ACTIVATIONS = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.sparse, pytest.mark.usefixtures("poison")]
 
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)

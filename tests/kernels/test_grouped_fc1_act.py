@@ -9,6 +9,7 @@ from support.passes.fc1_act import check, run
 
 from fusedmlp.kernels import descriptors, grouped_fc1_act
 
+pytestmark = pytest.mark.sparse
 LOADS = {"ragged": (3, 0, 17, 1, 40), "single rows": (1, 0, 1, 1), "empty": (0, 0, 0), "last only": (0, 0, 33)}
 GPT_OSS = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "linear_offset": 1.0}
 ACTIVATIONS = {

@@ -10,6 +10,7 @@ from support.passes.gemm import check, run
 
 from fusedmlp.kernels import descriptors, grouped_gemm
 
+pytestmark = pytest.mark.sparse
 LOADS = {
     "ragged": (3, 0, 17, 1, 40),
     "single rows": (1, 0, 1, 1),

@@ -13,6 +13,7 @@ from fusedmlp.kernels.configs import Tile
 from fusedmlp.kernels.expert_tensors import ExpertTensors
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
 
+pytestmark = pytest.mark.sparse
 RAGGED = (17, 0, 1, 40)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from support import forked
 from support.grids import is_quick
 
 from fusedmlp.kernels.launcher import launch
@@ -33,8 +34,7 @@ EXHAUSTIVE = {"replays_of_every_kind", "a_kind_has_all_that_launchers_look_at"}
 @cache
 def _results(script):
     names = [name for own, name in CHECKS if own == script and not (is_quick() and name in EXHAUSTIVE)]
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    done = subprocess.run([sys.executable, script, *names], env=environment, capture_output=True, text=True)
+    done = forked.run(str(script), *names, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 

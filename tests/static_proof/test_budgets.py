@@ -1,17 +1,13 @@
 """What a step and a tile of each pass cost, as compiled: worse is a mistake, better a new table."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import triton
+from support import forked
 
 from fusedmlp.static_proof import budgets
 
-ROOT = Path(__file__).parents[2]
 GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_flight": None, "tile_stores": 2.0}
 
 
@@ -21,8 +17,7 @@ GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_fligh
 )
 def test_passes_cost_what_the_table_allows(target):
     code = f"import json; from fusedmlp.static_proof import budgets; print(json.dumps(budgets.measure({target!r})))"
-    environment = os.environ | {"TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = forked.run("-c", code)
     assert done.returncode == 0, done.stderr
     worse, different = budgets.changes(budgets.allowed(target), json.loads(done.stdout))
     assert worse == []

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import forked
 
 NAME = "FUSEDMLP_TEST_RUN"
 CACHES = {
@@ -48,6 +49,7 @@ class CleanRun:
         try:
             return (yield)  # xdist ends its workers, and the summary is printed
         finally:
+            forked.stop_server()
             interrupted = session.exitstatus == pytest.ExitCode.INTERRUPTED
             left = self.end_processes(patience=0 if interrupted else 10)
             shutil.rmtree(self.folder, ignore_errors=True)

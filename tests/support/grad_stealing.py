@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from support.allocations import copies_and_allocations
 from support.ddp_cells import Model, batch, packed_grads, reference, state
+from support.grids import part
 from support.tolerance import assert_close
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -111,16 +112,20 @@ def held_by_a_hook(packed):
     return copies_and_allocations(lambda: y.backward(dy), params, within="AccumulateGrad")["copies"]
 
 
-def run_all():
-    failures, count = {}, 0
+def all_cells():
     for i, cell in enumerate(itertools.product(HOOKS, ENGINES, CHECKPOINTS, (True, False))):
         kind, engine, *_ = cell
         if kind in TENSOR_HOOKS and engine == "DDP, in buckets":
             continue  # refused: the hook would see None (tests/contract)
-        mode = "off" if i % 4 < 2 and engine != "DDP, in buckets" else "grad"
-        count += 1
+        yield *cell, "off" if i % 4 < 2 and engine != "DDP, in buckets" else "grad", i % 4
+
+
+def run_all(quick):
+    failures, every = {}, list(all_cells())
+    chosen = part(every) if quick else every
+    for cell in chosen:
         try:
-            run(*cell, mode, i % 4)
+            run(*cell)
         except AssertionError as e:
-            failures[f"{cell} {mode}"] = str(e)
-    return count, failures, [held_by_a_hook(packed) for packed in (True, False)]
+            failures[str(cell)] = str(e)
+    return len(chosen), failures, [held_by_a_hook(packed) for packed in (True, False)]

@@ -1,7 +1,8 @@
 """What of the tests `make test` runs (`--quick`): every test, but of large grids only a part. `make test-all` runs all.
 
 Of the cells of a grid, so many run that every two values that meet in some cell meet in one of those: most mistakes
-need two conditions to show. Cases with the mark `exhaustive` do not run.
+need two conditions to show. With the mark `sparse`, on tests whose cells take seconds, that every value is in one of
+them. Cases with the mark `exhaustive` do not run.
 """
 
 from __future__ import annotations
@@ -30,20 +31,29 @@ def seeds(number: int, quick: int) -> list:
     return [pytest.param(i, marks=[pytest.mark.exhaustive] if i >= quick else []) for i in range(number)]
 
 
-def covering(cells: list[tuple[str, ...]]) -> set[int]:
-    """Indices of cells in which every two values that meet in a cell meet, chosen greedily."""
-    pairs = [set(itertools.combinations(enumerate(cell), min(2, len(cell)))) for cell in cells]
-    missing, chosen = set().union(*pairs), set()
+def covering(cells: list[tuple[str, ...]], together: int = 2) -> set[int]:
+    """Indices of cells in which all values that meet in a cell meet, so many of them `together`, chosen greedily."""
+    met = [set(itertools.combinations(enumerate(cell), min(together, len(cell)))) for cell in cells]
+    missing, chosen = set().union(*met), set()
     while missing:
-        best = max(range(len(cells)), key=lambda i: len(pairs[i] & missing))
+        best = max(range(len(cells)), key=lambda i: len(met[i] & missing))
         chosen.add(best)
-        missing -= pairs[best]
+        missing -= met[best]
     return chosen
 
 
-def part(cells: list) -> list:
-    """Of dataclasses, those that a quick run checks."""
-    return [cells[i] for i in sorted(covering([tuple(map(str, astuple(cell))) for cell in cells]))]
+def part(cells: list, together: int = 2) -> list:
+    """Of dataclasses or tuples, those that a quick run checks."""
+    values = [tuple(map(str, cell if isinstance(cell, tuple) else astuple(cell))) for cell in cells]
+    return [cells[i] for i in sorted(covering(values, together))]
+
+
+def _chosen(grid: list[pytest.Item]) -> set[int]:
+    if "[" not in grid[0].nodeid:
+        return {0}
+    # An id is the ids of its values, joined; one without values has none.
+    cells = [tuple(item.callspec.id.split("-")) for item in grid]
+    return covering(cells, 1 if grid[0].get_closest_marker("sparse") else 2)
 
 
 class Grids:
@@ -62,12 +72,7 @@ class Grids:
         for item in items:
             if not item.get_closest_marker("exhaustive"):
                 grids[item.nodeid.split("[")[0]].append(item)
-        # An id is the ids of its values, joined; one without values has none.
-        chosen = {
-            id(grid[i])
-            for grid in grids.values()
-            for i in (covering([tuple(item.callspec.id.split("-")) for item in grid]) if "[" in grid[0].nodeid else [0])
-        }
+        chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid)}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = [item for item in items if id(item) in chosen]
 

@@ -197,7 +197,7 @@ def run_all(quick):
     """The cells that were run, what was wrong with which, and what is refused."""
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: buffers are stale
     failures, count, every = {}, 0, list(cells(dist.get_world_size()))
-    every = part(every) if quick else every
+    every = part(every, together=1) if quick else every
     for expert_parallel in (False, True):
         chosen = [c for c in every if c.expert_parallel == expert_parallel]
         if not chosen:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from support import tolerance
+from support import grids, tolerance
 from support.small_moe import EXPERTS, H, Model, plain_output, stacked
 from torch import nn
 from torch.distributed import pipelining
@@ -268,11 +268,12 @@ def all_cells():
             yield Cell(schedule, "main_grad", packed=False, plainly=True)
 
 
-def cells():
+def cells(quick):
     """The cells' names, what is wrong in which, and the backwards of a step in this rank's stages, by schedule."""
     assert all(len(load) == EXPERTS and sum(load) == ROWS for load in LOADS)
     names, failures, orders = [], {}, {}
-    for cell in all_cells():
+    every = list(all_cells())
+    for cell in grids.part(every, together=1) if quick else every:
         names.append(cell.name)
         actual, wrong, ran = train(cell)
         if "dw_builder" not in cell.mode:  # there every backward is "B", and the queue runs in "W"
