@@ -14,6 +14,7 @@ function that computes the experts changes. See docs/transformers.md.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -38,7 +39,8 @@ _MAGNITUDES = (0.01, 0.04, 0.2, 0.6, 1.1, 1.9, 2.8, 4.3, 6.7, 7.3, 9.1, 13.0, 40
 # Classes that compute in float32 whatever the input must pass, gelu and its tanh form must differ (by up to 5e-4).
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
-_activations: WeakKeyDictionary[nn.Module, Activation] = WeakKeyDictionary()
+# What an activation was found from, and which it is.
+_activations: WeakKeyDictionary[nn.Module, tuple[object, Activation]] = WeakKeyDictionary()
 
 
 def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "auto") -> None:
@@ -79,6 +81,8 @@ def _experts_forward(
     """
     experts: Any = module
     activation = activation_of(module)
+    if torch.compiler.is_compiling():
+        _guard(module)
     fc1_name = "gate_up_proj" if experts.has_gate else "up_proj"
     fc1_weight = getattr(experts, fc1_name)
     y = fusedmlp.moe_experts(
@@ -103,7 +107,7 @@ def _uses_interface(module: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def activation_of(experts: nn.Module) -> Activation:
-    """The activation of experts that use Transformers' interface; found once per module.
+    """The activation of experts that use Transformers' interface; found once, and again when it was changed.
 
     Nothing is taken on trust: of the activations that fusedmlp has, the one is chosen that agrees in value and in
     gradient with what the module itself computes (`_apply_gate`, or `act_fn` without a gate).
@@ -111,10 +115,40 @@ def activation_of(experts: nn.Module) -> Activation:
     Raises:
         NotImplementedError: no activation agrees, or experts do more than one MLP; names the module's class.
     """
+    source = _source(experts)
     found = _activations.get(experts)
-    if found is None:
-        found = _activations[experts] = _find_activation(experts)
-    return found
+    if found is None or found[0] != source:
+        found = _activations[experts] = source, _find_activation(experts)
+    return found[1]
+
+
+def _source(experts: nn.Module) -> object:
+    """What a change of the activation changes: functions, and numbers or names that the module and its `act_fn` hold.
+
+    Functions are referred to weakly: they may hold the module.
+    """
+    act_fn = getattr(experts, "act_fn", None)
+    functions = [getattr(type(experts), "_apply_gate", None), type(act_fn), act_fn]
+    for owner in (experts, act_fn):
+        functions += filter(callable, getattr(owner, "__dict__", {}).values())
+    return [f and weakref.ref(f) for f in functions], _settings_of(experts), _settings_of(act_fn)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _settings_of(owner: object) -> tuple[tuple[str, object], ...]:
+    return tuple(
+        (name, value)
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if isinstance(value, (bool, int, float, str)) and name != "training"
+    )
+
+
+def _guard(experts: nn.Module) -> None:
+    """In a graph, compare what `activation_of` depends on: Dynamo compiles again when what was compared has changed."""
+    for owner in (experts, getattr(experts, "act_fn", None)):
+        if isinstance(owner, nn.Module):
+            for name, value in _settings_of(owner):
+                assert getattr(owner, name) == value
 
 
 def _find_activation(module: nn.Module) -> Activation:

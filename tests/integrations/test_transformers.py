@@ -1,7 +1,9 @@
 """Hugging Face Transformers with `experts_implementation="fusedmlp"`, against its own `eager` experts."""
 
 import copy
+import gc
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import fusedmlp
 from fusedmlp import Activation
+from fusedmlp.integrations import transformers as transformers_integration
 from fusedmlp.integrations.transformers import activation_of, register
 from fusedmlp.operators import ops
 
@@ -209,6 +212,69 @@ OTHERS = {
     "NemotronHExperts": Activation("relu2"),
     "OpenAIPrivacyFilterExperts": Activation("swiglu", limit=1.25, alpha=1.5, linear_offset=1.0),
 }
+
+
+def _gelu_gate(h):
+    gate, linear = h.chunk(2, -1)
+    return torch.nn.functional.gelu(gate) * linear
+
+
+# What may be changed of experts that have computed, so that another of our activations is right.
+CHANGES = {
+    "act_fn": ("MixtralExperts", lambda experts: setattr(experts, "act_fn", torch.nn.GELU())),
+    "act_fn, of no gate": ("NemotronHExperts", lambda experts: setattr(experts, "act_fn", torch.nn.SiLU())),
+    "a number of act_fn": ("Gemma4TextExperts", lambda experts: setattr(experts.act_fn, "approximate", "none")),
+    "forward of act_fn": (
+        "MixtralExperts",
+        lambda experts: setattr(experts.act_fn, "forward", torch.nn.functional.gelu),
+    ),
+    "a limit": ("GptOssExperts", lambda experts: setattr(experts, "limit", 0.5)),
+    "the gate": ("MixtralExperts", lambda experts: setattr(experts, "_apply_gate", _gelu_gate)),
+}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_activation_that_changes_after_a_forward(change, again):
+    name, apply = CHANGES[change]
+    experts = training.experts(name, experts_implementation="fusedmlp")
+    if change == "a number of act_fn":
+        experts.act_fn = torch.nn.GELU(approximate="tanh")
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    before = experts(*arguments)
+    apply(experts)
+    if again:
+        register(SimpleNamespace(modules=lambda: [experts], set_experts_implementation=lambda name: None))
+    after = experts(*arguments)
+    experts.config._experts_implementation = "batched_mm"  # "eager" takes no notice of `_apply_gate`
+    torch.testing.assert_close(after, experts(*arguments), rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(before, after, rtol=1e-3, atol=1e-4)
+
+
+def test_an_activation_that_changes_to_one_that_is_refused():
+    experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    before = experts(*arguments)
+    silu, experts.act_fn = experts.act_fn, torch.nn.Tanh()
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=r"MixtralExperts: its activation is none .*Tanh, gated"):
+            experts(*arguments)
+    with pytest.raises(NotImplementedError, match=r"MixtralExperts: its activation is none .*Tanh, gated"):
+        register(SimpleNamespace(modules=lambda: [experts]))
+    experts.act_fn = silu
+    assert torch.equal(experts(*arguments), before)
+
+
+def test_an_activation_is_found_once_and_keeps_no_experts_alive(monkeypatch):
+    experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
+    experts._apply_gate = experts._apply_gate  # a method of this very module
+    found = activation_of(experts)
+    monkeypatch.setattr(transformers_integration, "_find_activation", None)
+    for mode in (True, False):
+        assert activation_of(experts.train(mode)) is found
+    experts = weakref.ref(experts)
+    gc.collect()
+    assert experts() is None
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support import transformers_models as models
+from support import transformers_training as training
 from support.grids import is_quick
 from support.tolerance import assert_close
 from torch._dynamo.utils import counters
@@ -14,6 +15,30 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),
 ]
+
+
+CHANGES = {
+    "act_fn": ("MixtralExperts", lambda experts: setattr(experts, "act_fn", torch.nn.GELU())),
+    "a number of act_fn": ("MixtralExperts", lambda experts: setattr(experts.act_fn, "approximate", "tanh")),
+    "a limit": ("GptOssExperts", lambda experts: setattr(experts, "limit", 0.5)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_activation_that_changes_between_two_calls_of_a_graph(change):
+    name, apply = CHANGES[change]
+    experts = training.experts(name, experts_implementation="fusedmlp")
+    if change == "a number of act_fn":
+        experts.act_fn = torch.nn.GELU()
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    torch._dynamo.reset()
+    graph = torch.compile(experts, backend="eager", fullgraph=True, dynamic=True)
+    before = graph(*arguments)
+    torch.testing.assert_close(before, experts(*arguments))
+    apply(experts)
+    after = graph(*arguments)
+    torch.testing.assert_close(after, experts(*arguments))
+    assert not torch.equal(before, after)
 
 
 @pytest.mark.parametrize(
