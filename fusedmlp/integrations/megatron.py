@@ -249,7 +249,8 @@ class FusedGroupedMLP(TEGroupedMLP):
     ) -> tuple[Tensor, None]:
         """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`."""
         x: Tensor = permuted_local_hidden_states
-        probs: Tensor | None = permuted_probs
+        # With moe_router_dtype="fp64" they come in float64, and autograd returns their gradient so.
+        probs: Tensor | None = permuted_probs.float() if permuted_probs.dtype == torch.float64 else permuted_probs
         linears = (self.linear_fc1, self.linear_fc2)
         if torch.is_grad_enabled():
             for linear in linears:

@@ -109,7 +109,7 @@ def test_config_and_state(tmp_path):
 def test_layers_and_checkpoints(world_size, tmp_path):
     """Whole layers beside those with Megatron's sequential experts; see `support/megatron_layers.py`."""
     for rank, found in enumerate(launch("support.megatron_layers:layers_and_checkpoints", world_size, tmp_path)):
-        assert found["layers"] == {1: 14, 2: 28}[world_size]
+        assert found["layers"] == {1: 16, 2: 30}[world_size]
         assert found["checkpoints"] == {1: 6, 2: 24}[world_size]
         if rank == 1:
             assert found["sharded_names"] == SHARDED_STATE_DICT

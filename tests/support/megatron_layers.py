@@ -218,6 +218,7 @@ LAYERS = {
         "moe_router_pre_softmax": True,
         "moe_apply_probs_on_input": True,
     },
+    "router in float64": {"moe_router_dtype": "fp64"},
     "dropped above the capacity": {"moe_expert_capacity_factor": 0.5},
     "dropped above the capacity, padded to it": {
         "moe_expert_capacity_factor": 0.75,
