@@ -131,7 +131,14 @@ def _source(experts: nn.Module) -> object:
     functions = [getattr(type(experts), "_apply_gate", None), type(act_fn), act_fn]
     for owner in (experts, act_fn):
         functions += filter(callable, getattr(owner, "__dict__", {}).values())
-    return [f and weakref.ref(f) for f in functions], _settings_of(experts), _settings_of(act_fn)
+    return [*map(_reference, functions)], _settings_of(experts), _settings_of(act_fn)
+
+
+def _reference(function: object) -> object:
+    try:
+        return weakref.ref(function)
+    except TypeError:  # None, or of a class with slots
+        return function
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -148,7 +155,8 @@ def _guard(experts: nn.Module) -> None:
     for owner in (experts, getattr(experts, "act_fn", None)):
         if isinstance(owner, nn.Module):
             for name, value in _settings_of(owner):
-                assert getattr(owner, name) == value
+                if getattr(owner, name) != value:
+                    raise AssertionError(f"{name} changed while it was traced")
 
 
 def _find_activation(module: nn.Module) -> Activation:

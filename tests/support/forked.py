@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
 from unittest import mock
@@ -49,8 +50,19 @@ def run(*arguments, cwd=None, **environment):
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         process = start(_command, list(arguments), cwd, out=out, err=err, **environment)
-        process.join()
+        try:
+            process.join()
+        finally:
+            end(process)
         return subprocess.CompletedProcess(arguments, process.exitcode, out.read_text(), err.read_text())
+
+
+def end(process):
+    """Kill it, if it is not over, and what it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # if it was not a group's leader yet
+    process.join()
 
 
 def stop_server():

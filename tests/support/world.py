@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 import warnings
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -31,7 +29,7 @@ def launch(function, world_size, folder, *arguments, timeout=1200):
             log.unlink(missing_ok=True)
             rest = rank, world_size, str(folder / "store"), function, str(out), json.dumps(arguments)
             ranks.append(forked.start(main, *rest, out=log))
-            stack.callback(_kill_group, ranks[-1])
+            stack.callback(forked.end, ranks[-1])
         _wait(ranks, timeout)
         (folder / "store").unlink(missing_ok=True)
         if any(rank.exitcode != 0 for rank in ranks):
@@ -49,13 +47,6 @@ def _wait(ranks, timeout):
         if any(codes):
             end = min(end, time.monotonic() + 10)  # the others may have something to say, too
         time.sleep(0.02)
-
-
-def _kill_group(process):
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()  # if it was not a group's leader yet
-    process.join()
 
 
 def _say(rank, process, log):
