@@ -121,3 +121,26 @@ def test_a_run_that_is_interrupted(how, start, tmp_path, temporary):
     else:
         assert processes_of(name) == []
         assert left_behind(tmp_path, temporary) == []
+
+
+FORKS_AND_IS_KILLED = """
+import os, signal, sys, time
+from support import forked
+
+print(forked.start(time.sleep, 600, out=os.devnull).pid, flush=True)
+sys.stdin.read(1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.exhaustive
+def test_what_is_forked_does_not_outlive_who_asked_for_it():
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", FORKS_AND_IS_KILLED], env=environment, **pipes) as asking:
+        forked = psutil.Process(int(asking.stdout.readline()))
+        assert forked.is_running()
+        asking.stdin.write("\n")
+    assert asking.returncode == -signal.SIGKILL
+    _, alive = psutil.wait_procs([forked], timeout=60)
+    assert alive == []
