@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp.operators import torch_impl
+from fusedmlp.operators import flops, torch_impl
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 _library = torch.library.Library("fusedmlp", "DEF")
@@ -191,3 +191,4 @@ grouped_mlp_backward_ = _register(
     "str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )
+flops.register()

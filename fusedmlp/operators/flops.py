@@ -1,0 +1,56 @@
+"""What `torch.utils.flop_counter.FlopCounterMode` counts of the operators: their products, two operations a term.
+
+Of shapes alone, so that rows of padding count as others do. Nothing but products counts, as in PyTorch's own formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+Shape = Sequence[int]
+
+
+def _product(num_rows: int, weights: Sequence[Shape]) -> int:
+    """Of `num_rows` rows with weights of `[E, N, K]` or E of `[N, K]`; none without weights."""
+    return 2 * num_rows * weights[0][-2] * weights[0][-1] if weights else 0
+
+
+def _grouped_gemm(x: Shape, w: Sequence[Shape], *_: Any, **__: Any) -> int:
+    return _product(x[0], w)
+
+
+def _grouped_wgrad(
+    dw: Sequence[Shape], db: Sequence[Shape], dy: Sequence[Shape], x: Sequence[Shape], *rest: Any, **_: Any
+) -> int:
+    _, dy_rows, x_rows, _, _ = rest
+    return sum(_product(shape[0], dw) for shape in dy_rows or x_rows or dy)
+
+
+def _grouped_mlp(x: Shape, fc1: Sequence[Shape], fc2: Sequence[Shape], *rest: Any, **_: Any) -> int:
+    _, _, _, tokens, _, _, _ = rest
+    num_rows = x[0] if tokens is None else tokens[0]
+    return _product(num_rows, fc1) + _product(num_rows, fc2)
+
+
+def _grouped_mlp_backward(dw1: Sequence[Shape], dw2: Sequence[Shape], *rest: Any, **_: Any) -> int:
+    _, _, _, _, h, fc1, fc2, _, _, _, _, _, _, _, _, need_dx, _, _ = rest
+    products = [fc2, dw1, dw2] + [fc1] * need_dx
+    return sum(_product(h[0], weights) for weights in products)
+
+
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "grouped_gemm": _grouped_gemm,
+    "grouped_wgrad_": _grouped_wgrad,
+    "grouped_mlp": _grouped_mlp,
+    "grouped_mlp_backward_": _grouped_mlp_backward,
+}
+
+
+def register() -> None:
+    """Tell PyTorch the formulas; the operators must be there."""
+    for name, formula in _FORMULAS.items():
+        register_flop_formula(getattr(torch.ops.fusedmlp, name))(formula)
