@@ -10,7 +10,7 @@ from fusedmlp.kernels import launches, routing
 from fusedmlp.kernels.combine import combine_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.sparse, pytest.mark.usefixtures("poison")]
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def expected(ids, probs, num_experts):
