@@ -54,11 +54,6 @@ def in_bench(code):
     return forked.run("-c", f"from bench import gpu, gpu_checks\n{code}", cwd=ROOT)
 
 
-def run_code(code):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
-
-
 def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
     done = in_bench(
         "import sys; from pathlib import Path\n"
