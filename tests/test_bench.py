@@ -1,14 +1,13 @@
 """The comparisons and their report, on one tiny layer; and that a peer with wrong numbers is not timed."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from support import forked
 
 from bench import checks, peers, recording
 from bench.layers import TINY, Layer
@@ -22,9 +21,8 @@ def report(tmp_path_factory):
     """The folder that the command writes."""
     folder = tmp_path_factory.mktemp("report")
     # What pytest-xdist tells its workers would have pytest-benchmark think that it runs in one.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    command = [sys.executable, "-m", "fusedmlp", "bench", "--report", str(folder), "--tiny"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    told = {name: "" for name in os.environ if name.startswith("PYTEST_XDIST")}
+    done = forked.run("-m", "fusedmlp", "bench", "--report", str(folder), "--tiny", cwd=ROOT, **told)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

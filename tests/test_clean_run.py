@@ -59,9 +59,10 @@ def start(tmp_path, temporary):
     def start(kind):
         imports = "from pathlib import Path\nfrom support.world import launch\n"
         (tmp_path / "test_it.py").write_text(f"{imports}\ndef test_it(tmp_path):\n{TESTS[kind]}\n")
-        name = f"{os.environ[NAME]}/{kind}"
+        name = f"{os.environ[NAME]}/{kind} {os.getpid()}"  # another worker may have one of the kind
         path = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1], tmp_path)))
-        command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "test_it.py"]
+        plugins = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
+        command = [sys.executable, "-m", "pytest", "-n", "2", *plugins, "test_it.py"]
         environment = os.environ | {NAME: name, "PYTHONPATH": path, "TMPDIR": temporary}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
         # Whoever started this run in the background of a shell made it ignore SIGINT, and so all that it starts.
