@@ -41,7 +41,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.multiply_alike()
     interpreter.patch_language_once()
-    interpreter.remember_dtypes()
+    interpreter.remember_types()
     interpreter.check_overflow(False)
 
 

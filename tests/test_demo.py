@@ -152,6 +152,7 @@ def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, c
     assert json.loads((written / "results.json").read_text())["passed"] == (status == 0)
 
 
+@pytest.mark.exhaustive
 def test_command_line(tmp_path):
     done = forked.run("-m", "fusedmlp", "demo", "--steps", "1", "--json", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -86,7 +86,11 @@ _OUTPUTS = {
 _WRITTEN = {"dfc1": 0, "dfc2": 1, "db1": 2, "db2": 3}  # arguments of grouped_mlp_backward_
 
 
-@pytest.mark.parametrize("result", [*_OUTPUTS, *_WRITTEN])
+def _all_but_some(names, some):
+    return [pytest.param(name, marks=[] if name in some else pytest.mark.exhaustive) for name in names]
+
+
+@pytest.mark.parametrize("result", _all_but_some([*_OUTPUTS, *_WRITTEN], ("dx", "dprobs", "dfc1")))
 @pytest.mark.parametrize(
     "breakage", ["one element is off", pytest.param("one element is NaN", marks=pytest.mark.exhaustive)]
 )
