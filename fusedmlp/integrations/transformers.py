@@ -27,10 +27,11 @@ from torch import Tensor, nn
 import fusedmlp
 from fusedmlp.activation import Activation
 from fusedmlp.contract.destination import Mode
+from fusedmlp.integrations.fp32_accumulation import FP32Accumulation
 from fusedmlp.operators import torch_activation
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, TrainerCallback
 
 _NAME = "fusedmlp"
 
@@ -70,6 +71,37 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
     for module in experts:
         activation_of(module)
     model.set_experts_implementation(_NAME)
+
+
+def fp32_accumulation() -> TrainerCallback:
+    """A callback with which `Trainer` accumulates the gradients of 16-bit weights in float32, and clips them so.
+
+        Trainer(model, arguments, callbacks=[fp32_accumulation()], ...)
+
+    With Accelerate, or in a loop of one's own, `FP32Accumulation(model, optimizer)` of
+    `fusedmlp.integrations.fp32_accumulation` does the same; its errors are raised when the training begins.
+    """
+    from transformers import TrainerCallback
+    from transformers.training_args import ParallelMode
+
+    class Callback(TrainerCallback):
+        accumulation: FP32Accumulation | None = None
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.on_train_end(args, state, control)  # of a training that was interrupted
+            if args.parallel_mode == ParallelMode.DISTRIBUTED and not args.fsdp:
+                raise ValueError(
+                    "fp32_accumulation(): expected one process, or FSDP; got several with DistributedDataParallel, "
+                    "which reduces gradients in the dtype of the parameters"
+                )
+            self.accumulation = FP32Accumulation(kwargs["model"], kwargs["optimizer"])
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if self.accumulation is not None:
+                self.accumulation.remove()
+                self.accumulation = None
+
+    return Callback()
 
 
 def _experts_forward(

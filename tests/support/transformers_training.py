@@ -29,30 +29,35 @@ def eager_losses(folder, accumulation):
 
 def losses(folder, implementation, *, accumulation, checkpointing, wgrad):
     """The training loss of each of 20 steps."""
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "activation_checkpointing": checkpointing is not None,
+        "activation_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"},
+    }
+    register(accumulate_wgrad=wgrad)
+    try:
+        return [entry["loss"] for entry in train(models.build("mixtral", implementation), folder, **options)]
+    finally:
+        register()
+
+
+def train(model, folder, *, trainer=transformers.Trainer, callbacks=(), resume=None, **options):
+    """What `Trainer`, or the kind of it that is given, logs of each of 20 steps."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        max_steps=20,
         per_device_train_batch_size=2,
-        gradient_accumulation_steps=accumulation,
-        activation_checkpointing=checkpointing is not None,
-        activation_checkpointing_kwargs={"use_reentrant": checkpointing == "reentrant"},
-        learning_rate=1e-2,
         seed=0,
         logging_steps=1,
-        save_strategy="no",
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
         dataloader_pin_memory=False,
+        **{"max_steps": 20, "learning_rate": 1e-2, "save_strategy": "no"} | options,
     )
-    register(accumulate_wgrad=wgrad)
-    try:
-        trainer = transformers.Trainer(models.build("mixtral", implementation), arguments, train_dataset=_texts())
-        trainer.remove_callback(transformers.PrinterCallback)
-        trainer.train()
-    finally:
-        register()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    trainer = trainer(model, arguments, train_dataset=_texts(), callbacks=list(callbacks))
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _texts():
