@@ -90,10 +90,10 @@ _GROUPS = {
 }
 
 
-def build(kind, implementation, dtype=torch.float32):
+def build(kind, implementation, dtype=torch.float32, **changes):
     """A model in training mode. Weights are of the size that keeps activations at 1, so that experts matter."""
     make, options = _CONFIGS[kind]
-    options = {name: value for name, value in (_BASE | options).items() if value is not None}
+    options = {name: value for name, value in (_BASE | options | changes).items() if value is not None}
     model = transformers.AutoModelForCausalLM.from_config(make(**options), experts_implementation=implementation)
     generator = torch.Generator().manual_seed(_SEEDS[kind])
     for name, parameter in model.named_parameters():
