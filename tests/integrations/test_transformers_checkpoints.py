@@ -1,7 +1,7 @@
 """Checkpoints as they are published: loaded for fusedmlp, trained, saved, and read by plain Transformers.
 
-Names and shapes are those of the files of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3 (before
-its quantization), gpt-oss in bf16 and NVIDIA's Nemotron-H: experts one by one, or packed; numbers are random.
+Names and shapes are those of the files of mistralai/Mixtral-8x7B-v0.1, Qwen/Qwen3-30B-A3B, deepseek-ai/DeepSeek-V3
+(before its quantization), gpt-oss in bf16 and NVIDIA's Nemotron-H: experts one by one, or packed; numbers are random.
 """
 
 import json
@@ -53,8 +53,8 @@ def write(tensors, config, folder, shards=3):
     where = {}
     for i in range(shards):
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
-        part = dict(list(tensors.items())[i::shards])
-        save_file({name: tensor.contiguous() for name, tensor in part.items()}, folder / file, metadata={"format": "pt"})
+        part = {name: tensor.contiguous() for name, tensor in list(tensors.items())[i::shards]}
+        save_file(part, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
