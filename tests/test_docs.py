@@ -79,6 +79,15 @@ GIVEN = {
         def loss(model, batch):
             return model(batch).float().square().mean()
         """,
+    "transformers": """
+        import torch
+        from accelerate import Accelerator
+        from support import transformers_models, transformers_training
+        from transformers import Trainer, TrainingArguments
+        model, data = transformers_models.build("mixtral", "fusedmlp").bfloat16(), transformers_training.texts()
+        arguments = TrainingArguments(str(folder), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+        accelerator, optimizer = Accelerator(cpu=True), torch.optim.AdamW(model.parameters())
+        """,
     "hub": """
         from pathlib import Path
         import torch
@@ -91,6 +100,7 @@ GIVEN = {
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays the same step
 EDITS = {
+    "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would hold for other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
     "compile": ("dynamic=True", 'dynamic=True, backend="aot_eager"'),  # inductor: tests/test_compile.py
 }

@@ -54,13 +54,13 @@ def train(model, folder, *, trainer=transformers.Trainer, callbacks=(), resume=N
         dataloader_pin_memory=False,
         **{"max_steps": 20, "learning_rate": 1e-2, "save_strategy": "no"} | options,
     )
-    trainer = trainer(model, arguments, train_dataset=_texts(), callbacks=list(callbacks))
+    trainer = trainer(model, arguments, train_dataset=texts(), callbacks=list(callbacks))
     trainer.remove_callback(transformers.PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
     return [entry for entry in trainer.state.log_history if "loss" in entry]
 
 
-def _texts():
+def texts():
     """Something to learn: each token is the one before plus three."""
     texts = []
     for start in range(40):
