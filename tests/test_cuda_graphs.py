@@ -91,6 +91,7 @@ def device_counts(monkeypatch):
 
 
 @pytest.mark.usefixtures("device_counts")
+@pytest.mark.sparse
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_is_read_on_the_host(kind, way):

@@ -33,6 +33,7 @@ def test_random_case(seed):
     check(factory.random_case(seed))
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("activation", factory.GATED + factory.UNGATED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_activation(activation, dtype):

@@ -85,6 +85,7 @@ class Fault:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.sparse
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize(("owner", "delayed"), [("zeroes", True), ("overwrites", False)])
 def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentrant, delayed, assert_close):

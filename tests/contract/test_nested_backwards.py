@@ -70,6 +70,7 @@ def test_a_plain_gradient_beside_deeply_nested_backwards_does_not_overwrite(dept
         )
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("depth", [1, 59, 60, 61, 62, 63, 122])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, assert_close):
@@ -168,6 +169,7 @@ def counting(seen, stops):
     return hook
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("depth", [0, 1, 3, 65])
 @pytest.mark.parametrize("stops", [None, "inner", "outer", "gemm"])
 @pytest.mark.parametrize("keeps_traceback", [False, True])

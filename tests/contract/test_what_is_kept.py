@@ -99,6 +99,7 @@ def compiled(layer):
 EAGER = [fused, fused_and_plain, plain_alone, delayed, checkpointed, overwriting, evaluated, failing, asked_for]
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("train", EAGER, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("packed", [True, False])
 def test_hooks_do_not_pile_up(packed, train, make_layer):
@@ -131,6 +132,7 @@ def only_new_garbage():
     gc.unfreeze()
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("train", [*EAGER, compiled], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("owner", ["buffer", "attributes"])
 def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_layer, only_new_garbage):

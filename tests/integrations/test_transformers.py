@@ -335,6 +335,7 @@ def test_the_documented_change_is_one_line():
     assert model.config._experts_implementation == "fusedmlp"
 
 
+@pytest.mark.exhaustive
 def test_the_example_trains_both_ways_alike():
     done = forked.run(str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4")
     assert done.returncode == 0, done.stderr[-3000:]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from support import transformers_models as models
 from support import transformers_training as training
-from support.grids import is_quick
 from support.tolerance import assert_close
 from torch._dynamo.utils import counters
 
@@ -41,13 +40,9 @@ def test_an_activation_that_changes_between_two_calls_of_a_graph(change):
     assert not torch.equal(before, after)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("qwen3_moe", "aot_eager"),
-        pytest.param("qwen3_moe", "inductor", marks=pytest.mark.exhaustive),
-        pytest.param("gpt_oss", "aot_eager", marks=pytest.mark.exhaustive),
-    ],
+    ("kind", "backend"), [("qwen3_moe", "aot_eager"), ("qwen3_moe", "inductor"), ("gpt_oss", "aot_eager")]
 )
 def test_every_gradient_of_a_compiled_model(kind, backend, tmp_path, monkeypatch):
     # Inductor's files do not notice that the Python code of an operator changed.
@@ -55,7 +50,7 @@ def test_every_gradient_of_a_compiled_model(kind, backend, tmp_path, monkeypatch
     torch._dynamo.reset()
     counters.clear()
     eager, model = models.build(kind, "eager"), models.build(kind, "fusedmlp")
-    if backend == "inductor" or is_quick():  # half as much to compile
+    if backend == "inductor":  # half as much to compile
         for each in (eager, model):
             each.model.layers = each.model.layers[:1]
             each.config.num_hidden_layers = 1
