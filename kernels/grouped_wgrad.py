@@ -39,10 +39,10 @@ from .configs import (
 from .descriptors import Descriptor, fits
 from .expert_tensors import ExpertTensors, device_table
 from .launcher import launch
-from .plan import order_of_segments
 from .schedule import deals_out, num_turns, place_at, wgrad_tile
-from .segments import load_rows_of, one_descriptor, segment_base
+from .segments import load_rows_of, load_rows_of_step, load_step, one_descriptor
 from .wgrad_epilogue import add_to_descriptor, add_to_pointers
+from .wgrad_plan import Gathered, wgrad_plan
 
 
 @triton.jit
@@ -96,6 +96,7 @@ def _grouped_wgrad_kernel(
     scale_ptr,
     offsets_ptr,
     segments_ptr,
+    steps_ptr,
     order_ptr,
     num_segments,
     num_experts,
@@ -110,6 +111,8 @@ def _grouped_wgrad_kernel(
     REVERSED: tl.constexpr,  # dw_desc starts at the last expert
     DW_ALIGNED: tl.constexpr,  # every expert's address is a multiple of 16 bytes
     SEGMENTS_ALIGNED: tl.constexpr,  # and every segment's
+    LEFT_VECTOR: tl.constexpr,  # elements of the unit of its rows' places, where several segments are gathered
+    RIGHT_VECTOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -145,10 +148,11 @@ def _grouped_wgrad_kernel(
             expert = tl.load(order_ptr + rank)
             n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
             acc_NK = zeros(BLOCK_N, BLOCK_K, turns, FLATTEN)
+            # One step of zeros where an expert without rows is written.
             if segments_ptr is None:
                 first = tl.load(offsets_ptr + expert)
                 size = tl.load(offsets_ptr + expert + 1) - first
-                steps = tl.maximum(tl.cdiv(size, BLOCK_R), 1)  # one of zeros, where an expert without rows is written
+                steps = tl.maximum(tl.cdiv(size, BLOCK_R), 1)
                 tl.assume(steps > 0)
                 for step in range(0, steps):
                     at = step * BLOCK_R
@@ -158,23 +162,25 @@ def _grouped_wgrad_kernel(
                     )
                     acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
             else:
-                for s in range(0, num_segments):
-                    offsets = tl.load(segments_ptr + 2 * num_segments + s).to(tl.pointer_type(tl.int32))
-                    left = segment_base(left_desc, left_ptr, segments_ptr + s, SEGMENTS_ALIGNED)
-                    right = segment_base(right_desc, right_ptr, segments_ptr + num_segments + s, SEGMENTS_ALIGNED)
-                    rows = segments_ptr + 3 * num_segments + s
-                    left_rows, right_rows = left_rows_ptr, right_rows_ptr
-                    if left_rows_ptr is not None:
-                        left_rows = tl.load(rows).to(tl.pointer_type(left_rows_ptr.dtype.element_ty))
-                        rows += num_segments
-                    if right_rows_ptr is not None:
-                        right_rows = tl.load(rows).to(tl.pointer_type(right_rows_ptr.dtype.element_ty))
-                    first = tl.load(offsets + expert)
-                    size = tl.load(offsets + expert + 1) - first
-                    for at in range(0, size, BLOCK_R):
-                        left_RN = load_rows_of(left_desc, left, left_rows, first, size, at, n, N, BLOCK_R, BLOCK_N)
-                        right_RK = load_rows_of(right_desc, right, right_rows, first, size, at, k, K, BLOCK_R, BLOCK_K)
-                        acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
+                first_step = tl.load(steps_ptr + expert)
+                steps = tl.load(steps_ptr + expert + 1) - first_step
+                tl.assume(steps > 0)
+                # A step is read while that before is multiplied: what a load's address waits for is not pipelined.
+                read = load_step(steps_ptr, segments_ptr, first_step, num_segments, num_experts)
+                for i in range(0, steps):
+                    row, rows, left, right = read
+                    step = first_step + i
+                    left_RN = load_rows_of_step(
+                        *(left_desc, left_ptr, left_rows_ptr, step, left, row, rows, n, N),
+                        *(BLOCK_R, BLOCK_N, LEFT_VECTOR, SEGMENTS_ALIGNED),
+                    )
+                    right_RK = load_rows_of_step(
+                        *(right_desc, right_ptr, right_rows_ptr, step, right, row, rows, k, K),
+                        *(BLOCK_R, BLOCK_K, RIGHT_VECTOR, SEGMENTS_ALIGNED),
+                    )
+                    acc_NK = dot(tl.trans(left_RN), right_RK, acc_NK, PRECISION)
+                    step = first_step + tl.minimum(i + 1, steps - 1)
+                    read = load_step(steps_ptr, segments_ptr, step, num_segments, num_experts)
 
             if dw_desc is not None:
                 place = num_experts - 1 - expert if REVERSED else expert
@@ -202,6 +208,19 @@ class _Operand(NamedTuple):
 
     def addresses(self) -> list[int]:
         return [t.data_ptr() for t in self.tensors]
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every segment starts at a multiple of 16 bytes."""
+        return all(address % 16 == 0 for address in self.addresses())
+
+    def gathered(self) -> Gathered | None:
+        """What to make a table of its rows' places of; None: they are not gathered."""
+        if not self.rows:
+            return None
+        size = self.tensors[0].element_size()
+        row_bytes = self.columns * size
+        return Gathered(self.rows[0], row_bytes, 16 if self.aligned and row_bytes % 16 == 0 else size)
 
 
 class _Way(NamedTuple):
@@ -242,6 +261,15 @@ def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_expe
     return _Way(path, tile, places=tuple(address for operand in used for address in operand.addresses()))
 
 
+def _table(way: _Way, left: _Operand, right: _Operand, offsets: Sequence[Tensor]) -> Tensor:
+    """Of all segments their offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
+    num_segments = len(offsets)
+    lefts, rights = way.places[:num_segments], way.places[num_segments:]
+    addresses = ([t.data_ptr() for t in ts] or [0] * num_segments for ts in (offsets, left.rows, right.rows))
+    first_rows, left_rows, right_rows = addresses
+    return device_table((*first_rows, *lefts, *left_rows, *rights, *right_rows), offsets[0].device)
+
+
 def grouped_wgrad_(
     dw_ENK: ExpertTensors | None,
     db_EN: ExpertTensors | None,
@@ -272,13 +300,19 @@ def grouped_wgrad_(
     N, K = left.columns, right.columns if dw_ENK else 1
     way = _way(dw_ENK, left, right, num_experts)
     tile = way.tile
-    segments = None
+    left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
+    segments = steps = None
+    vectors = [1, 1]
     if len(offsets) > 1:
-        addresses = (t.data_ptr() for t in (*offsets, *left.rows, *right.rows))
-        segments = device_table((*way.places, *addresses), device)
-    if order is None:
-        addresses_of_offsets = None if segments is None else segments[2 * len(offsets) : 3 * len(offsets)]
-        order = order_of_segments(offsets[0], addresses_of_offsets, num_experts)
+        segments = _table(way, left, right, offsets)
+        num_rows = sum(t.shape[0] for t in left.rows or left.tensors)
+        gathered = left.gathered(), right.gathered()
+        order, steps, left_rows, right_rows = wgrad_plan(
+            offsets[0], num_experts, segments, len(offsets), num_rows, tile.BLOCK_M, *gathered
+        )
+        vectors = [each.unit // left.tensors[0].element_size() if each else 1 for each in gathered]
+    elif order is None:
+        order = wgrad_plan(offsets[0], num_experts).order
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
     programs = num_programs(tile, device, num_experts * tiles)
     launch(
@@ -286,10 +320,10 @@ def grouped_wgrad_(
         (programs if deals_out(tiles, programs) else num_experts * tiles,),
         left.tensors[0] if way.left is None else None,
         way.left,
-        left.rows[0] if left.rows else None,
+        left_rows,
         right.tensors[0] if way.right is None and dw_ENK else None,
         way.right,
-        right.rows[0] if right.rows and dw_ENK else None,
+        right_rows if dw_ENK else None,
         dw_ENK.base if way.dw is None and dw_ENK else None,
         dw_ENK.table if dw_ENK else None,
         way.dw,
@@ -298,6 +332,7 @@ def grouped_wgrad_(
         scale_R,
         offsets[0],
         segments,
+        steps,
         order,
         len(offsets),
         num_experts,
@@ -310,14 +345,15 @@ def grouped_wgrad_(
         swapped,
         dw_ENK is not None and dw_ENK.stride_e < 0,
         dw_ENK is not None and dw_ENK.aligned,
-        segments is not None and all(t.data_ptr() % 16 == 0 for t in (*left.tensors, *right.tensors)),
+        segments is not None and left.aligned and right.aligned,
+        *vectors,
         tile.BLOCK_M,
         tile.BLOCK_N,
         tile.BLOCK_K,
         tile.SUBTILES,
         tile.GROUP_M,
-        way.path in BY_DESCRIPTORS and segments is None,
-        way.path == "tma" and segments is None and tile.PER_SM == 1 and specialises(device),
+        way.path in BY_DESCRIPTORS,
+        way.path == "tma" and tile.PER_SM == 1 and specialises(device),
         dot_precision(dy_RN[0].dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

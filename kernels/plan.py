@@ -25,7 +25,7 @@ from .configs import cdiv, power_of_2, row_blocks
 from .launcher import launch
 
 # Places that one program of a table fills, and experts that one program puts in order.
-_BLOCK_T, _BLOCK_E = 128, 8
+_BLOCK_T, EXPERTS_PER_PROGRAM = 128, 8
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -65,7 +65,7 @@ def _tables(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> dict[in
 def num_plan_programs(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> int:
     """How many programs `write_plan` takes."""
     tiles = (cdiv(max_tiles(num_rows, num_experts, block), _BLOCK_T) for block in blocks)
-    programs: int = cdiv(num_experts, _BLOCK_E) + sum(tiles)
+    programs: int = cdiv(num_experts, EXPERTS_PER_PROGRAM) + sum(tiles)
     return programs
 
 
@@ -210,8 +210,14 @@ def _plan_kernel(
 @lru_cache
 def sizes_of_plan(num_experts: int, blocks: tuple[int, ...]) -> dict[str, object]:
     """The constants of a kernel that calls `write_plan`."""
-    group = power_of_2(max(_BLOCK_E, num_experts + 1))
-    return {"NUM_EXPERTS": num_experts, "BLOCKS": blocks, "BLOCK_G": group, "BLOCK_T": _BLOCK_T, "BLOCK_E": _BLOCK_E}
+    group = power_of_2(max(EXPERTS_PER_PROGRAM, num_experts + 1))
+    return {
+        "NUM_EXPERTS": num_experts,
+        "BLOCKS": blocks,
+        "BLOCK_G": group,
+        "BLOCK_T": _BLOCK_T,
+        "BLOCK_E": EXPERTS_PER_PROGRAM,
+    }
 
 
 def _make(
@@ -298,44 +304,3 @@ class Schedule:
         """Rows of every expert; reads them from the device."""
         rows: list[int] = self._plan[: self.num_experts + 1].diff().tolist()
         return rows
-
-
-@triton.jit(do_not_specialize=["num_segments"])
-def _order_of_segments_kernel(
-    offsets_ptr,
-    segment_offsets_ptr,
-    order_ptr,
-    num_segments,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
-    g = tl.arange(0, BLOCK_G)
-    mask = g < NUM_EXPERTS
-    rows_g = tl.zeros((BLOCK_G,), tl.int32)
-    for s in range(0, 1 if segment_offsets_ptr is None else num_segments):
-        offsets = offsets_ptr
-        if segment_offsets_ptr is not None:
-            offsets = tl.load(segment_offsets_ptr + s).to(tl.pointer_type(tl.int32))
-        first_g = tl.load(offsets + g, mask=mask, other=0)
-        rows_g += tl.load(offsets + g + 1, mask=mask, other=0) - first_g
-    write_order(tl.program_id(0), rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
-
-
-def order_of_segments(offsets: Tensor, segment_offsets: Tensor | None, num_experts: int) -> Tensor:
-    """What `write_order` writes, of one load or of several that add up: `segment_offsets` holds their addresses."""
-    order = torch.empty(num_experts + 1, dtype=torch.int32, device=offsets.device)
-    sizes = sizes_of_plan(num_experts, ())
-    launch(
-        _order_of_segments_kernel,
-        (cdiv(num_experts, _BLOCK_E),),
-        offsets,
-        segment_offsets,
-        order,
-        0 if segment_offsets is None else segment_offsets.shape[0],
-        num_experts,
-        sizes["BLOCK_G"],
-        _BLOCK_E,
-        num_warps=8,
-    )
-    return order

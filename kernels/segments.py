@@ -20,6 +20,8 @@ from .descriptors import Descriptor, fits_tensor, ragged_rows
 _MAX_COORDINATE = 0x7FFF0000
 _MAX_ROWS = 2**30
 
+NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros
+
 
 @triton.jit
 def load_rows_of(
@@ -47,16 +49,43 @@ def load_rows_of(
 
 
 @triton.jit
-def segment_base(desc, like_ptr, entry_ptr, ALIGNED: tl.constexpr):
-    """`base` of `load_rows_of` for one segment, from an entry of the table; ALIGNED: all are multiples of 16 bytes."""
-    base = tl.load(entry_ptr)
-    if desc is None:
-        base = base.to(tl.pointer_type(like_ptr.dtype.element_ty))
-        if ALIGNED:
-            base = tl.multiple_of(base, 16)
+def load_step(steps_ptr, segments_ptr, step, num_segments, num_experts):
+    """A step of `wgrad_plan.py`: `(first row, rows from there on, left base, right base)`, as integers."""
+    step_ptr = steps_ptr + num_experts + 1 + 3 * step
+    left_ptr = segments_ptr + num_segments + tl.load(step_ptr)
+    return tl.load(step_ptr + 1), tl.load(step_ptr + 2), tl.load(left_ptr), tl.load(left_ptr + 2 * num_segments)
+
+
+@triton.jit
+def load_rows_of_step(
+    desc,
+    like_ptr,
+    places_ptr,
+    step,
+    base,
+    first,
+    size,
+    column,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """`load_rows_of` from row `first` on of a segment at `base`, ALIGNED to 16 bytes; or rows at a step's `places`."""
+    if places_ptr is not None:
+        place_R = tl.load(places_ptr + step.to(tl.int64) * ROWS + tl.arange(0, ROWS))
+        columns = column + tl.arange(0, COLUMNS)
+        mask = (place_R > NOWHERE)[:, None] & (columns < num_columns)[None, :]
+        tile = tl.load(like_ptr + place_R[:, None] * VECTOR + columns[None, :], mask=mask, other=0.0)
+    elif desc is not None:
+        tile = load_rows_of(desc, base.to(tl.int32), None, first, size, 0, column, num_columns, ROWS, COLUMNS)
     else:
-        base = base.to(tl.int32)
-    return base
+        base_ptr = base.to(tl.pointer_type(like_ptr.dtype.element_ty))
+        if ALIGNED:
+            base_ptr = tl.multiple_of(base_ptr, 16)
+        tile = load_rows_of(None, base_ptr, None, first, size, 0, column, num_columns, ROWS, COLUMNS)
+    return tile
 
 
 def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[Descriptor, list[int]] | None:

@@ -110,6 +110,8 @@ def _many_experts(dtype: torch.dtype) -> None:
 
 BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
 
+_SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}
+
 # What needs the most registers, first of all on every path that the tables have: by pointers (experts apart), by
 # pointers without vectors (odd sizes), and by descriptors where there are any, for all operands or for all but the one
 # that is gathered.
@@ -122,6 +124,7 @@ DEMANDING: Cases = {
     "gathered": Layer(gathered=True),
     "gathered, gpt-oss, biases": Layer(_GPT_OSS, biases=True, gathered=True),
     "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
+    **_SEVERAL,
     "first micro-batch": Layer(add=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
     "512 experts": _many_experts,  # for the schedules
@@ -135,7 +138,7 @@ CORE: Cases = {
     "odd sizes, biases": Layer(biases=True, sizes=(257, 131)),
     "gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart"),
     "odd sizes, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", sizes=(257, 131)),
-    "several micro-batches": partial(_microbatches, True, False),
+    **_SEVERAL,
 }
 # What differs in layout or in the scalar function: for bf16 and fp32.
 VARIATIONS: Cases = {

@@ -38,6 +38,7 @@ def passes() -> dict[str, Callable[[torch.dtype], None]]:
     """One launch of each."""
     ragged = partial(cases._ragged, load="even", sizes=_SIZES)
     wgrad = partial(cases._of_wgrad, ("even",), _SIZES)
+    segments = partial(cases._of_wgrad, ("even",) * 3, _SIZES)
     fc1, dgrad = partial(ragged, cases.fc1_act.check), partial(ragged, cases.dgrad_act.check)
     gpt_oss = {"options": cases.GPT_OSS, "bias": True}
     return {
@@ -56,6 +57,8 @@ def passes() -> dict[str, Callable[[torch.dtype], None]]:
         "wgrad gathered dy": wgrad(gathered="dy"),
         "wgrad gathered x": wgrad(gathered="x"),
         "wgrad scattered": wgrad(where="scattered"),
+        "wgrad segments": segments(),
+        "wgrad segments gathered x": segments(gathered="x"),
     }
 
 

@@ -254,6 +254,9 @@ def _wgrad() -> Iterator[Case]:
     yield from _grid("wgrad gathered scattered", case(gathered="x", where="scattered"))
     yield from _grid("wgrad without descriptors", case(), descriptors=False)
     yield from _grid("wgrad deep", case(sizes=DEEP))  # eight tiles a program
+    yield from _grid("wgrad deep segments", case(("uneven", "few", "empty"), sizes=DEEP))
+    yield from _grid("wgrad deep segments overwrite", case(("few", "empty"), sizes=DEEP, accumulate=False))
+    yield from _grid("wgrad deep gathered segments", case(("uneven", "few", "empty"), sizes=DEEP, gathered="x"))
     tall = partial(case, ("tall",))
     yield from _grid("wgrad tall", tall(), EVERY)
     yield from _grid("wgrad tall overwrite bias of bf16", tall(accumulate=False, bias=True, **bf16))

@@ -6,12 +6,16 @@ from emulator.layers import emulated
 
 # Of sm_100, where few instructions come from other sources than of sm_90: every pass; all of TF32 wgrad, and what wgrad
 # does by warps with tasks of their own.
+WARPS_WITH_TASKS = {
+    *("wgrad deep", "wgrad tall", "wgrad of bf16", "wgrad bias"),
+    *("wgrad segments", "wgrad tall segments", "wgrad deep segments", "wgrad deep segments overwrite"),
+}
 PART = [
     case
     for case in cases.cases()
     if case.quick
     or (case.precision == cases.TF32 and "wgrad" in case.name)
-    or (case.shape == "long" and case.name in ("wgrad deep", "wgrad tall", "wgrad of bf16", "wgrad bias"))
+    or (case.shape == "long" and case.name in WARPS_WITH_TASKS)
 ]
 CELLS = [(target, case) for target in ("sm_80", "sm_90") for case in cases.cases()]
 CELLS += [("sm_100", case) for case in PART]

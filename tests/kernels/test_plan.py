@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from support.experts import DEVICE
 
 from fusedmlp.kernels import configs, plan, routing
-from fusedmlp.kernels.expert_tensors import device_table
 
 
 def tiles_of(offsets, num_rows, block):
@@ -98,14 +97,3 @@ def test_counts_larger_than_int32_do_not_wrap():
     got, valid = plan.plan_of_counts(torch.tensor([2**31, 2**31, 2**33], device=DEVICE), 7)
     assert not valid.item()
     assert got[:4].tolist() == [0, 7, 7, 7]
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 5), min_size=20, max_size=20), min_size=1, max_size=3), st.integers(1, 20))
-def test_rows_of_several_segments_add_up(counts_of_segments, num_experts):
-    segments = [counts[:num_experts] for counts in counts_of_segments]
-    offsets = [torch.tensor([0, *counts], device=DEVICE).cumsum(0).int() for counts in segments]
-    addresses = device_table(tuple(t.data_ptr() for t in offsets), offsets[0].device) if len(segments) > 1 else None
-    rows = [sum(counts) for counts in zip(*segments, strict=True)]
-    order = plan.order_of_segments(offsets[0], addresses, num_experts)
-    assert order.tolist() == [*order_of(rows), sum(n > 0 for n in rows)]
