@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fusedmlp import derivatives
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, fresh_like
 from fusedmlp.contract.parameter_state import accumulation_lock
@@ -21,6 +22,8 @@ from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, route
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads, MLPOutput
+
+derivatives.register()
 
 _Grads = tuple[Tensor | None, ...]
 

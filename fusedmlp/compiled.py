@@ -216,8 +216,17 @@ def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
     return [torch.zeros_like(present[0]) if out is None else out for out in outs]
 
 
+class _NothingSaved:
+    """In the place of a node of autograd's graph."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Operators save what they need themselves."""
+
+
 def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None], first_microbatch: bool) -> Tensor:
     """The layer inside a graph; `tensors` as its `autograd.Function` takes them.
+
+    A program that is exported holds the operators by themselves, and returns plain gradients: see `derivatives.py`.
 
     Raises:
         RuntimeError: what cannot be had in a graph: delayed weight gradients, Megatron-FSDP's buffers.
@@ -230,6 +239,10 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
             "wgrad_queue (delay_wgrad=True) inside torch.compile: expected none, as a graph cannot put its GEMMs off; "
             "call the layer outside of torch.compile"
         )
+    if torch.compiler.is_exporting():
+        program: type[torch.autograd.Function] = autograd.GroupedMLP if call.activation else autograd.GroupedLinear
+        output: Tensor = program.forward(_NothingSaved(), call, *tensors)
+        return output
     targets = {name: _targets(name, group, call.mode) for name, group in groups.items()}
     main_grads = {name: outs for name, outs in targets.items() if outs}
     *parameters, (x, offsets, *rest) = call.split(tensors)

@@ -146,7 +146,9 @@ def moe_experts(
     )
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
-    order = Routing(*ops.route(ids, probs.detach(), weights["fc1_weight"].num_experts, call.impl))
+    # The layer's backward differentiates this, too; a program that is exported holds the operators alone.
+    routed = probs if torch.compiler.is_exporting() else probs.detach()
+    order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
     rest = [hidden_states.contiguous(), order.plan, probs, order.tokens, order.rows, order.probs]
     return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 

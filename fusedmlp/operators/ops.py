@@ -26,7 +26,7 @@ from torch import Tensor
 from fusedmlp.operators import flops, torch_impl
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
-_library = torch.library.Library("fusedmlp", "DEF")
+library = torch.library.Library("fusedmlp", "DEF")
 
 
 @lru_cache
@@ -39,9 +39,11 @@ def _implementation(impl: str) -> Any:
 def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> Any:
     """An operator that is Python code, of which compilers see what `fake` returns."""
     name = schema.split("(", 1)[0]
-    _library.define(schema)
-    _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fusedmlp::{name}", fake, lib=_library)
+    library.define(schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    if "!" in schema:  # what is written into given tensors is not differentiated
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"fusedmlp::{name}", fake, lib=library)
     return getattr(torch.ops.fusedmlp, name).default
 
 
@@ -57,7 +59,8 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
         return getattr(_implementation(impl), name)(*arguments)
 
     def run_operator(*args: Any) -> Any:
-        results = run(*args)
+        with torch.no_grad():  # what is differentiable is so as a whole: see `derivatives.py`
+            results = run(*args)
         if not isinstance(results, MLPGrads):
             return results
         h = args[6]

@@ -1,0 +1,147 @@
+"""Derivatives of the operators by themselves, registered with `torch.library`.
+
+The layers of fusedmlp do not come here: their `autograd.Function`s run operators without recording them. A program of
+`torch.export` does, as it holds the operators alone, and so does who calls `torch.ops.fusedmlp` directly. Weights get
+plain gradients then, which PyTorch accumulates: the gradient contract is the layers'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fusedmlp.contract.engine import fail_when_differentiated
+from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPGrads
+
+_Grads = tuple[Any, ...]
+_Formula = Callable[..., _Grads]
+
+
+def _first_order_only(formula: _Formula) -> _Formula:
+    """Differentiating the results is an error: what is written into given tensors is not recorded."""
+
+    def run(ctx: Any, *grads: Any) -> _Grads:
+        with torch.no_grad():
+            results = formula(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return results
+        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        leaves, spec = tree_flatten(results)
+        found = [leaf for leaf in leaves if leaf is not None]
+        if not sources or not found:
+            return results
+        message = "fusedmlp: double backward through an operator of torch.ops.fusedmlp is not supported"
+        marked = iter(fail_when_differentiated(message, found, sources))
+        final: _Grads = tree_unflatten([None if leaf is None else next(marked) for leaf in leaves], spec)
+        return final
+
+    return run
+
+
+_TENSOR = object()  # in the place of one that is saved
+
+
+def _save(ctx: Any, inputs: Sequence[Any], *outputs: Tensor) -> None:
+    leaves, ctx.spec = tree_flatten(list(inputs))
+    ctx.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *outputs)
+
+
+def _inputs(ctx: Any) -> list[Any]:
+    saved = iter(ctx.saved_tensors)
+    leaves = [next(saved) if leaf is _TENSOR else leaf for leaf in ctx.leaves]
+    inputs: list[Any] = tree_unflatten(leaves, ctx.spec)
+    return inputs
+
+
+def _wanted(flags: Any) -> bool:
+    return any(flags) if isinstance(flags, (list, tuple)) else bool(flags)
+
+
+def _outputs(group: Sequence[Tensor], flags: Any) -> list[Tensor]:
+    """Where the gradients of a weight or bias go; none if nobody wants one."""
+    return [torch.empty_like(t) for t in group] if _wanted(flags) else []
+
+
+def _returned(outputs: list[Tensor], group: Sequence[Tensor]) -> list[Tensor | None]:
+    return [*outputs] if outputs else [None] * len(group)
+
+
+@_first_order_only
+def _grouped_gemm(ctx: Any, dy: Tensor) -> _Grads:
+    x, w, bias, offsets, impl = _inputs(ctx)
+    needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+    dy = dy.contiguous()
+    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if needs_x else None
+    dw, db = _outputs(w, needs_w), _outputs(bias, needs_bias)
+    if dw or db:
+        ops.grouped_wgrad_(dw, db, [dy], [x.contiguous()], [offsets], [], [], False, impl)
+    return dx, _returned(dw, w), _returned(db, bias), None, None
+
+
+@_first_order_only
+def _grouped_mlp(ctx: Any, dy: Tensor, _: Any) -> _Grads:
+    x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, impl = _inputs(ctx)
+    h = ctx.saved_tensors[-1]
+    needs_x, *needs = ctx.needs_input_grad
+    dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
+    # dy is of rows, so that x has to be, too.
+    rows = x if tokens is None else x.index_select(0, tokens)
+    grads = MLPGrads(
+        *ops.grouped_mlp_backward_(
+            *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2, offsets, None, None, probs),
+            *(activation, False, False, needs_x, False, impl),
+        )
+    )
+    dx = grads.dx if needs_x else None
+    if dx is not None and tokens is not None:  # a token's rows are added up in fp32
+        dx = torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, dx.float()).to(x.dtype)
+    weights = map(_returned, (dw1, dw2, db1, db2), (fc1, fc2, bias1, bias2))
+    return dx, *weights, None, None, None if probs is None else grads.dprobs, None, None
+
+
+@_first_order_only
+def _combine(ctx: Any, dout: Tensor) -> _Grads:
+    y, rows, num_tokens, _ = _inputs(ctx)
+    each = dout.repeat_interleave(rows.numel() // max(num_tokens, 1), 0)
+    return torch.zeros_like(y).index_add_(0, rows, each), None, None, None
+
+
+@_first_order_only
+def _route(ctx: Any, _plan: Any, _tokens: Any, _rows: Any, drow_probs: Tensor) -> _Grads:
+    *_, rows = ctx.saved_tensors
+    _, probs, _, _ = _inputs(ctx)
+    return None, drow_probs.index_select(0, rows).view_as(probs), None, None
+
+
+def _save_inputs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    _save(ctx, inputs)
+
+
+def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    h = output[1]
+    ctx.mark_non_differentiable(h)  # it is backward's alone
+    _save(ctx, inputs, h)
+
+
+def _save_route(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    _save(ctx, inputs, output[2])
+
+
+_DERIVATIVES: dict[str, tuple[_Formula, Callable[..., None]]] = {
+    "grouped_gemm": (_grouped_gemm, _save_inputs),
+    "grouped_mlp": (_grouped_mlp, _save_mlp),
+    "combine": (_combine, _save_inputs),
+    "route": (_route, _save_route),
+}
+
+
+def register() -> None:
+    """Tell PyTorch the derivatives; the operators must be there."""
+    for name, (formula, save) in _DERIVATIVES.items():
+        torch.library.register_autograd(f"fusedmlp::{name}", formula, setup_context=save, lib=ops.library)

@@ -1,0 +1,167 @@
+"""Operators by themselves, as `torch.library` checks them and as `torch.export` runs them; their derivatives."""
+
+import pytest
+import torch
+from torch.library import opcheck
+
+import fusedmlp
+
+pytestmark = pytest.mark.sparse
+
+OPS = torch.ops.fusedmlp
+IMPLS = ["torch", "triton"]
+COUNTS, T, K, H, F = (3, 0, 2), 3, 2, 4, 5
+R = sum(COUNTS) + 1  # one row of padding
+
+
+def tensors(seed, *shapes, grad):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=generator).requires_grad_(grad) for shape in shapes]
+
+
+def of_linear(impl, grad):
+    x, w, b = tensors(0, (R, H), (3, F, H), (3, F), grad=grad)
+    offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
+    yield OPS.grouped_gemm.default, (x, [w], [b], offsets, impl)
+    yield OPS.grouped_gemm.default, (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, impl)
+    dw, db = torch.empty(3, F, H), torch.empty(3, F)
+    (dy,) = tensors(1, (R, F), grad=grad)
+    yield OPS.grouped_wgrad_.default, ([dw], [db], [dy], [x], [offsets], [], [], False, impl)
+    yield OPS.expert_offsets.default, (torch.tensor(COUNTS), R, impl)
+
+
+def of_mlp(impl, grad):
+    x, fc1, fc2, b1, b2, dy = tensors(2, (R, H), (3, 2 * F, H), (3, H, F), (3, 2 * F), (3, H), (R, H), grad=grad)
+    probs = torch.rand(R).requires_grad_(grad)
+    offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
+    activation = fusedmlp.Activation("swiglu").encoded
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], [b2], offsets, None, probs, activation, impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], offsets, None, None, activation, impl)
+    _, h = OPS.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, activation, impl)
+    grads = [[torch.empty_like(w)] for w in (fc1, fc2)]
+    operands = dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, activation
+    yield OPS.grouped_mlp_backward_.default, (*grads, [], [], *operands, False, False, True, False, impl)
+
+
+def of_tokens(impl, grad):
+    x, fc1, fc2 = tensors(3, (T, H), (3, 2 * F, H), (3, H, F), grad=grad)
+    index, probs = torch.tensor([[0, 2], [2, 3], [0, 1]]), torch.rand(T, K).requires_grad_(grad)  # 3: of no expert
+    yield OPS.route.default, (index, probs, 3, impl)
+    plan, tokens, rows, row_probs = OPS.route(index, probs, 3, impl)
+    row_probs = row_probs.detach().requires_grad_(grad)
+    activation = fusedmlp.Activation("swiglu").encoded
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], plan, tokens, row_probs, activation, impl)
+    (y,) = tensors(4, (T * K, H), grad=grad)
+    yield OPS.combine.default, (y, rows, T, impl)
+
+
+@pytest.fixture
+def same_garbage():
+    """What a plan leaves unwritten is the same in every run, as opcheck compares all of it."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("same_garbage")
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("calls", [of_linear, of_mlp, of_tokens], ids=lambda calls: calls.__name__)
+def test_every_operator_as_torch_library_sees_it(calls, grad, impl):
+    for operator, arguments in calls(impl, grad):
+        checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        if (
+            operator is not OPS.route.default or not grad
+        ):  # opcheck adds its outputs up in the dtype of the first, int32
+            checks += ["test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
+        found = opcheck(operator, arguments, test_utils=checks, raise_exception=False)
+        assert set(found.values()) == {"SUCCESS"}, (operator, found)
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, kind, impl):
+        super().__init__()
+        self.kind, self.impl = kind, impl
+        sizes = {"fc1": (3, 2 * F, H), "fc2": (3, H, F), "b1": (3, 2 * F), "b2": (3, H)}
+        sizes = {"fc1": (3, F, H), "b1": (3, F)} if kind == "linear" else sizes
+        for name, weight in zip(sizes, tensors(5, *sizes.values(), grad=True), strict=True):
+            self.register_parameter(name, torch.nn.Parameter(weight.detach()))
+
+    def forward(self, x, probs, index):
+        if self.kind == "linear":
+            return fusedmlp.grouped_linear(x, self.fc1, index, bias=self.b1, impl=self.impl)
+        options = {"fc1_bias": self.b1, "fc2_bias": self.b2, "impl": self.impl}
+        if self.kind == "mlp":
+            return fusedmlp.grouped_mlp(x, self.fc1, self.fc2, index, probs=probs, **options)
+        return fusedmlp.moe_experts(x, index, probs, self.fc1, self.fc2, **options)
+
+
+def batch(kind):
+    if kind == "tokens":
+        return *tensors(6, (T, H), (T, K), grad=True), torch.tensor([[0, 2], [2, 3], [0, 1]])
+    return *tensors(7, (R, H), (R,), grad=True), torch.tensor(COUNTS)
+
+
+def results(run, layer, kind):
+    """The output and every gradient."""
+    x, probs, index = batch(kind)
+    wanted = [x, *[probs] * (kind != "linear"), *(p for _, p in sorted(layer.named_parameters()))]
+    y = run(x, probs, index)
+    (dy,) = tensors(8, y.shape, grad=False)
+    return [y, *torch.autograd.grad(y, wanted, dy)]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
+def test_an_exported_program_has_the_gradients_of_the_layer(kind, strict, impl):
+    layer = Layer(kind, impl)
+    program = torch.export.export(layer, batch(kind), strict=strict).module()
+    names = {str(node.target) for node in program.graph.nodes}
+    assert any("fusedmlp" in name for name in names)
+    got, expected = results(program, program, kind), results(layer, layer, kind)
+    for mine, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
+def test_an_exported_program_is_compiled_with_its_gradients(kind):
+    layer = Layer(kind, "torch")
+    program = torch.export.export(layer, batch(kind), strict=False).module()
+    torch._dynamo.reset()
+    got, expected = results(torch.compile(program, backend="aot_eager"), program, kind), results(layer, layer, kind)
+    for mine, right in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, right)
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
+def test_a_second_derivative_of_an_operator_is_an_error(kind):
+    program = torch.export.export(Layer(kind, "torch"), batch(kind), strict=False).module()
+    x, probs, index = batch(kind)
+    (dx,) = torch.autograd.grad(program(x, probs, index).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"double backward .* is not supported"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_gradients_of_a_program_are_plain_whatever_parameters_have(strict):
+    layer = Layer("mlp", "torch")
+    expected = results(layer, layer, "mlp")
+    for param in layer.parameters():
+        param.main_grad = torch.full_like(param, 7.0)
+    program = torch.export.export(layer, batch("mlp"), strict=strict).module()
+    for mine, right in zip(results(program, program, "mlp"), expected, strict=True):
+        torch.testing.assert_close(mine, right)
+    assert all((param.main_grad == 7).all() for param in layer.parameters())
+
+
+def test_a_queue_is_refused_in_a_program():
+    layer = fusedmlp.GroupedMLP(3, H, F, delay_wgrad=True)
+    with pytest.raises(RuntimeError, match=r"wgrad_queue \(delay_wgrad=True\) inside"):
+        torch.export.export(layer, (torch.randn(R, H), torch.tensor(COUNTS)), strict=False)
+
+
+def test_a_row_that_is_combined_twice_gets_both_gradients():
+    y, rows = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    OPS.combine(y, rows, 2, "torch").backward(torch.tensor([[1.0], [10.0]]).expand(2, 4))
+    assert y.grad[:, 0].tolist() == [1, 11, 10]
