@@ -33,6 +33,7 @@ NOT_RUN = {
     "make emulate": ".ci/run runs it",
     "EMULATE=": "as `make emulate` does",
     ".ci/run": "runs this",
+    "torchrun --nproc-per-node 2 examples/zero_bubble.py": "tests/integrations/test_pipelining.py",
     "python -m fusedmlp doctor": "test_doctor.py",
     "python -m fusedmlp kernels": "tests/kernels/test_compile.py, and .ci/run",
 }
@@ -78,6 +79,12 @@ GIVEN = {
         steps = torch.randn(2, 2, 6, 8, dtype=torch.bfloat16)
         def loss(model, batch):
             return model(batch).float().square().mean()
+        """,
+    "pipelining": """
+        import torch
+        import fusedmlp
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        module, index, num_stages, device = torch.nn.Linear(2, 2), 0, 1, torch.device("cpu")
         """,
     "transformers": """
         import torch

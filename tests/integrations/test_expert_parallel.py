@@ -1,58 +1,18 @@
 """The example of expert parallelism, also as a user starts it."""
 
 import json
-import os
-import runpy
-import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support import forked
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "expert_parallel.py"
-
-
-def by_torchrun(arguments, folder):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(EXAMPLE)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def in_forked_processes(arguments, folder):
-    """As torchrun does, without the seconds of importing PyTorch."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    logs = folder / "0.log", folder / "1.log"
-    ranks = [
-        forked.start(rank_of_example, arguments, out=log, **world, RANK=str(rank), LOCAL_RANK=str(rank))
-        for rank, log in enumerate(logs)
-    ]
-    try:
-        for rank, log in zip(ranks, logs, strict=True):
-            rank.join()
-            assert rank.exitcode == 0, log.read_text()[-3000:]
-    finally:
-        for rank in ranks:
-            forked.end(rank)
-    return logs[0].read_text()
-
-
-def rank_of_example(arguments):
-    sys.argv[:] = [str(EXAMPLE), *arguments]
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+from support.two_ranks import by_torchrun, in_forked_processes
 
 
 @pytest.mark.parametrize("start", [in_forked_processes, pytest.param(by_torchrun, marks=pytest.mark.exhaustive)])
 def test_the_example_equals_one_process(start, tmp_path):
     """So many experts that some get no tokens; differences are of gradients, relative to the largest of each."""
     steps, out = 5, tmp_path / "results.json"
-    assert "| fc1 |" in start(["--steps", str(steps), "--experts", "192", "--json", str(out)], tmp_path)
+    arguments = ["--steps", str(steps), "--experts", "192", "--json", str(out)]
+    assert "| fc1 |" in start("expert_parallel.py", arguments, tmp_path)
     results = json.loads(out.read_text())
     assert results["world_size"] == 2
     rounding = 16 * torch.finfo(torch.float32).eps

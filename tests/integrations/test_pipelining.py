@@ -1,8 +1,12 @@
 """`torch.distributed.pipelining` over gloo: numbers against float64, with whole and with split backwards."""
 
+import re
+
+import pytest
 from support.grids import is_quick
 from support.pipelining_cells import ONE, SCHEDULES
 from support.systems import MODES, SYSTEMS
+from support.two_ranks import by_torchrun, in_forked_processes
 from support.world import launch
 
 # The stages in which a whole backward comes right before half of one, of the weights.
@@ -32,3 +36,19 @@ def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
     assert {schedule: stages for schedule, stages in mixed.items() if stages} == {
         schedule: stages for schedule, stages in MIXED.items() if schedule in noted
     }
+
+
+@pytest.mark.parametrize("start", [in_forked_processes, pytest.param(by_torchrun, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("DualPipeV", marks=pytest.mark.exhaustive)])
+def test_the_example_trains_as_plain_stages_do(schedule, start, tmp_path):
+    picture = tmp_path / "schedule.svg"
+    printed = start("zero_bubble.py", ["--schedule", schedule, "--steps", "3", "--picture", str(picture)], tmp_path)
+    (apart,) = re.findall(r"differ by at most (\S+) of their norm", printed)
+    assert 0 < float(apart) < 1e-5
+    for step in ("first", "last"):
+        plain, fused = map(float, re.search(rf"loss, {step} step \| (\S+) \| (\S+) \|", printed).groups())
+        assert plain == pytest.approx(fused, rel=1e-5)
+    shares = [int(share) for share in re.findall(r"idle (\d+)%", printed)]
+    assert shares
+    assert shares[0] <= 5
+    assert "<svg" in picture.read_text()

@@ -1,0 +1,227 @@
+"""Experts in a zero-bubble pipeline: their weight gradients run in the schedule's own weight step.
+
+    torchrun --nproc-per-node 2 examples/zero_bubble.py [--schedule ZBVZeroBubble] [--steps 5] [--picture FILE]
+
+A pipeline that splits backward sends a stage's input gradient on at once (`I`) and computes the weight gradients where
+it would otherwise wait (`W`). PyTorch finds the two halves in the graph. Here the experts' half is a `WgradQueue`: `I`
+runs the layer's backward, which queues the weight gradients, and `W` runs the oldest of them, into `main_grad`. The
+same stages in plain PyTorch, one expert at a time and split by PyTorch, train beside them.
+
+`--picture` draws the schedule, if forward, `I` and `W` take equally long; that needs matplotlib (`fusedmlp[demo]`).
+
+Letters: `T` tokens, `K` experts per token, `H` hidden size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from collections import defaultdict
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+import fusedmlp
+
+EXPERTS, HIDDEN, FFN, EXPERTS_PER_TOKEN, TOKENS, MICRO_BATCHES = 8, 32, 48, 2, 32, 8
+STAGES = 4
+# By schedule: the stages of both ranks.
+PLACES = {
+    "Interleaved1F1B": ((0, 2), (1, 3)),
+    "InterleavedZeroBubble": ((0, 2), (1, 3)),
+    "ZBVZeroBubble": ((0, 3), (1, 2)),
+    "DualPipeV": ((0, 3), (1, 2)),
+}
+Slot = tuple[int, float, float, str, int, int]  # rank, start, end, what, stage, micro-batch
+
+
+class Stage(nn.Module):
+    """A dense layer, and experts around a residual connection."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.dense, self.router = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, EXPERTS, bias=False)
+        self.experts = fusedmlp.GroupedMLP(EXPERTS, HIDDEN, FFN)
+        self.queue = fusedmlp.WgradQueue() if fused else None
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """`[T, H] -> [T, H]`."""
+        h_TH = torch.tanh(self.dense(x_TH))
+        probs_TK, expert_TK = self.router(h_TH).softmax(-1).topk(EXPERTS_PER_TOKEN)
+        fc1, fc2 = self.experts.fc1.weight, self.experts.fc2.weight
+        if self.queue is not None:
+            return h_TH + fusedmlp.moe_experts(h_TH, expert_TK, probs_TK, fc1, fc2, wgrad_queue=self.queue)
+        y_TH = h_TH
+        for e in range(EXPERTS):
+            token, k = (expert_TK == e).nonzero(as_tuple=True)
+            gate, linear = F.linear(h_TH[token], fc1[e]).chunk(2, dim=1)
+            y_TH = y_TH.index_add(0, token, F.linear(F.silu(gate) * linear, fc2[e]) * probs_TK[token, k].unsqueeze(1))
+        return y_TH
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Tokens of all micro-batches, and what is to be made of them."""
+    x_TH = torch.randn(MICRO_BATCHES * TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step))
+    return x_TH, torch.sin(x_TH.roll(1, dims=1))
+
+
+def pipeline(name: str, modules: list[Stage]) -> Any:
+    """The schedule over this rank's stages."""
+    stages = []
+    for index, module in zip(PLACES[name][dist.get_rank()], modules, strict=True):
+        queue, rows = module.queue, torch.empty(TOKENS, HIDDEN, requires_grad=True)
+        builder = None if queue is None else lambda queue=queue: queue.run_oldest  # what "W" calls
+        inputs = rows.detach().requires_grad_(index > 0)
+        device = torch.device("cpu")
+        stages.append(
+            pipelining.PipelineStage(
+                module, index, STAGES, device, input_args=inputs, output_args=rows, dw_builder=builder
+            )
+        )
+    kind = pipelining.schedules.get_schedule_class(name)
+    # scale_grads divides .grad alone, so the loss is divided instead.
+    return kind(stages, MICRO_BATCHES, loss_fn=lambda y, t: F.mse_loss(y, t) / MICRO_BATCHES, scale_grads=False)
+
+
+def train(name: str, modules: list[Stage], steps: int) -> tuple[list[float], dict[str, Tensor], Any]:
+    """The losses (on the rank with the last stage), the gradients of the last step, the schedule."""
+    params = [param for module in modules for param in module.parameters()]
+    fused = modules[0].queue is not None
+    experts = [param for module in modules for param in module.experts.parameters()]
+    buffer = fusedmlp.MainGradBuffer(experts) if fused else None
+    schedule, optimizer = pipeline(name, modules), torch.optim.SGD(params, lr=2.0)
+    losses, grads = [], {}
+    for step in range(steps):
+        optimizer.zero_grad()
+        if buffer is not None:
+            buffer.zero_()
+        x, target = batch(step)
+        parts: list[Tensor] = []
+        schedule.step(*[x] * (0 in PLACES[name][dist.get_rank()]), target=target, losses=parts)
+        losses.append(float(sum(part.detach() for part in parts)))
+        with nullcontext() if buffer is None else buffer.as_grad():
+            for i, module in enumerate(modules):
+                for key, param in module.named_parameters():
+                    assert param.grad is not None
+                    grads[f"{i}.{key}"] = param.grad.clone()
+            optimizer.step()
+    return losses, grads, schedule
+
+
+def slots(name: str, order: dict[int, list[Any]]) -> list[Slot]:
+    """When everything runs, if forward, `I` and `W` take 1, whole backwards 2, and sending nothing."""
+    queues = {
+        rank: [part for action in actions if action for part in (getattr(action, "sub_actions", None) or [action])]
+        for rank, actions in order.items()
+    }
+    ends: dict[tuple[str, int, int], float] = {}
+    clock: dict[int, float] = defaultdict(float)
+    found: list[Slot] = []
+    while any(queues.values()):
+        rank, action = min(
+            ((rank, queue[0]) for rank, queue in queues.items() if queue and _ready(queue[0], ends) is not None),
+            key=lambda each: max(clock[each[0]], _ready(each[1], ends) or 0.0),
+        )
+        what, stage, micro = _what(action)
+        start = max(clock[rank], _ready(action, ends) or 0.0)
+        clock[rank] = ends[what, stage, micro] = start + (2 if what == "B" else 1)
+        if what == "B":
+            ends["I", stage, micro] = clock[rank]
+        found.append((rank, start, clock[rank], what, stage, micro))
+        queues[rank].pop(0)
+    return found
+
+
+def _what(action: Any) -> tuple[str, int, int]:
+    letters = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
+    return letters[action.computation_type.name], action.stage_index, action.microbatch_index
+
+
+def _ready(action: Any, ends: dict[tuple[str, int, int], float]) -> float | None:
+    """From when on it can run; None: what it needs has not been placed yet."""
+    what, stage, micro = _what(action)
+    needs = {
+        "F": [("F", stage - 1, micro)] * (stage > 0),
+        "W": [("I", stage, micro)],
+    }.get(what, [("F", stage, micro), *[("I", stage + 1, micro)] * (stage < STAGES - 1)])
+    return max((ends[key] for key in needs), default=0.0) if all(key in ends for key in needs) else None
+
+
+def idle_share(placed: list[Slot]) -> float:
+    """Of both ranks' time, from the first to the last."""
+    busy = sum(end - start for _, start, end, *_ in placed)
+    return 1 - busy / (max(end for _, _, end, *_ in placed) * len({rank for rank, *_ in placed}))
+
+
+def draw(timelines: dict[str, list[Slot]], path: Path) -> None:
+    """One row of boxes for each rank, by schedule."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    colours = {"F": "#9ecae1", "B": "#fdae6b", "I": "#fdd0a2", "W": "#a1d99b"}
+    figure = Figure(figsize=(9, 1.5 * len(timelines)), layout="constrained")
+    last = max(end for placed in timelines.values() for _, _, end, *_ in placed)
+    for axes, (name, placed) in zip(
+        figure.subplots(len(timelines), squeeze=False)[:, 0], timelines.items(), strict=True
+    ):
+        for rank, start, end, what, _, micro in placed:
+            axes.barh(-rank, end - start, left=start, height=0.9, color=colours[what], edgecolor="white")
+            axes.text((start + end) / 2, -rank, f"{what}{micro}", ha="center", va="center", fontsize=6)
+        axes.set_title(f"{name}: idle {idle_share(placed):.0%}", fontsize=9, loc="left")
+        axes.set_yticks([0, -1], ["rank 0", "rank 1"], fontsize=8)
+        axes.set_xlim(0, last)
+        axes.set_xticks([])
+        axes.spines[:].set_visible(False)
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusedmlp"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def main() -> None:
+    """Train both ways, print a table, draw."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--schedule", choices=sorted(PLACES), default="ZBVZeroBubble")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--picture", type=Path, help="draw the schedule, beside one that does not split, as SVG")
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    if dist.get_world_size() != 2:
+        parser.error(f"expected 2 ranks; got {dist.get_world_size()}")
+    torch.manual_seed(0)  # on both ranks: every stage begins alike everywhere
+    whole = [Stage(fused=True) for _ in range(STAGES)]
+    mine = [whole[index] for index in PLACES[args.schedule][dist.get_rank()]]
+    plain = copy.deepcopy(mine)
+    for module in plain:
+        module.queue = None
+    losses, grads, schedule = train(args.schedule, mine, args.steps)
+    plain_losses, plain_grads, _ = train(args.schedule, plain, args.steps)
+    apart = max(float((grads[key] - grad).norm() / grad.norm()) for key, grad in plain_grads.items())
+    every: list[Any] = [None, None]
+    dist.all_gather_object(every, (losses, plain_losses, apart))
+    if dist.get_rank() == 0:
+        last = next(rank for rank, places in enumerate(PLACES[args.schedule]) if STAGES - 1 in places)
+        ours, theirs, _ = every[last]
+        placed = slots(args.schedule, schedule.pipeline_order)
+        print(
+            f"{args.schedule}, {MICRO_BATCHES} micro-batches: idle {idle_share(placed):.0%} if F, I and W take as long"
+        )
+        print("\n| | plain | fusedmlp |\n|---|---|---|")
+        print(f"| loss, first step | {theirs[0]:.6f} | {ours[0]:.6f} |")
+        print(f"| loss, last step | {theirs[-1]:.6f} | {ours[-1]:.6f} |")
+        print("| weight gradients of experts | by PyTorch's split, to `.grad` | queue in W, to `main_grad` |")
+        print(f"\nGradients of the last step differ by at most {max(each[2] for each in every):.1e} of their norm.")
+    if args.picture:
+        beside = pipeline("Interleaved1F1B", mine)
+        if dist.get_rank() == 0:
+            names = {"Interleaved1F1B": beside, args.schedule: schedule}
+            draw({name: slots(name, each.pipeline_order) for name, each in names.items()}, args.picture)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
