@@ -26,11 +26,12 @@ def _first_order_only(formula: _Formula) -> _Formula:
     """Differentiating the results is an error: what is written into given tensors is not recorded."""
 
     def run(ctx: Any, *grads: Any) -> _Grads:
+        saved = ctx.saved_tensors  # once: a checkpoint does not make them twice
         with torch.no_grad():
-            results = formula(ctx, *grads)
+            results = formula(ctx, saved, *grads)
         if not torch.is_grad_enabled():
             return results
-        sources = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad]
+        sources = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
         leaves, spec = tree_flatten(results)
         found = [leaf for leaf in leaves if leaf is not None]
         if not sources or not found:
@@ -52,9 +53,9 @@ def _save(ctx: Any, inputs: Sequence[Any], *outputs: Tensor) -> None:
     ctx.save_for_backward(*(leaf for leaf in leaves if isinstance(leaf, Tensor)), *outputs)
 
 
-def _inputs(ctx: Any) -> list[Any]:
-    saved = iter(ctx.saved_tensors)
-    leaves = [next(saved) if leaf is _TENSOR else leaf for leaf in ctx.leaves]
+def _inputs(ctx: Any, saved: Sequence[Any]) -> list[Any]:
+    tensors = iter(saved)
+    leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in ctx.leaves]
     inputs: list[Any] = tree_unflatten(leaves, ctx.spec)
     return inputs
 
@@ -73,8 +74,8 @@ def _returned(outputs: list[Tensor], group: Sequence[Tensor]) -> list[Tensor | N
 
 
 @_first_order_only
-def _grouped_gemm(ctx: Any, dy: Tensor) -> _Grads:
-    x, w, bias, offsets, impl = _inputs(ctx)
+def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
+    x, w, bias, offsets, impl = _inputs(ctx, saved)
     needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
     dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if needs_x else None
@@ -85,9 +86,9 @@ def _grouped_gemm(ctx: Any, dy: Tensor) -> _Grads:
 
 
 @_first_order_only
-def _grouped_mlp(ctx: Any, dy: Tensor, _: Any) -> _Grads:
-    x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, impl = _inputs(ctx)
-    h = ctx.saved_tensors[-1]
+def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
+    *inputs, h = saved
+    x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, impl = _inputs(ctx, inputs)
     needs_x, *needs = ctx.needs_input_grad
     dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
     # dy is of rows, so that x has to be, too.
@@ -105,18 +106,26 @@ def _grouped_mlp(ctx: Any, dy: Tensor, _: Any) -> _Grads:
     return dx, *weights, None, None, None if probs is None else grads.dprobs, None, None
 
 
-@_first_order_only
 def _combine(ctx: Any, dout: Tensor) -> _Grads:
-    y, rows, num_tokens, _ = _inputs(ctx)
-    each = dout.repeat_interleave(rows.numel() // max(num_tokens, 1), 0)
-    return torch.zeros_like(y).index_add_(0, rows, each), None, None, None
+    (rows,) = ctx.saved_tensors
+    each = dout.repeat_interleave(ctx.choices, 0)
+    return dout.new_zeros(ctx.num_rows, dout.shape[1]).index_add(0, rows, each), None, None, None
 
 
-@_first_order_only
+def _save_combine(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    y, rows, num_tokens, _ = inputs
+    ctx.save_for_backward(rows)
+    ctx.num_rows, ctx.choices = y.shape[0], rows.numel() // max(num_tokens, 1)
+
+
 def _route(ctx: Any, _plan: Any, _tokens: Any, _rows: Any, drow_probs: Tensor) -> _Grads:
-    *_, rows = ctx.saved_tensors
-    _, probs, _, _ = _inputs(ctx)
-    return None, drow_probs.index_select(0, rows).view_as(probs), None, None
+    (rows,) = ctx.saved_tensors
+    return None, drow_probs.index_select(0, rows).view(ctx.shape), None, None
+
+
+def _save_route(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+    ctx.save_for_backward(output[2])
+    ctx.shape = inputs[1].shape
 
 
 def _save_inputs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -129,14 +138,10 @@ def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     _save(ctx, inputs, h)
 
 
-def _save_route(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    _save(ctx, inputs, output[2])
-
-
 _DERIVATIVES: dict[str, tuple[_Formula, Callable[..., None]]] = {
     "grouped_gemm": (_grouped_gemm, _save_inputs),
     "grouped_mlp": (_grouped_mlp, _save_mlp),
-    "combine": (_combine, _save_inputs),
+    "combine": (_combine, _save_combine),
     "route": (_route, _save_route),
 }
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 
@@ -153,6 +154,15 @@ def test_gradients_of_a_program_are_plain_whatever_parameters_have(strict):
     for mine, right in zip(results(program, program, "mlp"), expected, strict=True):
         torch.testing.assert_close(mine, right)
     assert all((param.main_grad == 7).all() for param in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
+def test_an_exported_program_in_a_checkpoint(kind):
+    layer = Layer(kind, "torch")
+    program = torch.export.export(layer, batch(kind), strict=False).module()
+    got = results(lambda *args: checkpoint(program, *args, use_reentrant=False), program, kind)
+    for mine, right in zip(got, results(layer, layer, kind), strict=True):
+        torch.testing.assert_close(mine, right)
 
 
 def test_a_queue_is_refused_in_a_program():

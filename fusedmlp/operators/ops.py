@@ -41,7 +41,7 @@ def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> 
     name = schema.split("(", 1)[0]
     library.define(schema)
     library.impl(name, run, "CompositeExplicitAutograd")
-    if "!" in schema:  # what is written into given tensors is not differentiated
+    if "!" in schema:  # neither what it writes into given tensors nor what it returns is differentiated
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"fusedmlp::{name}", fake, lib=library)
     return getattr(torch.ops.fusedmlp, name).default
