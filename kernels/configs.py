@@ -14,10 +14,11 @@ from typing import Literal, NamedTuple, get_args
 import torch
 import triton
 
-# How tiles reach a multiprocessor: by descriptors; by descriptors but for one operand, whose rows are gathered by
-# pointers (no descriptor can follow an index); all by pointers; or by pointers that `alignment` allows no vectors.
-Path = Literal["tma", "gather", "pointer", "unaligned"]
-BY_DESCRIPTORS: tuple[Path, ...] = ("tma", "gather")
+# How tiles reach a multiprocessor: by descriptors, in kernels with a task for each warp; by descriptors; by descriptors
+# but for one operand, whose rows are gathered by pointers (no descriptor can follow an index); all by pointers; or by
+# pointers that `alignment` allows no vectors.
+Path = Literal["specialised", "tma", "gather", "pointer", "unaligned"]
+BY_DESCRIPTORS: tuple[Path, ...] = ("specialised", "tma", "gather")
 ShapeClass = Literal["short", "long"]
 # Mean rows per expert below which a shape is "short".
 SHORT_ROWS = 64
@@ -128,6 +129,13 @@ _WGRAD_TMA |= {
     ),
 }
 _SM_90 |= _WGRAD_TMA
+# One warp loads and two warpgroups multiply, of which each has 64 rows of a tile: `ring.py`. For long loads alone.
+_SM_90 |= {
+    ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=1)},
+    ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 4, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
+    ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 4, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
+    ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 4, 3, SUBTILES=4, GROUP_M=16, PER_SM=1)},
+}
 _SM_100 |= _WGRAD_TMA
 # Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step overwrites while the last
 # one is still multiplied: by descriptors that is a race, by pointers it is not.
@@ -164,11 +172,27 @@ TABLES: dict[str, _Rows] = {
         (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path in BY_DESCRIPTORS else (1, 2, 0))))
         for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
         for path in get_args(Path)
+        if path != "specialised"  # Gluon has no interpreter
         for bits in (16, 32)
     },
 }
 
 
+# Whether kernels with a task for each warp are used wherever the tables have them: FUSEDMLP_SPECIALISED says so. No GPU
+# has timed them yet.
+SPECIALISED = False
+
+
+def _gluon_missing() -> str:
+    try:
+        from . import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"Triton {triton.__version__}: {error}"
+    return ""
+
+
+# What kernels with a task for each warp miss in this Triton; empty if nothing.
+GLUON_MISSING = _gluon_missing()
 # Tiles tuned on this machine, which go before the tables.
 TUNED: dict[Key, Tile] = {}
 
@@ -220,6 +244,22 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
     return tuned or TABLES[architecture(device)][kernel, path, bits][shape]
 
 
+def specialised(kernel: str, dtype: torch.dtype, device: torch.device, rows_per_expert: float) -> Tile | None:
+    """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
+    key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
+    if key in TUNED:
+        return TUNED[key]
+    if not SPECIALISED or GLUON_MISSING:
+        return None
+    table = TABLES[architecture(device)]
+    return table[key[:3]].get(key.shape) if key[:3] in table else None
+
+
+def task_rows(path: Path, tile: Tile) -> int:
+    """How many of a tile's rows TMA moves at once: those of one task, of which two multiply where tasks are specialised."""
+    return tile.BLOCK_M // 2 if path == "specialised" else tile.BLOCK_M
+
+
 def choose(
     kernel: str,
     dtype: torch.dtype,
@@ -228,8 +268,13 @@ def choose(
     vectors_fit: Callable[[], bool],
     rows_per_expert: float,
     gathered: bool = False,
+    by_tasks: bool = True,
 ) -> tuple[Path, Tile]:
-    """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index."""
+    """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index;
+    `by_tasks`: whether the kernel with a task for each warp can do it.
+    """
+    if tma_fits and by_tasks and not gathered and (tile := specialised(kernel, dtype, device, rows_per_expert)):
+        return "specialised", tile
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, device, path)):
         path = "pointer" if vectors_fit() else "unaligned"

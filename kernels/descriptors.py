@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,9 +38,18 @@ class Descriptor(NamedTuple):
             return self.tensor
         return self.tensor.as_strided(self.shape, self.strides, self.offset)
 
-    def checked(self) -> TensorDescriptor:
-        """As Triton's own launches take it."""
-        return TensorDescriptor(self.base, list(self.shape), list(self.strides), list(self.kind[0]))
+    def checked(self, by_gluon: bool = False) -> Any:
+        """As Triton's own launches take it; kernels of Gluon say how a tile lies in shared memory."""
+        block, dtype = self.kind
+        described = self.base, list(self.shape), list(self.strides), list(block)
+        if not by_gluon:
+            return TensorDescriptor(*described)
+        from triton.experimental.gluon.language import NVMMASharedLayout
+        from triton.experimental.gluon.nvidia import hopper
+
+        swizzle = min(block[-1] * dtype.itemsize, 128)
+        layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=len(block))
+        return hopper.TensorDescriptor(*described, layout)
 
 
 def fits(address: int, itemsize: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
@@ -69,17 +78,17 @@ def fits_halves(t_RG: Tensor, halves: int) -> bool:
 
 
 def ragged_rows(
-    t_RN: Tensor, block_rows: int, block_columns: int, columns: int | None = None, halves: int = 1
+    t_RN: Tensor, block_rows: int, block_columns: int, columns: int | None = None, halves: int = 1, apart: bool = False
 ) -> Descriptor:
     """Rows of groups, of which only the first `columns` are there, for `load_ragged` and `store_ragged`: zero-filled
     and masked at the end of a group. As `triton.tools.ragged_tma.create_ragged_descriptor` makes them; of two `halves`
-    of a row, `[R, 2, N / 2]`.
+    of a row, `[R, 2, N / 2]`, of which a tile has both or, if they come and go `apart`, one.
     """
     stride, columns = t_RN.stride(0), t_RN.shape[1] // halves if columns is None else columns
-    apart, both = ((columns,), (2,)) if halves == 2 else ((), ())
+    distance, both = ((columns,), (2,)) if halves == 2 else ((), ())
     shape = (_MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, *both, columns)
-    strides = (2**34 - stride, stride, stride, *apart, 1)
-    block = (1, 1, block_rows, *both, block_columns)
+    strides = (2**34 - stride, stride, stride, *distance, 1)
+    block = (1, 1, block_rows, *((1,) if apart and both else both), block_columns)
     return Descriptor(t_RN.data_ptr(), shape, strides, (block, t_RN.dtype), t_RN)
 
 

@@ -25,13 +25,21 @@ class Dprobs(NamedTuple):
 @triton.jit
 def sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr = 256):
     """`dprobs[i] = sum_j partial[j, i]`, or of row `rows[i]`, for every i below `num_rows`."""
+    sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, BLOCK))
+
+
+@triton.jit
+def sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, numbers):
+    """`sum_partials` for so many i at once, numbered from 0."""
+    BLOCK: tl.constexpr = numbers.shape[0]
     for start in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
-        place = start + tl.arange(0, BLOCK)
+        place = start + numbers
         mask, row = place < num_rows, place
         if rows_ptr is not None:
             row = tl.load(rows_ptr + place, mask=mask, other=0)
-        sums, part_ptr = tl.zeros((BLOCK,), dtype=tl.float32), partial_ptr
-        for _ in range(0, num_partials):
-            sums += tl.load(part_ptr + row, mask=mask, other=0.0)
+        part_ptr = partial_ptr
+        sums = tl.load(part_ptr + row, mask=mask, other=0.0)
+        for _ in range(1, num_partials):
             part_ptr += num_rows
+            sums += tl.load(part_ptr + row, mask=mask, other=0.0)
         tl.store(dprobs_ptr + place, round_to(sums, dprobs_ptr.dtype.element_ty), mask=mask)

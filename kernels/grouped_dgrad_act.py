@@ -34,7 +34,7 @@ from .common import (
     store_rows,
     zeros,
 )
-from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs, task_rows
 from .expert_tensors import ExpertTensors
 from .launcher import launch
 from .plan import Schedule
@@ -81,6 +81,23 @@ def _bias_dprobs(
             dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
             sums_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
         tl.store(partial_ptr + first + row_M1, tl.sum(sums_MH, axis=1, keep_dims=True), mask=mask_M1)
+
+
+@triton.jit
+def _bias_dprobs_kernel(
+    partial_ptr,
+    dy_ptr,
+    bias_ptr,
+    bias_table_ptr,
+    tiles_ptr,
+    H,
+    stride_dy_r,
+    stride_bias_e,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    sizes = (H, stride_dy_r, stride_bias_e)
+    _bias_dprobs(partial_ptr, dy_ptr, None, bias_ptr, bias_table_ptr, tiles_ptr, *sizes, BLOCK_M, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -250,6 +267,7 @@ def grouped_dgrad_act_(
         lambda: vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F)),
         schedule.rows_per_expert,
         gathered,
+        not (act.CURVE == "gelu" and act.LIMIT is not None and halves == 2),  # which would spill a few bytes
     )
     num_f, partial = cdiv(F, tile.BLOCK_N), None
     if probs_R is not None:
@@ -258,13 +276,16 @@ def grouped_dgrad_act_(
     if not num_rows:
         return partial
     k_contiguous = w_EFH.strides[1] == 1
-    dy_desc = w_desc = dh_desc = a_desc = None
+    dy_desc = w_desc = h_desc = dh_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
+        block_m, width = task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
-        dh_desc = descriptors.ragged_rows(dh_RG, block_m, width * act.CHANNEL_STEP, halves=halves)
+        h_desc, dh_desc = (
+            descriptors.ragged_rows(t, block_m, width * act.CHANNEL_STEP, halves=halves, apart=path == "specialised")
+            for t in (h_RG, dh_RG)
+        )
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     tokens = dy_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
@@ -274,18 +295,41 @@ def grouped_dgrad_act_(
             schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
         ),
     )
-    tiles = schedule.max_tiles(tile.BLOCK_M) * num_f
+    grid = (num_programs(tile, dy_RH.device, schedule.max_tiles(tile.BLOCK_M) * num_f),)
+    bias_ptrs = (bias_EH.base, bias_EH.table) if bias_EH else (None, None)
+    stride_bias_e = bias_EH.stride_e if bias_EH else 0
+    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
+    reversed_, tiles = w_EFH.stride_e < 0, schedule.tiles(tile.BLOCK_M)
+    if path == "specialised":
+        from .grouped_dgrad_act_specialised import _grouped_dgrad_act_specialised_kernel
+
+        if bias and partial is not None:
+            launch(
+                _bias_dprobs_kernel,
+                (schedule.max_tiles(tile.BLOCK_M),),
+                *(partial[num_f], dy_RH, *bias_ptrs, tiles, H, dy_RH.stride(0), stride_bias_e),
+                *(tile.BLOCK_M, tile.BLOCK_K),
+                num_warps=8,
+            )
+        launch(
+            _grouped_dgrad_act_specialised_kernel,
+            grid,
+            *(dy_desc, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
+            *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),
+            *(*act, k_contiguous, reversed_, *blocks, tile.num_stages),
+            num_warps=tile.num_warps,
+        )
+        return partial
     launch(
         _grouped_dgrad_act_kernel,
-        (num_programs(tile, dy_RH.device, tiles),),
+        grid,
         dy_RH,
         dy_desc,
         rows_R,
         w_EFH.base,
         w_desc,
         w_EFH.table,
-        bias_EH.base if bias_EH else None,
-        bias_EH.table if bias_EH else None,
+        *bias_ptrs,
         probs_R,
         h_RG,
         dh_RG,
@@ -293,7 +337,7 @@ def grouped_dgrad_act_(
         a_RF,
         a_desc,
         partial,
-        schedule.tiles(tile.BLOCK_M),
+        tiles,
         num_experts,
         num_rows,
         H,
@@ -301,20 +345,16 @@ def grouped_dgrad_act_(
         dy_RH.stride(0),
         w_EFH.stride_e,
         *w_EFH.strides,
-        bias_EH.stride_e if bias_EH else 0,
+        stride_bias_e,
         h_RG.stride(0),
         a_RF.stride(0),
         *act,
-        K_CONTIGUOUS=k_contiguous,
-        REVERSED=w_EFH.stride_e < 0,
-        ALIGNED=w_EFH.aligned,
-        BLOCK_M=tile.BLOCK_M,
-        BLOCK_F=tile.BLOCK_N,
-        BLOCK_H=tile.BLOCK_K,
-        SUBTILES=tile.SUBTILES,
-        GROUP_M=tile.GROUP_M,
-        FLATTEN=tile.PER_SM > 0 and not (gathered and bias),  # which would spill a few bytes
-        PRECISION=dot_precision(dy_RH.dtype),
+        k_contiguous,
+        reversed_,
+        w_EFH.aligned,
+        *blocks,
+        tile.PER_SM > 0 and not (gathered and bias),  # which would spill a few bytes
+        dot_precision(dy_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -29,7 +29,7 @@ from .common import (
     store_halves,
     store_rows,
 )
-from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs, task_rows
 from .expert_tensors import ExpertTensors
 from .launcher import launch
 from .plan import Schedule
@@ -181,15 +181,16 @@ def grouped_fc1_act_(
         lambda: vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F)),
         schedule.rows_per_expert,
         gathered,
+        not w_by_pointers,
     )
     x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m, width = tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES
+        block_m, width = task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
         if not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
-        h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves)
+        h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "specialised")
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     tokens = x_RH.shape[0] if gathered else None
     gated, bias, probs = act.GATED, bias_EG is not None, launches.size_of(probs_R)
@@ -199,18 +200,33 @@ def grouped_fc1_act_(
             schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
         ),
     )
-    tiles = schedule.max_tiles(tile.BLOCK_M) * cdiv(F, tile.BLOCK_N)
+    grid = (num_programs(tile, x_RH.device, schedule.max_tiles(tile.BLOCK_M) * cdiv(F, tile.BLOCK_N)),)
+    bias_ptrs = (bias_EG.base, bias_EG.table) if bias_EG else (None, None)
+    strides = bias_EG.stride_e if bias_EG else 0, h_RG.stride(0), a_RF.stride(0)
+    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
+    reversed_ = w_EGH.stride_e < 0
+    if path == "specialised":
+        from .grouped_fc1_act_specialised import _grouped_fc1_act_specialised_kernel
+
+        launch(
+            _grouped_fc1_act_specialised_kernel,
+            grid,
+            *(x_desc, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
+            *(num_experts, H, F, *strides),
+            *(*act, k_contiguous, reversed_, *blocks, tile.num_stages),
+            num_warps=tile.num_warps,
+        )
+        return
     launch(
         _grouped_fc1_act_kernel,
-        (num_programs(tile, x_RH.device, tiles),),
+        grid,
         x_RH,
         x_desc,
         rows_R,
         w_EGH.base,
         w_desc,
         w_EGH.table,
-        bias_EG.base if bias_EG else None,
-        bias_EG.table if bias_EG else None,
+        *bias_ptrs,
         probs_R,
         h_RG,
         h_desc,
@@ -223,20 +239,14 @@ def grouped_fc1_act_(
         x_RH.stride(0),
         w_EGH.stride_e,
         *w_EGH.strides,
-        bias_EG.stride_e if bias_EG else 0,
-        h_RG.stride(0),
-        a_RF.stride(0),
+        *strides,
         *act,
-        K_CONTIGUOUS=k_contiguous,
-        REVERSED=w_EGH.stride_e < 0,
-        ALIGNED=w_EGH.aligned,
-        BLOCK_M=tile.BLOCK_M,
-        BLOCK_F=tile.BLOCK_N,
-        BLOCK_H=tile.BLOCK_K,
-        SUBTILES=tile.SUBTILES,
-        GROUP_M=tile.GROUP_M,
-        FLATTEN=tile.PER_SM > 0,
-        PRECISION=dot_precision(x_RH.dtype),
+        k_contiguous,
+        reversed_,
+        w_EGH.aligned,
+        *blocks,
+        tile.PER_SM > 0,
+        dot_precision(x_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

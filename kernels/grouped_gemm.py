@@ -13,7 +13,7 @@ from torch import Tensor
 from . import cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows, zeros
-from .configs import cdiv, choose, dot_precision, num_programs
+from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs, task_rows
 from .dprobs import Dprobs, sum_partials
 from .expert_tensors import ExpertTensors
 from .launcher import launch
@@ -123,29 +123,46 @@ def grouped_gemm_(
     )
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
-    if path == "tma" and w_view is not None:
-        x_desc = descriptors.ragged_rows(x_RK, tile.BLOCK_M, tile.BLOCK_K)
+    if path in BY_DESCRIPTORS and w_view is not None:
+        block_m = task_rows(path, tile)
+        x_desc = descriptors.ragged_rows(x_RK, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
-        y_desc = descriptors.ragged_rows(y_RN, tile.BLOCK_M, tile.BLOCK_N // tile.SUBTILES)
+        y_desc = descriptors.ragged_rows(y_RN, block_m, tile.BLOCK_N // tile.SUBTILES)
     bias, scale = bias_EN is not None, launches.size_of(scale_R)
     launches.report(path, lambda: cost.gemm(schedule.rows(), N, K, x_RK.element_size(), bias=bias, scale=scale))
-    tiles = schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)
+    grid = (num_programs(tile, x_RK.device, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
+    bias_ptrs = (bias_EN.base, bias_EN.table) if bias_EN else (None, None)
+    sums = dprobs or (None, None, None)
+    num_partials, stride_bias_e = dprobs.partial.shape[0] if dprobs else 0, bias_EN.stride_e if bias_EN else 0
+    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
+    reversed_ = w_ENK.stride_e < 0
+    if path == "specialised":
+        from .grouped_gemm_specialised import _grouped_gemm_specialised_kernel
+
+        launch(
+            _grouped_gemm_specialised_kernel,
+            grid,
+            *(x_desc, w_desc, *bias_ptrs, scale_R, y_RN, y_desc, *sums, schedule.tiles(tile.BLOCK_M)),
+            *(num_partials, schedule.num_rows, num_experts, N, K, stride_bias_e, y_RN.stride(0)),
+            *(k_contiguous, reversed_, *blocks, tile.num_stages),
+            num_warps=tile.num_warps,
+        )
+        return
     launch(
         _grouped_gemm_kernel,
-        (num_programs(tile, x_RK.device, tiles),),
+        grid,
         x_RK,
         x_desc,
         w_ENK.base,
         w_desc,
         w_ENK.table,
-        bias_EN.base if bias_EN else None,
-        bias_EN.table if bias_EN else None,
+        *bias_ptrs,
         scale_R,
         y_RN,
         y_desc,
-        *(dprobs or (None, None, None)),
+        *sums,
         schedule.tiles(tile.BLOCK_M),
-        dprobs.partial.shape[0] if dprobs else 0,
+        num_partials,
         schedule.num_rows,
         num_experts,
         N,
@@ -153,18 +170,14 @@ def grouped_gemm_(
         x_RK.stride(0),
         w_ENK.stride_e,
         *w_ENK.strides,
-        bias_EN.stride_e if bias_EN else 0,
+        stride_bias_e,
         y_RN.stride(0),
-        K_CONTIGUOUS=k_contiguous,
-        REVERSED=w_ENK.stride_e < 0,
-        ALIGNED=w_ENK.aligned,
-        BLOCK_M=tile.BLOCK_M,
-        BLOCK_N=tile.BLOCK_N,
-        BLOCK_K=tile.BLOCK_K,
-        SUBTILES=tile.SUBTILES,
-        GROUP_M=tile.GROUP_M,
-        FLATTEN=tile.PER_SM > 0,
-        PRECISION=dot_precision(x_RK.dtype),
+        k_contiguous,
+        reversed_,
+        w_ENK.aligned,
+        *blocks,
+        tile.PER_SM > 0,
+        dot_precision(x_RK.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

@@ -34,6 +34,7 @@ from .configs import (
     has_path,
     num_programs,
     select,
+    specialised,
     specialises,
 )
 from .descriptors import Descriptor, fits
@@ -234,23 +235,41 @@ class _Way(NamedTuple):
     places: tuple[int, ...] = ()  # of every segment, coordinates or addresses: all left ones, then all right ones
 
 
-def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_experts: int) -> _Way:
-    """Descriptors where all three operands fit them, judged by pointers and strides alone."""
+def _described(
+    dw_ENK: ExpertTensors, num_experts: int, left: _Operand, right: _Operand, rows: int, tile: Tile
+) -> Descriptor | None:
+    """A descriptor of `dw`, for parts of so many rows; None: impossible."""
+    if dw_ENK.table is not None:
+        return None
+    shape, strides = (num_experts, left.columns, right.columns), (abs(dw_ENK.stride_e), *dw_ENK.strides)
+    address, lowest = dw_ENK.lowest.data_ptr(), dw_ENK.lowest
+    if not fits(address, lowest.dtype.itemsize, shape, strides):
+        return None
+    return Descriptor(address, shape, strides, ((1, rows, tile.BLOCK_K // tile.SUBTILES), lowest.dtype), lowest)
+
+
+def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_experts: int, accumulate: bool) -> _Way:
+    """Descriptors where all three operands fit them, judged by pointers and strides alone; where tasks have warps of
+    their own, `dw` need not.
+    """
     dtype, device = left.tensors[0].dtype, left.tensors[0].device
     rows_per_expert = sum(t.shape[0] for t in left.rows or left.tensors) / num_experts
     path: Path = "gather" if left.rows or right.rows else "tma"
-    if dw_ENK is not None and dw_ENK.table is None and has_path("wgrad", dtype, device, path):
+    own = specialised("wgrad", dtype, device, rows_per_expert) if path == "tma" and dw_ENK is not None else None
+    if own is not None and dw_ENK is not None:
+        lefts, rights = left.described(own.BLOCK_M, own.BLOCK_N // 2), right.described(own.BLOCK_M, own.BLOCK_K)
+        if lefts and rights:
+            adds = accumulate and dw_ENK.base.dtype != torch.float32  # which TMA would round twice
+            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own.BLOCK_N // 2, own)
+            return _Way("specialised", own, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+    if dw_ENK is not None and has_path("wgrad", dtype, device, path):
         tile = select("wgrad", dtype, device, path, rows_per_expert)
-        shape = num_experts, left.columns, right.columns
-        strides = abs(dw_ENK.stride_e), *dw_ENK.strides
-        lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
-        rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
-        lowest = dw_ENK.lowest
-        address = lowest.data_ptr()
-        if lefts and rights and fits(address, lowest.dtype.itemsize, shape, strides):
-            block = 1, tile.BLOCK_N, tile.BLOCK_K // tile.SUBTILES
-            dw_desc = Descriptor(address, shape, strides, (block, lowest.dtype), lowest)
-            return _Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+        dw_desc = _described(dw_ENK, num_experts, left, right, tile.BLOCK_N, tile)
+        if dw_desc is not None:
+            lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
+            rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
+            if lefts and rights:
+                return _Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
     used = [left, right] if dw_ENK else [left]
     aligned = vectors_fit(
         [t for operand in used for t in operand.tensors],
@@ -298,8 +317,12 @@ def grouped_wgrad_(
         left, right, swapped = right, left, True
         dw_ENK = dw_ENK._replace(strides=dw_ENK.strides[::-1])
     N, K = left.columns, right.columns if dw_ENK else 1
-    way = _way(dw_ENK, left, right, num_experts)
+    way = _way(dw_ENK, left, right, num_experts, accumulate)
     tile = way.tile
+    if way.path == "specialised" and db_EN is not None:
+        sums = {"accumulate": accumulate, "scale_R": scale_R, "order": order}
+        grouped_wgrad_(None, db_EN, dy_RN, x_RK, offsets, **sums)
+        db_EN = scale_R = None
     left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
     vectors = [1, 1]
@@ -315,49 +338,59 @@ def grouped_wgrad_(
         order = wgrad_plan(offsets[0], num_experts).order
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
     programs = num_programs(tile, device, num_experts * tiles)
-    launch(
-        _grouped_wgrad_kernel,
-        (programs if deals_out(tiles, programs) else num_experts * tiles,),
-        left.tensors[0] if way.left is None else None,
-        way.left,
-        left_rows,
-        right.tensors[0] if way.right is None and dw_ENK else None,
-        way.right,
-        right_rows if dw_ENK else None,
-        dw_ENK.base if way.dw is None and dw_ENK else None,
-        dw_ENK.table if dw_ENK else None,
-        way.dw,
-        db_EN.base if db_EN else None,
-        db_EN.table if db_EN else None,
-        scale_R,
-        offsets[0],
-        segments,
-        steps,
-        order,
-        len(offsets),
-        num_experts,
-        N,
-        K,
-        dw_ENK.stride_e if dw_ENK else 0,
-        *(dw_ENK.strides if dw_ENK else (0, 0)),
-        db_EN.stride_e if db_EN else 0,
-        accumulate,
-        swapped,
-        dw_ENK is not None and dw_ENK.stride_e < 0,
-        dw_ENK is not None and dw_ENK.aligned,
-        segments is not None and left.aligned and right.aligned,
-        *vectors,
-        tile.BLOCK_M,
-        tile.BLOCK_N,
-        tile.BLOCK_K,
-        tile.SUBTILES,
-        tile.GROUP_M,
-        way.path in BY_DESCRIPTORS,
-        way.path == "tma" and tile.PER_SM == 1 and specialises(device),
-        dot_precision(dy_RN[0].dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
+    strides_dw = (dw_ENK.stride_e, *dw_ENK.strides) if dw_ENK else (0, 0, 0)
+    reversed_, aligned = dw_ENK is not None and dw_ENK.stride_e < 0, dw_ENK is not None and dw_ENK.aligned
+    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
+    dw = dw_ENK.base if way.dw is None and dw_ENK else None, dw_ENK.table if dw_ENK else None, way.dw
+    if way.path == "specialised":
+        from .grouped_wgrad_specialised import _grouped_wgrad_specialised_kernel
+
+        launch(
+            _grouped_wgrad_specialised_kernel,
+            grid,
+            *(way.left, way.right, *dw, offsets[0], segments, steps, order),
+            *(len(offsets), num_experts, N, K, *strides_dw),
+            *(accumulate, reversed_, aligned, *blocks, tile.num_stages),
+            num_warps=tile.num_warps,
+        )
+    else:
+        launch(
+            _grouped_wgrad_kernel,
+            grid,
+            left.tensors[0] if way.left is None else None,
+            way.left,
+            left_rows,
+            right.tensors[0] if way.right is None and dw_ENK else None,
+            way.right,
+            right_rows if dw_ENK else None,
+            *dw,
+            db_EN.base if db_EN else None,
+            db_EN.table if db_EN else None,
+            scale_R,
+            offsets[0],
+            segments,
+            steps,
+            order,
+            len(offsets),
+            num_experts,
+            N,
+            K,
+            *strides_dw,
+            db_EN.stride_e if db_EN else 0,
+            accumulate,
+            swapped,
+            reversed_,
+            aligned,
+            segments is not None and left.aligned and right.aligned,
+            *vectors,
+            *blocks,
+            way.path in BY_DESCRIPTORS,
+            way.path == "tma" and tile.PER_SM == 1 and specialises(device),
+            dot_precision(dy_RN[0].dtype),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
     launches.report(
         way.path,
         lambda: cost.wgrad(

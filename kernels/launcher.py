@@ -111,7 +111,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     never change.
     """
     recorder = this_thread.recorder
-    if not (may_be_direct() and type(kernel) is JITFunction and not kernel.pre_run_hooks):
+    if not (may_be_direct() and isinstance(kernel, JITFunction) and not kernel.pre_run_hooks):
         _by_triton(kernel, grid, args, options)
         if recorder is not None:
             recorder.passing = True
@@ -157,7 +157,8 @@ def _classes(numbers: tuple[int, ...], specialized: tuple[bool, ...]) -> tuple[A
 
 
 def _by_triton(kernel: Any, grid: tuple[int, ...], args: Sequence[Any], options: dict[str, Any]) -> Any:
-    checked = (arg.checked() if type(arg) is Descriptor else arg for arg in args)
+    by_gluon = isinstance(kernel, JITFunction) and kernel.is_gluon()
+    checked = (arg.checked(by_gluon) if type(arg) is Descriptor else arg for arg in args)
     return kernel[grid](*checked, **options)
 
 

@@ -35,15 +35,20 @@ def load_tile(tiles_ptr, tile):
 @triton.jit
 def zero_padding(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Zeros in the rows of `y` that no expert owns; all programs of a launch share the work."""
+    row_M1, column_1N = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M1, column_1N)
+
+
+@triton.jit
+def zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M1, column_1N):
+    """`zero_padding` by so many rows and columns at once, numbered from 0."""
     owned, used = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     for tile in range(owned + tl.program_id(0), used, tl.num_programs(0)):
         _, first, num_rows = load_tile(tiles_ptr, tile)
-        row_M1 = tl.arange(0, BLOCK_M)[:, None]
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
-        for n in range(0, num_columns, BLOCK_N):
-            column_1N = (n + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=y_ptr.dtype.element_ty)
-            tl.store(y_M1 + column_1N * stride_y_n, zeros, mask=(row_M1 < num_rows) & (column_1N < num_columns))
+        for n in range(0, num_columns, column_1N.shape[1]):
+            column = (n + column_1N).to(tl.int64)
+            tl.store(y_M1 + column * stride_y_n, 0.0, mask=(row_M1 < num_rows) & (column < num_columns))
 
 
 def deals_out(tiles: int, programs: int) -> bool:

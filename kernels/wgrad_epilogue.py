@@ -31,12 +31,18 @@ def add_to_descriptor(dw_desc, expert, n, k, acc_NK, ACCUMULATE: tl.constexpr, S
 def add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
     """`dw[n:, k:] (+)= acc` of the expert whose tensor starts at `dw`."""
     WIDTH: tl.constexpr = acc_NK.shape[1] // SUBTILES
-    rows = n + tl.arange(0, acc_NK.shape[0])
+    row_N1 = (n + tl.arange(0, acc_NK.shape[0]))[:, None]
     parts = column_subtiles(acc_NK, SUBTILES)
     for s in tl.static_range(SUBTILES):
-        tile, columns = parts[s], k + s * WIDTH + tl.arange(0, WIDTH)
-        mask = (rows < N)[:, None] & (columns < K)[None, :]
-        at = dw + rows.to(tl.int64)[:, None] * stride_dw_n + columns.to(tl.int64)[None, :] * stride_dw_k
-        if ACCUMULATE:
-            tile += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(at, round_to(tile, dw.dtype.element_ty), mask=mask)
+        column_1K = (k + s * WIDTH + tl.arange(0, WIDTH))[None, :]
+        add_at(dw, row_N1, column_1K, parts[s], N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+
+
+@triton.jit
+def add_at(dw, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE: tl.constexpr):
+    """`dw[row, column] (+)= tile`, where there is such an element."""
+    mask = (row_N1 < N) & (column_1K < K)
+    at = dw + row_N1.to(tl.int64) * stride_dw_n + column_1K.to(tl.int64) * stride_dw_k
+    if ACCUMULATE:
+        tile_NK += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, round_to(tile_NK, dw.dtype.element_ty), mask=mask)

@@ -129,6 +129,14 @@ DEMANDING: Cases = {
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
     "512 experts": _many_experts,  # for the schedules
 }
+# The same of kernels whose warps have tasks of their own.
+SPECIALISED: Cases = {
+    "main_grad": Layer(),
+    "gpt-oss, biases": DEMANDING["gpt-oss, biases"],
+    "gelu, experts apart": Layer(Activation("gelu"), experts="apart"),
+    "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
+    **_SEVERAL,
+}
 # What differs most between kernels, and so between compilers: for every dtype and path. Together they have every
 # optional input absent and present, adding and overwriting, gated and not, aligned and not.
 CORE: Cases = {

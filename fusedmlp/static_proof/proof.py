@@ -120,9 +120,9 @@ def rows(task: Task) -> list[Row]:
     found: dict[str, tuple[Launch, str]] = {}
     unused = {(row, tile) for row, by_shape in table.items() if row[2] == bits for tile in by_shape.values()}
     wanted = _wanted(task)
-    for shape, with_tma, chosen in _settings(table, bits, task):
+    for shape, with_tma, specialised, chosen in _settings(table, bits, task):
         for case, call in chosen.items():
-            with recording(target, shape, with_tma=with_tma, wanted=wanted) as launches:
+            with recording(target, shape, with_tma=with_tma, specialised=specialised, wanted=wanted) as launches:
                 call(DTYPES[task.dtype])
             for launch in launches:
                 if launch.row:
@@ -139,15 +139,20 @@ def rows(task: Task) -> list[Row]:
     return [*judge(list(found.values()), task), *unreached]
 
 
-def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.ShapeClass, bool, cases.Cases]]:
-    """`(shape class, whether descriptors can be used, cases)` that between them use the whole table."""
+def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.ShapeClass, bool, bool, cases.Cases]]:
+    """`(shape class, whether descriptors can be used, whether warps have tasks of their own, cases)` that between them
+    use the whole table.
+    """
     own = {row: tiles for row, tiles in table.items() if row[2] == bits}
+    specialised = any(path == "specialised" for _, path, _ in own) and not configs.GLUON_MISSING
     shapes: list[configs.ShapeClass] = ["long"]
-    if any(tiles["short"] != tiles["long"] for tiles in own.values()):
+    if any(tiles["short"] != tiles["long"] for tiles in own.values() if "short" in tiles):
         shapes.append("short")
     if not task.all_variants:
         for shape in shapes:
-            yield shape, True, cases.DEMANDING
+            yield shape, True, False, cases.DEMANDING
+        if specialised:
+            yield "long", True, True, cases.SPECIALISED
         return
     all_cases = cases.DEMANDING | cases.CORE
     if task.dtype in ("bf16", "fp32"):
@@ -155,9 +160,11 @@ def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.Shape
     if task.dtype == "bf16":
         all_cases = all_cases | cases.ONCE
     for shape in shapes:
-        yield shape, True, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
+        yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
         if any(path in configs.BY_DESCRIPTORS for _, path, _ in own):
-            yield shape, False, cases.CORE
+            yield shape, False, False, cases.CORE
+    if specialised:
+        yield "long", True, True, all_cases
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:

@@ -81,11 +81,13 @@ def recording(
     shape: configs.ShapeClass,
     *,
     with_tma: bool = True,
+    specialised: bool = False,
     wanted: Callable[[Launch], bool] = lambda _: True,
 ) -> Iterator[list[Launch]]:
     """Launches inside are compiled for `target` with the tiles of `shape`, whatever the sizes of the tensors.
 
     Without `with_tma` launchers find no configuration that uses descriptors, as if the weights lay in no one buffer.
+    `specialised`: kernels with a task for each warp are used where the table has them.
     Launches that are not `wanted` are left out.
     """
     launches: list[Launch] = []
@@ -107,7 +109,7 @@ def recording(
     table = _Table(
         (key, {"short": tiles[shape], "long": tiles[shape]})
         for key, tiles in configs.TABLES[target.name].items()
-        if with_tma or key[1] not in configs.BY_DESCRIPTORS
+        if (with_tma or key[1] not in configs.BY_DESCRIPTORS) and shape in tiles
     )
     run: Any = JITFunction.run
     active = driver._active
@@ -115,6 +117,7 @@ def recording(
         stack.enter_context(mock.patch.object(JITFunction, "run", compile_only))
         stack.enter_context(mock.patch.object(configs, "architecture", return_value=target.name))
         stack.enter_context(mock.patch.dict(configs.TABLES, {target.name: table}))
+        stack.enter_context(mock.patch.object(configs, "SPECIALISED", specialised))
         # How many programs a launch has changes nothing in a kernel.
         properties = SimpleNamespace(multi_processor_count=100)
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))

@@ -197,7 +197,9 @@ def _of_wgrad(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        best = wgrad.PLACES[where] if sizes != ODD and not shift else "unaligned"
+        described = sizes != ODD and not shift and not gathered
+        best = "tma" if described and wgrad.is_specialised(dtype) else wgrad.PLACES[where]
+        best = best if sizes != ODD and not shift else "unaligned"
         _, experts = wgrad.main_grad(where, count, N, K, grad)
         if not accumulate:
             for expert in experts:

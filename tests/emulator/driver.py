@@ -77,11 +77,10 @@ class _Launcher:
         self._metadata = metadata
         self._signature = list(src.signature.values())
         self._descriptors = getattr(metadata, "tensordesc_meta", None)
-        self._kinds = nvidia_driver.expand_signature(self._signature, self._descriptors)
 
     def __call__(self, x: int, y: int, z: int, _stream: int, program: Program, *rest: Any) -> None:
         _packed_metadata, _launch_metadata, _enter_hook, _exit_hook, *args = rest
-        pairs = list(arguments.flat(self._kinds, self._values(args)))
+        pairs = list(arguments.flat(*self._expanded(args)))
         memory = self._metadata
         scratch = [_scratch(x * y * z * size) for size in (memory.global_scratch_size, memory.profile_scratch_size)]
         pairs += [("*i8", None if t is None else -(-t.data_ptr() // 128) * 128) for t in scratch]
@@ -97,16 +96,27 @@ class _Launcher:
             params[place : place + size] = data
         execute(program, (x, y, z), 32 * memory.num_warps, memory.shared, bytes(params), memory.name)
 
-    def _values(self, args: Sequence[Any]) -> list[Any]:
-        """Arguments with each descriptor as the map, sizes and strides that the kernel takes."""
+    def _expanded(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Types and values, of each descriptor those of the map, sizes and strides that the kernel takes."""
+        kinds: list[Any] = []
         values: list[Any] = []
         described = iter(self._descriptors or ())
+        others = nvidia_driver.make_tensordesc_arg.__code__.co_argcount - 2  # of newer versions
         for kind, arg in zip(self._signature, args, strict=True):
-            if isinstance(kind, str) and kind.startswith("tensordesc"):
-                values += nvidia_driver.make_tensordesc_arg(arg, next(described, None))
-            else:
+            if not (isinstance(kind, str) and kind.startswith("tensordesc")):
+                kinds.append(kind)
                 values.append(arg)
-        return values
+                continue
+            expanded = nvidia_driver.make_tensordesc_arg(arg, next(described, None), *[None] * others)
+            rank = len(arg.shape)
+            sizes = ["i32"] * rank + ["i64"] * rank
+            # Without a map: the base, shape and strides, how to pad, and both again.
+            flags = ["i1"] * (len(expanded) - 1 - 4 * rank)
+            kinds += (
+                ["nvTmaDesc", *sizes] if len(expanded) == 1 + 2 * rank else ["*i8", *["i64"] * 2 * rank, *flags, *sizes]
+            )
+            values += expanded
+        return kinds, values
 
 
 def _scratch(size: int) -> torch.Tensor | None:
@@ -165,6 +175,8 @@ class _Utils:
         return tensor_map(
             Box(address, shape[::-1], inner_first, block[::-1], swizzle, element_type, element_bytes, fill)
         )
+
+    fill_tma_descriptor = fill_tma_descriptor_tiled  # its name before Triton 3.7
 
 
 class _Driver:

@@ -22,7 +22,7 @@ def tiles(architecture: str, shape: str | None = None, *, descriptors: bool = Tr
     rows = {
         key: {"short": tiles[shape], "long": tiles[shape]} if shape else tiles
         for key, tiles in configs.TABLES[architecture].items()
-        if descriptors or key[1] not in configs.BY_DESCRIPTORS
+        if (descriptors or key[1] not in configs.BY_DESCRIPTORS) and shape in (None, *tiles)
     }
     with mock.patch.dict(configs.TABLES, {architecture: rows}):
         yield

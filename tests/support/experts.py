@@ -60,7 +60,10 @@ def tiles_of(counts, num_rows, device):
 
 
 def expected_path(kernel, dtype, device, best, sizes):
-    """`best`, or what comes after it for those sizes and that device."""
-    if best in configs.BY_DESCRIPTORS and configs.has_path(kernel, dtype, torch.device(device), best):
+    """`best`, or what comes after it for those sizes and that device; before "tma" comes what is specialised, if asked."""
+    device = torch.device(device)
+    if best == "tma" and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
+        return "specialised"
+    if best in configs.BY_DESCRIPTORS and configs.has_path(kernel, dtype, device, best):
         return best
     return "unaligned" if best == "unaligned" or any(size % 16 for size in sizes) else "pointer"

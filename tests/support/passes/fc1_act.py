@@ -46,7 +46,10 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             rows_R=None if rows is None else rows.to(DEVICE),
         )
     (launch,) = log
-    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
+    path = experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
+    if path == "specialised" and case.layout == "in_out" and G == 2 * case.F and not case.options.get("interleaved"):
+        path = best  # halves of such weights are not brought by descriptors
+    assert launch.path == path
     return {"h": h.cpu(), "a": a.cpu()}, launch
 
 

@@ -63,6 +63,11 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
     return recorded[-1].path
 
 
+def is_specialised(dtype):
+    """Whether warps have tasks of their own; then `dw` may lie anywhere."""
+    return path_of("tma", dtype) == "specialised"
+
+
 def path_of(best, dtype, sizes=(40, 72)):
     return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes)
 

@@ -1,0 +1,45 @@
+"""Names of Gluon, Triton's lower level, which differ between Triton 3.6, 3.7 and 3.9: one for each, whatever the version.
+
+What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA and
+wgmma of which a kernel itself says when. Where a name is missing, importing this raises, and `configs.py` says why.
+"""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+__all__ = [
+    "barrier",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma_add",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_init",
+    "warpgroup_mma_wait",
+]
+
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps of one task
+
+
+@_core.builtin
+def tma_add(desc, coordinates, tile, _semantic=None):  # type: ignore[no-untyped-def]
+    """Adds a tile in shared memory to global memory. Gluon has the operation, and a name for it not in every version."""
+    coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)

@@ -1,0 +1,223 @@
+"""Pass (3) with a task for each warp, for Hopper: the order of tiles and the equations of `grouped_dgrad_act.py`, long
+loads, and tiles twice as wide.
+
+One warp loads operands (TMA, `ring.py`), one brings `h`, part by part of a tile's columns, into slots of its own; two
+warpgroups multiply, each 64 of a tile's rows by all its columns. The epilogue finds `h` in its slot, writes `dh` over it
+and `a` beside, and TMA stores from there; no barrier of the whole block.
+
+Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was stored
+from it has been read. A slot is given back with the next part, so there are two at least.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from . import activation
+from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
+from .ring import (
+    CONSUMERS,
+    ROWS,
+    column_parts,
+    load_operands,
+    mbarriers,
+    operands,
+    places,
+    product,
+    tiles,
+    whole_rows,
+)
+from .schedule import load_tile, tile_at, zero_padding_at
+
+SLOTS = gl.constexpr(2)  # of a consumer
+
+
+@gluon.jit
+def _load_h(
+    h_desc,
+    tiles_ptr,
+    loop,
+    slots,
+    CHANNEL_STEP: gl.constexpr,
+    HALVES: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    num_m, num_f = loop[0], loop[1]
+    h, _, full, empty = slots
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES * CHANNEL_STEP
+    BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
+    j = 0
+    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, 0)
+        for s in range(0, SUBTILES):
+            column = f_tile * BLOCK_F * CHANNEL_STEP + s * WIDTH
+            for c in gl.static_range(CONSUMERS):
+                at = c * SLOTS + j % SLOTS
+                mbarrier.wait(empty.index(at), (j // SLOTS & 1) ^ 1)
+                mbarrier.expect(full.index(at), BYTES)
+                if HALVES == 2:
+                    tma_load(h_desc, [wrap, end, row + c * ROWS, 0, column], full.index(at), h.index(2 * at))
+                    tma_load(h_desc, [wrap, end, row + c * ROWS, 1, column], full.index(at), h.index(2 * at + 1))
+                else:
+                    tma_load(h_desc, [wrap, end, row + c * ROWS, column], full.index(at), h.index(at))
+            j += 1
+
+
+@gluon.jit
+def _multiply_and_store(
+    probs_ptr,
+    dh_desc,
+    a_desc,
+    partial_ptr,
+    tiles_ptr,
+    num_rows,
+    H,
+    loop,
+    slots,
+    WHICH: gl.constexpr,
+    GATED: gl.constexpr,
+    CHANNEL_STEP: gl.constexpr,
+    CURVE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    HALVES: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    num_m, num_f = loop[0], loop[1]
+    h, a, full, empty = slots
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    i = 0
+    j = 0
+    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
+        da, i = product(i, H, loop, WHICH, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
+        parts = column_parts(da, SUBTILES)
+        row_M1 = places(parts[0], WHICH * ROWS, 0)[0]
+        if probs_ptr is not None:
+            probs_M1 = gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
+            dprobs_M1 = probs_M1 * 0
+        for s in gl.static_range(SUBTILES):
+            da_MF, column = parts[s], f_tile * BLOCK_F + s * WIDTH
+            at = WHICH * SLOTS + j % SLOTS
+            gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
+            mbarrier.wait(full.index(at), j // SLOTS & 1)
+            if CHANNEL_STEP == 2:
+                joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
+                h_MG = gates.load(joined.type.layout).to(gl.float32)
+                g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
+            else:
+                g = gates.load(da_MF.type.layout).to(gl.float32)
+                l = linears.load(da_MF.type.layout).to(gl.float32)
+            if GATED:
+                act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
+            else:
+                act, by_gate = activation.curve(g, CURVE, ALPHA)
+            if probs_ptr is not None:
+                dprobs_M1 += gl.sum(da_MF * act, axis=1)[:, None]
+                da_MF *= probs_M1
+                act *= probs_M1
+            if CHANNEL_STEP == 2:
+                gates.store(gl.reshape(gl.join(da_MF * by_gate, da_MF * by_linear), (ROWS, 2 * WIDTH)).to(h.dtype))
+            else:
+                gates.store((da_MF * by_gate).to(h.dtype))
+                if GATED:
+                    linears.store((da_MF * by_linear).to(h.dtype))
+            a.index(at).store(act.to(a.dtype))
+            fence_async_shared()
+            barrier()
+            if HALVES == 2:
+                tma_store(dh_desc, [wrap, end, row, 0, column], gates)
+                tma_store(dh_desc, [wrap, end, row, 1, column], linears)
+            else:
+                tma_store(dh_desc, [wrap, end, row, column * CHANNEL_STEP], gates)
+            tma_store(a_desc, [wrap, end, row, column], a.index(at))
+            tma_store_wait(HALVES + 1)  # all but these have read their slot
+            mbarrier.arrive(empty.index(WHICH * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
+            j += 1
+        if probs_ptr is not None:
+            partial_M1 = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M1
+            gl.store(partial_M1, dprobs_M1, mask=row_M1 < rows)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def _grouped_dgrad_act_specialised_kernel(
+    dy_desc,
+    w_desc,
+    probs_ptr,
+    h_desc,
+    dh_ptr,
+    dh_desc,
+    a_ptr,
+    a_desc,
+    partial_ptr,
+    tiles_ptr,
+    num_experts,
+    num_rows,
+    num_parts,
+    H,
+    F,
+    stride_h_r,
+    stride_a_r,
+    GATED: gl.constexpr,
+    CHANNEL_STEP: gl.constexpr,
+    CURVE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    REVERSED: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
+    gl.static_assert(SLOTS > 1)
+    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    h = tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    a = tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
+    slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
+    dy, w, full, empty = operands(dy_desc.dtype, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply_and_store, (
+                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots, gl.constexpr(0),
+                GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, HALVES, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )),
+            (_multiply_and_store, (
+                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots, gl.constexpr(1),
+                GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, HALVES, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )),
+            (load_operands, (
+                dy_desc, w_desc, tiles_ptr, num_experts, H, loop,
+                REVERSED, K_CONTIGUOUS, 1, BLOCK_F, BLOCK_H, GROUP_M, STAGES,
+            )),
+            (_load_h, (h_desc, tiles_ptr, loop, slots, CHANNEL_STEP, HALVES, BLOCK_F, SUBTILES, GROUP_M)),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )
+    # fmt: on
+    row_M1, column_1N = whole_rows(BLOCK_M)
+    zero_padding_at(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, row_M1, column_1N)
+    zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)
+    if probs_ptr is not None:
+        zero_padding_at(partial_ptr, tiles_ptr, num_parts, 1, num_rows, row_M1, column_1N)

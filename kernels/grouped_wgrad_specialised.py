@@ -1,0 +1,199 @@
+"""wgrad with a task for each warp, for Hopper: the same tiles in the same order as `grouped_wgrad.py`, long loads.
+
+One warp loads (TMA, `ring.py`); two warpgroups multiply, each 64 of a tile's rows by all its columns, and add them to
+`dw` while the other still multiplies and the next tile's operands arrive: no barrier of the whole block. TMA adds to an
+fp32 `dw`, or stores; at a table of addresses, or where 16 bits must be added, threads do.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from .common import expert_base
+from .gluon import fence_async_shared, gl, gluon, tma_add, tma_load, tma_store, tma_store_wait
+from .ring import (
+    CONSUMERS,
+    ROWS,
+    begin_loads,
+    begin_step,
+    column_parts,
+    finish,
+    mbarriers,
+    multiply,
+    places,
+    put,
+    sums,
+    tiles,
+)
+from .schedule import num_turns, place_at, wgrad_tile
+from .segments import load_step
+from .wgrad_epilogue import add_at
+
+BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out
+
+
+@gluon.jit
+def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
+    """`(first row, rows, steps)` of an expert; of several segments `(first step, 0, steps)`."""
+    first_ptr = offsets_ptr if steps_ptr is None else steps_ptr
+    first = gl.load(first_ptr + expert)
+    size = gl.load(first_ptr + expert + 1) - first
+    return first, size, gl.cdiv(size, BLOCK_R) if steps_ptr is None else size
+
+
+@gluon.jit
+def _load(
+    left_desc,
+    right_desc,
+    rows_of,
+    loop,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = rows_of
+    turns, num_n, num_k, left, right, full, empty = loop
+    BYTES: gl.constexpr = BLOCK_R * (BLOCK_N + BLOCK_K) * left.dtype.primitive_bitwidth // 8
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    for turn in range(0, turns):
+        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+        first, size, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, BLOCK_R)
+        n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
+        if steps_ptr is not None:  # read one step ahead
+            row, rows, left_base, right_base = load_step(steps_ptr, segments_ptr, first, num_segments, num_experts)
+        for step in range(0, steps):
+            stage = begin_loads(i, full, empty, BYTES, STAGES)
+            i += 1
+            arrived = full.index(stage)
+            if steps_ptr is None:
+                wrap, end, row = to_ragged_indices(first, size, step * BLOCK_R)
+                for c in gl.static_range(CONSUMERS):
+                    place = [wrap, end, row, n + c * ROWS]
+                    tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
+                tma_load(right_desc, [wrap, end, row, k], arrived, right.index(stage))
+            else:
+                wrap, end, from_wrap = to_ragged_indices(row, rows, 0)
+                for c in gl.static_range(CONSUMERS):
+                    place = [wrap, end, left_base.to(gl.int32), from_wrap, n + c * ROWS]
+                    tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
+                tma_load(right_desc, [wrap, end, right_base.to(gl.int32), from_wrap, k], arrived, right.index(stage))
+                following = first + gl.minimum(step + 1, steps - 1)
+                row, rows, left_base, right_base = load_step(
+                    steps_ptr, segments_ptr, following, num_segments, num_experts
+                )
+
+
+@gluon.jit
+def _multiply_and_add(
+    dw_ptr,
+    dw_table_ptr,
+    dw_desc,
+    dw_sizes,
+    rows_of,
+    loop,
+    out,
+    WHICH: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    REVERSED: gl.constexpr,
+    DW_ALIGNED: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw_sizes
+    offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = rows_of
+    turns, num_n, num_k, left, right, full, empty = loop
+    WIDTH: gl.constexpr = BLOCK_K // SUBTILES
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    for turn in range(0, turns):
+        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+        expert = gl.load(order_ptr + rank)
+        _, _, steps = _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R)
+        n, k = n_tile * BLOCK_N + WHICH * ROWS, k_tile * BLOCK_K
+        acc_NK = sums(BLOCK_K)
+        for step in range(0, steps):
+            stage = begin_step(i, full, STAGES)
+            left_NR = left.index(stage * CONSUMERS + WHICH).permute((1, 0))
+            acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, STAGES)
+            i += 1
+        parts = column_parts(finish(acc_NK, i, steps > 0, empty, STAGES), SUBTILES)
+        for s in gl.static_range(SUBTILES):
+            if dw_desc is not None:
+                buffer = out.index(WHICH * BUFFERS + s % BUFFERS)
+                put(parts[s].to(out.dtype), buffer, BUFFERS - 1)
+                place = [num_experts - 1 - expert if REVERSED else expert, n, k + s * WIDTH]
+                if ACCUMULATE:
+                    tma_add(dw_desc, place, buffer)
+                else:
+                    tma_store(dw_desc, place, buffer)
+            else:
+                row_N1, column_1K = places(parts[s], n, k + s * WIDTH)
+                dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
+                add_at(dw, row_N1, column_1K, parts[s], N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_segments", "num_experts"])
+def _grouped_wgrad_specialised_kernel(
+    left_desc,
+    right_desc,
+    dw_ptr,
+    dw_table_ptr,
+    dw_desc,
+    offsets_ptr,
+    segments_ptr,
+    steps_ptr,
+    order_ptr,
+    num_segments,
+    num_experts,
+    N,
+    K,
+    stride_dw_e,
+    stride_dw_n,
+    stride_dw_k,
+    ACCUMULATE: gl.constexpr,
+    REVERSED: gl.constexpr,  # dw_desc starts at the last expert
+    DW_ALIGNED: gl.constexpr,  # every expert's address is a multiple of 16 bytes
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    gl.static_assert(BLOCK_N == CONSUMERS * ROWS)
+    num_n, num_k = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    num_used = gl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
+    turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
+    left = tiles(left_desc.dtype, STAGES * CONSUMERS, BLOCK_R, ROWS)
+    right = tiles(right_desc.dtype, STAGES, BLOCK_R, BLOCK_K)
+    full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
+    out = full  # no task can have None
+    if dw_desc is not None:
+        out = tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_K // SUBTILES)
+    fence_async_shared()
+    rows_of = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
+    loop = (turns, num_n, num_k, left, right, full, empty)
+    dw_sizes = (N, K, stride_dw_e, stride_dw_n, stride_dw_k)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_multiply_and_add, (
+                dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(0), ACCUMULATE, REVERSED,
+                DW_ALIGNED, BLOCK_R, BLOCK_N, BLOCK_K, SUBTILES, GROUP_N, STAGES,
+            )),
+            (_multiply_and_add, (
+                dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(1), ACCUMULATE, REVERSED,
+                DW_ALIGNED, BLOCK_R, BLOCK_N, BLOCK_K, SUBTILES, GROUP_N, STAGES,
+            )),
+            (_load, (left_desc, right_desc, rows_of, loop, BLOCK_R, BLOCK_N, BLOCK_K, GROUP_N, STAGES)),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+    # fmt: on

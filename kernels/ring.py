@@ -1,0 +1,211 @@
+"""What the specialised kernels share: a ring of stages of operands, filled by one warp and multiplied by two warpgroups.
+
+Of every stage there are two mbarriers. `full`: its operands have arrived (the producer arrives once, and TMA with the
+bytes). `empty`: both consumers have multiplied it. Step i of a program, counted over all its tiles, uses stage
+`i % STAGES` for the time `i // STAGES`, so each side waits for a parity and nobody counts anything else. The producer
+runs up to STAGES steps ahead, into the next tile's, while consumers still write the last one.
+
+Why it ends: consumers wait for what the producer has begun to load; the producer waits for steps before, which both
+consumers have given back or will, as they wait for nothing but `full` and their own stores. Why no stage is overwritten:
+a consumer gives a stage back after it has waited for the wgmma that reads it.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from .gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from .schedule import load_tile, tile_at
+
+CONSUMERS = gl.constexpr(2)
+ROWS = gl.constexpr(64)  # of a consumer: wgmma's M
+
+
+@gluon.jit
+def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many, each of which waits for so many arrivals. Before they are used: `fence_async_shared`."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """`[COUNT, M, N]` of shared memory, as TMA and wgmma want it."""
+    WIDTH: gl.constexpr = N * DTYPE.primitive_bitwidth // 8
+    layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128 if WIDTH > 128 else WIDTH, element_bitwidth=DTYPE.primitive_bitwidth, rank=2
+    )
+    return gl.allocate_shared_memory(DTYPE, [COUNT, M, N], layout)
+
+
+@gluon.jit
+def begin_loads(i, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """The producer's: the stage of step i, once it is free to be overwritten; its `full` waits for so many bytes."""
+    stage = i % STAGES
+    mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    return stage
+
+
+@gluon.jit
+def begin_step(i, full, STAGES: gl.constexpr):
+    """A consumer's: the stage of step i, once its operands are there."""
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), i // STAGES & 1)
+    return stage
+
+
+@gluon.jit
+def sums(N: gl.constexpr):
+    """Of a consumer before its first product: zeros, `[ROWS, N]`."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+    return warpgroup_mma_init(gl.zeros((ROWS, N), gl.float32, layout))
+
+
+@gluon.jit
+def multiply(a, b, acc, i, first, empty, STAGES: gl.constexpr):
+    """`acc + a @ b`, or `a @ b` if it is the `first` step of a tile. One product is left running, and the stage of the
+    one before is given back.
+    """
+    acc = warpgroup_mma(a, b, acc, use_acc=not first, is_async=True)
+    acc = warpgroup_mma_wait(1, deps=[acc])
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=not first)
+    return warpgroup_mma_init(acc)
+
+
+@gluon.jit
+def finish(acc, i, any_step, empty, STAGES: gl.constexpr):
+    """The sums of a tile, whose last step was that before i; its stage is given back."""
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=any_step)
+    return acc
+
+
+@gluon.jit
+def column_parts(tile, PARTS: gl.constexpr):
+    """A tuple of tiles of neighbouring columns, without an instruction."""
+    M: gl.constexpr = tile.shape[0]
+    N: gl.constexpr = tile.shape[1]
+    if PARTS == 1:
+        parts = (tile,)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(tile, (M, 2, N // 2)), (0, 2, 1)))
+        parts = column_parts(left, PARTS // 2) + column_parts(right, PARTS // 2)
+    return parts
+
+
+@gluon.jit
+def places(tile, row, column):
+    """`([M, 1], [1, N])` row and column numbers of a tile's elements, as the tile is spread over threads."""
+    layout: gl.constexpr = tile.type.layout
+    rows = row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    columns = column + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
+    return rows[:, None], columns[None, :]
+
+
+@gluon.jit
+def whole_rows(M: gl.constexpr):
+    """`places` of a tile of M rows that four warps write row by row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    rows = gl.arange(0, M, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    return rows[:, None], columns[None, :]
+
+
+@gluon.jit
+def put(tile, buffer, RUNNING: gl.constexpr):
+    """Writes a buffer from which TMA may store then, once all but the last RUNNING stores of this consumer have read
+    theirs.
+    """
+    tma_store_wait(RUNNING)
+    barrier()  # every thread's, as one of them waited
+    buffer.store(tile)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def load_operands(
+    x_desc,
+    w_desc,
+    tiles_ptr,
+    num_experts,
+    K,
+    loop,
+    REVERSED: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    HALVES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """The producer's task in an M-ragged pass: of every tile and step rows of `x`, and COLUMNS of `w` (of both HALVES)."""
+    num_m, num_n, x, w, full, empty = loop
+    BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    i = 0
+    for place in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        w_e = num_experts - 1 - expert if REVERSED else expert
+        wrap, end, row = to_ragged_indices(first, rows, 0)
+        n = n_tile * COLUMNS
+        for k in range(0, K, BLOCK_K):
+            stage = begin_loads(i, full, empty, BYTES, STAGES)
+            i += 1
+            arrived = full.index(stage)
+            for c in gl.static_range(CONSUMERS):
+                tma_load(x_desc, [wrap, end, row + c * ROWS, k], arrived, x.index(stage * CONSUMERS + c))
+            if HALVES == 2:
+                tma_load(w_desc, [w_e, 0, n, k], arrived, w.index(stage))
+            elif K_CONTIGUOUS:
+                tma_load(w_desc, [w_e, n, k], arrived, w.index(stage))
+            else:
+                tma_load(w_desc, [w_e, k, n], arrived, w.index(stage))
+
+
+@gluon.jit
+def operands(
+    DTYPE: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, K_CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr
+):
+    """`(x, w, full, empty)` of an M-ragged pass: `[STAGES, ...]` of shared memory, and the mbarriers."""
+    x = tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK_K)
+    w = tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else BLOCK_K, BLOCK_K if K_CONTIGUOUS else COLUMNS)
+    full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
+    fence_async_shared()
+    return x, w, full, empty
+
+
+@gluon.jit
+def product(
+    i,
+    K,
+    loop,
+    WHICH: gl.constexpr,
+    N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """`(x @ w, next step)` of a consumer's rows of a tile, `[ROWS, N]`, from step i on."""
+    _, _, x, w, full, empty = loop
+    acc = sums(N)
+    for k in range(0, K, BLOCK_K):
+        stage = begin_step(i, full, STAGES)
+        w_KN = w.index(stage)
+        if K_CONTIGUOUS:
+            w_KN = w_KN.permute((1, 0))
+        acc = multiply(x.index(stage * CONSUMERS + WHICH), w_KN, acc, i, k == 0, empty, STAGES)
+        i += 1
+    return finish(acc, i, True, empty, STAGES), i
