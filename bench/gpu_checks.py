@@ -243,6 +243,8 @@ def passes(device: str, small: bool, everything: bool = False) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     from emulator import cases, layers
 
+    from fusedmlp.operators import triton_impl  # noqa: F401  which reads the switches
+
     failures = 0
     for case in cases.cases():
         if not (everything or (case.quick and (not small or case.id.startswith("short-bf16")))):

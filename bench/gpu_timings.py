@@ -1,7 +1,8 @@
 """Times of one shape on a GPU, in a process of its own: `python -m bench.gpu_timings SHAPE --csv FILE`.
 
 For every load: every pass, forward, backward and both, beside `grouped_mm`, autograd and `main_grad.add_`, and Liger's
-fused MoE when that can be imported (its rows are permuted inside, and the load is always even). The ceilings, a
+fused MoE when that can be imported (its rows are permuted inside, and the load is always even). With
+FUSEDMLP_SPECIALISED=1 the kernels with a task for each warp alone, without peers. The ceilings, a
 dense bf16 product and a large copy, are measured first and again last. Times are medians in ms by CUDA events.
 """
 
@@ -22,18 +23,34 @@ import torch
 import torch.nn.functional as F
 import triton
 
+from fusedmlp.kernels import configs
 from fusedmlp.limits import measure, roofline
 from fusedmlp.limits.gpus import limit_ms
 from fusedmlp.limits.measure import Ceilings, Layer
 from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
 
-COLUMNS = ("gpu", "driver", "torch", "triton", "clock_mhz", "shape", "load", "what", "ms", "tflops", "gb_s", "of_limit")
+COLUMNS = (
+    "gpu",
+    "driver",
+    "torch",
+    "triton",
+    "kernels",
+    "clock_mhz",
+    "shape",
+    "load",
+    "what",
+    "ms",
+    "tflops",
+    "gb_s",
+    "of_limit",
+)
 TINY = Shape("tiny", 4, 32, 16, 40, 40)
 
 
 def machine(device: str) -> dict[str, str]:
     """What every row of the CSV starts with."""
     versions = {"torch": torch.__version__, "triton": triton.__version__}
+    versions["kernels"] = "specialised" if configs.SPECIALISED else "default"
     if device == "cpu":
         return {"gpu": "none", "driver": "none", **versions}
     return {"gpu": torch.cuda.get_device_name(), "driver": nvidia_smi("driver_version"), **versions}
@@ -129,8 +146,10 @@ def rows_of(shape: Shape, load: str, ceiling: Ceilings, device: str) -> Iterator
     yield row("forward", forward, [passes[name] for name in roofline.FORWARD])
     yield row("backward", max(both - forward, 1e-6), [passes[name] for name in roofline.BACKWARD])
     yield row("forward + backward", both, forward_backward)
-    peers: dict[str, Callable[[], object] | None] = {"grouped_mm": GroupedMM(layer).step}
-    if load == "even":
+    peers: dict[str, Callable[[], object] | None] = {}
+    if not configs.SPECIALISED:
+        peers["grouped_mm"] = GroupedMM(layer).step
+    if load == "even" and not configs.SPECIALISED:
         peers["liger"] = liger(layer, shape)
     for name, step in peers.items():
         if step is not None:

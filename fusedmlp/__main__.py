@@ -170,6 +170,9 @@ def _add_bench(commands: Commands) -> None:
     what.add_argument("--model", action="store_true", help="times of every pass by what its compiled code costs")
     what.add_argument("--report", type=Path, metavar="DIR", help="run the comparisons with peers; one page into DIR")
     parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
+    parser.add_argument(
+        "--specialised", action="store_true", help="for --model: kernels with a task for each warp, beside the others"
+    )
     parser.add_argument("--results", type=Path, help="for --report: what `pytest bench --benchmark-json` or it wrote")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
@@ -186,7 +189,10 @@ def _bench(args: argparse.Namespace) -> int:
         return report.run(args.report, args.results, args.tiny, args.json)
     from fusedmlp.limits import command
 
-    command.run("roofline" if args.roofline else "schedule" if args.schedule else "model", args.json, args.budgets)
+    if args.model:
+        command.run("model", args.json, args.budgets, args.specialised)
+    else:
+        command.run("roofline" if args.roofline else "schedule", args.json)
     return 0
 
 

@@ -4,6 +4,8 @@
 |------------------------|--------|--------------------------------------------------------------------------|
 | `FUSEDMLP_DENSE_DUMMY` | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
 |                        |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
+| `FUSEDMLP_SPECIALISED` | 0, 1   | 1: use kernels with a task for each warp where there are any (Hopper,    |
+|                        |        | 16 bits, long loads); 0, the default: use those alone that were tuned    |
 | `FUSEDMLP_TUNED`       | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
 | `FUSEDMLP_CACHE`       | folder | where those are kept; default `~/.cache/fusedmlp`                        |
 | `TRITON_INTERPRET`     | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
@@ -14,11 +16,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_FLAGS = ("FUSEDMLP_DENSE_DUMMY", "FUSEDMLP_TUNED", "TRITON_INTERPRET")
+_FLAGS = ("FUSEDMLP_DENSE_DUMMY", "FUSEDMLP_SPECIALISED", "FUSEDMLP_TUNED", "TRITON_INTERPRET")
 
 
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "0")
+def _flag(name: str, default: bool = False) -> bool:
+    value = os.environ.get(name, str(int(default)))
     if value not in ("0", "1"):
         raise ValueError(f"{name}: expected 0 or 1; got {value!r}")
     return value == "1"
@@ -27,6 +29,11 @@ def _flag(name: str) -> bool:
 def dense_dummy() -> bool:
     """Whether dummies are dense and writable."""
     return _flag("FUSEDMLP_DENSE_DUMMY")
+
+
+def specialised(default: bool) -> bool:
+    """Whether kernels with a task for each warp are used wherever there are any."""
+    return _flag("FUSEDMLP_SPECIALISED", default)
 
 
 def tuned() -> bool:

@@ -132,7 +132,7 @@ _SM_90 |= _WGRAD_TMA
 # One warp loads and two warpgroups multiply, of which each has 64 rows of a tile: `ring.py`. For long loads alone.
 _SM_90 |= {
     ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=1)},
-    ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 4, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
+    ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 4, 3, SUBTILES=1, GROUP_M=8, PER_SM=1)},
     ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 4, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
     ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 4, 3, SUBTILES=4, GROUP_M=16, PER_SM=1)},
 }
@@ -178,21 +178,9 @@ TABLES: dict[str, _Rows] = {
 }
 
 
-# Whether kernels with a task for each warp are used wherever the tables have them: FUSEDMLP_SPECIALISED says so. No GPU
-# has timed them yet.
+# Whether kernels with a task for each warp are used wherever the tables have them; fusedmlp's switch may say otherwise.
+# This is the default until a GPU has timed them.
 SPECIALISED = False
-
-
-def _gluon_missing() -> str:
-    try:
-        from . import gluon  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"Triton {triton.__version__}: {error}"
-    return ""
-
-
-# What kernels with a task for each warp miss in this Triton; empty if nothing.
-GLUON_MISSING = _gluon_missing()
 # Tiles tuned on this machine, which go before the tables.
 TUNED: dict[Key, Tile] = {}
 
@@ -244,19 +232,29 @@ def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, ro
     return tuned or TABLES[architecture(device)][kernel, path, bits][shape]
 
 
+@lru_cache
+def gluon_missing() -> str:
+    """What kernels with a task for each warp miss in this Triton; empty if nothing."""
+    try:
+        from . import gluon  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        return f"Triton {triton.__version__} has no Gluon that fits: {error}"
+    return ""
+
+
 def specialised(kernel: str, dtype: torch.dtype, device: torch.device, rows_per_expert: float) -> Tile | None:
     """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
     key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
-    if key in TUNED:
-        return TUNED[key]
-    if not SPECIALISED or GLUON_MISSING:
+    if not (SPECIALISED or key in TUNED):
         return None
     table = TABLES[architecture(device)]
-    return table[key[:3]].get(key.shape) if key[:3] in table else None
+    if key[:3] not in table or gluon_missing():
+        return None
+    return TUNED.get(key) or table[key[:3]].get(key.shape)
 
 
 def task_rows(path: Path, tile: Tile) -> int:
-    """How many of a tile's rows TMA moves at once: those of one task, of which two multiply where tasks are specialised."""
+    """How many of a tile's rows TMA moves at once: where two warpgroups multiply, those of one of them."""
     return tile.BLOCK_M // 2 if path == "specialised" else tile.BLOCK_M
 
 
@@ -281,12 +279,12 @@ def choose(
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 
-_SPECIALISES = [*map(int, triton.__version__.split(".")[:2])] >= [3, 7]
+_WARP_SPECIALIZES = [*map(int, triton.__version__.split(".")[:2])] >= [3, 7]
 
 
-def specialises(device: torch.device) -> bool:
+def warp_specializes(device: torch.device) -> bool:
     """Whether Triton gives warps tasks of their own there, as it can with tensor memory from 3.7 on."""
-    return _SPECIALISES and architecture(device) == "sm_100"
+    return _WARP_SPECIALIZES and architecture(device) == "sm_100"
 
 
 @lru_cache

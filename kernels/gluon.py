@@ -1,7 +1,7 @@
-"""Names of Gluon, Triton's lower level, which differ between Triton 3.6, 3.7 and 3.9: one for each, whatever the version.
+"""Names of Gluon, Triton's lower level, which differ between Triton 3.6, 3.7 and 3.9: here one for each.
 
-What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA and
-wgmma of which a kernel itself says when. Where a name is missing, importing this raises, and `configs.py` says why.
+What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA
+and wgmma of which a kernel itself says when. Where a name is missing, importing this raises, and `configs.py` says why.
 """
 
 from triton._C.libtriton import ir
@@ -39,7 +39,7 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps of o
 
 
 @_core.builtin
-def tma_add(desc, coordinates, tile, _semantic=None):  # type: ignore[no-untyped-def]
-    """Adds a tile in shared memory to global memory. Gluon has the operation, and a name for it not in every version."""
+def tma_add(desc, coordinates, tile, _semantic=None):
+    """Adds a tile in shared memory to global memory; not every version of Gluon has a name for the operation."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, tile.handle)

@@ -301,7 +301,7 @@ def grouped_dgrad_act_(
     blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     reversed_, tiles = w_EFH.stride_e < 0, schedule.tiles(tile.BLOCK_M)
     if path == "specialised":
-        from .grouped_dgrad_act_specialised import _grouped_dgrad_act_specialised_kernel
+        from .grouped_dgrad_act_specialised import grouped_dgrad_act_specialised_kernel
 
         if bias and partial is not None:
             launch(
@@ -312,7 +312,7 @@ def grouped_dgrad_act_(
                 num_warps=8,
             )
         launch(
-            _grouped_dgrad_act_specialised_kernel,
+            grouped_dgrad_act_specialised_kernel,
             grid,
             *(dy_desc, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
             *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),

@@ -1,12 +1,12 @@
 """Pass (3) with a task for each warp, for Hopper: the order of tiles and the equations of `grouped_dgrad_act.py`, long
-loads, and tiles twice as wide.
+loads, and tiles twice as wide, for fewer loads of operands: what the epilogue needs does not come by registers here.
 
 One warp loads operands (TMA, `ring.py`), one brings `h`, part by part of a tile's columns, into slots of its own; two
-warpgroups multiply, each 64 of a tile's rows by all its columns. The epilogue finds `h` in its slot, writes `dh` over it
-and `a` beside, and TMA stores from there; no barrier of the whole block.
+warpgroups multiply, each 64 of a tile's rows by all its columns. The epilogue finds `h` in its slot, writes `dh` over
+it and `a` beside, and TMA stores from there; no barrier of the whole block.
 
-Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was stored
-from it has been read. A slot is given back with the next part, so there are two at least.
+Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was
+stored from it has been read. A slot is given back with the next part, so there are two at least.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -14,7 +14,9 @@ from triton.tools.ragged_tma import to_ragged_indices
 from . import activation
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
 from .ring import (
+    CONSUMER_REGISTERS,
     CONSUMERS,
+    PRODUCER_REGISTERS,
     ROWS,
     column_parts,
     load_operands,
@@ -22,7 +24,7 @@ from .ring import (
     operands,
     places,
     product,
-    tiles,
+    shared_tiles,
     whole_rows,
 )
 from .schedule import load_tile, tile_at, zero_padding_at
@@ -42,6 +44,7 @@ def _load_h(
     SUBTILES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
+    """The task of the warp that brings `h`, to both consumers in turn; `slots`: `(h, a, full, empty)`."""
     num_m, num_f = loop[0], loop[1]
     h, _, full, empty = slots
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES * CHANNEL_STEP
@@ -49,7 +52,7 @@ def _load_h(
     j = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, 0)
         for s in range(0, SUBTILES):
             column = f_tile * BLOCK_F * CHANNEL_STEP + s * WIDTH
@@ -98,17 +101,18 @@ def _multiply_and_store(
     j = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
         da, i = product(i, H, loop, WHICH, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
         parts = column_parts(da, SUBTILES)
         row_M1 = places(parts[0], WHICH * ROWS, 0)[0]
         if probs_ptr is not None:
             probs_M1 = gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
-            dprobs_M1 = probs_M1 * 0
+            dprobs_M1 = gl.zeros((ROWS, 1), gl.float32, parts[0].type.layout)
         for s in gl.static_range(SUBTILES):
             da_MF, column = parts[s], f_tile * BLOCK_F + s * WIDTH
             at = WHICH * SLOTS + j % SLOTS
+            # Of `h`, then of `dh`; the same buffer where there are no halves.
             gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
             mbarrier.wait(full.index(at), j // SLOTS & 1)
             if CHANNEL_STEP == 2:
@@ -141,7 +145,9 @@ def _multiply_and_store(
             else:
                 tma_store(dh_desc, [wrap, end, row, column * CHANNEL_STEP], gates)
             tma_store(a_desc, [wrap, end, row, column], a.index(at))
-            tma_store_wait(HALVES + 1)  # all but these have read their slot
+            # All stores but these have read their slot, that of the part before, which is given back.
+            tma_store_wait(HALVES + 1)
+            barrier()
             mbarrier.arrive(empty.index(WHICH * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
             j += 1
         if probs_ptr is not None:
@@ -151,7 +157,7 @@ def _multiply_and_store(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def _grouped_dgrad_act_specialised_kernel(
+def grouped_dgrad_act_specialised_kernel(
     dy_desc,
     w_desc,
     probs_ptr,
@@ -184,12 +190,13 @@ def _grouped_dgrad_act_specialised_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
     gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     gl.static_assert(SLOTS > 1)
     HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
-    h = tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
-    a = tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
+    h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
     dy, w, full, empty = operands(dy_desc.dtype, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty)
@@ -213,7 +220,7 @@ def _grouped_dgrad_act_specialised_kernel(
             (_load_h, (h_desc, tiles_ptr, loop, slots, CHANNEL_STEP, HALVES, BLOCK_F, SUBTILES, GROUP_M)),
         ],
         [4, 1, 1],
-        [232, 40, 40],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

@@ -206,10 +206,10 @@ def grouped_fc1_act_(
     blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     reversed_ = w_EGH.stride_e < 0
     if path == "specialised":
-        from .grouped_fc1_act_specialised import _grouped_fc1_act_specialised_kernel
+        from .grouped_fc1_act_specialised import grouped_fc1_act_specialised_kernel
 
         launch(
-            _grouped_fc1_act_specialised_kernel,
+            grouped_fc1_act_specialised_kernel,
             grid,
             *(x_desc, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
             *(num_experts, H, F, *strides),

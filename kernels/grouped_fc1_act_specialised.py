@@ -2,7 +2,7 @@
 
 One warp loads (TMA, `ring.py`); two warpgroups multiply, each 64 of a tile's rows by both channels of its columns, and
 store `h` and `a` while the other still multiplies and the next tile's operands arrive: no barrier of the whole block.
-Halves of `h` leave one by one, each from a buffer of its own, and so does `a`.
+Halves of `h` leave one by one, and then `a`, from as many buffers in turn: HALVES + 1 of each consumer.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -10,7 +10,20 @@ from triton.tools.ragged_tma import to_ragged_indices
 from . import activation
 from .common import expert_base, load_bias_at, paired
 from .gluon import gl, gluon, tma_store, tma_store_wait
-from .ring import CONSUMERS, ROWS, column_parts, load_operands, operands, places, product, put, tiles, whole_rows
+from .ring import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    column_parts,
+    load_operands,
+    operands,
+    overwrite,
+    places,
+    product,
+    shared_tiles,
+    whole_rows,
+)
 from .schedule import load_tile, tile_at, zero_padding_at
 
 
@@ -43,7 +56,7 @@ def _multiply_and_store(
     STAGES: gl.constexpr,
 ):
     HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
-    BLOCK_G: gl.constexpr = HALVES * BLOCK_F * CHANNEL_STEP
+    COLUMNS: gl.constexpr = HALVES * BLOCK_F * CHANNEL_STEP
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     num_m, num_f = loop[0], loop[1]
     i = 0
@@ -51,11 +64,11 @@ def _multiply_and_store(
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        acc, i = product(i, H, loop, WHICH, BLOCK_G, BLOCK_H, K_CONTIGUOUS, STAGES)
+        acc, i = product(i, H, loop, WHICH, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
         parts = column_parts(acc, HALVES * SUBTILES)
         for s in gl.static_range(SUBTILES):
             column = f_tile * BLOCK_F + s * WIDTH
-            h_MG, l_MF = parts[s], parts[(HALVES - 1) * SUBTILES + s]
+            h_MG, l_MF = parts[s], parts[(HALVES - 1) * SUBTILES + s]  # the same where there are no halves
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
                 column_1G = places(h_MG, 0, column * CHANNEL_STEP)[1]
@@ -64,10 +77,10 @@ def _multiply_and_store(
                     l_MF += load_bias_at(bias + F, column_1G, F)
             h_MG, l_MF = paired(h_MG.to(h_out.dtype)), paired(l_MF.to(h_out.dtype))
             buffer = h_out.index(WHICH * HALVES)
-            put(h_MG, buffer, HALVES)
+            overwrite(buffer, h_MG, HALVES)
             if HALVES == 2:
                 tma_store(h_desc, [wrap, end, row, 0, column], buffer)
-                put(l_MF, h_out.index(WHICH * HALVES + 1), HALVES)
+                overwrite(h_out.index(WHICH * HALVES + 1), l_MF, HALVES)
                 tma_store(h_desc, [wrap, end, row, 1, column], h_out.index(WHICH * HALVES + 1))
             else:
                 tma_store(h_desc, [wrap, end, row, column * CHANNEL_STEP], buffer)
@@ -81,13 +94,13 @@ def _multiply_and_store(
             if probs_ptr is not None:
                 row_M1 = places(a, WHICH * ROWS, 0)[0]
                 a *= gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
-            put(a.to(a_out.dtype), a_out.index(WHICH), HALVES)
+            overwrite(a_out.index(WHICH), a.to(a_out.dtype), HALVES)
             tma_store(a_desc, [wrap, end, row, column], a_out.index(WHICH))
     tma_store_wait(0)
 
 
 @gluon.jit
-def _grouped_fc1_act_specialised_kernel(
+def grouped_fc1_act_specialised_kernel(
     x_desc,
     w_desc,
     bias_ptr,
@@ -119,14 +132,15 @@ def _grouped_fc1_act_specialised_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """Pass (1); arguments as of the Triton kernel."""
     gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
     BLOCK_G: gl.constexpr = BLOCK_F * CHANNEL_STEP
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     x, w, full, empty = operands(x_desc.dtype, HALVES * BLOCK_G, BLOCK_H, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty)
-    h_out = tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
-    a_out = tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
+    h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
     # fmt: off
     gl.warp_specialize(
         [
@@ -146,7 +160,7 @@ def _grouped_fc1_act_specialised_kernel(
             )),
         ],
         [4, 1],
-        [232, 40],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

@@ -137,10 +137,10 @@ def grouped_gemm_(
     blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     reversed_ = w_ENK.stride_e < 0
     if path == "specialised":
-        from .grouped_gemm_specialised import _grouped_gemm_specialised_kernel
+        from .grouped_gemm_specialised import grouped_gemm_specialised_kernel
 
         launch(
-            _grouped_gemm_specialised_kernel,
+            grouped_gemm_specialised_kernel,
             grid,
             *(x_desc, w_desc, *bias_ptrs, scale_R, y_RN, y_desc, *sums, schedule.tiles(tile.BLOCK_M)),
             *(num_partials, schedule.num_rows, num_experts, N, K, stride_bias_e, y_RN.stride(0)),

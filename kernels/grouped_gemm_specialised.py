@@ -1,4 +1,4 @@
-"""Passes (2) and (4) with a task for each warp, for Hopper: the tiles of `grouped_gemm.py` in the same order, long loads.
+"""Passes (2) and (4) with a task for each warp, for Hopper: tiles and order of `grouped_gemm.py`, long loads.
 
 One warp loads (TMA, `ring.py`); two warpgroups multiply, each 64 of a tile's rows by all its columns, and store them
 while the other still multiplies and the next tile's operands arrive: no barrier of the whole block.
@@ -9,10 +9,21 @@ from triton.tools.ragged_tma import to_ragged_indices
 from .common import expert_base, load_bias_at
 from .dprobs import sum_partials_at
 from .gluon import gl, gluon, tma_store, tma_store_wait
-from .ring import CONSUMERS, ROWS, column_parts, load_operands, operands, places, product, put, tiles, whole_rows
+from .ring import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    ROWS,
+    column_parts,
+    load_operands,
+    operands,
+    overwrite,
+    places,
+    product,
+    shared_tiles,
+    whole_rows,
+)
 from .schedule import load_tile, tile_at, zero_padding_at
-
-BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out
 
 
 @gluon.jit
@@ -53,14 +64,14 @@ def _multiply_and_store(
                     scale_M1 = gl.load(scale_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
                     bias_1N = bias_1N * scale_M1
                 y_MN += bias_1N
-            buffer = out.index(WHICH * BUFFERS + s % BUFFERS)
-            put(y_MN.to(out.dtype), buffer, BUFFERS - 1)
+            buffer = out.index(WHICH * SUBTILES + s)
+            overwrite(buffer, y_MN.to(out.dtype), SUBTILES - 1)
             tma_store(y_desc, [wrap, end, row, column], buffer)
     tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_partials", "num_rows"])
-def _grouped_gemm_specialised_kernel(
+def grouped_gemm_specialised_kernel(
     x_desc,
     w_desc,
     bias_ptr,
@@ -88,10 +99,11 @@ def _grouped_gemm_specialised_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """Passes (2) and (4); arguments as of the Triton kernel."""
     gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
     x, w, full, empty = operands(x_desc.dtype, BLOCK_N, BLOCK_K, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(N, BLOCK_N), x, w, full, empty)
-    out = tiles(y_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_N // SUBTILES)
+    out = shared_tiles(y_desc.dtype, CONSUMERS * SUBTILES, ROWS, BLOCK_N // SUBTILES)
     # fmt: off
     gl.warp_specialize(
         [
@@ -109,7 +121,7 @@ def _grouped_gemm_specialised_kernel(
             )),
         ],
         [4, 1],
-        [232, 40],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

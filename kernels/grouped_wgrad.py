@@ -35,7 +35,7 @@ from .configs import (
     num_programs,
     select,
     specialised,
-    specialises,
+    warp_specializes,
 )
 from .descriptors import Descriptor, fits
 from .expert_tensors import ExpertTensors, device_table
@@ -120,7 +120,7 @@ def _grouped_wgrad_kernel(
     SUBTILES: tl.constexpr,
     GROUP_N: tl.constexpr,
     FLATTEN: tl.constexpr,
-    SPECIALISED: tl.constexpr,  # loads, products and sums on their way out have warps of their own
+    WARP_SPECIALIZE: tl.constexpr,  # by Triton: loads, products and sums on their way out have warps of their own
     PRECISION: tl.constexpr,
 ):
     HAS_DW: tl.constexpr = (dw_ptr is not None) or (dw_desc is not None)
@@ -144,7 +144,7 @@ def _grouped_wgrad_kernel(
         # Persistent, and one loop with that over rows if compiled so: see `schedule.py`.
         program, programs = tl.program_id(0), tl.num_programs(0)
         turns = num_turns(num_used * num_n * num_k, program, programs)
-        for turn in tl.range(0, turns, flatten=FLATTEN, warp_specialize=SPECIALISED):
+        for turn in tl.range(0, turns, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
             rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
             expert = tl.load(order_ptr + rank)
             n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
@@ -320,8 +320,8 @@ def grouped_wgrad_(
     way = _way(dw_ENK, left, right, num_experts, accumulate)
     tile = way.tile
     if way.path == "specialised" and db_EN is not None:
-        sums = {"accumulate": accumulate, "scale_R": scale_R, "order": order}
-        grouped_wgrad_(None, db_EN, dy_RN, x_RK, offsets, **sums)
+        order = wgrad_plan(offsets[0], num_experts).order if order is None else order
+        grouped_wgrad_(None, db_EN, dy_RN, x_RK, offsets, accumulate=accumulate, scale_R=scale_R, order=order)
         db_EN = scale_R = None
     left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
@@ -344,10 +344,10 @@ def grouped_wgrad_(
     blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     dw = dw_ENK.base if way.dw is None and dw_ENK else None, dw_ENK.table if dw_ENK else None, way.dw
     if way.path == "specialised":
-        from .grouped_wgrad_specialised import _grouped_wgrad_specialised_kernel
+        from .grouped_wgrad_specialised import grouped_wgrad_specialised_kernel
 
         launch(
-            _grouped_wgrad_specialised_kernel,
+            grouped_wgrad_specialised_kernel,
             grid,
             *(way.left, way.right, *dw, offsets[0], segments, steps, order),
             *(len(offsets), num_experts, N, K, *strides_dw),
@@ -386,7 +386,7 @@ def grouped_wgrad_(
             *vectors,
             *blocks,
             way.path in BY_DESCRIPTORS,
-            way.path == "tma" and tile.PER_SM == 1 and specialises(device),
+            way.path == "tma" and tile.PER_SM == 1 and warp_specializes(device),
             dot_precision(dy_RN[0].dtype),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,

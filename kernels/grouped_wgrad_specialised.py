@@ -10,29 +10,34 @@ from triton.tools.ragged_tma import to_ragged_indices
 from .common import expert_base
 from .gluon import fence_async_shared, gl, gluon, tma_add, tma_load, tma_store, tma_store_wait
 from .ring import (
+    CONSUMER_REGISTERS,
     CONSUMERS,
+    PRODUCER_REGISTERS,
     ROWS,
     begin_loads,
-    begin_step,
     column_parts,
     finish,
     mbarriers,
     multiply,
+    overwrite,
     places,
-    put,
+    shared_tiles,
     sums,
-    tiles,
+    wait_for_operands,
 )
 from .schedule import num_turns, place_at, wgrad_tile
 from .segments import load_step
 from .wgrad_epilogue import add_at
 
-BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out
+BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out in turn
 
 
 @gluon.jit
 def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
-    """`(first row, rows, steps)` of an expert; of several segments `(first step, 0, steps)`."""
+    """`(first row, rows, steps)` of an expert; of several segments `(first step, steps, steps)`.
+
+    An expert without rows has no step; of several segments one of no rows, as `wgrad_plan.py` lists it.
+    """
     first_ptr = offsets_ptr if steps_ptr is None else steps_ptr
     first = gl.load(first_ptr + expert)
     size = gl.load(first_ptr + expert + 1) - first
@@ -117,7 +122,7 @@ def _multiply_and_add(
         n, k = n_tile * BLOCK_N + WHICH * ROWS, k_tile * BLOCK_K
         acc_NK = sums(BLOCK_K)
         for step in range(0, steps):
-            stage = begin_step(i, full, STAGES)
+            stage = wait_for_operands(i, full, STAGES)
             left_NR = left.index(stage * CONSUMERS + WHICH).permute((1, 0))
             acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, STAGES)
             i += 1
@@ -125,7 +130,7 @@ def _multiply_and_add(
         for s in gl.static_range(SUBTILES):
             if dw_desc is not None:
                 buffer = out.index(WHICH * BUFFERS + s % BUFFERS)
-                put(parts[s].to(out.dtype), buffer, BUFFERS - 1)
+                overwrite(buffer, parts[s].to(out.dtype), BUFFERS - 1)
                 place = [num_experts - 1 - expert if REVERSED else expert, n, k + s * WIDTH]
                 if ACCUMULATE:
                     tma_add(dw_desc, place, buffer)
@@ -139,7 +144,7 @@ def _multiply_and_add(
 
 
 @gluon.jit(do_not_specialize=["num_segments", "num_experts"])
-def _grouped_wgrad_specialised_kernel(
+def grouped_wgrad_specialised_kernel(
     left_desc,
     right_desc,
     dw_ptr,
@@ -166,16 +171,18 @@ def _grouped_wgrad_specialised_kernel(
     GROUP_N: gl.constexpr,
     STAGES: gl.constexpr,
 ):
+    """Passes (5) and (6) without biases; arguments as of the Triton kernel, operands by descriptors."""
     gl.static_assert(BLOCK_N == CONSUMERS * ROWS)
+    gl.static_assert(SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
     num_n, num_k = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
     num_used = gl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
     turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
-    left = tiles(left_desc.dtype, STAGES * CONSUMERS, BLOCK_R, ROWS)
-    right = tiles(right_desc.dtype, STAGES, BLOCK_R, BLOCK_K)
+    left = shared_tiles(left_desc.dtype, STAGES * CONSUMERS, BLOCK_R, ROWS)
+    right = shared_tiles(right_desc.dtype, STAGES, BLOCK_R, BLOCK_K)
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
-    out = full  # no task can have None
+    out = full  # without a descriptor it is not used, but no task can be given None
     if dw_desc is not None:
-        out = tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_K // SUBTILES)
+        out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_K // SUBTILES)
     fence_async_shared()
     rows_of = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
     loop = (turns, num_n, num_k, left, right, full, empty)
@@ -194,6 +201,6 @@ def _grouped_wgrad_specialised_kernel(
             (_load, (left_desc, right_desc, rows_of, loop, BLOCK_R, BLOCK_N, BLOCK_K, GROUP_N, STAGES)),
         ],
         [4, 1],
-        [232, 40],
+        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on

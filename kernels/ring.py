@@ -1,13 +1,17 @@
-"""What the specialised kernels share: a ring of stages of operands, filled by one warp and multiplied by two warpgroups.
+"""What kernels with a task for each warp share: a ring of stages of operands, which one warp fills and two warpgroups
+multiply.
 
 Of every stage there are two mbarriers. `full`: its operands have arrived (the producer arrives once, and TMA with the
 bytes). `empty`: both consumers have multiplied it. Step i of a program, counted over all its tiles, uses stage
-`i % STAGES` for the time `i // STAGES`, so each side waits for a parity and nobody counts anything else. The producer
-runs up to STAGES steps ahead, into the next tile's, while consumers still write the last one.
+`i % STAGES` for the time `i // STAGES`, so each side waits for a parity and nobody counts anything else; a wait for
+parity 1 on a new mbarrier passes, so the first STAGES loads wait for nobody. The producer runs up to STAGES steps
+ahead, into the next tile's, while consumers still write the last one.
 
-Why it ends: consumers wait for what the producer has begun to load; the producer waits for steps before, which both
-consumers have given back or will, as they wait for nothing but `full` and their own stores. Why no stage is overwritten:
-a consumer gives a stage back after it has waited for the wgmma that reads it.
+docs/specialised.md derives why nothing waits for ever and nothing is overwritten that is still read. It rests on this:
+an arrival is made by one thread, and the compiler has all warps of the task meet before it (`bar.sync`).
+
+In every M-ragged kernel `loop` is `(num_m, num_n, x, w, full, empty)`: tiles of rows and of columns, then what
+`operands` returns.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -28,6 +32,10 @@ from .schedule import load_tile, tile_at
 
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer: wgmma's M
+# Of a thread. All 65,536 for three warpgroups are 168 each: those of two consumers and of the producer, whose one warp
+# (of dgrad two) is counted as a warpgroup.
+CONSUMER_REGISTERS = gl.constexpr(232)
+PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
@@ -40,8 +48,8 @@ def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """`[COUNT, M, N]` of shared memory, as TMA and wgmma want it."""
+def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """`[COUNT, M, N]` of shared memory as TMA and wgmma want it, swizzled as `Descriptor.checked` says to TMA."""
     WIDTH: gl.constexpr = N * DTYPE.primitive_bitwidth // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128 if WIDTH > 128 else WIDTH, element_bitwidth=DTYPE.primitive_bitwidth, rank=2
@@ -51,7 +59,9 @@ def tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.const
 
 @gluon.jit
 def begin_loads(i, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """The producer's: the stage of step i, once it is free to be overwritten; its `full` waits for so many bytes."""
+    """The producer's: waits until the stage of step i, which is returned, may be overwritten. It arrives at `full` by
+    `expect`, and so many bytes are waited for.
+    """
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(stage), BYTES)
@@ -59,8 +69,8 @@ def begin_loads(i, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def begin_step(i, full, STAGES: gl.constexpr):
-    """A consumer's: the stage of step i, once its operands are there."""
+def wait_for_operands(i, full, STAGES: gl.constexpr):
+    """A consumer's: waits for the operands of step i, whose stage is returned."""
     stage = i % STAGES
     mbarrier.wait(full.index(stage), i // STAGES & 1)
     return stage
@@ -74,14 +84,15 @@ def sums(N: gl.constexpr):
 
 
 @gluon.jit
-def multiply(a, b, acc, i, first, empty, STAGES: gl.constexpr):
-    """`acc + a @ b`, or `a @ b` if it is the `first` step of a tile. One product is left running, and the stage of the
-    one before is given back.
+def multiply(a, b, acc, i, is_first, empty, STAGES: gl.constexpr):
+    """`acc + a @ b`, or `a @ b` in the first step of a tile. This product is left running; the one before is done, and
+    its stage, that of step i - 1, is given back (a tile's last one in `finish`). So there must be two stages.
     """
-    acc = warpgroup_mma(a, b, acc, use_acc=not first, is_async=True)
+    gl.static_assert(STAGES > 1)
+    acc = warpgroup_mma(a, b, acc, use_acc=not is_first, is_async=True)
     acc = warpgroup_mma_wait(1, deps=[acc])
-    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=not first)
-    return warpgroup_mma_init(acc)
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=not is_first)
+    return warpgroup_mma_init(acc)  # sums on their way, as they went in
 
 
 @gluon.jit
@@ -124,12 +135,12 @@ def whole_rows(M: gl.constexpr):
 
 
 @gluon.jit
-def put(tile, buffer, RUNNING: gl.constexpr):
-    """Writes a buffer from which TMA may store then, once all but the last RUNNING stores of this consumer have read
-    theirs.
+def overwrite(buffer, tile, RUNNING: gl.constexpr):
+    """Waits until at most RUNNING of this consumer's stores still read, then writes a buffer, from which TMA may store:
+    one that comes again after RUNNING + 1 stores.
     """
     tma_store_wait(RUNNING)
-    barrier()  # every thread's, as one of them waited
+    barrier()  # of all threads, as those that store have waited
     buffer.store(tile)
     fence_async_shared()
     barrier()
@@ -151,7 +162,7 @@ def load_operands(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The producer's task in an M-ragged pass: of every tile and step rows of `x`, and COLUMNS of `w` (of both HALVES)."""
+    """The producer's task in an M-ragged pass: of each step rows of `x`, and COLUMNS of `w` (in fc1 of each half)."""
     num_m, num_n, x, w, full, empty = loop
     BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * BLOCK_K * x.dtype.primitive_bitwidth // 8
     i = 0
@@ -179,9 +190,9 @@ def load_operands(
 def operands(
     DTYPE: gl.constexpr, COLUMNS: gl.constexpr, BLOCK_K: gl.constexpr, K_CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """`(x, w, full, empty)` of an M-ragged pass: `[STAGES, ...]` of shared memory, and the mbarriers."""
-    x = tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK_K)
-    w = tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else BLOCK_K, BLOCK_K if K_CONTIGUOUS else COLUMNS)
+    """`(x, w, full, empty)` of an M-ragged pass: `[STAGES, ...]` of shared memory, COLUMNS of `w` in all; mbarriers."""
+    x = shared_tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK_K)
+    w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else BLOCK_K, BLOCK_K if K_CONTIGUOUS else COLUMNS)
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
     fence_async_shared()
     return x, w, full, empty
@@ -198,11 +209,11 @@ def product(
     K_CONTIGUOUS: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """`(x @ w, next step)` of a consumer's rows of a tile, `[ROWS, N]`, from step i on."""
+    """`(x @ w, next step)` of a consumer's rows of a tile, `[ROWS, N]`, from step i on; `K > 0`."""
     _, _, x, w, full, empty = loop
     acc = sums(N)
     for k in range(0, K, BLOCK_K):
-        stage = begin_step(i, full, STAGES)
+        stage = wait_for_operands(i, full, STAGES)
         w_KN = w.index(stage)
         if K_CONTIGUOUS:
             w_KN = w_KN.permute((1, 0))

@@ -47,6 +47,12 @@ def load(path: Path) -> None:
     use(read(path))
 
 
+def forget(key: Key) -> None:
+    """From now on launch as if that was not tuned."""
+    configs.TUNED.pop(key, None)
+    replay.forget()
+
+
 def use(tiles: dict[Key, Tile]) -> None:
     """From now on launch with these."""
     configs.TUNED.update(tiles)

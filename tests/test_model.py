@@ -125,6 +125,7 @@ def test_a_pass_is_no_faster_than_its_bytes():
     assert (times["fc2"].us, times["fc2"].bound) == (pytest.approx(2 * 1536 + 2404 + 1400), "L2")
 
 
+NO_TASKS = {"B200": "sm_100", "MI300X": "gfx942"}
 # Where waits and instructions of a step count; MMAs alone do not: wider or narrower ones multiply as fast.
 SERIAL = FACT._replace(mma_in_flight=0)
 LATE = FACT._replace(loads_in_flight=2)
@@ -235,12 +236,29 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
         "gemm": True,
         "dgrad_act": False,
         "wgrad": False,
+        **{f"{kernel}_specialised": True for kernel in model.KERNELS},
     }
     # A table with the column is believed.
-    old.write_text("\n".join(line[:-1] + "0" if line.startswith("sm_90,gemm") else line for line in lines))
+    old.write_text("\n".join(line[:-1] + "0" if line.startswith("sm_90,gemm,") else line for line in lines))
     assert model.facts("sm_90", old)["gemm"].joined == 0
     assert facts["gemm"].tile_instructions == model.facts("sm_90")["gemm"].tile_instructions
     assert model.facts("gfx942", old) == {}
+
+
+def test_kernels_with_a_task_for_each_warp():
+    """Two warpgroups multiply: 100 instructions of 8 warps, though the tile's own four are half of them."""
+    four = TILE.__class__(**{**vars(TILE), "num_warps": 4})
+    assert model.tile_cost("gemm_specialised", FACT, four, RATE) == model.tile_cost("gemm", FACT, TILE, RATE)
+    rows = list(model.rows(specialised=True))
+    assert {row["gpu"] for row in rows} == {"H100 SXM", "H200 SXM"}
+    plain = {(row["gpu"], row["shape"], row["load"], row["pass"]): row["us"] for row in model.rows()}
+    for row in rows:
+        assert row["us_before"] == plain[row["gpu"], row["shape"], row["load"], row["pass"]]
+    assert any(row["us"] != row["us_before"] for row in rows)
+    table = configs.TABLES["sm_90"]
+    for kernel in model.KERNELS:
+        assert balance.tile_of(kernel, [64], "sm_90", True) == table[kernel, "specialised", 16]["long"]
+        assert balance.tile_of(kernel, [63], "sm_90", True) == table[kernel, "tma", 16]["short"]
 
 
 def _bench(*arguments):
@@ -265,6 +283,13 @@ def test_the_command_prints_every_pass_and_their_sums():
             assert row["limit_us"] == pytest.approx(1e3 * limits[shape, load, name][gpu])
 
 
+def test_the_command_compares_kernels_with_a_task_for_each_warp():
+    _, *left_out, columns, line = _bench("--specialised").stdout.splitlines()[:5]
+    assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in NO_TASKS.items()]
+    assert "us by the kernels that are the default" in columns
+    assert float(line.split()[-1]) > 0
+
+
 def test_the_command_compares_with_another_table(tmp_path):
     other = tmp_path / "other.csv"
     # A thousand instructions more.
@@ -272,7 +297,7 @@ def test_the_command_compares_with_another_table(tmp_path):
     model_line, left_out, columns, *lines = _bench("--budgets", other).stdout.splitlines()
     assert model_line.startswith("A model, not a measurement;")
     assert all(f"{gpu.name} {model.uncertainty(gpu):.0%}" in model_line for gpu in model.modelled())
-    assert left_out == "MI300X is left out: no facts of kernels for gfx942"
+    assert left_out == "MI300X is left out: no facts of such kernels for gfx942"
     assert str(other) in columns
     uses_gemm = (" fc2 ", " dx ", " forward ", " backward ", " both ")
     for line in lines:

@@ -89,3 +89,42 @@ def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
             scratch.run()
         taken = {launch.path for launch in log if launch.kernel == scratch.kernel}
         assert taken == {tuner._key(scratch.kernel, problem).path} == {path}
+
+
+# What a kernel does with a task for each warp: how long it takes, and by what its results are wrong.
+BY_TASKS = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
+
+
+@pytest.mark.parametrize("what", BY_TASKS)
+def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what):
+    ms, error = BY_TASKS[what]
+    key = Key("gemm", "tma", 16, "long")
+    own = key._replace(path="specialised")
+    rows = {key[:3]: {"long": configs.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": configs.Tile(128, 256, 64, 4, 3)}}
+    monkeypatch.setitem(configs.TABLES, "interpreter", rows)
+
+    def used():
+        return configs.specialised("gemm", torch.bfloat16, PROBLEM.device, 64)
+
+    def run():
+        return [torch.full((2,), 1.0 + (error if used() else 0))]
+
+    monkeypatch.setattr(configs, "SPECIALISED", what == "slower")  # whatever the switch says
+    monkeypatch.setattr(tuner, "_CHOICES", {})
+    monkeypatch.setattr(tuner, "_scratch_calls", lambda _: iter([tuner._Scratch("gemm", run)]))
+    monkeypatch.setattr(tuner, "_key", lambda *_: key)
+
+    def clock(run):
+        run()
+        return ms + abs(used().num_stages - 2) / 10 if used() else 4.5
+
+    steps = list(tuner.tune(PROBLEM, clock))
+    found = [step for step in steps if isinstance(step, tuner.Found)]
+    assert [f.key for f in found] == [key, own] if what == "faster" else [key]
+    assert (own in configs.TUNED) == (what == "faster")
+    assert (what == "slower") == configs.SPECIALISED
+    if what == "faster":
+        assert (found[1].tile.num_stages, found[1].shipped.num_stages) == (2, 3)
+        assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)
+    if what == "wrong":
+        assert steps[-1].note == "other results than the kernel without tasks for warps"

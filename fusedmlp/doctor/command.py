@@ -77,12 +77,13 @@ def _machine_lines(machine: facts.Machine) -> list[str]:
             f"{machine.architecture}, driver {machine.driver or 'unknown'}"
         )
     lines.append(f'impl="auto" is "{machine.implementation}" here: {machine.why}')
+    lines.append(f"Kernels with a task for each warp: {machine.specialised}")
     lines += [f"{name}={value} is set" for name, value in machine.switches.items()]
     return lines + [f"PROBLEM: {problem}" for problem in machine.problems]
 
 
 def _pass_lines(passes: list[dict[str, Any]]) -> list[str]:
-    return [f"  {row['name']:<11}{row['path']:<10}{row['tile']:<24}{row['why']}" for row in passes]
+    return [f"  {row['name']:<11}{row['path']:<13}{row['tile']:<24}{row['why']}" for row in passes]
 
 
 def _verdict(machine: facts.Machine, status: int) -> str:

@@ -35,6 +35,7 @@ class Machine:
     multiprocessors: int | None
     implementation: str  # that impl="auto" takes for tensors on the best device here
     why: str
+    specialised: str  # whether kernels with a task for each warp are used, or why they cannot be
     switches: dict[str, str]  # environment variables that are set
     problems: list[str]
 
@@ -73,9 +74,25 @@ def machine() -> Machine:
         multiprocessors,
         implementation,
         why,
+        _specialised(),
         switches,
         problems,
     )
+
+
+def _specialised() -> str:
+    if _version("triton") is None:
+        return "no: triton is not installed"
+    from fusedmlp.kernels import configs
+
+    missing = configs.gluon_missing()
+    if missing:
+        return f"no: {missing}"
+    try:
+        used = environment.specialised(configs.SPECIALISED)
+    except ValueError:
+        used = False
+    return "yes, on Hopper" if used else "only where tuned; FUSEDMLP_SPECIALISED=1 uses them on Hopper"
 
 
 def _architecture() -> str:

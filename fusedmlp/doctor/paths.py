@@ -42,7 +42,7 @@ class Pass:
 
     name: str  # as in `bench --roofline`
     kernel: str
-    path: str  # "tma", "pointer" or "unaligned"
+    path: str  # "specialised", "tma", "pointer" or "unaligned"
     tile: str
     why: str
 
@@ -56,7 +56,8 @@ def passes(problem: Problem, target: str) -> list[Pass]:
             launches.append(launch)
         return False
 
-    with recording(TARGETS[target], configs.shape_class(problem.R / problem.E), wanted=note):
+    shape = configs.shape_class(problem.R / problem.E)
+    with recording(TARGETS[target], shape, specialised=configs.SPECIALISED, wanted=note):
         _step(problem)
     return [
         Pass(name, launch.kernel, launch.path, launch.tile, _why(launch, problem, target))
@@ -92,6 +93,8 @@ def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int 
 
 def _why(launch: Launch, problem: Problem, target: str) -> str:
     """The first reason, in the order in which launchers look."""
+    if launch.path == "specialised":
+        return "descriptors, and a task for each warp"
     if launch.path == "tma":
         return "descriptors: the GPU has TMA, and all bases and rows are multiples of 16 bytes"
     odd = [f"{letter}={size}" for letter, size in (("H", problem.H), ("F", problem.F)) if size % 16]

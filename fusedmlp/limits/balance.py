@@ -59,18 +59,21 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
     return costs
 
 
-def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> bool:
+def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, specialised: bool = False) -> bool:
     """Whether tiles of different costs go to programs in turns."""
-    tile = tile_of(kernel, rows, gpu.architecture)
+    tile = tile_of(kernel, rows, gpu.architecture, specialised)
     programs = gpu.processors * tile.PER_SM
     return kernel == "wgrad" and schedule.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
-def tile_of(kernel: str, rows: Sequence[int], architecture: str) -> configs.Tile:
-    """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element."""
-    table = configs.TABLES[architecture]
-    path: configs.Path = "tma" if (kernel, "tma", 16) in table else "pointer"
-    return table[kernel, path, 16]["short" if sum(rows) / len(rows) < configs.SHORT_ROWS else "long"]
+def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> configs.Tile:
+    """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element;
+    `specialised`: if they are to use kernels with a task for each warp, where there are any.
+    """
+    table, shape = configs.TABLES[architecture], configs.shape_class(sum(rows) / len(rows))
+    paths: list[configs.Path] = ["specialised", "tma", "pointer"]
+    own = (table.get((kernel, path, 16), {}) for path in paths[0 if specialised else 1 :])
+    return next(tiles[shape] for tiles in own if shape in tiles)
 
 
 def passes(shape: Shape) -> dict[str, tuple[str, int, int]]:

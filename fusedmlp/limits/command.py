@@ -13,13 +13,21 @@ from fusedmlp.limits import measure, roofline
 from fusedmlp.limits.gpus import GPUS
 
 
-def run(what: Literal["roofline", "schedule", "model"], as_json: bool, before: Path | None = None) -> None:
-    """Print the rows of one report; `before`: for the model, an older table of budgets to compare with."""
+def run(
+    what: Literal["roofline", "schedule", "model"],
+    as_json: bool,
+    before: Path | None = None,
+    specialised: bool = False,
+) -> None:
+    """Print the rows of one report; for the model, `before`: an older table of budgets to compare with, `specialised`:
+    kernels with a task for each warp, compared with the others.
+    """
     if what == "model":
         from fusedmlp.limits import model  # needs Triton
 
-        rows, text = list(model.rows(before)), model_line
-        header = "\n".join(_about_model(rows, before))
+        rows, text = list(model.rows(before, specialised)), model_line
+        compared = str(before) if before else "the kernels that are the default" if specialised else ""
+        header = "\n".join(_about_model(rows, compared))
     elif what == "schedule":
         from fusedmlp.limits import balance  # needs Triton
 
@@ -37,13 +45,13 @@ def run(what: Literal["roofline", "schedule", "model"], as_json: bool, before: P
         print_rows(header, rows, text)
 
 
-def _about_model(rows: Iterable[dict[str, Any]], before: Path | None) -> Iterator[str]:
+def _about_model(rows: Iterable[dict[str, Any]], before: str) -> Iterator[str]:
     within = {row["gpu"]: row["within"] for row in rows}
     shares = ", ".join(f"{gpu} {share:.0%}" for gpu, share in within.items())
     yield f"A model, not a measurement; by the uncertainty of its constants alone, times may be off by: {shares}"
     for gpu in GPUS:
         if gpu.name not in within:
-            yield f"{gpu.name} is left out: no facts of kernels for {gpu.architecture}"
+            yield f"{gpu.name} is left out: no facts of such kernels for {gpu.architecture}"
     columns = "us, TFLOP/s, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
     yield f"shape, load, pass, GPU: {columns}" + (f"; us by {before}, times faster now" if before else "")
 

@@ -46,6 +46,7 @@ KERNELS = {
     "dgrad_act": Kernel(widths=1, stored=6, trips=1, joined=False),  # two gradients and an activation
     "wgrad": Kernel(widths=1, stored=4, trips=2, joined=False),  # the expert of a tile, its rows
 }
+SPECIALISED = "_specialised"  # what the table adds to the name of a kernel with a task for each warp
 TOTALS = {
     "forward": roofline.FORWARD,
     "backward": roofline.BACKWARD,
@@ -76,17 +77,19 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
     found: dict[str, dict[str, Any]] = budgets.allowed(architecture, table)
     for kernel, costs in found.items():
         if costs["joined"] is None:
-            costs["joined"] = KERNELS[kernel].joined
+            costs["joined"] = kernel.endswith(SPECIALISED) or KERNELS[kernel].joined
     return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
 
 
 def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
-    """Of a tile of one kernel."""
+    """Of a tile of one kernel; of one with a task for each warp, by the two warpgroups that multiply."""
+    kernel, specialised, _ = kernel.partition(SPECIALISED)
     about = KERNELS[kernel]
     rows, columns, depth = tile.BLOCK_M, about.widths * tile.BLOCK_N, tile.BLOCK_K
     if kernel == "wgrad":
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
-    cycles = tile.num_warps / (4 * rate.issue)  # for an instruction of every warp
+    warps = 2 * tile.num_warps if specialised else tile.num_warps
+    cycles = warps / (4 * rate.issue)  # for an instruction of every warp
     tensor = 2 * rows * columns * depth / rate.tensor
     own = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
     ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
@@ -132,14 +135,17 @@ def cycles(
     return busy + cost.start if persistent else busy
 
 
-def passes(gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates) -> dict[str, Time]:
-    """Every pass of a layer; `by`: facts of the GPU's kernels."""
+def passes(
+    gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates, specialised: bool = False
+) -> dict[str, Time]:
+    """Every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: of those with a task for each warp."""
     least, times = roofline.passes(shape, list(rows)), {}
     for name, (kernel, N, K) in balance.passes(shape).items():
-        tile = balance.tile_of(kernel, rows, gpu.architecture)
-        cost = tile_cost(kernel, by[kernel], tile, rate)
+        tile = balance.tile_of(kernel, rows, gpu.architecture, specialised)
+        own = kernel + SPECIALISED if specialised else kernel
+        cost = tile_cost(own, by[own], tile, rate)
         steps = tile_steps(kernel, tile, rows, N, K)
-        persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu)
+        persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, specialised)
         compute = cycles(cost, steps, tile, gpu.processors, persistent=persistent) / rate.clock
         memory = least[name].bytes / (gpu.bandwidth * rate.memory)
         times[name] = Time(1e6 * max(compute, memory), "memory" if memory > compute else cost.bound, cost)
@@ -163,15 +169,20 @@ def modelled() -> list[GPU]:
     return [gpu for gpu in GPUS if facts(gpu.architecture) and gpu.architecture in rates.RATES]
 
 
-def rows(before: Path | None = None) -> Iterator[dict[str, Any]]:
-    """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with."""
+def rows(before: Path | None = None, specialised: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
+
+    `specialised`: of the GPUs that have kernels with a task for each warp, those, compared with the others.
+    """
     for gpu in modelled():
         by, rate, within = facts(gpu.architecture), rates.of(gpu.architecture), uncertainty(gpu)
-        old = facts(gpu.architecture, before) if before else {}
+        if specialised and not any(name.endswith(SPECIALISED) for name in by):
+            continue
+        old = facts(gpu.architecture, before) if before else by if specialised else {}
         for shape in SHAPES:
             for load, count in LOADS.items():
                 loads = count(shape)
-                least, times = roofline.passes(shape, loads), passes(gpu, shape, loads, by, rate)
+                least, times = roofline.passes(shape, loads), passes(gpu, shape, loads, by, rate, specialised)
                 times_before = passes(gpu, shape, loads, old, rate) if old else {}
                 for name, parts in ({name: (name,) for name in times} | TOTALS).items():
                     flops = sum(least[part].flops for part in parts)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import plan, routing, tuned
+from fusedmlp.kernels import configs, plan, routing, tuned
 from fusedmlp.kernels.activation import Options
 from fusedmlp.kernels.combine import combine_
 from fusedmlp.kernels.dprobs import Dprobs
@@ -27,6 +27,7 @@ from fusedmlp.kernels.plan import Schedule
 from fusedmlp.kernels.replay import remembered
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
+configs.SPECIALISED = environment.specialised(configs.SPECIALISED)
 if environment.tuned():
     _tiles = tuned.tiles_file(environment.cache_folder(), torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if not _tiles.exists():

@@ -1,7 +1,8 @@
 """What compiled kernels may cost a step and a tile: `python -m fusedmlp.static_proof.budgets` writes the table anew.
 
-One launch of each pass with packed weights, `main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the
-tiles for long loads, as the Triton of `constraints.txt` compiles it.
+One launch of each pass, and of its kernel with a task for each warp where there is one, with packed weights,
+`main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long loads, as the Triton of
+`constraints.txt` compiles it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import triton
 
+from fusedmlp.kernels import configs
 from fusedmlp.static_proof import cases, main_loop
 from fusedmlp.static_proof.recorder import Launch, recording
 from fusedmlp.static_proof.targets import TARGETS
@@ -30,19 +32,27 @@ Costs = dict[str, float | None]
 
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
-    kernels = {f"grouped_{name}" for name in _PASSES}
+    costs = _measure(target, False)
+    if any(path == "specialised" for _, path, _ in configs.TABLES[target]):
+        costs |= _measure(target, True)
+    return costs
+
+
+def _measure(target: str, specialised: bool) -> dict[str, Costs]:
+    suffix = "_specialised" if specialised else ""
+    kernels = {f"grouped_{name}{suffix}" for name in _PASSES}
 
     def wanted(launch: Launch) -> bool:
         first = launch.kernel in kernels
         kernels.discard(launch.kernel)
         return first
 
-    with recording(TARGETS[target], "long", wanted=wanted) as launches:
+    with recording(TARGETS[target], "long", specialised=specialised, wanted=wanted) as launches:
         cases.CORE["main_grad"](torch.bfloat16)
     loops = main_loop.of([launch.compiled for launch in launches])
     found = dict(zip((launch.kernel for launch in launches), loops, strict=True))
     costs: dict[str, Costs] = {}
-    for name in _PASSES:
+    for name in (f"{name}{suffix}" for name in _PASSES):
         loop = found[f"grouped_{name}"]
         if loop is None:
             raise RuntimeError(f"{name} for {target}: expected a loop that multiplies; found none")

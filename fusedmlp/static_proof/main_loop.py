@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from fusedmlp.static_proof import assembly, loops
 from fusedmlp.static_proof.assembly import Instruction
 from fusedmlp.static_proof.cubin import disassemblies
-from fusedmlp.static_proof.loops import count
+from fusedmlp.static_proof.loops import Loop, count
 
 _ADDRESS = re.compile(r"\[(%\w+)\]")
 
@@ -31,8 +31,10 @@ class MainLoop(NamedTuple):
     tile_stores: int  # to global memory: of TMA and of threads, reductions among them
     tile_waits: int  # for stores, and for the last operands and MMAs
     tile_barriers: int
-    joined: int  # 1 if steps and tiles are one loop: a tile's first loads then run under the stores of the one before;
-    # 2 if other warps load and store: so do its products
+    joined: (
+        int  # 1 if steps and tiles are one loop, or other warps load: a tile's first loads then run under the stores
+    )
+    # of the one before; 2 if other warps load and store: so do its products
 
 
 def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
@@ -71,8 +73,15 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
         count(tile, "store"),
         count(tile, "wait"),
         count(tile, "barrier"),
-        2 if is_tcgen05 and not count(path, "load") + count(path, "barrier") else int(loops.stores(code, loop)),
+        _joined(code, loop, path, is_tcgen05),
     )
+
+
+def _joined(code: Sequence[Instruction], loop: Loop, path: Sequence[Instruction], is_tcgen05: bool) -> int:
+    if is_tcgen05 and not count(path, "load") + count(path, "barrier"):
+        return 2
+    loaded_by_others = not count(path, "load") and any(each.opcode.startswith("UTMALDG") for each in code)
+    return int(loaded_by_others or loops.stores(code, loop))
 
 
 def _left_by(wait: str, path: Sequence[Instruction]) -> int | None:

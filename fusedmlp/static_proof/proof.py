@@ -144,7 +144,7 @@ def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.Shape
     use the whole table.
     """
     own = {row: tiles for row, tiles in table.items() if row[2] == bits}
-    specialised = any(path == "specialised" for _, path, _ in own) and not configs.GLUON_MISSING
+    specialised = any(path == "specialised" for _, path, _ in own) and not configs.gluon_missing()
     shapes: list[configs.ShapeClass] = ["long"]
     if any(tiles["short"] != tiles["long"] for tiles in own.values() if "short" in tiles):
         shapes.append("short")

@@ -31,7 +31,7 @@ def _tune_with_progress(problem: Problem) -> list[Found]:
     for step in tune(problem):
         if isinstance(step, Found):
             found.append(step)
-            print(f"{step.key.kernel}: {step.shipped_ms:.4f} -> {step.ms:.4f} ms", file=sys.stderr)
+            print(f"{_name(step)}: {step.shipped_ms:.4f} -> {step.ms:.4f} ms", file=sys.stderr)
         elif bar is not None:
             bar.update()
             outcome = step.note if step.ms is None else f"{step.ms:.4f} ms"
@@ -39,6 +39,10 @@ def _tune_with_progress(problem: Problem) -> list[Found]:
     if bar is not None:
         bar.close()
     return found
+
+
+def _name(found: Found) -> str:
+    return found.key.kernel + " specialised" * (found.key.path == "specialised")
 
 
 def _short(tile: Tile) -> str:
@@ -49,8 +53,8 @@ def _short(tile: Tile) -> str:
 
 def _table(found: list[Found]) -> str:
     """What was found, a kernel a line."""
-    header = f"{'kernel':10} {'path':8} {'shipped, ms':>12} {'tuned, ms':>12}  tile"
-    lines = [f"{f.key.kernel:10} {f.key.path:8} {f.shipped_ms:12.4f} {f.ms:12.4f}  {_short(f.tile)}" for f in found]
+    header = f"{'kernel':10} {'path':11} {'shipped, ms':>12} {'tuned, ms':>12}  tile"
+    lines = [f"{f.key.kernel:10} {f.key.path:11} {f.shipped_ms:12.4f} {f.ms:12.4f}  {_short(f.tile)}" for f in found]
     return "\n".join([header, *lines])
 
 

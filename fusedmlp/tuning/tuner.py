@@ -3,12 +3,14 @@
 The tables in `kernels/configs.py` need no tuning. For one GPU and shape there may be something better: from the
 table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
 accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
-or gives other results than the table's is not taken.
+or gives other results than the table's is not taken. Where the table also has a kernel with a task for each warp, that
+is tried next, and found if it is faster than what was tuned so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +29,12 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "num_warps": (4, 8),
     "num_stages": (2, 3, 4, 5),
     "SUBTILES": (1, 2, 4),
+    "GROUP_M": (1, 4, 8, 16),
+}
+# Of a kernel with a task for each warp, whose tile has the shape that two warpgroups multiply.
+_TASK_CHOICES: dict[str, tuple[int, ...]] = {
+    "num_stages": (2, 3, 4, 5),
+    "SUBTILES": (1, 2, 4, 8),
     "GROUP_M": (1, 4, 8, 16),
 }
 # A change must save that share of the time, or it is noise.
@@ -84,20 +92,59 @@ class _Scratch:
 
 def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found]:
     """Tunes every kernel: each trial as it is made, and each kernel's result, which later kernels' runs use."""
+    table = configs.TABLES[configs.architecture(problem.device)]
     for scratch in _scratch_calls(problem):
-        found = yield from _descend(_key(scratch.kernel, problem), scratch, problem.device, timer or _gpu_timer)
+        key = _key(scratch.kernel, problem)
+        with _switched(False):
+            tuned.use({key: table[key[:3]][key.shape]})
+            expected = scratch.results()
+            found = yield from _descend(key, scratch, problem.device, timer or _gpu_timer, expected, _CHOICES)
+        assert found is not None  # the shipped tile gives what it is compared with
         tuned.use({found.key: found.tile})
         yield found
+        own = key._replace(path="specialised")
+        if key.path == "tma" and key.shape in table.get(own[:3], {}) and not configs.gluon_missing():
+            with _switched(True):
+                faster = yield from _descend(own, scratch, problem.device, timer or _gpu_timer, expected, _TASK_CHOICES)
+            if faster is not None and faster.ms < (1 - _WORTH) * found.ms:
+                tuned.use({own: faster.tile})
+                yield faster
+            else:
+                tuned.forget(own)
 
 
-def _descend(key: Key, scratch: _Scratch, device: torch.device, timer: Timer) -> Generator[Trial, None, Found]:
+@contextmanager
+def _switched(specialised: bool) -> Iterator[None]:
+    """Whether kernels with a task for each warp are used, whatever the switch says."""
+    before, configs.SPECIALISED = configs.SPECIALISED, specialised
+    try:
+        yield
+    finally:
+        configs.SPECIALISED = before
+
+
+def _descend(
+    key: Key,
+    scratch: _Scratch,
+    device: torch.device,
+    timer: Timer,
+    expected: list[Tensor],
+    choices: dict[str, tuple[int, ...]],
+) -> Generator[Trial, None, Found | None]:
+    """From the table's tile to the fastest; None if that one fails or gives other results."""
     shipped = configs.TABLES[configs.architecture(device)][key.kernel, key.path, key.bits][key.shape]
     tuned.use({key: shipped})
     best = shipped
-    expected = scratch.results()
+    try:
+        if not _agree(scratch.results(), expected):
+            yield Trial(key, shipped, None, "other results than the kernel without tasks for warps")
+            return None
+    except Exception as error:  # whatever the compiler and the launcher raise
+        yield Trial(key, shipped, None, type(error).__name__)
+        return None
     best_ms = shipped_ms = timer(scratch.run)
     tried = {shipped}
-    while candidate := next((tile for tile in _neighbours(best) if tile not in tried), None):
+    while candidate := next((tile for tile in _neighbours(best, choices) if tile not in tried), None):
         tried.add(candidate)
         tuned.use({key: candidate})
         try:
@@ -115,9 +162,9 @@ def _descend(key: Key, scratch: _Scratch, device: torch.device, timer: Timer) ->
     return Found(key, shipped, shipped_ms, best, best_ms)
 
 
-def _neighbours(tile: Tile) -> Iterator[Tile]:
-    """Tiles that differ in one number, by one step."""
-    for name, choices in _CHOICES.items():
+def _neighbours(tile: Tile, numbers: dict[str, tuple[int, ...]]) -> Iterator[Tile]:
+    """Tiles that differ in one of the numbers, by one step."""
+    for name, choices in numbers.items():
         value = getattr(tile, name)
         yield from (
             replace(tile, **{name: c}) for c in choices if c < value and not any(c < d < value for d in choices)
@@ -141,7 +188,8 @@ def _key(kernel: str, problem: Problem) -> Key:
     tma_fits, vectors_fit = (
         all(size % multiple == 0 for size in (problem.hidden, problem.ffn)) for multiple in (16 // itemsize, 16)
     )
-    path, _ = configs.choose(kernel, problem.dtype, problem.device, tma_fits, lambda: vectors_fit, rows_per_expert)
+    with _switched(False):
+        path, _ = configs.choose(kernel, problem.dtype, problem.device, tma_fits, lambda: vectors_fit, rows_per_expert)
     return Key(kernel, path, 8 * itemsize, configs.shape_class(rows_per_expert))
 
 

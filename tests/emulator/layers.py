@@ -30,10 +30,11 @@ def tiles(architecture: str, shape: str | None = None, *, descriptors: bool = Tr
 
 @contextmanager
 def emulated(
-    target: str, shape: str | None = None, *, descriptors: bool = True, **options: Any
+    target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
-    """`driver.gpu`, for which launchers choose `tiles` of `target`."""
+    """`driver.gpu`, for which launchers choose `tiles` of `target`; `specialised`: with a task for each warp."""
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(configs, "SPECIALISED", specialised))
         stack.enter_context(tiles(target, shape, descriptors=descriptors))
         stack.enter_context(mock.patch.object(configs, "architecture", return_value=target))
         stack.enter_context(mock.patch.object(environment, "triton_interpret", return_value=True))

@@ -49,6 +49,7 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
         r"^(\s*cp\.async\.bulk\.wait_group\.read \s*)(\d+);",
         lambda m: f"{m[1]}{int(m[2]) + 1};",
     ),
+    "mbarrier arrival removed": (r"^\s*@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", lambda m: ""),
     "proxy fence removed": (r"^\s*fence\.proxy\.async\.shared::cta;", lambda m: ""),
     "TMA coordinate": (_TMA, lambda m: _plus(m, m[2], 1, f"other{m[3]}")),
     "matrix stride": (_DESCRIPTOR, lambda m: f"{m[1]}{int(m[2]) ^ 1 << 33}{m[3]}"),
@@ -152,9 +153,9 @@ def noticed(run: Callable[[], object]) -> bool:
     return False
 
 
-def _of_project(target: str, shape: str, name: str, kernel: str) -> Subject:
+def _of_project(target: str, shape: str, name: str, kernel: str, **options: bool) -> Subject:
     (case,) = (case for case in cases.cases() if case.id == f"{shape}-bf16-{name}")
-    return Subject(kernel, case.run, partial(layers.emulated, target, shape))
+    return Subject(kernel, case.run, partial(layers.emulated, target, shape, **options))
 
 
 SUBJECTS = {
@@ -165,6 +166,15 @@ SUBJECTS = {
     "sm_90_dgrad": _of_project("sm_90", "short", "dgrad_act deep", "grouped_dgrad"),
     "sm_80_gemm": _of_project("sm_80", "long", "gemm packed", "grouped_gemm"),
     "sm_80_wgrad": _of_project("sm_80", "short", "wgrad tall", "grouped_wgrad"),
+    **{
+        f"sm_90_{name}_by_tasks": _of_project("sm_90", "long", case, f"grouped_{name}", specialised=True)
+        for name, case in (
+            ("gemm", "gemm deep"),
+            ("fc1_act", "fc1_act deep"),
+            ("dgrad_act", "dgrad_act deep"),
+            ("wgrad", "wgrad deep"),
+        )
+    },
     "sm_90_matmul": Subject(
         "_matmul_tma",
         lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),

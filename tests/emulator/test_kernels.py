@@ -17,22 +17,25 @@ PART = [
     or (case.precision == cases.TF32 and "wgrad" in case.name)
     or (case.shape == "long" and case.name in WARPS_WITH_TASKS)
 ]
-CELLS = [(target, case) for target in ("sm_80", "sm_90") for case in cases.cases()]
-CELLS += [("sm_100", case) for case in PART]
+CELLS = [(target, case, False) for target in ("sm_80", "sm_90") for case in cases.cases()]
+CELLS += [("sm_100", case, False) for case in PART]
+# With a task for each warp: long loads in 16 bits.
+CELLS += [("sm_90", case, True) for case in cases.cases() if case.shape == "long" and case.precision in cases.TASKS]
 CASES = [
     pytest.param(
         target,
         case,
-        id=f"{target}-{case.id}",
+        specialised,
+        id=f"{target}{'-specialised' * specialised}-{case.id}",
         marks=[] if case.quick and target != "sm_100" else [pytest.mark.exhaustive],
     )
-    for target, case in CELLS
+    for target, case, specialised in CELLS
 ]
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("target", "case"), CASES)
-def test_case(target, case):
-    with emulated(target, case.shape, descriptors=case.descriptors) as launched:
+@pytest.mark.parametrize(("target", "case", "specialised"), CASES)
+def test_case(target, case, specialised):
+    with emulated(target, case.shape, descriptors=case.descriptors, specialised=specialised) as launched:
         case.run()
     assert launched

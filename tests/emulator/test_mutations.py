@@ -43,7 +43,14 @@ def kinds_of(subject):
     if subject.startswith("sm_80"):
         return ["bar.sync removed", CP_ASYNC]
     of_others = "tcgen05" if subject.startswith("sm_90") else "wgmma"
-    return [kind for kind in KINDS if of_others not in kind and (kind != CP_ASYNC or "gathered" in subject)]
+    by_tasks = subject.endswith("by_tasks")
+    return [
+        kind
+        for kind in KINDS
+        if of_others not in kind
+        and (kind != CP_ASYNC or "gathered" in subject)
+        and (kind != "mbarrier arrival removed" or by_tasks)
+    ]
 
 
 CELLS = [

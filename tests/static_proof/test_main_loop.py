@@ -137,6 +137,15 @@ def test_a_step_in_a_loop_of_tiles():
     assert found.joined == 0
 
 
+def test_a_step_whose_operands_other_warps_load():
+    step = "HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0\n"
+    code = "{loads} head: {step} @P0 BRA {{head}}\n UTMASTG.3D [UR8], [UR10], desc[UR6]\n @P1 BRA {{head}}\n EXIT"
+    alone = code.format(loads="", step="UTMALDG.2D [UR8], [UR4]\n" + step)
+    by_others = code.format(loads="UTMALDG.2D [UR8], [UR4]\n EXIT\n", step=step)
+    assert main_loop.read(sass(by_others)).joined == 1
+    assert main_loop.read(sass(alone.replace("@P1 BRA {head}", ""))).joined == 0
+
+
 def test_a_step_that_waits_for_its_own_mma_leaves_none_in_flight():
     found = main_loop.read(sass(NESTED), assembly.ptx(TCGEN05.replace("WAITED", "%r2122")))
     assert found.mma_in_flight == 0

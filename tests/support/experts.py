@@ -60,7 +60,7 @@ def tiles_of(counts, num_rows, device):
 
 
 def expected_path(kernel, dtype, device, best, sizes):
-    """`best`, or what comes after it for those sizes and that device; before "tma" comes what is specialised, if asked."""
+    """`best`, or what comes after it for those sizes and that device; "specialised" for "tma" where that is asked."""
     device = torch.device(device)
     if best == "tma" and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
         return "specialised"

@@ -1,0 +1,94 @@
+"""Kernels with a task for each warp: many orders of the warps, and what their rings and buffers must not be.
+
+What they compute is among the cases of test_kernels.py, mistakes in their compiled code among test_mutations.py.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emulator import cases
+from emulator.layers import emulated
+from emulator.library import Order
+from support import factory
+from support.experts import DEVICE
+from support.factory import wgrad_segment
+from support.passes import dgrad_act, gemm, wgrad
+
+from fusedmlp.kernels import configs
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+SEEDS = range(1, 13)
+RANDOM = [
+    Order("random", seed=seed, random_schedule=True, resident=1 + seed % 3, races=True, global_races=True)
+    for seed in SEEDS
+]
+NAMES = (
+    *("gemm deep", "gemm few", "gemm one"),
+    *("fc1_act deep", "fc1_act few", "fc1_act gpt_oss"),
+    *("dgrad_act deep", "dgrad_act few", "dgrad_act gpt_oss", "dgrad_act many"),
+    *("wgrad deep", "wgrad tall", "wgrad many overwrite bias", "wgrad deep segments overwrite", "wgrad scattered"),
+)
+QUICK = "gemm few"
+CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-bf16")}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.exhaustive) for name in NAMES]
+)
+def test_the_same_bits_in_many_orders(name):
+    with emulated("sm_90", "long", specialised=True, orders=RANDOM) as launched:
+        CASES[name].run()
+    assert any("specialised" in launch.kernel for launch in launched)
+
+
+# Rows of experts by 64 rows a step and three stages: no step, one, as many as stages, one more.
+STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
+
+
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_steps_of_wgrad_around_the_number_of_stages(accumulate):
+    counts, padding = STEPS
+    one = wgrad_segment(counts, 136, 264, torch.bfloat16, padding, seed=0, device=DEVICE)
+    _, experts = wgrad.main_grad("packed", len(counts), 136, 264)
+    if not accumulate:
+        for expert in experts:
+            expert.fill_(float("nan"))
+    with emulated("sm_90", "long", specialised=True):
+        assert wgrad.run(experts, [one], accumulate, packed=True) == "specialised"
+    wgrad.check(experts, [one], wgrad.UNTOUCHED if accumulate else 0.0)
+
+
+@pytest.mark.parametrize("K", [8, 64, 192, 264])
+def test_steps_of_a_gemm_around_the_number_of_stages(K):
+    case = factory.Case(counts=(130, 0, 1), padding=3, H=264, F=K, dtype=torch.bfloat16)
+    with emulated("sm_90", "long", specialised=True):
+        gemm.check(case, bias=False)
+
+
+def test_probabilities_that_are_not_finite_leave_their_gradients_alone():
+    """The gradient of a probability does not depend on it, and is recomputed where it overflowed."""
+    inputs = dgrad_act.Inputs(factory.Case(counts=(70, 3), H=72, F=264, dtype=torch.bfloat16))
+    inputs.probs[:2] = torch.tensor([float("inf"), float("nan")])
+    with emulated("sm_90", "long", specialised=True):
+        results, launch = dgrad_act.run(inputs)
+    assert launch.path == "specialised"
+    assert results["dprobs"].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "check"),
+    [
+        ("gemm", {"num_stages": 1}, "gemm few"),
+        ("wgrad", {"num_stages": 1}, "wgrad few"),
+        ("wgrad", {"SUBTILES": 1, "num_stages": 2}, "wgrad overwrite of bf16"),
+    ],
+)
+def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile(kernel, changes, check):
+    key = kernel, "specialised", 16
+    table = configs.TABLES["sm_90"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(table, key, {"long": replace(table[key]["long"], **changes)})
+        with emulated("sm_90", "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
+            CASES[check].run()
