@@ -29,6 +29,15 @@ NEEDLESS = {
     # The same; and where a wait for sums to be read becomes one for the products of the tile before, which come so late
     # here that those sums were read.
     ("sm_100_wgrad", "mbarrier wait for another stage"): 2,
+    # Where tasks have warps of their own: after mbarriers are made, as a barrier of the block follows; before all tasks
+    # meet; and in dgrad before a warp writes dh where it alone has read h.
+    **{(f"sm_90_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")},
+    **{(f"sm_90_{name}_by_tasks", "bar.sync removed"): 1 for name in ("gemm", "fc1_act")},
+    ("sm_90_dgrad_act_by_tasks", "bar.sync removed"): 3,
+    # Of the last columns of a tile, as above: of these nothing is stored, either.
+    ("sm_90_dgrad_act_by_tasks", "TMA coordinate"): 1,
+    ("sm_90_wgrad_by_tasks", "TMA coordinate"): 1,
+    ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
     # The first product of a tile, whose sums are zeros before it as well.
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }
