@@ -24,6 +24,7 @@ from .ring import (
     operands,
     places,
     product,
+    row_zeros,
     shared_tiles,
     whole_rows,
 )
@@ -108,7 +109,7 @@ def _multiply_and_store(
         row_M1 = places(parts[0], WHICH * ROWS, 0)[0]
         if probs_ptr is not None:
             probs_M1 = gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
-            dprobs_M1 = gl.zeros((ROWS, 1), gl.float32, parts[0].type.layout)
+            dprobs_M1 = row_zeros(parts[0])
         for s in gl.static_range(SUBTILES):
             da_MF, column = parts[s], f_tile * BLOCK_F + s * WIDTH
             at = WHICH * SLOTS + j % SLOTS

@@ -126,6 +126,13 @@ def places(tile, row, column):
 
 
 @gluon.jit
+def row_zeros(tile):
+    """A zero for each of a tile's rows, `[M, 1]`, as the tile is spread over threads."""
+    layout: gl.constexpr = tile.type.layout
+    return gl.zeros((tile.shape[0], 1), gl.float32, layout)
+
+
+@gluon.jit
 def whole_rows(M: gl.constexpr):
     """`places` of a tile of M rows that four warps write row by row."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])

@@ -19,7 +19,6 @@ from support.passes import dgrad_act, fc1_act, gemm, wgrad
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
 EVERY = (BF16, FP16, FP32, TF32)
-TASKS = (BF16, FP16)  # what kernels with a task for each warp take
 SHAPES = ("short", "long")
 
 # Rows of each expert, and rows of nobody after them.
