@@ -12,13 +12,13 @@ stored from it has been read. A slot is given back with the next part, so there 
 from triton.tools.ragged_tma import to_ragged_indices
 
 from . import activation
+from .common import column_subtiles
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
 from .ring import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
-    column_parts,
     load_operands,
     mbarriers,
     operands,
@@ -105,7 +105,7 @@ def _multiply_and_store(
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
         da, i = product(i, H, loop, WHICH, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
-        parts = column_parts(da, SUBTILES)
+        parts = column_subtiles(da, SUBTILES)
         row_M1 = places(parts[0], WHICH * ROWS, 0)[0]
         if probs_ptr is not None:
             probs_M1 = gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)

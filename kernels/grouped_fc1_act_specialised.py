@@ -8,14 +8,13 @@ Halves of `h` leave one by one, and then `a`, from as many buffers in turn: HALV
 from triton.tools.ragged_tma import to_ragged_indices
 
 from . import activation
-from .common import expert_base, load_bias_at, paired
+from .common import column_subtiles, expert_base, load_bias_at, paired
 from .gluon import gl, gluon, tma_store, tma_store_wait
 from .ring import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
-    column_parts,
     load_operands,
     operands,
     overwrite,
@@ -65,7 +64,7 @@ def _multiply_and_store(
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
         acc, i = product(i, H, loop, WHICH, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
-        parts = column_parts(acc, HALVES * SUBTILES)
+        parts = column_subtiles(acc, HALVES * SUBTILES)
         for s in gl.static_range(SUBTILES):
             column = f_tile * BLOCK_F + s * WIDTH
             h_MG, l_MF = parts[s], parts[(HALVES - 1) * SUBTILES + s]  # the same where there are no halves

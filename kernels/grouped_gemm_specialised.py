@@ -6,7 +6,7 @@ while the other still multiplies and the next tile's operands arrive: no barrier
 
 from triton.tools.ragged_tma import to_ragged_indices
 
-from .common import expert_base, load_bias_at
+from .common import column_subtiles, expert_base, load_bias_at
 from .dprobs import sum_partials_at
 from .gluon import gl, gluon, tma_store, tma_store_wait
 from .ring import (
@@ -14,7 +14,6 @@ from .ring import (
     CONSUMERS,
     PRODUCER_REGISTERS,
     ROWS,
-    column_parts,
     load_operands,
     operands,
     overwrite,
@@ -54,7 +53,7 @@ def _multiply_and_store(
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
         acc, i = product(i, K, loop, WHICH, BLOCK_N, BLOCK_K, K_CONTIGUOUS, STAGES)
-        parts = column_parts(acc, SUBTILES)
+        parts = column_subtiles(acc, SUBTILES)
         for s in gl.static_range(SUBTILES):
             y_MN, column = parts[s], n_tile * BLOCK_N + s * WIDTH
             if bias_ptr is not None:

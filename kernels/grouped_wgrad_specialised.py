@@ -7,7 +7,7 @@ fp32 `dw`, or stores; at a table of addresses, or where 16 bits must be added, t
 
 from triton.tools.ragged_tma import to_ragged_indices
 
-from .common import expert_base
+from .common import column_subtiles, expert_base
 from .gluon import fence_async_shared, gl, gluon, tma_add, tma_load, tma_store, tma_store_wait
 from .ring import (
     CONSUMER_REGISTERS,
@@ -15,7 +15,6 @@ from .ring import (
     PRODUCER_REGISTERS,
     ROWS,
     begin_loads,
-    column_parts,
     finish,
     mbarriers,
     multiply,
@@ -126,7 +125,7 @@ def _multiply_and_add(
             left_NR = left.index(stage * CONSUMERS + WHICH).permute((1, 0))
             acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, STAGES)
             i += 1
-        parts = column_parts(finish(acc_NK, i, steps > 0, empty, STAGES), SUBTILES)
+        parts = column_subtiles(finish(acc_NK, i, steps > 0, empty, STAGES), SUBTILES)
         for s in gl.static_range(SUBTILES):
             if dw_desc is not None:
                 buffer = out.index(WHICH * BUFFERS + s % BUFFERS)

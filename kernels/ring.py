@@ -104,19 +104,6 @@ def finish(acc, i, any_step, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def column_parts(tile, PARTS: gl.constexpr):
-    """A tuple of tiles of neighbouring columns, without an instruction."""
-    M: gl.constexpr = tile.shape[0]
-    N: gl.constexpr = tile.shape[1]
-    if PARTS == 1:
-        parts = (tile,)
-    else:
-        left, right = gl.split(gl.permute(gl.reshape(tile, (M, 2, N // 2)), (0, 2, 1)))
-        parts = column_parts(left, PARTS // 2) + column_parts(right, PARTS // 2)
-    return parts
-
-
-@gluon.jit
 def places(tile, row, column):
     """`([M, 1], [1, N])` row and column numbers of a tile's elements, as the tile is spread over threads."""
     layout: gl.constexpr = tile.type.layout
