@@ -178,7 +178,7 @@ TABLES: dict[str, _Rows] = {
 }
 
 
-# Whether kernels with a task for each warp are used wherever the tables have them; fusedmlp's switch may say otherwise.
+# Whether kernels with a task for each warp are used wherever the tables have them, unless a switch says otherwise.
 # This is the default until a GPU has timed them.
 SPECIALISED = False
 # Tiles tuned on this machine, which go before the tables.
