@@ -4,16 +4,20 @@
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make megatron` runs its tests with every megatron-core named here, beside that of .venv.
+# `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
+# PART=1/3 those of every third architecture.
 TRITONS := 3.6.0 3.9.0
 MEGATRONS := 0.16.1 0.17.0 0.18.0
+TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
+PART ?= 1/1
 ALSO := plan routing schedule beyond_int32 fused_microbatches
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all emulate lint docs bench kernels hub megatron clean
+.PHONY: demo test test-all emulate lint docs bench kernels hub megatron peers clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -70,6 +74,19 @@ megatron: $(VENV)/.integrations $(MEGATRONS:%=.megatron/%/.ready)
 	  { echo "megatron: megatron-core $*, one of MEGATRONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
+peers: $(VENV)/.integrations .transformers/$(TRANSFORMERS)/.ready
+	PYTHONPATH=tests $(BIN)/python -m peers --part $(PART)
+
+# The tests that its source distribution holds; its wheel has none.
+.transformers/%/.ready: $(READY)
+	rm -rf $(@D)
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary transformers --no-build-isolation \
+	  -d $(@D) transformers==$* || \
+	  { echo "peers: the source distribution of Transformers $* cannot be fetched: see above"; exit 1; }
+	tar -xzf $(@D)/transformers-$*.tar.gz -C $(@D) --strip-components=1 transformers-$*/tests
+	rm $(@D)/transformers-$*.tar.gz
+	@touch $@
+
 # The page of comparisons; the figures of README.md and docs/ come from a copy of its table in bench/results/.
 bench: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m fusedmlp bench --report build/bench
@@ -85,12 +102,12 @@ $(READY): pyproject.toml constraints.txt Makefile
 
 # The libraries that fusedmlp plugs into. Those of the first line ask for packages that the tests do without (and
 # megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack, einops what Megatron-FSDP
-# does.
+# does, parameterized what Transformers' own tests do.
 $(VENV)/.integrations: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
 	  megatron-core torchtitan spmd_types kernels
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate peft tyro tomlkit \
-	  einops
+	  einops parameterized
 	@touch $@
 
 # What `kernel-builder` and `kernels` of Hugging Face take, in build/hub.
@@ -99,4 +116,4 @@ hub: $(READY)
 	$(BIN)/python -m fusedmlp.integrations.hub build/hub
 
 clean:
-	rm -rf $(VENV) .triton .megatron build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .triton .megatron .transformers build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

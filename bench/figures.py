@@ -4,7 +4,8 @@
 
 Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
 `python -m bench.bench_overhead --json`, `python -m bench.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
-`cpu_settings.json`) and `python -m bench.host_cost --json` (`host_cost.json`). In a page, each figure's text stands
+`cpu_settings.json`), `python -m bench.host_cost --json` (`host_cost.json`) and `python -m peers --json`
+(`transformers_tests.json`). In a page, each figure's text stands
 between `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
 """
 
@@ -143,9 +144,29 @@ def host_cost() -> str:
     return _table(header, rows)
 
 
+def transformers_tests() -> str:
+    """What Transformers' own tests say, by architecture."""
+    found = json.loads((RESULTS / "transformers_tests.json").read_text())
+    rows = [
+        [
+            name,
+            row["experts"],
+            *(str(row[who]["passed"]) for who in ("grouped_mm", "fusedmlp")),
+            str(len(row["different"])),
+            str(len(row["fail either way"])),
+        ]
+        for name, row in found["architectures"].items()
+    ]
+    seconds = sum(row[who]["seconds"] for row in found["architectures"].values() for who in ("grouped_mm", "fusedmlp"))
+    about = f"Transformers {found['transformers']}, torch {found['torch']}, on two cores; {seconds} seconds."
+    header = ["", "experts", "passed with `grouped_mm`", "passed with fusedmlp", "worse with it", "fail either way"]
+    return f"{_table(header, rows)}\n\n{about}"
+
+
 FIGURES = {
     "README.md": (comparison, machine, demo_in_short),
     "docs/index.md": (demo_in_short,),
+    "docs/transformers.md": (transformers_tests,),
     "docs/benchmarks.md": (demo, comparison, machine, settings, host_cost, overhead),
 }
 

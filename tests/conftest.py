@@ -23,6 +23,8 @@ from support.grids import Grids
 
 torch.set_num_threads(1)
 
+collect_ignore = ["peers"]  # Transformers' own tests: `make peers`
+
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="part of the cases, in five minutes; see support/grids.py")

@@ -31,6 +31,7 @@ NOT_RUN = {
     "make bench": "test_bench.py runs what it runs, on a tiny layer",
     "make kernels": ".ci/run runs it",
     "make emulate": ".ci/run runs it",
+    "make peers": ".ci/run runs a third of it",
     "EMULATE=": "as `make emulate` does",
     ".ci/run": "runs this",
     "torchrun --nproc-per-node 2 examples/zero_bubble.py": "tests/integrations/test_pipelining.py",
