@@ -215,6 +215,17 @@ def functional_call(step):
     torch.func.functional_call(step.module, dict(step.module.named_parameters()), arguments).backward(step.dy)
 
 
+@system(
+    "a program of `torch.export`",
+    refused={("delayed, main_grad", "delayed, .grad"): "expected none, as a graph cannot put its GEMMs off"},
+    where="handed over: programs know no `main_grad`",
+)
+def exported(step):
+    arguments = (step.x, torch.tensor(COUNTS), step.layer.probs)
+    program = torch.export.export(step.module, arguments, strict=False).module()
+    return torch.autograd.grad(program(*arguments), list(program.parameters()), step.dy)
+
+
 # What runs forward again, or keeps its tensors elsewhere
 
 
