@@ -1,7 +1,8 @@
-"""The tests: every mixin of Transformers' over every architecture, one class each. Run by `python -m peers`."""
+"""The tests: mixins, all but one Transformers', over every architecture, one class each. Run by `python -m peers`."""
 
 import unittest
 
+from peers.against_eager import EagerTesterMixin
 from peers.architectures import ARCHITECTURES, Tester, class_name
 from peers.upstream import test_expert_parallel_mixin, test_fsdp_mixin, test_tensor_parallel_mixin
 from peers.upstream.generation.test_utils import GenerationTesterMixin
@@ -12,6 +13,7 @@ from peers.upstream.test_tensor_parallel_mixin import TensorParallelTesterMixin
 from peers.upstream.test_training_mixin import TrainingTesterMixin
 
 MIXINS = (
+    EagerTesterMixin,
     ModelTesterMixin,
     GenerationTesterMixin,
     TrainingTesterMixin,
