@@ -28,6 +28,7 @@ from fusedmlp.limits import measure, roofline
 from fusedmlp.limits.gpus import limit_ms
 from fusedmlp.limits.measure import Ceilings, Layer
 from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
+from fusedmlp.operators import triton_impl  # noqa: F401  which reads the switches, before rows say what they are of
 
 COLUMNS = (
     "gpu",

@@ -67,7 +67,7 @@ def _bias_dprobs(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work."""
+    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work. Also launched by itself."""
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for m_tile in range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
         expert, first, rows = load_tile(tiles_ptr, m_tile)
@@ -81,23 +81,6 @@ def _bias_dprobs(
             dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
             sums_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
         tl.store(partial_ptr + first + row_M1, tl.sum(sums_MH, axis=1, keep_dims=True), mask=mask_M1)
-
-
-@triton.jit
-def _bias_dprobs_kernel(
-    partial_ptr,
-    dy_ptr,
-    bias_ptr,
-    bias_table_ptr,
-    tiles_ptr,
-    H,
-    stride_dy_r,
-    stride_bias_e,
-    BLOCK_M: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):
-    sizes = (H, stride_dy_r, stride_bias_e)
-    _bias_dprobs(partial_ptr, dy_ptr, None, bias_ptr, bias_table_ptr, tiles_ptr, *sizes, BLOCK_M, BLOCK_H)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -305,9 +288,9 @@ def grouped_dgrad_act_(
 
         if bias and partial is not None:
             launch(
-                _bias_dprobs_kernel,
+                _bias_dprobs,
                 (schedule.max_tiles(tile.BLOCK_M),),
-                *(partial[num_f], dy_RH, *bias_ptrs, tiles, H, dy_RH.stride(0), stride_bias_e),
+                *(partial[num_f], dy_RH, None, *bias_ptrs, tiles, H, dy_RH.stride(0), stride_bias_e),
                 *(tile.BLOCK_M, tile.BLOCK_K),
                 num_warps=8,
             )

@@ -19,9 +19,13 @@ from triton.runtime.jit import JITFunction
 
 import fusedmlp
 from bench import host_cost
-from fusedmlp.kernels import launcher, recipe, replay
+from fusedmlp.kernels import configs, launcher, recipe, replay
 from fusedmlp.kernels.descriptors import ragged_rows
+from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.grouped_gemm import grouped_gemm_
+from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
 from fusedmlp.kernels.launcher import launch
+from fusedmlp.kernels.plan import Schedule
 
 
 @triton.jit(do_not_specialize=["free"])
@@ -265,10 +269,10 @@ def check_threads():
         assert values[0] == tensors[(values[-1] - 1001) // 2 % 8].data_ptr()
 
 
-def _layer(packed):
+def _layer(packed, rows=64):
     layer = fusedmlp.GroupedMLP(4, 64, 64, packed=packed, impl="triton", dtype=torch.bfloat16)
     fusedmlp.MainGradBuffer(layer.parameters())
-    x, counts = torch.zeros(64, 64, dtype=torch.bfloat16, requires_grad=True), torch.full((4,), 16)
+    x, counts = torch.zeros(rows, 64, dtype=torch.bfloat16, requires_grad=True), torch.full((4,), rows // 4)
 
     def step():
         layer(x, counts).backward(torch.ones_like(x))
@@ -319,6 +323,42 @@ def check_a_weight_of_another_shape_is_checked_again():
             step()
     weight.data = good
     step()
+
+
+def check_kernels_with_a_task_for_each_warp():
+    """Gluon's, whose descriptors also have a layout: directly as by Triton, and in replays."""
+    x, y = (torch.zeros(256, 64, dtype=torch.bfloat16) for _ in range(2))
+    w, dw = torch.zeros(4, 64, 64, dtype=torch.bfloat16), torch.zeros(4, 64, 64)
+    offsets = torch.arange(0, 257, 64, dtype=torch.int32)
+    schedule, order = Schedule(offsets, 256), torch.zeros(5, dtype=torch.int32)
+    weights, grads = ExpertTensors.of([w], 2), ExpertTensors.of([dw], 2)
+    calls = (
+        lambda: grouped_gemm_(y, x, weights, schedule),
+        lambda: grouped_wgrad_(grads, None, [y], [x], [offsets], accumulate=True, order=order),
+    )
+    with mock.patch.object(configs, "SPECIALISED", True):
+        for call in calls:
+            with Seen() as seen:
+                call()
+                by_triton = seen.by_triton
+                call()
+            assert seen.by_triton == by_triton
+            (*head, theirs), (*same, mine) = seen.launches[-2:]
+            assert head == same
+            assert sum(type(value).__name__ == "PyCUtensorMap" for value in mine) == 3
+            for one, other in zip(mine, theirs, strict=False):
+                assert type(one).__name__ == "PyCUtensorMap" or one == other
+        _, step = _layer(packed=True, rows=256)
+        for _ in range(3):
+            step()
+        with Seen() as seen:
+            step()
+        assert seen.by_triton == 0
+        assert len(seen.launches) >= 6
+    launched = {known.kernel.fn.__name__ for known in launcher._parameters.values()}
+    assert {name for name in launched if "specialised" in name} == {
+        f"grouped_{name}_specialised_kernel" for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")
+    }
 
 
 def main(checks):
