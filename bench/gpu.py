@@ -83,7 +83,7 @@ def steps(device: str, out: Path) -> list[Step]:
         prefix = (*uncached, tool, "--tool", "memcheck", "--error-exitcode", "9", "--launch-timeout", "60")
         memcheck = [check("small", 90, *prefix, size=("--small",))]
     timings = [timing(shape) for shape in shapes]
-    if device == "cuda":  # what needs Hopper is passed over elsewhere, and the default kernels run again
+    if device == "cuda":  # what no table has is passed over, and the default kernels run again
         timings = [each for one in timings for each in (one, specialised(one))]
         checks = [each for one in checks for each in ((one, specialised(one)) if one.name != "sync" else (one,))]
     # The first timings come early, so that a slow memory checker cannot cost all of them.

@@ -4,8 +4,8 @@
 |------------------------|--------|--------------------------------------------------------------------------|
 | `FUSEDMLP_DENSE_DUMMY` | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
 |                        |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
-| `FUSEDMLP_SPECIALISED` | 0, 1   | 1: use kernels with a task for each warp where there are any (Hopper,    |
-|                        |        | 16 bits, long loads); 0, the default: use those alone that were tuned    |
+| `FUSEDMLP_SPECIALISED` | 0, 1   | 1: use kernels with a task for each warp where there are any (Hopper and |
+|                        |        | sm_100, 16 bits, long loads); 0, the default: only those that were tuned |
 | `FUSEDMLP_TUNED`       | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
 | `FUSEDMLP_CACHE`       | folder | where those are kept; default `~/.cache/fusedmlp`                        |
 | `TRITON_INTERPRET`     | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |

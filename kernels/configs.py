@@ -129,7 +129,7 @@ _WGRAD_TMA |= {
     ),
 }
 _SM_90 |= _WGRAD_TMA
-# One warp loads and two warpgroups multiply, of which each has 64 rows of a tile: `ring.py`. For long loads alone.
+# One warp loads and two warpgroups multiply, each 64 of a tile's rows: `warpgroups.py`. For long loads alone.
 _SM_90 |= {
     ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=1)},
     ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 4, 3, SUBTILES=1, GROUP_M=8, PER_SM=1)},
@@ -137,6 +137,12 @@ _SM_90 |= {
     ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 4, 3, SUBTILES=4, GROUP_M=16, PER_SM=1)},
 }
 _SM_100 |= _WGRAD_TMA
+# One warp loads, one multiplies, into sums of two tiles in turn, and a warpgroup writes: `tensor_memory.py`.
+_SM_100 |= {
+    ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 4, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
+    ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 4, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
+    ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 8, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
+}
 # Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step overwrites while the last
 # one is still multiplied: by descriptors that is a race, by pointers it is not.
 del _SM_100["wgrad", "tma", 32]
@@ -255,9 +261,16 @@ def specialised(kernel: str, dtype: torch.dtype, device: torch.device, rows_per_
     return TUNED.get(key) or table[key[:3]].get(key.shape)
 
 
-def task_rows(path: Path, tile: Tile) -> int:
-    """How many of a tile's rows TMA moves at once: where two warpgroups multiply, those of one of them."""
-    return tile.BLOCK_M // 2 if path == "specialised" else tile.BLOCK_M
+def consumers(device: torch.device) -> int:
+    """How many tasks share a tile's rows in kernels with a task for each warp: two that multiply, each in registers of
+    its own, or one, which finds its sums in tensor memory.
+    """
+    return 2 if architecture(device) == "sm_90" else 1
+
+
+def task_rows(path: Path, tile: Tile, device: torch.device) -> int:
+    """How many of a tile's rows TMA moves at once: those of one task."""
+    return tile.BLOCK_M // consumers(device) if path == "specialised" else tile.BLOCK_M
 
 
 def choose(

@@ -1,13 +1,20 @@
 """Names of Gluon, Triton's lower level, which differ between Triton 3.6, 3.7 and 3.9: here one for each.
 
-What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA
-and wgmma of which a kernel itself says when. Where a name is missing, importing this raises, and `configs.py` says why.
+What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA,
+wgmma and tcgen05 of which a kernel itself says when. Where a name is missing, importing this raises, and `configs.py`
+says why.
 """
 
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    allocate_tensor_memory,
+    tcgen05_commit,
+    tcgen05_mma,
+)
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -18,11 +25,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 __all__ = [
+    "TensorMemoryLayout",
+    "allocate_tensor_memory",
     "barrier",
     "fence_async_shared",
     "gl",
     "gluon",
     "mbarrier",
+    "tcgen05_commit",
+    "tcgen05_mma",
     "tma_add",
     "tma_load",
     "tma_store",

@@ -34,7 +34,7 @@ from .common import (
     store_rows,
     zeros,
 )
-from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs, task_rows
+from .configs import BY_DESCRIPTORS, cdiv, choose, consumers, dot_precision, num_programs, task_rows
 from .expert_tensors import ExpertTensors
 from .launcher import launch
 from .plan import Schedule
@@ -261,7 +261,7 @@ def grouped_dgrad_act_(
     k_contiguous = w_EFH.strides[1] == 1
     dy_desc = w_desc = h_desc = dh_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m, width = task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
+        block_m, width = task_rows(path, tile, dy_RH.device), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
@@ -299,7 +299,7 @@ def grouped_dgrad_act_(
             grid,
             *(dy_desc, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
             *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),
-            *(*act, k_contiguous, reversed_, *blocks, tile.num_stages),
+            *(*act, k_contiguous, reversed_, consumers(dy_RH.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,
         )
         return partial

@@ -1,9 +1,10 @@
-"""Pass (3) with a task for each warp, for Hopper: the order of tiles and the equations of `grouped_dgrad_act.py`, long
-loads, and tiles twice as wide, for fewer loads of operands: what the epilogue needs does not come by registers here.
+"""Pass (3) with a task for each warp, for Hopper and Blackwell, long loads: order of tiles and equations are those of
+`grouped_dgrad_act.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
+by registers here.
 
-One warp loads operands (TMA, `ring.py`), one brings `h`, part by part of a tile's columns, into slots of its own; two
-warpgroups multiply, each 64 of a tile's rows by all its columns. The epilogue finds `h` in its slot, writes `dh` over
-it and `a` beside, and TMA stores from there; no barrier of the whole block.
+One warp loads operands (TMA, `ring.py`), one brings `h`, part by part of a tile's columns, into slots of its own;
+others multiply (`tasks.py`). The epilogue finds `h` in its slot, writes `dh` over it and `a` beside, and TMA stores
+from there; no barrier of the whole block.
 
 Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was
 stored from it has been read. A slot is given back with the next part, so there are two at least.
@@ -12,23 +13,11 @@ stored from it has been read. A slot is given back with the next part, so there 
 from triton.tools.ragged_tma import to_ragged_indices
 
 from . import activation
-from .common import column_subtiles
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
-from .ring import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    ROWS,
-    load_operands,
-    mbarriers,
-    operands,
-    places,
-    product,
-    row_zeros,
-    shared_tiles,
-    whole_rows,
-)
+from .ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
 from .schedule import load_tile, tile_at, zero_padding_at
+from .tasks import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
+from .tensor_memory import multiply_tiles
 
 SLOTS = gl.constexpr(2)  # of a consumer
 
@@ -45,10 +34,12 @@ def _load_h(
     SUBTILES: gl.constexpr,
     GROUP_M: gl.constexpr,
 ):
-    """The task of the warp that brings `h`, to both consumers in turn; `slots`: `(h, a, full, empty)`."""
+    """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
     num_m, num_f = loop[0], loop[1]
     h, _, full, empty = slots
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES * CHANNEL_STEP
+    ROWS: gl.constexpr = h.shape[1]
+    CONSUMERS: gl.constexpr = empty.shape[0] // SLOTS
     BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
     j = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
@@ -70,7 +61,7 @@ def _load_h(
 
 
 @gluon.jit
-def _multiply_and_store(
+def _consume(
     probs_ptr,
     dh_desc,
     a_desc,
@@ -81,6 +72,7 @@ def _multiply_and_store(
     loop,
     slots,
     WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     GATED: gl.constexpr,
     CHANNEL_STEP: gl.constexpr,
     CURVE: gl.constexpr,
@@ -89,6 +81,7 @@ def _multiply_and_store(
     OFFSET: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     HALVES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
     SUBTILES: gl.constexpr,
@@ -97,6 +90,7 @@ def _multiply_and_store(
 ):
     num_m, num_f = loop[0], loop[1]
     h, a, full, empty = slots
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     i = 0
     j = 0
@@ -104,14 +98,12 @@ def _multiply_and_store(
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        da, i = product(i, H, loop, WHICH, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
-        parts = column_subtiles(da, SUBTILES)
-        row_M1 = places(parts[0], WHICH * ROWS, 0)[0]
-        if probs_ptr is not None:
-            probs_M1 = gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
-            dprobs_M1 = row_zeros(parts[0])
+        parts, i = product(i, H, loop, WHICH, BLOCK_F, SUBTILES, BLOCK_H, K_CONTIGUOUS, STAGES)
         for s in gl.static_range(SUBTILES):
-            da_MF, column = parts[s], f_tile * BLOCK_F + s * WIDTH
+            da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * BLOCK_F + s * WIDTH
+            if probs_ptr is not None and s == 0:
+                row_M, dprobs_M = row_numbers(da_MF, WHICH * ROWS), row_zeros(da_MF)
+                probs_M1 = load_for_rows(probs_ptr + first, da_MF, WHICH * ROWS, rows)
             at = WHICH * SLOTS + j % SLOTS
             # Of `h`, then of `dh`; the same buffer where there are no halves.
             gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
@@ -120,6 +112,8 @@ def _multiply_and_store(
                 joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
                 h_MG = gates.load(joined.type.layout).to(gl.float32)
                 g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
+                g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same, by another name
+                l = gl.convert_layout(l, da_MF.type.layout, assert_trivial=True)
             else:
                 g = gates.load(da_MF.type.layout).to(gl.float32)
                 l = linears.load(da_MF.type.layout).to(gl.float32)
@@ -128,7 +122,7 @@ def _multiply_and_store(
             else:
                 act, by_gate = activation.curve(g, CURVE, ALPHA)
             if probs_ptr is not None:
-                dprobs_M1 += gl.sum(da_MF * act, axis=1)[:, None]
+                dprobs_M += gl.sum(da_MF * act, axis=1)
                 da_MF *= probs_M1
                 act *= probs_M1
             if CHANNEL_STEP == 2:
@@ -152,8 +146,8 @@ def _multiply_and_store(
             mbarrier.arrive(empty.index(WHICH * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
             j += 1
         if probs_ptr is not None:
-            partial_M1 = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M1
-            gl.store(partial_M1, dprobs_M1, mask=row_M1 < rows)
+            partial_M = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M
+            gl.store(partial_M, dprobs_M, mask=row_M < rows)
     tma_store_wait(0)
 
 
@@ -184,6 +178,7 @@ def grouped_dgrad_act_specialised_kernel(
     OFFSET: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
@@ -192,36 +187,37 @@ def grouped_dgrad_act_specialised_kernel(
     STAGES: gl.constexpr,
 ):
     """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
-    gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
+    gl.static_assert(BLOCK_M == 128)
     gl.static_assert(SLOTS > 1)
     HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
     a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
-    dy, w, full, empty = operands(dy_desc.dtype, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty)
+    dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, ROWS, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty, sums)
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_and_store, (
-                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots, gl.constexpr(0),
-                GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, HALVES, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            (_consume, (
+                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
+                gl.constexpr(0), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )),
-            (_multiply_and_store, (
-                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots, gl.constexpr(1),
-                GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, HALVES, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
-            )),
+            (_consume, (
+                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
+                gl.constexpr(1), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
             (load_operands, (
                 dy_desc, w_desc, tiles_ptr, num_experts, H, loop,
                 REVERSED, K_CONTIGUOUS, 1, BLOCK_F, BLOCK_H, GROUP_M, STAGES,
             )),
             (_load_h, (h_desc, tiles_ptr, loop, slots, CHANNEL_STEP, HALVES, BLOCK_F, SUBTILES, GROUP_M)),
         ],
-        [4, 1, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4 if CONSUMERS == 2 else 1, 1, 1],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

@@ -29,7 +29,7 @@ from .common import (
     store_halves,
     store_rows,
 )
-from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs, task_rows
+from .configs import BY_DESCRIPTORS, cdiv, choose, consumers, dot_precision, num_programs, task_rows
 from .expert_tensors import ExpertTensors
 from .launcher import launch
 from .plan import Schedule
@@ -185,7 +185,7 @@ def grouped_fc1_act_(
     )
     x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m, width = task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
+        block_m, width = task_rows(path, tile, x_RH.device), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
         if not w_by_pointers:
@@ -213,7 +213,7 @@ def grouped_fc1_act_(
             grid,
             *(x_desc, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
             *(num_experts, H, F, *strides),
-            *(*act, k_contiguous, reversed_, *blocks, tile.num_stages),
+            *(*act, k_contiguous, reversed_, consumers(x_RH.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,
         )
         return

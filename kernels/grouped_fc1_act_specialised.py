@@ -1,33 +1,25 @@
-"""Pass (1) with a task for each warp, for Hopper: the tiles of `grouped_fc1_act.py` in the same order, long loads.
+"""Pass (1) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
+`grouped_fc1_act.py`.
 
-One warp loads (TMA, `ring.py`); two warpgroups multiply, each 64 of a tile's rows by both channels of its columns, and
-store `h` and `a` while the other still multiplies and the next tile's operands arrive: no barrier of the whole block.
-Halves of `h` leave one by one, and then `a`, from as many buffers in turn: HALVES + 1 of each consumer.
+One warp loads (TMA, `ring.py`), others multiply both channels of a tile's columns (`tasks.py`), and `h` and `a` are
+stored while the next tile's operands arrive and, on the other warpgroup or in tensor memory, are multiplied: no barrier
+of the whole block. Halves of `h` leave one by one, and then `a`, from as many buffers in turn: HALVES + 1 of each
+consumer.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
 
 from . import activation
-from .common import column_subtiles, expert_base, load_bias_at, paired
+from .common import expert_base, load_bias_at, paired
 from .gluon import gl, gluon, tma_store, tma_store_wait
-from .ring import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    ROWS,
-    load_operands,
-    operands,
-    overwrite,
-    places,
-    product,
-    shared_tiles,
-    whole_rows,
-)
+from .ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
 from .schedule import load_tile, tile_at, zero_padding_at
+from .tasks import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
+from .tensor_memory import multiply_tiles
 
 
 @gluon.jit
-def _multiply_and_store(
+def _consume(
     bias_ptr,
     bias_table_ptr,
     stride_bias_e,
@@ -41,6 +33,7 @@ def _multiply_and_store(
     h_out,
     a_out,
     WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     GATED: gl.constexpr,
     CHANNEL_STEP: gl.constexpr,
     CURVE: gl.constexpr,
@@ -48,6 +41,7 @@ def _multiply_and_store(
     LIMIT: gl.constexpr,
     OFFSET: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
     SUBTILES: gl.constexpr,
@@ -56,21 +50,23 @@ def _multiply_and_store(
 ):
     HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
     COLUMNS: gl.constexpr = HALVES * BLOCK_F * CHANNEL_STEP
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    PARTS: gl.constexpr = HALVES * SUBTILES
     num_m, num_f = loop[0], loop[1]
     i = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        acc, i = product(i, H, loop, WHICH, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
-        parts = column_subtiles(acc, HALVES * SUBTILES)
+        parts, i = product(i, H, loop, WHICH, COLUMNS, PARTS, BLOCK_H, K_CONTIGUOUS, STAGES)
         for s in gl.static_range(SUBTILES):
             column = f_tile * BLOCK_F + s * WIDTH
-            h_MG, l_MF = parts[s], parts[(HALVES - 1) * SUBTILES + s]  # the same where there are no halves
+            h_MG = part(parts, s, PARTS, CONSUMERS)
+            l_MF = part(parts, SUBTILES + s, PARTS, CONSUMERS) if HALVES == 2 else h_MG
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                column_1G = places(h_MG, 0, column * CHANNEL_STEP)[1]
+                column_1G = column_numbers(h_MG, column * CHANNEL_STEP)
                 h_MG += load_bias_at(bias, column_1G, F * CHANNEL_STEP)
                 if HALVES == 2:
                     l_MF += load_bias_at(bias + F, column_1G, F)
@@ -91,8 +87,7 @@ def _multiply_and_store(
             else:
                 a = activation.curve(g, CURVE, ALPHA)[0]
             if probs_ptr is not None:
-                row_M1 = places(a, WHICH * ROWS, 0)[0]
-                a *= gl.load(probs_ptr + first + row_M1, mask=row_M1 < rows, other=0.0).to(gl.float32)
+                a *= load_for_rows(probs_ptr + first, a, WHICH * ROWS, rows)
             overwrite(a_out.index(WHICH), a.to(a_out.dtype), HALVES)
             tma_store(a_desc, [wrap, end, row, column], a_out.index(WHICH))
     tma_store_wait(0)
@@ -124,6 +119,7 @@ def grouped_fc1_act_specialised_kernel(
     OFFSET: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
@@ -132,34 +128,36 @@ def grouped_fc1_act_specialised_kernel(
     STAGES: gl.constexpr,
 ):
     """Pass (1); arguments as of the Triton kernel."""
-    gl.static_assert(BLOCK_M == CONSUMERS * ROWS)
+    gl.static_assert(BLOCK_M == 128)
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
     BLOCK_G: gl.constexpr = BLOCK_F * CHANNEL_STEP
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
-    x, w, full, empty = operands(x_desc.dtype, HALVES * BLOCK_G, BLOCK_H, K_CONTIGUOUS, STAGES)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty)
+    COLUMNS: gl.constexpr = HALVES * BLOCK_G
+    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty, sums)
     h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
     # fmt: off
     gl.warp_specialize(
         [
-            (_multiply_and_store, (
+            (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(0), GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(0), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )),
-            (_multiply_and_store, (
+            (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(1), GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
-            )),
+                gl.constexpr(1), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
             (load_operands, (
                 x_desc, w_desc, tiles_ptr, num_experts, H, loop,
                 REVERSED, K_CONTIGUOUS, HALVES, BLOCK_G, BLOCK_H, GROUP_M, STAGES,
             )),
         ],
-        [4, 1],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
+        [4 if CONSUMERS == 2 else 1, 1],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

@@ -13,7 +13,7 @@ from torch import Tensor
 from . import cost, descriptors, launches
 from .alignment import vectors_fit
 from .common import column_subtiles, dot, expert_base, load_bias, load_rows, load_weight, round_to, store_rows, zeros
-from .configs import BY_DESCRIPTORS, cdiv, choose, dot_precision, num_programs, task_rows
+from .configs import BY_DESCRIPTORS, cdiv, choose, consumers, dot_precision, num_programs, task_rows
 from .dprobs import Dprobs, sum_partials
 from .expert_tensors import ExpertTensors
 from .launcher import launch
@@ -124,7 +124,7 @@ def grouped_gemm_(
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m = task_rows(path, tile)
+        block_m = task_rows(path, tile, x_RK.device)
         x_desc = descriptors.ragged_rows(x_RK, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         y_desc = descriptors.ragged_rows(y_RN, block_m, tile.BLOCK_N // tile.SUBTILES)
@@ -144,7 +144,7 @@ def grouped_gemm_(
             grid,
             *(x_desc, w_desc, *bias_ptrs, scale_R, y_RN, y_desc, *sums, schedule.tiles(tile.BLOCK_M)),
             *(num_partials, schedule.num_rows, num_experts, N, K, stride_bias_e, y_RN.stride(0)),
-            *(k_contiguous, reversed_, *blocks, tile.num_stages),
+            *(k_contiguous, reversed_, consumers(x_RK.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,
         )
         return

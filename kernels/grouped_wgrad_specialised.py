@@ -9,23 +9,11 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 from .common import column_subtiles, expert_base
 from .gluon import fence_async_shared, gl, gluon, tma_add, tma_load, tma_store, tma_store_wait
-from .ring import (
-    CONSUMER_REGISTERS,
-    CONSUMERS,
-    PRODUCER_REGISTERS,
-    ROWS,
-    begin_loads,
-    finish,
-    mbarriers,
-    multiply,
-    overwrite,
-    places,
-    shared_tiles,
-    sums,
-    wait_for_operands,
-)
+from .ring import begin_loads, column_numbers, mbarriers, overwrite, row_numbers, shared_tiles, wait_for_operands
 from .schedule import num_turns, place_at, wgrad_tile
 from .segments import load_step
+from .tasks import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from .warpgroups import CONSUMERS, ROWS, finish, multiply, sums
 from .wgrad_epilogue import add_at
 
 BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out in turn
@@ -136,7 +124,7 @@ def _multiply_and_add(
                 else:
                     tma_store(dw_desc, place, buffer)
             else:
-                row_N1, column_1K = places(parts[s], n, k + s * WIDTH)
+                row_N1, column_1K = row_numbers(parts[s], n)[:, None], column_numbers(parts[s], k + s * WIDTH)
                 dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
                 add_at(dw, row_N1, column_1K, parts[s], N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
     tma_store_wait(0)

@@ -92,7 +92,8 @@ def _specialised() -> str:
         used = environment.specialised(configs.SPECIALISED)
     except ValueError:
         used = False
-    return "yes, on Hopper" if used else "only where tuned; FUSEDMLP_SPECIALISED=1 uses them on Hopper"
+    where = "on Hopper and Blackwell"
+    return f"yes, {where}" if used else f"only where tuned; FUSEDMLP_SPECIALISED=1 uses them {where}"
 
 
 def _architecture() -> str:

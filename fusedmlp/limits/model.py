@@ -82,14 +82,17 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
 
 
 def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
-    """Of a tile of one kernel; of one with a task for each warp, by the two warpgroups that multiply."""
+    """Of a tile of one kernel; with a task for each warp, by two warpgroups that multiply, or by one warp that does and
+    those that store.
+    """
     kernel, specialised, _ = kernel.partition(SPECIALISED)
     about = KERNELS[kernel]
     rows, columns, depth = tile.BLOCK_M, about.widths * tile.BLOCK_N, tile.BLOCK_K
     if kernel == "wgrad":
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
-    warps = 2 * tile.num_warps if specialised else tile.num_warps
-    cycles = warps / (4 * rate.issue)  # for an instruction of every warp
+    warps = 2 * tile.num_warps if specialised and fact.joined != 2 else tile.num_warps
+    # For an instruction of every warp; one warp a scheduler issues half as often as two, which hide each other's waits.
+    cycles = max(warps, 8) / (4 * rate.issue)
     tensor = 2 * rows * columns * depth / rate.tensor
     own = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
     ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
@@ -142,7 +145,7 @@ def passes(
     least, times = roofline.passes(shape, list(rows)), {}
     for name, (kernel, N, K) in balance.passes(shape).items():
         tile = balance.tile_of(kernel, rows, gpu.architecture, specialised)
-        own = kernel + SPECIALISED if specialised else kernel
+        own = kernel + SPECIALISED if specialised and kernel + SPECIALISED in by else kernel
         cost = tile_cost(own, by[own], tile, rate)
         steps = tile_steps(kernel, tile, rows, N, K)
         persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, specialised)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,27 +32,25 @@ Costs = dict[str, float | None]
 
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
-    costs = _measure(target, False)
-    if any(path == "specialised" for _, path, _ in configs.TABLES[target]):
-        costs |= _measure(target, True)
-    return costs
+    costs = _measure(target, _PASSES)
+    by_tasks = [name for name in _PASSES if (name, "specialised", 16) in configs.TABLES[target]]
+    return costs | _measure(target, by_tasks, "_specialised") if by_tasks else costs
 
 
-def _measure(target: str, specialised: bool) -> dict[str, Costs]:
-    suffix = "_specialised" if specialised else ""
-    kernels = {f"grouped_{name}{suffix}" for name in _PASSES}
+def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, Costs]:
+    kernels = {f"grouped_{name}{suffix}" for name in passes}
 
     def wanted(launch: Launch) -> bool:
         first = launch.kernel in kernels
         kernels.discard(launch.kernel)
         return first
 
-    with recording(TARGETS[target], "long", specialised=specialised, wanted=wanted) as launches:
+    with recording(TARGETS[target], "long", specialised=bool(suffix), wanted=wanted) as launches:
         cases.CORE["main_grad"](torch.bfloat16)
     loops = main_loop.of([launch.compiled for launch in launches])
     found = dict(zip((launch.kernel for launch in launches), loops, strict=True))
     costs: dict[str, Costs] = {}
-    for name in (f"{name}{suffix}" for name in _PASSES):
+    for name in (f"{name}{suffix}" for name in passes):
         loop = found[f"grouped_{name}"]
         if loop is None:
             raise RuntimeError(f"{name} for {target}: expected a loop that multiplies; found none")

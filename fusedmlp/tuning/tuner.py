@@ -31,12 +31,13 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "SUBTILES": (1, 2, 4),
     "GROUP_M": (1, 4, 8, 16),
 }
-# Of a kernel with a task for each warp, whose tile has the shape that two warpgroups multiply.
+# Of a kernel with a task for each warp, whose tile has one shape.
 _TASK_CHOICES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5),
     "SUBTILES": (1, 2, 4, 8),
     "GROUP_M": (1, 4, 8, 16),
 }
+_WARPS = {"num_warps": (4, 8)}  # of its one consumer; where two multiply, each has four
 # A change must save that share of the time, or it is noise.
 _WORTH = 0.01
 
@@ -105,7 +106,8 @@ def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found
         own = key._replace(path="specialised")
         if key.path == "tma" and key.shape in table.get(own[:3], {}) and not configs.gluon_missing():
             with _switched(True):
-                faster = yield from _descend(own, scratch, problem.device, timer or _gpu_timer, expected, _TASK_CHOICES)
+                choices = _TASK_CHOICES if configs.consumers(problem.device) == 2 else _TASK_CHOICES | _WARPS
+                faster = yield from _descend(own, scratch, problem.device, timer or _gpu_timer, expected, choices)
             if faster is not None and faster.ms < (1 - _WORTH) * found.ms:
                 tuned.use({own: faster.tile})
                 yield faster

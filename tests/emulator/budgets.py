@@ -22,10 +22,11 @@ TABLE = Path(__file__).with_name("budgets.csv")
 TOLERANCE = 0.02
 _SIZES = (512, 512)
 SPECIALISED = ", specialised"  # added to the names of passes whose warps have tasks of their own
-_BY_TASKS = ("fc1_act", "gemm", "dgrad_act", "wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
+_WGRADS = ("wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
+_RAGGED = ("fc1_act", "gemm", "dgrad_act")
 COLUMNS = {
     "instructions": ("instructions",),  # of warps
-    "mma": ("mma", "wgmma"),
+    "mma": ("mma", "wgmma", "tcgen05_mma"),
     "barriers": ("bar_sync",),
     "mbarrier_waits": ("mbar_waits",),
     "cp_async_bytes": ("cp_async_bytes",),
@@ -83,7 +84,9 @@ def _row(launch: Launched) -> dict[str, int]:
 def everything() -> Iterator[tuple[str, str]]:
     """`(GPU, pass)`."""
     yield from ((target, name) for target in ("sm_80", "sm_90") for name in passes())
-    yield from (("sm_90", name + SPECIALISED) for name in _BY_TASKS)
+    yield from (("sm_90", name + SPECIALISED) for name in (*_RAGGED, *_WGRADS))
+    yield from (("sm_100", name) for name in (*_RAGGED, *_WGRADS))
+    yield from (("sm_100", name + SPECIALISED) for name in _RAGGED)
 
 
 def allowed() -> dict[tuple[str, str], dict[str, int]]:

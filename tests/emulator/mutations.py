@@ -63,6 +63,7 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     ),
     "tcgen05 commit removed": (r"^\s*@%p\d+ tcgen05\.commit.*;", lambda m: ""),
     "tcgen05 wait for stores removed": (r"^\s*tcgen05\.wait::st\.sync\.aligned;", lambda m: ""),
+    "tcgen05 wait for loads removed": (r"^\s*tcgen05\.wait::ld\.sync\.aligned;", lambda m: ""),
     "tcgen05 column": (
         r"^(\s*tcgen05\.ld.*\[%r\d+ \+ )(\d+)(\].*;)",
         lambda m: f"{m[1]}{int(m[2]) + 1}{m[3]}",
@@ -167,12 +168,10 @@ SUBJECTS = {
     "sm_80_gemm": _of_project("sm_80", "long", "gemm packed", "grouped_gemm"),
     "sm_80_wgrad": _of_project("sm_80", "short", "wgrad tall", "grouped_wgrad"),
     **{
-        f"sm_90_{name}_by_tasks": _of_project("sm_90", "long", case, f"grouped_{name}", specialised=True)
-        for name, case in (
-            ("gemm", "gemm deep"),
-            ("fc1_act", "fc1_act deep"),
-            ("dgrad_act", "dgrad_act deep"),
-            ("wgrad", "wgrad deep"),
+        f"{target}_{name}_by_tasks": _of_project(target, "long", f"{name} deep", f"grouped_{name}", specialised=True)
+        for target, name in (
+            *(("sm_90", name) for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
+            *(("sm_100", name) for name in ("gemm", "fc1_act", "dgrad_act")),
         )
     },
     "sm_90_matmul": Subject(

@@ -38,6 +38,14 @@ NEEDLESS = {
     ("sm_90_dgrad_act_by_tasks", "TMA coordinate"): 1,
     ("sm_90_wgrad_by_tasks", "TMA coordinate"): 1,
     ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
+    # On sm_100 the same, and around the address of tensor memory, which nobody overwrites; all sums of a tile are given
+    # back with its last part, before which the others are used.
+    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act")},
+    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in ("gemm", "fc1_act", "dgrad_act")},
+    ("sm_100_gemm_by_tasks", "bar.sync removed"): 2,
+    ("sm_100_fc1_act_by_tasks", "bar.sync removed"): 1,
+    ("sm_100_dgrad_act_by_tasks", "bar.sync removed"): 2,
+    ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,
     # The first product of a tile, whose sums are zeros before it as well.
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }
@@ -46,6 +54,8 @@ TWO_BUFFERS = {
     (subject, "bulk store wait one short") for subject in ("sm_90_dgrad", "sm_90_fc1_gathered", "sm_100_fc1_gathered")
 }
 CP_ASYNC = "cp.async wait one short"
+# Where sums are read and multiplied by the same warps, a use of what was read is as good as a wait.
+OF_TASKS = {"mbarrier arrival removed", "tcgen05 wait for loads removed"}
 
 
 def kinds_of(subject):
@@ -58,7 +68,8 @@ def kinds_of(subject):
         for kind in KINDS
         if of_others not in kind
         and (kind != CP_ASYNC or "gathered" in subject)
-        and (kind != "mbarrier arrival removed" or by_tasks)
+        and (kind not in OF_TASKS or by_tasks)
+        and (kind != "tcgen05 wait for stores removed" or not by_tasks)  # nothing is stored there
     ]
 
 

@@ -3,6 +3,7 @@
 What they compute is among the cases of test_kernels.py, mistakes in their compiled code among test_mutations.py.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -31,14 +32,21 @@ NAMES = (
     *("wgrad deep", "wgrad tall", "wgrad many overwrite bias", "wgrad deep segments overwrite", "wgrad scattered"),
 )
 QUICK = "gemm few"
+TARGETS = ("sm_90", "sm_100")
 CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-bf16")}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == QUICK else pytest.mark.exhaustive) for name in NAMES]
+    ("target", "name"),
+    [
+        pytest.param(target, name, marks=[] if name == QUICK else pytest.mark.exhaustive)
+        for target in TARGETS
+        for name in NAMES
+        if target == "sm_90" or "wgrad" not in name
+    ],
 )
-def test_the_same_bits_in_many_orders(name):
-    with emulated("sm_90", "long", specialised=True, orders=RANDOM) as launched:
+def test_the_same_bits_in_many_orders(target, name):
+    with emulated(target, "long", specialised=True, orders=RANDOM) as launched:
         CASES[name].run()
     assert any("specialised" in launch.kernel for launch in launched)
 
@@ -60,35 +68,61 @@ def test_steps_of_wgrad_around_the_number_of_stages(accumulate):
     wgrad.check(experts, [one], wgrad.UNTOUCHED if accumulate else 0.0)
 
 
-@pytest.mark.parametrize("K", [8, 64, 192, 264])
-def test_steps_of_a_gemm_around_the_number_of_stages(K):
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("K", [8, 64, 192, 264, 328])
+def test_steps_of_a_gemm_around_the_number_of_stages(K, target):
     case = factory.Case(counts=(130, 0, 1), padding=3, H=264, F=K, dtype=torch.bfloat16)
-    with emulated("sm_90", "long", specialised=True):
+    with emulated(target, "long", specialised=True):
         gemm.check(case, bias=False)
 
 
-def test_probabilities_that_are_not_finite_leave_their_gradients_alone():
+@pytest.mark.parametrize("rows", [64, 600, 900])
+def test_tiles_around_the_number_of_sums_in_tensor_memory(rows):
+    """Of rows one, five and eight, by two of columns: from less than a tile for each program to many."""
+    case = factory.Case(counts=(rows, 0, 1), padding=3, H=264, F=72, dtype=torch.bfloat16)
+    with emulated("sm_100", "long", specialised=True):
+        gemm.check(case)
+
+
+OPCODES = re.compile(r"mbarrier\.(?:try_wait|arrive\.shared)|tcgen05\.(?:ld|mma|commit|fence::\w+)")
+
+
+@pytest.mark.parametrize("name", ["gemm few", "fc1_act few", "dgrad_act few"])
+def test_fences_between_reads_and_products_of_different_threads(name):
+    """PTX asks for them; the emulator orders nothing by them, so that they are looked for in the text."""
+    with emulated("sm_100", "long", specialised=True) as launched:
+        CASES[name].run()
+    (ptx,) = (launch.ptx for launch in launched if "specialised" in launch.kernel)
+    text = " ".join(found.rpartition(".")[2].rpartition(":")[2] for found in OPCODES.findall(ptx))
+    fenced_reads = r"try_wait after_thread_sync ld (?:.*? )?ld before_thread_sync shared"
+    assert re.search(fenced_reads, text)
+    assert re.search(r"try_wait after_thread_sync (?:commit )?try_wait (?:mma )+commit", text)
+    assert text.count("after_thread_sync") == 2
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_probabilities_that_are_not_finite_leave_their_gradients_alone(target):
     """The gradient of a probability does not depend on it, and is recomputed where it overflowed."""
     inputs = dgrad_act.Inputs(factory.Case(counts=(70, 3), H=72, F=264, dtype=torch.bfloat16))
     inputs.probs[:2] = torch.tensor([float("inf"), float("nan")])
-    with emulated("sm_90", "long", specialised=True):
+    with emulated(target, "long", specialised=True):
         results, launch = dgrad_act.run(inputs)
     assert launch.path == "specialised"
     assert results["dprobs"].isfinite().all()
 
 
 @pytest.mark.parametrize(
-    ("kernel", "changes", "check"),
+    ("target", "kernel", "changes", "check"),
     [
-        ("gemm", {"num_stages": 1}, "gemm few"),
-        ("wgrad", {"num_stages": 1}, "wgrad few"),
-        ("wgrad", {"SUBTILES": 1, "num_stages": 2}, "wgrad overwrite of bf16"),
+        ("sm_90", "gemm", {"num_stages": 1}, "gemm few"),
+        ("sm_90", "wgrad", {"num_stages": 1}, "wgrad few"),
+        ("sm_90", "wgrad", {"SUBTILES": 1, "num_stages": 2}, "wgrad overwrite of bf16"),
     ],
 )
-def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile(kernel, changes, check):
+def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile(target, kernel, changes, check):
     key = kernel, "specialised", 16
-    table = configs.TABLES["sm_90"]
+    table = configs.TABLES[target]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(table, key, {"long": replace(table[key]["long"], **changes)})
-        with emulated("sm_90", "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
+        with emulated(target, "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
             CASES[check].run()

@@ -27,9 +27,12 @@ def chosen(kernel, dtype=torch.bfloat16, rows=64, **options):
     return configs.choose(kernel, dtype, CPU, True, lambda: True, rows, **options)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_switch(monkeypatch, kernel):
-    tile = configs.TABLES["sm_90"][kernel, "specialised", 16]["long"]
+@pytest.mark.parametrize(
+    ("architecture", "kernel"), [*(("sm_90", kernel) for kernel in KERNELS), *(("sm_100", k) for k in KERNELS[:3])]
+)
+def test_the_switch(monkeypatch, architecture, kernel):
+    monkeypatch.setattr(configs, "architecture", lambda _device: architecture)
+    tile = configs.TABLES[architecture][kernel, "specialised", 16]["long"]
     switched(monkeypatch, False)
     assert chosen(kernel)[0] == "tma"
     switched(monkeypatch, True)
@@ -44,9 +47,20 @@ def test_what_they_do_not_take_goes_as_before(monkeypatch):
     assert chosen("fc1_act", gathered=True)[0] == "gather"
     assert chosen("fc1_act", by_tasks=False)[0] == "tma"
     assert configs.choose("gemm", torch.bfloat16, CPU, False, lambda: True, 64)[0] == "pointer"
-    for architecture in ("sm_80", "sm_100", "sm_120", "gfx942"):
+    for architecture in ("sm_80", "sm_120", "gfx942"):
         monkeypatch.setattr(configs, "architecture", lambda _device, name=architecture: name)
-        assert chosen("gemm")[0] in ("tma", "pointer")
+        assert chosen("gemm")[0] == "pointer"
+    monkeypatch.setattr(configs, "architecture", lambda _device: "sm_100")
+    assert chosen("wgrad")[0] == "tma"  # whose tasks Triton makes there
+
+
+@pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128), ("sm_103", 128)])
+def test_rows_of_a_task(monkeypatch, architecture, rows):
+    """Of 128: `wgmma` of a warpgroup has 64, `tcgen05.mma` of one CTA all of them."""
+    monkeypatch.setattr(configs, "architecture", lambda _device: architecture)
+    tile = configs.TABLES["sm_100"]["gemm", "specialised", 16]["long"]
+    assert configs.task_rows("specialised", tile, CPU) == rows
+    assert configs.task_rows("tma", tile, CPU) == 128
 
 
 def test_what_was_tuned_needs_no_switch(monkeypatch):
@@ -68,11 +82,11 @@ def test_without_gluon_the_others_are_launched(monkeypatch):
 
 _MISSING = """
 import sys
-from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia import blackwell, hopper
 if sys.argv[1] == "all":
     sys.modules["triton.experimental.gluon"] = None
 elif sys.argv[1] != "nothing":
-    delattr(hopper, sys.argv[1])
+    delattr(blackwell if "tcgen05" in sys.argv[1] else hopper, sys.argv[1])
 from fusedmlp.kernels import configs
 print(configs.gluon_missing())
 """
@@ -80,7 +94,12 @@ print(configs.gluon_missing())
 
 @pytest.mark.parametrize(
     ("what", "said"),
-    [("nothing", ""), ("all", "has no Gluon that fits: "), ("warpgroup_mma_init", "'warpgroup_mma_init'")],
+    [
+        ("nothing", ""),
+        ("all", "has no Gluon that fits: "),
+        ("warpgroup_mma_init", "'warpgroup_mma_init'"),
+        ("tcgen05_commit", "'tcgen05_commit'"),
+    ],
 )
 def test_what_another_version_of_triton_lacks(what, said):
     done = forked.run("-c", _MISSING, what)
@@ -99,26 +118,29 @@ def note(launch):
     names.append([launch.kernel, launch.path])
     return False
 import fusedmlp.operators.triton_impl
-with recorder.recording(targets.TARGETS["sm_90"], "long", specialised=configs.SPECIALISED, wanted=note):
+with recorder.recording(targets.TARGETS[sys.argv[3]], "long", specialised=configs.SPECIALISED, wanted=note):
     cases.CORE[sys.argv[2]](torch.bfloat16)
 print(json.dumps(names))
 """
 
 
 @pytest.mark.parametrize(
-    ("gluon", "switch", "case", "expected"),
+    ("target", "gluon", "switch", "case", "expected"),
     [
-        ("with", "1", "main_grad", ["fc1_act", "gemm", "dgrad_act", "gemm", "wgrad", "wgrad"]),
-        ("with", "0", "main_grad", []),
-        ("without", "1", "main_grad", []),
-        ("with", "1", "several micro-batches", ["wgrad"]),
+        ("sm_90", "with", "1", "main_grad", ["fc1_act", "gemm", "dgrad_act", "gemm", "wgrad", "wgrad"]),
+        ("sm_90", "with", "0", "main_grad", []),
+        ("sm_90", "without", "1", "main_grad", []),
+        ("sm_90", "with", "1", "several micro-batches", ["wgrad"]),
         # Sums of biases by the other kernel; weights apart have no descriptor, but operands of wgrad have.
-        ("with", "1", "gpt-oss, biases, experts apart", ["wgrad", "wgrad"]),
-        ("with", "1", "odd sizes, biases", []),
+        ("sm_90", "with", "1", "gpt-oss, biases, experts apart", ["wgrad", "wgrad"]),
+        ("sm_90", "with", "1", "odd sizes, biases", []),
+        ("sm_100", "with", "1", "main_grad", ["fc1_act", "gemm", "dgrad_act", "gemm"]),
+        ("sm_100", "with", "0", "main_grad", []),
+        ("sm_100", "with", "1", "gpt-oss, biases, experts apart", []),
     ],
 )
-def test_what_a_layer_launches(gluon, switch, case, expected):
-    done = forked.run("-c", _LAUNCHED, gluon, case, FUSEDMLP_SPECIALISED=switch)
+def test_what_a_layer_launches(target, gluon, switch, case, expected):
+    done = forked.run("-c", _LAUNCHED, gluon, case, target, FUSEDMLP_SPECIALISED=switch)
     assert done.returncode == 0, done.stderr
     by_tasks = [
         name for name, path in json.loads(done.stdout) if "specialised" in (name, path) or "specialised" in name
@@ -134,6 +156,6 @@ def test_doctor_says_why_not(monkeypatch):
     assert "Kernels with a task for each warp: no: Triton 3.5 has no Gluon that fits: no module" in lines
     monkeypatch.setattr(configs, "gluon_missing", lambda: "")
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "1")
-    assert facts.machine().specialised == "yes, on Hopper"
+    assert facts.machine().specialised == "yes, on Hopper and Blackwell"
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "0")
     assert facts.machine().specialised.startswith("only where tuned")

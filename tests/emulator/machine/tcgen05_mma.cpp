@@ -229,9 +229,10 @@ void decode_tensor_mma(Decoder& d, Instruction& i) {
   i.op.fn = issue_mma;
 }
 
+// Without a state space the ISA wants a generic address; Triton 3.6 writes one of shared memory there, in all its kernels.
 void decode_tensor_commit(Decoder& d, Instruction& i) {
   allow_words(d, i, {"cta_group::1", "mbarrier::arrive::one", "shared::cluster", "b64"});
-  if (!i.has("cta_group::1") || !i.has("mbarrier::arrive::one") || !i.has("shared::cluster")) d.bad("tcgen05.commit");
+  if (!i.has("cta_group::1") || !i.has("mbarrier::arrive::one")) d.bad("tcgen05.commit");
   d.expect(i, 1);
   i.op.address[0] = d.address(i.operands[0]);
   i.op.fn = commit;
