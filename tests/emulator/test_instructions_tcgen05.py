@@ -172,6 +172,18 @@ def test_the_left_operand_may_lie_in_tensor_memory():
     np.testing.assert_array_equal(steps.run(*packed), 1 + a @ b.T)
 
 
+def test_a_commit_may_have_64_bits_of_an_address():
+    """Of shared memory, as Triton 3.6 writes it."""
+    a, b, *packed = operands()
+    steps = Steps()
+    steps.commit = f"""mov.b32 %r8, {BASE + BAR}; cvt.u64.u32 %d9, %r8;
+        @%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%d9];"""
+    np.testing.assert_array_equal(steps.run(*packed), 1 + a @ b.T)
+    steps.commit = steps.commit.replace("mov.b32", "add.u32").replace(f"{BASE + BAR}", f"%r4, {BASE + BAR + 8}")
+    with pytest.raises(EmulationError, match="tcgen05.commit"):
+        steps.run(*packed)
+
+
 def test_products_are_done_in_their_order():
     a, b, *packed = operands()
     steps = Steps()

@@ -229,7 +229,7 @@ void decode_tensor_mma(Decoder& d, Instruction& i) {
   i.op.fn = issue_mma;
 }
 
-// Without a state space the ISA wants a generic address; Triton 3.6 writes one of shared memory there, in all its kernels.
+// Without a state space the ISA wants a generic address. Triton 3.6 writes one of shared memory there, in all kernels.
 void decode_tensor_commit(Decoder& d, Instruction& i) {
   allow_words(d, i, {"cta_group::1", "mbarrier::arrive::one", "shared::cluster", "b64"});
   if (!i.has("cta_group::1") || !i.has("mbarrier::arrive::one")) d.bad("tcgen05.commit");
