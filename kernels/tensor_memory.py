@@ -1,8 +1,7 @@
 """Sums of products in tensor memory (Blackwell), of two tiles in turn: one is multiplied while the other is stored.
 
 One warp multiplies for the whole block, as `tcgen05.mma` is issued by one thread and needs no registers for its sums.
-The consumer, whose threads have a row each, or half of one with eight warps, reads them part by part and writes what
-becomes of them.
+The consumer, two of whose threads share a row, reads them part by part and writes what becomes of them.
 
 Of either tile's sums there are two mbarriers: `done`, all its products are added (`tcgen05.commit` arrives once they
 are), and `free`, all its parts have been read. Tile j of a program uses sums j % 2 for the time j // 2, so both sides

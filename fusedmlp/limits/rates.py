@@ -54,7 +54,9 @@ RATES: dict[str, dict[str, Constant]] = {
     "sm_100": {
         "clock": Constant(1.7e9, 0.1, "estimate, as sm_90; the datasheet's peak is at 1.86 GHz"),
         "tensor": Constant(8192, 0.0, "datasheet: 2,250 TFLOP/s by 148 multiprocessors at 1.86 GHz"),
-        "l2": Constant(45, 0.3, "guess: between sm_90's 38 and the 64 bytes of a port"),
+        # By tiles of 128 x 256 of one CTA, 85 FLOP a byte: 67 bytes at 1.7 GHz and 148 multiprocessors, 56 at 2 GHz and
+        # 152.
+        "l2": Constant(60, 0.1, "1,448 TFLOP/s of a GB200, in a tutorial of Triton's (gluon/08-warp-specialization)"),
     }
     | _COMMON,
 }

@@ -113,14 +113,18 @@ def _is_work(part: Sequence[Instruction]) -> bool:
     return "mma" in kinds or ("load" in kinds and "store" not in kinds)
 
 
-def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int]) -> list[Instruction]:
+def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int], apart: bool = False) -> list[Instruction]:
     """What a tile costs beside its steps: its prologue and its epilogue, each instruction once.
 
     That is the rest of the loop over tiles, the innermost with stores (one over segments has none), or, where every
     tile has a program of its own, of the kernel. Where there are stores in the loop that multiplies, the compiler has
-    made one of steps and tiles.
+    made one of steps and tiles. If other warps than those that multiply store (`apart`), it is their loop over tiles,
+    the largest beside the other that has stores.
     """
-    if stores(code, loop):
+    others = [other for other in loops(code) if apart and not other.body & loop.body and stores(code, other)]
+    if others:
+        tiles, steps = max(others, key=lambda other: len(other.body)), frozenset[int]()
+    elif stores(code, loop):
         tiles, steps = loop, frozenset(path)
     else:
         around = [other for other in loops(code) if loop.body < other.body and stores(code, other)]

@@ -57,11 +57,13 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
     places = loops.steady(code, loop)
     if not places:
         return None
-    path, tile = [code[place] for place in places], loops.beside(code, loop, places)
+    path = [code[place] for place in places]
     source = loops.multiplying(ptx)
     step = [ptx[place] for place in source.body] if source else path
     unrolled = count(path, "mma") / count(step, "mma")
     is_tcgen05 = any(each.opcode.startswith("UTC") for each in path)
+    joined = _joined(code, loop, path, is_tcgen05)
+    tile = loops.beside(code, loop, places, apart=joined == 2)
     return MainLoop(
         round(len(path) / unrolled, 1),
         round(count(path, "mma") / unrolled, 1),
@@ -73,7 +75,7 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
         count(tile, "store"),
         count(tile, "wait"),
         count(tile, "barrier"),
-        _joined(code, loop, path, is_tcgen05),
+        joined,
     )
 
 

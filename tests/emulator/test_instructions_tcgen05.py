@@ -180,7 +180,7 @@ def test_a_commit_may_have_64_bits_of_an_address():
         @%p2 tcgen05.commit.cta_group::1.mbarrier::arrive::one.b64 [%d9];"""
     np.testing.assert_array_equal(steps.run(*packed), 1 + a @ b.T)
     steps.commit = steps.commit.replace("mov.b32", "add.u32").replace(f"{BASE + BAR}", f"%r4, {BASE + BAR + 8}")
-    with pytest.raises(EmulationError, match="tcgen05.commit"):
+    with pytest.raises(EmulationError, match=r"tcgen05\.commit"):
         steps.run(*packed)
 
 

@@ -146,6 +146,30 @@ def test_a_step_whose_operands_other_warps_load():
     assert main_loop.read(sass(alone.replace("@P1 BRA {head}", ""))).joined == 0
 
 
+def test_a_tile_that_other_warps_store_costs_what_their_loop_does():
+    """Not what the warp that multiplies has around its own, nor what fills padding with zeros afterwards."""
+    code = """
+        @P5 BRA {tile}
+        turn: SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2
+        step: UTCHMMA gdesc[UR44], gdesc[UR20], tmem[UR7], tmem[UR12], idesc[UR13], UPT
+        UTCBAR [UR48], URZ
+        @P1 BRA {step}
+        @P2 BRA {turn}
+        EXIT
+        tile: LDTM.x64 R4, tmem[UR4]
+        BAR.SYNC.DEFER_BLOCKING 0x0
+        UTMASTG.4D [UR40], [UR16]
+        DEPBAR.LE SB0, 0x0
+        @P3 BRA {tile}
+        zeros: STG.E desc[UR30][R2.64], RZ
+        @P4 BRA {zeros}
+        EXIT
+    """
+    found = main_loop.read(sass(code))
+    assert (found.instructions, found.mma, found.joined) == (3, 1, 2)
+    assert (found.tile_instructions, found.tile_stores, found.tile_waits, found.tile_barriers) == (5, 1, 1, 1)
+
+
 def test_a_step_that_waits_for_its_own_mma_leaves_none_in_flight():
     found = main_loop.read(sass(NESTED), assembly.ptx(TCGEN05.replace("WAITED", "%r2122")))
     assert found.mma_in_flight == 0
