@@ -106,7 +106,7 @@ _SM_90: _Rows = {
 _SM_100: _Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
-    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
+    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 8, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8), Tile(128, 128, 64, 8, 4, 4, 8)),
     ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
 }
@@ -152,18 +152,28 @@ _SM_100 |= {
 }
 
 # Where others spill a few bytes, because the compiler prefers those to fewer programs on a multiprocessor.
-_SM_100 |= {("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8))}
+_SM_100 |= {
+    ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 4, 8)),
+    ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3, 2)),
+    ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
+    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
+}
 _SM_80: _Rows = {
     ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=1, GROUP_M=8, PER_SM=4)),
+    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
-_SM_90 |= {("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8))}
+_SM_90 |= {
+    ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
+    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
+}
 _SM_100 |= {("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8))}
 _SM_120: _Rows = {
     ("dgrad_act", "pointer", 16): _both(Tile(64, 32, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 8, 8)),
     ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8)),
+    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
     ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=4)),
 }
 

@@ -95,9 +95,11 @@ def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
 BY_TASKS = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 
 
+@pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("what", BY_TASKS)
-def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what):
+def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
     ms, error = BY_TASKS[what]
+    monkeypatch.setattr(configs, "consumers", lambda _: consumers)
     key = Key("gemm", "tma", 16, "long")
     own = key._replace(path="specialised")
     rows = {key[:3]: {"long": configs.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": configs.Tile(128, 256, 64, 4, 3)}}
@@ -128,3 +130,5 @@ def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(m
         assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)
     if what == "wrong":
         assert steps[-1].note == "other results than the kernel without tasks for warps"
+    else:  # two consumers are four warps each
+        assert {step.tile.num_warps for step in steps if step.key == own} == ({4, 8} if consumers == 1 else {4})

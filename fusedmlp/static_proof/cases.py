@@ -108,8 +108,6 @@ def _many_experts(dtype: torch.dtype) -> None:
         triton_impl.combine(torch.empty(num_rows, width, dtype=dtype), order.rows, num_rows // 8)
 
 
-BIASES_ALONE = "bias gradients alone"  # the case in which wgrad multiplies no matrices
-
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}
 
 # What needs the most registers, first of all on every path that the tables have: by pointers (experts apart), by
@@ -158,7 +156,7 @@ VARIATIONS: Cases = {
     "gathered, first micro-batch": Layer(add=False, gathered=True),
     "gathered, odd sizes, gelu": Layer(Activation("gelu"), sizes=(257, 131), gathered=True),
     "linear, bias": partial(_linear, True),
-    BIASES_ALONE: Layer(biases=True, only_biases=True),
+    "bias gradients alone": Layer(biases=True, only_biases=True),
 }
 # What no dtype changes: activations are computed in fp32, and schedules in integers.
 ONCE: Cases = {

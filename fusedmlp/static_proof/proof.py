@@ -194,8 +194,7 @@ def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
         text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
         return Row(launch.kernel, config, *task[:2], problems=(f"does not compile: {text[:200]}",))
     used = resources.of(launch.compiled)
-    only_sums = launch.kernel.startswith("grouped_wgrad") and case == cases.BIASES_ALONE
-    is_gemm = launch.kernel.startswith("grouped_") and not only_sums
+    is_gemm = launch.kernel.startswith("grouped_") and not _sums_biases_alone(launch)
     warnings = cubin.warnings(launch.compiled, launch.log)
     allowed = known.WARNINGS.get((task.target, launch.kernel), frozenset())
     found = [f"{code}: wgmma serialized" for code in warnings if code not in allowed]
@@ -215,6 +214,12 @@ def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
         warnings,
         tuple(found),
     )
+
+
+def _sums_biases_alone(launch: Launch) -> bool:
+    """Whether it is a wgrad without a right operand."""
+    right = [value for name, value in launch.arguments.items() if name in ("right_ptr", "right_desc")]
+    return launch.kernel.startswith("grouped_wgrad") and all(value is None for value in right)
 
 
 def problems(
