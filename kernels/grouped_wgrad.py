@@ -14,7 +14,6 @@ stored `[K, N]`, the other way round (`SWAPPED`), so that rows of `dw` are conti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -22,28 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from . import cost, launches
-from .alignment import vectors_fit
 from .common import dot, expert_base, round_to, zeros
-from .configs import (
-    BY_DESCRIPTORS,
-    Path,
-    Tile,
-    cdiv,
-    choose,
-    dot_precision,
-    has_path,
-    num_programs,
-    select,
-    specialised,
-    warp_specializes,
-)
-from .descriptors import Descriptor, fits
-from .expert_tensors import ExpertTensors, device_table
+from .configs import BY_DESCRIPTORS, cdiv, dot_precision, num_programs, warp_specializes
+from .expert_tensors import ExpertTensors
 from .launcher import launch
 from .schedule import deals_out, num_turns, place_at, wgrad_tile
-from .segments import load_rows_of, load_rows_of_step, load_step, one_descriptor
+from .segments import load_rows_of, load_rows_of_step, load_step
 from .wgrad_epilogue import add_to_descriptor, add_to_pointers
-from .wgrad_plan import Gathered, wgrad_plan
+from .wgrad_operands import Operand, segment_table, way_of
+from .wgrad_plan import wgrad_plan
 
 
 @triton.jit
@@ -191,104 +177,6 @@ def _grouped_wgrad_kernel(
                 add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
 
 
-class _Operand(NamedTuple):
-    """Left or right: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
-
-    tensors: Sequence[Tensor]
-    rows: Sequence[Tensor]  # [R_s] of every segment, or none
-
-    @property
-    def columns(self) -> int:
-        return self.tensors[0].shape[1]
-
-    def described(self, rows: int, columns: int) -> tuple[Descriptor | None, list[int]] | None:
-        """A descriptor (none where rows are gathered: vectors, then) and each segment's place; None: go by pointers."""
-        if not self.rows:
-            return one_descriptor(self.tensors, rows, columns)
-        return (None, self.addresses()) if vectors_fit(self.tensors, [], [self.columns]) else None
-
-    def addresses(self) -> list[int]:
-        return [t.data_ptr() for t in self.tensors]
-
-    @property
-    def aligned(self) -> bool:
-        """Whether every segment starts at a multiple of 16 bytes."""
-        return all(address % 16 == 0 for address in self.addresses())
-
-    def gathered(self) -> Gathered | None:
-        """What to make a table of its rows' places of; None: they are not gathered."""
-        if not self.rows:
-            return None
-        size = self.tensors[0].element_size()
-        row_bytes = self.columns * size
-        return Gathered(self.rows[0], row_bytes, 16 if self.aligned and row_bytes % 16 == 0 else size)
-
-
-class _Way(NamedTuple):
-    """How operands reach the kernel; without descriptors, by pointers."""
-
-    path: Path
-    tile: Tile
-    left: Descriptor | None = None
-    right: Descriptor | None = None
-    dw: Descriptor | None = None
-    places: tuple[int, ...] = ()  # of every segment, coordinates or addresses: all left ones, then all right ones
-
-
-def _described(
-    dw_ENK: ExpertTensors, num_experts: int, left: _Operand, right: _Operand, rows: int, tile: Tile
-) -> Descriptor | None:
-    """A descriptor of `dw`, for parts of so many rows; None: impossible."""
-    if dw_ENK.table is not None:
-        return None
-    shape, strides = (num_experts, left.columns, right.columns), (abs(dw_ENK.stride_e), *dw_ENK.strides)
-    address, lowest = dw_ENK.lowest.data_ptr(), dw_ENK.lowest
-    if not fits(address, lowest.dtype.itemsize, shape, strides):
-        return None
-    return Descriptor(address, shape, strides, ((1, rows, tile.BLOCK_K // tile.SUBTILES), lowest.dtype), lowest)
-
-
-def _way(dw_ENK: ExpertTensors | None, left: _Operand, right: _Operand, num_experts: int, accumulate: bool) -> _Way:
-    """Descriptors where all three operands fit them, judged by pointers and strides alone; where tasks have warps of
-    their own, `dw` need not.
-    """
-    dtype, device = left.tensors[0].dtype, left.tensors[0].device
-    rows_per_expert = sum(t.shape[0] for t in left.rows or left.tensors) / num_experts
-    path: Path = "gather" if left.rows or right.rows else "tma"
-    own = specialised("wgrad", dtype, device, rows_per_expert) if path == "tma" and dw_ENK is not None else None
-    if own is not None and dw_ENK is not None:
-        lefts, rights = left.described(own.BLOCK_M, own.BLOCK_N // 2), right.described(own.BLOCK_M, own.BLOCK_K)
-        if lefts and rights:
-            adds = accumulate and dw_ENK.base.dtype != torch.float32  # which TMA would round twice
-            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own.BLOCK_N // 2, own)
-            return _Way("specialised", own, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
-    if dw_ENK is not None and has_path("wgrad", dtype, device, path):
-        tile = select("wgrad", dtype, device, path, rows_per_expert)
-        dw_desc = _described(dw_ENK, num_experts, left, right, tile.BLOCK_N, tile)
-        if dw_desc is not None:
-            lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
-            rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
-            if lefts and rights:
-                return _Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
-    used = [left, right] if dw_ENK else [left]
-    aligned = vectors_fit(
-        [t for operand in used for t in operand.tensors],
-        [dw_ENK] if dw_ENK else [],
-        [operand.columns for operand in used],
-    )
-    path, tile = choose("wgrad", dtype, device, False, lambda: aligned, rows_per_expert)
-    return _Way(path, tile, places=tuple(address for operand in used for address in operand.addresses()))
-
-
-def _table(way: _Way, left: _Operand, right: _Operand, offsets: Sequence[Tensor]) -> Tensor:
-    """Of all segments their offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
-    num_segments = len(offsets)
-    lefts, rights = way.places[:num_segments], way.places[num_segments:]
-    addresses = ([t.data_ptr() for t in ts] or [0] * num_segments for ts in (offsets, left.rows, right.rows))
-    first_rows, left_rows, right_rows = addresses
-    return device_table((*first_rows, *lefts, *left_rows, *rights, *right_rows), offsets[0].device)
-
-
 def grouped_wgrad_(
     dw_ENK: ExpertTensors | None,
     db_EN: ExpertTensors | None,
@@ -312,12 +200,12 @@ def grouped_wgrad_(
     outputs = dw_ENK or db_EN
     assert outputs is not None
     num_experts, device = outputs.num_experts, dy_RN[0].device
-    left, right, swapped = _Operand(dy_RN, dy_rows), _Operand(x_RK, x_rows), False
+    left, right, swapped = Operand(dy_RN, dy_rows), Operand(x_RK, x_rows), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True
         dw_ENK = dw_ENK._replace(strides=dw_ENK.strides[::-1])
     N, K = left.columns, right.columns if dw_ENK else 1
-    way = _way(dw_ENK, left, right, num_experts, accumulate)
+    way = way_of(dw_ENK, left, right, num_experts, accumulate)
     tile = way.tile
     if way.path == "specialised" and db_EN is not None:
         order = wgrad_plan(offsets[0], num_experts).order if order is None else order
@@ -327,7 +215,7 @@ def grouped_wgrad_(
     segments = steps = None
     vectors = [1, 1]
     if len(offsets) > 1:
-        segments = _table(way, left, right, offsets)
+        segments = segment_table(way, left, right, offsets)
         num_rows = sum(t.shape[0] for t in left.rows or left.tensors)
         gathered = left.gathered(), right.gathered()
         order, steps, left_rows, right_rows = wgrad_plan(
