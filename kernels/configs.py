@@ -260,7 +260,7 @@ def gluon_missing() -> str:
 
 def specialised(kernel: str, dtype: torch.dtype, device: torch.device, rows_per_expert: float) -> Tile | None:
     """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
-    if not (SPECIALISED or TUNED):
+    if not (SPECIALISED or TUNED):  # without the cost of a key
         return None
     key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
     if not (SPECIALISED or key in TUNED):

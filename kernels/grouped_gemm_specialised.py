@@ -15,7 +15,8 @@ from .schedule import load_tile, tile_at, zero_padding_at
 from .tasks import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
 from .tensor_memory import multiply_tiles
 
-BUFFERS = gl.constexpr(2)  # of a consumer at most, for parts on their way out in turn
+# Of a consumer at most, for parts on their way out in turn, of which there are powers of two.
+BUFFERS = gl.constexpr(2)
 
 
 @gluon.jit
@@ -96,7 +97,6 @@ def grouped_gemm_specialised_kernel(
 ):
     """Passes (2) and (4); arguments as of the Triton kernel."""
     gl.static_assert(BLOCK_M == 128)
-    gl.static_assert(SUBTILES == 1 or SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, BLOCK_N, BLOCK_K, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(N, BLOCK_N), x, w, full, empty, sums)

@@ -7,7 +7,7 @@ anything else; a wait for parity 1 on a new mbarrier passes, so the first STAGES
 runs up to STAGES steps ahead, into the next tile's, while consumers still write the last one.
 
 docs/specialised.md derives why nothing waits for ever and nothing is overwritten that is still read. It rests on this:
-an arrival is made by one thread, and the compiler has all warps of the task meet before it (`bar.sync`).
+where a task arrives, one thread does, and the compiler has all its warps meet before (`bar.sync`).
 """
 
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_store_wait
@@ -24,7 +24,7 @@ def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """`[COUNT, M, N]` of shared memory as TMA and wgmma want it, swizzled as `Descriptor.checked` says to TMA."""
+    """`[COUNT, M, N]` of shared memory as TMA and products want it, swizzled as `Descriptor.checked` says to TMA."""
     WIDTH: gl.constexpr = N * DTYPE.primitive_bitwidth // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128 if WIDTH > 128 else WIDTH, element_bitwidth=DTYPE.primitive_bitwidth, rank=2

@@ -246,15 +246,13 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
 
 
 def test_kernels_with_a_task_for_each_warp():
-    """Two warpgroups multiply: 100 instructions of 8 warps, though the tile's own four are half of them. Or one warp
-    does, and those four, each by itself on its scheduler, take as long for half of the work.
+    """Two warpgroups multiply: 100 instructions of 8 warps, though the tile's own four are half of them. Not where
+    others than those that multiply store: then the tile's own are all that do.
     """
     four = TILE.__class__(**{**vars(TILE), "num_warps": 4})
     assert model.tile_cost("gemm_specialised", FACT, four, RATE) == model.tile_cost("gemm", FACT, TILE, RATE)
     by_others = FACT._replace(joined=2)
-    assert model.tile_cost("gemm_specialised", by_others, four, RATE) == model.tile_cost("gemm", by_others, TILE, RATE)
-    sixteen = TILE.__class__(**{**vars(TILE), "num_warps": 16})
-    assert model.tile_cost("gemm", FACT, sixteen, RATE).bubble > model.tile_cost("gemm", FACT, TILE, RATE).bubble
+    assert model.tile_cost("gemm_specialised", by_others, TILE, RATE) == model.tile_cost("gemm", by_others, TILE, RATE)
     rows = list(model.rows(specialised=True))
     assert {row["gpu"] for row in rows} == {"H100 SXM", "H200 SXM", "B200"}
     plain = {(row["gpu"], row["shape"], row["load"], row["pass"]): row["us"] for row in model.rows()}

@@ -92,7 +92,7 @@ def _specialised() -> str:
         used = environment.specialised(configs.SPECIALISED)
     except ValueError:
         used = False
-    where = "on Hopper and Blackwell"
+    where = "on Hopper and sm_100"
     return f"yes, {where}" if used else f"only where tuned; FUSEDMLP_SPECIALISED=1 uses them {where}"
 
 

@@ -91,8 +91,7 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
     if kernel == "wgrad":
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
     warps = 2 * tile.num_warps if specialised and fact.joined != 2 else tile.num_warps
-    # For an instruction of every warp; one warp a scheduler issues half as often as two, which hide each other's waits.
-    cycles = max(warps, 8) / (4 * rate.issue)
+    cycles = warps / (4 * rate.issue)  # for an instruction of every warp
     tensor = 2 * rows * columns * depth / rate.tensor
     own = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
     ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight

@@ -56,7 +56,7 @@ RATES: dict[str, dict[str, Constant]] = {
         "tensor": Constant(8192, 0.0, "datasheet: 2,250 TFLOP/s by 148 multiprocessors at 1.86 GHz"),
         # By tiles of 128 x 256 of one CTA, 85 FLOP a byte: 67 bytes at 1.7 GHz and 148 multiprocessors, 56 at 2 GHz and
         # 152.
-        "l2": Constant(60, 0.1, "1,448 TFLOP/s of a GB200, in a tutorial of Triton's (gluon/08-warp-specialization)"),
+        "l2": Constant(60, 0.15, "1,448 TFLOP/s of a GB200, in a tutorial of Triton's (gluon/08-warp-specialization)"),
     }
     | _COMMON,
 }

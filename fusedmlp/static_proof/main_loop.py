@@ -19,7 +19,9 @@ _ADDRESS = re.compile(r"\[(%\w+)\]")
 
 
 class MainLoop(NamedTuple):
-    """Of a warp that multiplies: a step, then what a tile costs beside its steps, each instruction counted once."""
+    """Of a warp that multiplies: a step, then what a tile costs beside its steps, each instruction counted once; where
+    other warps store, what it costs one of those.
+    """
 
     instructions: float
     mma: float

@@ -156,6 +156,6 @@ def test_doctor_says_why_not(monkeypatch):
     assert "Kernels with a task for each warp: no: Triton 3.5 has no Gluon that fits: no module" in lines
     monkeypatch.setattr(configs, "gluon_missing", lambda: "")
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "1")
-    assert facts.machine().specialised == "yes, on Hopper and Blackwell"
+    assert facts.machine().specialised == "yes, on Hopper and sm_100"
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "0")
     assert facts.machine().specialised.startswith("only where tuned")

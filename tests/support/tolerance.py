@@ -2,7 +2,7 @@
 
 import torch
 
-# A gradient passes four stages (GEMM, activation, its derivative, GEMM), and each rounds by up to eps / 2.
+# A gradient passes four stages of a layer (GEMM, activation, its derivative, GEMM), and each rounds by up to eps / 2.
 ROUNDING_BAND = 4 / 2  # in units of eps
 
 
@@ -13,14 +13,15 @@ def scales(expected, magnitudes=None):
     return {name: max(scale, (magnitudes or {}).get(name, scale)) for name, scale in largest.items()}
 
 
-def bound(expected, low_precision, dtype, magnitudes=None):
-    """What an error may be, relative to the scale of its result: `2 * (low-precision error + rounding band)`.
+def bound(expected, low_precision, dtype, magnitudes=None, layers=1):
+    """What an error may be, relative to the scale of its result: `2 * (low-precision error + rounding band)`, the band
+    of so many layers one after another.
 
     The low-precision error is the worst of all results: that of one small tensor alone can be zero by luck.
     """
     scale_of = scales(expected, magnitudes)
     errors = [(low_precision[name] - expected[name]).abs().max() / s for name, s in scale_of.items() if s > 0]
-    return float(2 * (max(errors, default=0.0) + ROUNDING_BAND * eps(dtype)))
+    return float(2 * (max(errors, default=0.0) + layers * ROUNDING_BAND * eps(dtype)))
 
 
 def eps(dtype):
@@ -30,10 +31,11 @@ def eps(dtype):
     return torch.finfo(dtype).eps
 
 
-def assert_close(actual, expected, low_precision, dtype, magnitudes=None):
+def assert_close(actual, expected, low_precision, dtype, magnitudes=None, layers=1):
     """`actual` is within the bound of the float64 `expected`, key by key."""
     assert actual.keys() == expected.keys()
-    relative, scale_of = bound(expected, low_precision, dtype, magnitudes), scales(expected, magnitudes)
+    relative = bound(expected, low_precision, dtype, magnitudes, layers)
+    scale_of = scales(expected, magnitudes)
     for name, reference in expected.items():
         assert actual[name].shape == reference.shape, name
         assert torch.isfinite(actual[name]).all(), f"{name}: not finite"
