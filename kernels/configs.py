@@ -15,8 +15,8 @@ import torch
 import triton
 
 # How tiles reach a multiprocessor: by descriptors, in kernels with a task for each warp; by descriptors; by descriptors
-# but for one operand, whose rows are gathered by pointers (no descriptor can follow an index); all by pointers; or by
-# pointers that `alignment` allows no vectors.
+# but for one operand, whose rows are gathered by pointers (before Blackwell no TMA follows an index); all by pointers;
+# or by pointers that `alignment` allows no vectors.
 Path = Literal["specialised", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("specialised", "tma", "gather")
 ShapeClass = Literal["short", "long"]
@@ -296,7 +296,8 @@ def choose(
     """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index;
     `by_tasks`: whether the kernel with a task for each warp can do it.
     """
-    if tma_fits and by_tasks and not gathered and (tile := specialised(kernel, dtype, device, rows_per_expert)):
+    followed = not gathered or consumers(device) == 1  # Blackwell's TMA brings rows by an index
+    if tma_fits and by_tasks and followed and (tile := specialised(kernel, dtype, device, rows_per_expert)):
         return "specialised", tile
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, device, path)):

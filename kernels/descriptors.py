@@ -92,6 +92,11 @@ def ragged_rows(
     return Descriptor(t_RN.data_ptr(), shape, strides, (block, t_RN.dtype), t_RN)
 
 
+def gathered_rows(t_RN: Tensor, block_columns: int) -> Descriptor:
+    """Rows that an index names, which Blackwell's TMA brings each for itself."""
+    return Descriptor(t_RN.data_ptr(), t_RN.shape, t_RN.stride(), ((1, block_columns), t_RN.dtype), t_RN)
+
+
 class Matrices(NamedTuple):
     """All experts' matrices in one view of them as they lie."""
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tcgen05_commit,
     tcgen05_mma,
 )
+from triton.experimental.gluon.language.nvidia.blackwell import tma as blackwell_tma
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -35,6 +36,7 @@ __all__ = [
     "tcgen05_commit",
     "tcgen05_mma",
     "tma_add",
+    "tma_gather",
     "tma_load",
     "tma_store",
     "tma_store_wait",
@@ -46,6 +48,7 @@ __all__ = [
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+tma_gather = blackwell_tma.async_gather
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # of the warps of one task
 
 

@@ -241,7 +241,9 @@ def grouped_dgrad_act_(
     gathered, halves = rows_R is not None, 2 if act.GATED and act.CHANNEL_STEP == 1 else 1
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
-    fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else descriptors.fits_tensor(dy_RH))
+    dy_described = descriptors.fits_tensor(dy_RH)
+    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # with a task for each warp
+    fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else dy_described)
     path, tile = choose(
         "dgrad_act",
         dy_RH.dtype,
@@ -250,7 +252,7 @@ def grouped_dgrad_act_(
         lambda: vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F)),
         schedule.rows_per_expert,
         gathered,
-        not (act.CURVE == "gelu" and act.LIMIT is not None and halves == 2),  # which would spill a few bytes
+        dy_described and not would_spill,
     )
     num_f, partial = cdiv(F, tile.BLOCK_N), None
     if probs_R is not None:
@@ -264,6 +266,8 @@ def grouped_dgrad_act_(
         block_m, width = task_rows(path, tile, dy_RH.device), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
+        elif path == "specialised":
+            dy_desc = descriptors.gathered_rows(dy_RH, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         h_desc, dh_desc = (
             descriptors.ragged_rows(t, block_m, width * act.CHANNEL_STEP, halves=halves, apart=path == "specialised")
@@ -290,14 +294,14 @@ def grouped_dgrad_act_(
             launch(
                 _bias_dprobs,
                 (schedule.max_tiles(tile.BLOCK_M),),
-                *(partial[num_f], dy_RH, None, *bias_ptrs, tiles, H, dy_RH.stride(0), stride_bias_e),
+                *(partial[num_f], dy_RH, rows_R, *bias_ptrs, tiles, H, dy_RH.stride(0), stride_bias_e),
                 *(tile.BLOCK_M, tile.BLOCK_K),
                 num_warps=8,
             )
         launch(
             grouped_dgrad_act_specialised_kernel,
             grid,
-            *(dy_desc, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
+            *(dy_desc, rows_R, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
             *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),
             *(*act, k_contiguous, reversed_, consumers(dy_RH.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,

@@ -16,7 +16,16 @@ from . import activation
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, tma_load, tma_store, tma_store_wait
 from .ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
 from .schedule import load_tile, tile_at, zero_padding_at
-from .tasks import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
+from .tasks import (
+    CONSUMER_REGISTERS,
+    GATHERING_REGISTERS,
+    GATHERING_WARPS,
+    PRODUCER_REGISTERS,
+    load_operands,
+    operands,
+    part,
+    product,
+)
 from .tensor_memory import multiply_tiles
 
 SLOTS = gl.constexpr(2)  # of a consumer
@@ -154,6 +163,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows"])
 def grouped_dgrad_act_specialised_kernel(
     dy_desc,
+    rows_ptr,
     w_desc,
     probs_ptr,
     h_desc,
@@ -197,6 +207,8 @@ def grouped_dgrad_act_specialised_kernel(
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
     dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, ROWS, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty, sums)
+    LOADING_WARPS: gl.constexpr = 1 if rows_ptr is None else GATHERING_WARPS
+    LOADING_REGISTERS: gl.constexpr = PRODUCER_REGISTERS if rows_ptr is None else GATHERING_REGISTERS
     # fmt: off
     gl.warp_specialize(
         [
@@ -211,13 +223,13 @@ def grouped_dgrad_act_specialised_kernel(
                 K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
             (load_operands, (
-                dy_desc, w_desc, tiles_ptr, num_experts, H, loop,
+                dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
                 REVERSED, K_CONTIGUOUS, 1, BLOCK_F, BLOCK_H, GROUP_M, STAGES,
             )),
             (_load_h, (h_desc, tiles_ptr, loop, slots, CHANNEL_STEP, HALVES, BLOCK_F, SUBTILES, GROUP_M)),
         ],
-        [4 if CONSUMERS == 2 else 1, 1, 1],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4 if CONSUMERS == 2 else 1, LOADING_WARPS, 1],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

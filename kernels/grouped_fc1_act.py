@@ -5,8 +5,9 @@ a row), or interleaved, gate `2f` and linear `2f + 1`. Both are columns of one a
 with two of them, zeroed where `flatten` joins the loops, ptxas waits after every wgmma. The activation is taken of `h`
 as stored, so that backward, which recomputes it from `h`, sees the same values.
 
-With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before. Descriptors
-cannot follow an index, so x then comes by pointers, through cp.async, also where all else goes by TMA.
+With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before. x then
+comes by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there
+see `grouped_fc1_act_specialised.py`).
 """
 
 from __future__ import annotations
@@ -172,7 +173,8 @@ def grouped_fc1_act_(
     w_by_pointers = halves == 2 and not k_contiguous
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, a_RF)))
     fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))
-    fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else descriptors.fits_tensor(x_RH))
+    x_described = descriptors.fits_tensor(x_RH)
+    fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else x_described)
     path, tile = choose(
         "fc1_act",
         x_RH.dtype,
@@ -181,13 +183,15 @@ def grouped_fc1_act_(
         lambda: vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F)),
         schedule.rows_per_expert,
         gathered,
-        not w_by_pointers,
+        x_described and not w_by_pointers,
     )
     x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = task_rows(path, tile, x_RH.device), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
+        elif path == "specialised":
+            x_desc = descriptors.gathered_rows(x_RH, tile.BLOCK_K)
         if not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
         h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "specialised")
@@ -211,7 +215,7 @@ def grouped_fc1_act_(
         launch(
             grouped_fc1_act_specialised_kernel,
             grid,
-            *(x_desc, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
+            *(x_desc, rows_R, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
             *(num_experts, H, F, *strides),
             *(*act, k_contiguous, reversed_, consumers(x_RH.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,

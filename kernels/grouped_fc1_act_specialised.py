@@ -14,7 +14,16 @@ from .common import expert_base, load_bias_at, paired
 from .gluon import gl, gluon, tma_store, tma_store_wait
 from .ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
 from .schedule import load_tile, tile_at, zero_padding_at
-from .tasks import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
+from .tasks import (
+    CONSUMER_REGISTERS,
+    GATHERING_REGISTERS,
+    GATHERING_WARPS,
+    PRODUCER_REGISTERS,
+    load_operands,
+    operands,
+    part,
+    product,
+)
 from .tensor_memory import multiply_tiles
 
 
@@ -96,6 +105,7 @@ def _consume(
 @gluon.jit
 def grouped_fc1_act_specialised_kernel(
     x_desc,
+    rows_ptr,
     w_desc,
     bias_ptr,
     bias_table_ptr,
@@ -138,6 +148,8 @@ def grouped_fc1_act_specialised_kernel(
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty, sums)
     h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
+    LOADING_WARPS: gl.constexpr = 1 if rows_ptr is None else GATHERING_WARPS
+    LOADING_REGISTERS: gl.constexpr = PRODUCER_REGISTERS if rows_ptr is None else GATHERING_REGISTERS
     # fmt: off
     gl.warp_specialize(
         [
@@ -152,12 +164,12 @@ def grouped_fc1_act_specialised_kernel(
                 K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
             (load_operands, (
-                x_desc, w_desc, tiles_ptr, num_experts, H, loop,
+                x_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
                 REVERSED, K_CONTIGUOUS, HALVES, BLOCK_G, BLOCK_H, GROUP_M, STAGES,
             )),
         ],
-        [4 if CONSUMERS == 2 else 1, 1],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        [4 if CONSUMERS == 2 else 1, LOADING_WARPS],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)

@@ -113,7 +113,7 @@ def grouped_gemm_specialised_kernel(
                 gl.constexpr(1), CONSUMERS, K_CONTIGUOUS, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, GROUP_M, STAGES,
             )) if CONSUMERS == 2 else (multiply_tiles, (K, loop, BLOCK_K, K_CONTIGUOUS, STAGES)),
             (load_operands, (
-                x_desc, w_desc, tiles_ptr, num_experts, K, loop,
+                x_desc, None, w_desc, tiles_ptr, num_experts, K, loop,
                 REVERSED, K_CONTIGUOUS, 1, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
             )),
         ],

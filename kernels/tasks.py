@@ -8,7 +8,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 from . import tensor_memory, warpgroups
 from .common import column_subtiles
-from .gluon import fence_async_shared, gl, gluon, tma_load
+from .gluon import fence_async_shared, gl, gluon, tma_gather, tma_load
 from .ring import begin_loads, mbarriers, shared_tiles, wait_for_operands
 from .schedule import load_tile, tile_at
 
@@ -16,6 +16,10 @@ from .schedule import load_tile, tile_at
 # count as a warpgroup, need few.
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)
+# Where rows are gathered, each thread of a warp has the numbers of all rows that the warp loads: four warps, a quarter
+# of a tile's rows each.
+GATHERING_WARPS = gl.constexpr(4)
+GATHERING_REGISTERS = gl.constexpr(88)
 
 
 @gluon.jit
@@ -44,8 +48,19 @@ def operands(
 
 
 @gluon.jit
+def _numbers_of_rows(rows_ptr, rows, ROWS: gl.constexpr):
+    """`[ROWS]` rows of `x` that a tile takes, as `tma_gather` wants them: each thread of a warp has all that the warp
+    loads. From `rows` on they are -1: TMA fills those with zeros.
+    """
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, gl.num_warps()], [1, 0]))
+    row_M = gl.arange(0, ROWS, layout)
+    return gl.load(rows_ptr + row_M, mask=row_M < rows, other=-1).to(gl.int32)
+
+
+@gluon.jit
 def load_operands(
     x_desc,
+    rows_ptr,
     w_desc,
     tiles_ptr,
     num_experts,
@@ -59,7 +74,10 @@ def load_operands(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """The producer's task in an M-ragged pass: of each step rows of `x`, and COLUMNS of `w` (in fc1 of each half)."""
+    """The producer's task in an M-ragged pass: of each step rows of `x`, and COLUMNS of `w` (in fc1 of each half).
+
+    With `rows`, which Blackwell's TMA follows, row r is row `rows[r]` of `x`.
+    """
     num_m, num_n, x, w, full, empty, _sums = loop
     CONSUMERS: gl.constexpr = x.shape[0] // STAGES
     ROWS: gl.constexpr = x.shape[1]
@@ -71,12 +89,17 @@ def load_operands(
         w_e = num_experts - 1 - expert if REVERSED else expert
         wrap, end, row = to_ragged_indices(first, rows, 0)
         n = n_tile * COLUMNS
+        if rows_ptr is not None:
+            x_rows = _numbers_of_rows(rows_ptr + first, rows, ROWS)
         for k in range(0, K, BLOCK_K):
             stage = begin_loads(i, full, empty, BYTES, STAGES)
             i += 1
             arrived = full.index(stage)
-            for c in gl.static_range(CONSUMERS):
-                tma_load(x_desc, [wrap, end, row + c * ROWS, k], arrived, x.index(stage * CONSUMERS + c))
+            if rows_ptr is not None:
+                tma_gather(x_desc, x_rows, k, arrived, x.index(stage))
+            else:
+                for c in gl.static_range(CONSUMERS):
+                    tma_load(x_desc, [wrap, end, row + c * ROWS, k], arrived, x.index(stage * CONSUMERS + c))
             if HALVES == 2:
                 tma_load(w_desc, [w_e, 0, n, k], arrived, w.index(stage))
             elif K_CONTIGUOUS:

@@ -131,6 +131,8 @@ DEMANDING: Cases = {
 SPECIALISED: Cases = {
     "main_grad": Layer(),
     "gpt-oss, biases": DEMANDING["gpt-oss, biases"],
+    "gathered": DEMANDING["gathered"],
+    "gathered, gpt-oss, biases": DEMANDING["gathered, gpt-oss, biases"],
     "gelu, experts apart": Layer(Activation("gelu"), experts="apart"),
     "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
     **_SEVERAL,

@@ -16,6 +16,7 @@ from emulator.library import EmulationError, Order
 
 _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r\d+)\], (%r\d+);"
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"
+_GATHER = r"^(\s*@%p\d+ cp\.async\.bulk\.tensor\.2d\.tile::gather4[^{]*\{[^,]+, )([^,}]+)(.*)"
 _MMA = r"^\s*(@%p\d+ tcgen05\.mma.*, )(%p\d+);"
 _DESCRIPTOR = r"^(\tor\.b64 \t%rd\d+, %rd\d+, )(-?\d{15,})(;.*)"
 
@@ -52,6 +53,7 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "mbarrier arrival removed": (r"^\s*@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", lambda m: ""),
     "proxy fence removed": (r"^\s*fence\.proxy\.async\.shared::cta;", lambda m: ""),
     "TMA coordinate": (_TMA, lambda m: _plus(m, m[2], 1, f"other{m[3]}")),
+    "TMA gathered row": (_GATHER, lambda m: _plus(m, m[2], 1, f"other{m[3]}")),
     "matrix stride": (_DESCRIPTOR, lambda m: f"{m[1]}{int(m[2]) ^ 1 << 33}{m[3]}"),
     "matrix swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
     "tcgen05 product removed": (_MMA, lambda m: ""),
@@ -174,6 +176,9 @@ SUBJECTS = {
             *(("sm_100", name) for name in ("gemm", "fc1_act", "dgrad_act")),
         )
     },
+    "sm_100_fc1_gathered_by_tasks": _of_project(
+        "sm_100", "long", "fc1_act deep gathered gpt_oss", "grouped_fc1", specialised=True
+    ),
     "sm_90_matmul": Subject(
         "_matmul_tma",
         lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from emulator import tma
+from emulator.library import EmulationError
 from emulator.ptx import brains, run_ptx
 from emulator.tma import BOX, COMMIT, FENCE, INIT, WAIT, WRITTEN
 
@@ -65,6 +66,36 @@ def test_ranks(rank):
     after = stored(array, values, at)
     np.testing.assert_array_equal(tma.box_of(after, box, at), values * inside)
     assert (after != array).sum() == inside.sum()
+
+
+# Anywhere, twice the same, and outside: those are zeros.
+GATHERED = [7, 0, 39, 7, -1, 12, 40, 38, 1, 1, 1, 2, 2**31 - 1, 20, -(2**31), 5]
+
+
+@pytest.mark.parametrize("column", [0, 24, 48, 64, -8])
+@pytest.mark.parametrize("swizzle", range(4))
+def test_rows_that_are_gathered(swizzle, column):
+    box = (1, (tma.WIDTHS[swizzle] or 32) // 2)
+    rows = [tma.box_of(MATRIX, box, (row, column)) for row in GATHERED]
+    expected = tma.swizzled(np.concatenate(rows).view(np.uint8), swizzle)
+    out = np.zeros(expected.size, np.uint8)
+    body = INIT + tma.gather(GATHERED, column, out.size) + WAIT + tma.out_of_shared(out.size)
+    run_ptx(body, tma.map_of(MATRIX, box, swizzle), out, MATRIX, shared=BOX + out.size)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_rows_that_are_gathered_come_one_by_one():
+    """The box of their map has one row, and nothing else is four rows anywhere."""
+    out = np.zeros(256, np.uint8)
+    with pytest.raises(EmulationError, match="box has more than one row"):
+        run_ptx(INIT + tma.gather([0, 1, 2, 3], 0, 256) + WAIT, tma.map_of(MATRIX, (2, 32)), out, MATRIX, shared=2048)
+    for wrong, said in (
+        (tma.gather([0, 1, 2, 3], 0, 256).replace(", 3}", "}"), "TMA coordinates"),
+        (tma.gather([0, 1, 2, 3], 0, 256).replace("2d", "3d"), "TMA rank"),
+        (tma.store((0, 0)).replace(".global.shared", ".tile::scatter4.global.shared"), "TMA"),
+    ):
+        with pytest.raises(EmulationError, match=said):
+            run_ptx(INIT + wrong, tma.map_of(MATRIX, (1, 32)), out, MATRIX, shared=2048)
 
 
 def test_rows_may_be_apart():

@@ -10,6 +10,7 @@ from support.grids import is_quick
 pytestmark = pytest.mark.usefixtures("poison")
 
 BEGUN_ANEW = "tcgen05 sum begun anew or not"
+SM_100_BY_TASKS = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act")
 MOST = 3  # places of a kind in a kernel: the first, the last and some between
 # Places that may be changed and nothing is wrong, or nothing that a late order shows.
 NEEDLESS = {
@@ -40,10 +41,11 @@ NEEDLESS = {
     ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
     # On sm_100 the same, and around the address of tensor memory, which nobody overwrites; all sums of a tile are given
     # back with its last part, before which the others are used.
-    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act")},
-    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in ("gemm", "fc1_act", "dgrad_act")},
+    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_BY_TASKS},
+    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_BY_TASKS},
     ("sm_100_gemm_by_tasks", "bar.sync removed"): 2,
     ("sm_100_fc1_act_by_tasks", "bar.sync removed"): 1,
+    ("sm_100_fc1_gathered_by_tasks", "bar.sync removed"): 1,
     ("sm_100_dgrad_act_by_tasks", "bar.sync removed"): 2,
     ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,
     # The first product of a tile, whose sums are zeros before it as well.
@@ -67,7 +69,8 @@ def kinds_of(subject):
         kind
         for kind in KINDS
         if of_others not in kind
-        and (kind != CP_ASYNC or "gathered" in subject)
+        and (kind != CP_ASYNC or ("gathered" in subject and not by_tasks))
+        and (kind != "TMA gathered row" or subject == "sm_100_fc1_gathered_by_tasks")
         and (kind not in OF_TASKS or by_tasks)
         and (kind != "tcgen05 wait for stores removed" or not by_tasks)  # nothing is stored there
     ]

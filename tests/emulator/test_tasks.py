@@ -11,12 +11,16 @@ import torch
 from emulator import cases
 from emulator.layers import emulated
 from emulator.library import Order
-from support import factory
+from support import experts, factory
 from support.experts import DEVICE
 from support.factory import wgrad_segment
 from support.passes import dgrad_act, gemm, wgrad
 
-from fusedmlp.kernels import configs
+from fusedmlp import Activation
+from fusedmlp.kernels import configs, launches
+from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
+from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.operators.triton_impl import _options
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -29,6 +33,7 @@ NAMES = (
     *("gemm deep", "gemm few", "gemm one"),
     *("fc1_act deep", "fc1_act few", "fc1_act gpt_oss"),
     *("dgrad_act deep", "dgrad_act few", "dgrad_act gpt_oss", "dgrad_act many"),
+    *("fc1_act deep gathered gpt_oss", "dgrad_act deep gathered gpt_oss"),
     *("wgrad deep", "wgrad tall", "wgrad many overwrite bias", "wgrad deep segments overwrite", "wgrad scattered"),
 )
 QUICK = "gemm few"
@@ -42,7 +47,7 @@ CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-b
         pytest.param(target, name, marks=[] if name == QUICK else pytest.mark.exhaustive)
         for target in TARGETS
         for name in NAMES
-        if target == "sm_90" or "wgrad" not in name
+        if ("gathered" if target == "sm_90" else "wgrad") not in name
     ],
 )
 def test_the_same_bits_in_many_orders(target, name):
@@ -59,13 +64,13 @@ STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
 def test_steps_of_wgrad_around_the_number_of_stages(accumulate):
     counts, padding = STEPS
     one = wgrad_segment(counts, 136, 264, torch.bfloat16, padding, seed=0, device=DEVICE)
-    _, experts = wgrad.main_grad("packed", len(counts), 136, 264)
+    _, dw = wgrad.main_grad("packed", len(counts), 136, 264)
     if not accumulate:
-        for expert in experts:
+        for expert in dw:
             expert.fill_(float("nan"))
     with emulated("sm_90", "long", specialised=True):
-        assert wgrad.run(experts, [one], accumulate, packed=True) == "specialised"
-    wgrad.check(experts, [one], wgrad.UNTOUCHED if accumulate else 0.0)
+        assert wgrad.run(dw, [one], accumulate, packed=True) == "specialised"
+    wgrad.check(dw, [one], wgrad.UNTOUCHED if accumulate else 0.0)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -109,6 +114,22 @@ def test_probabilities_that_are_not_finite_leave_their_gradients_alone(target):
         results, launch = dgrad_act.run(inputs)
     assert launch.path == "specialised"
     assert results["dprobs"].isfinite().all()
+
+
+@pytest.mark.parametrize(("stride", "path"), [(80, "specialised"), (0, "gather")])
+def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
+    """Whose rows are no distance apart, which no descriptor describes."""
+    tokens = torch.ones(90, 80, dtype=torch.bfloat16).as_strided((90, 80), (stride, 1))
+    rows, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
+    h, a, act = torch.zeros(73, 288).bfloat16(), torch.zeros(73, 144).bfloat16(), _options(Activation("swiglu").encoded)
+    fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
+    with emulated("sm_100", "long", specialised=True), launches.recording() as log:
+        grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, rows_R=rows)
+        grouped_dgrad_act_(
+            torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, rows_R=rows
+        )
+    assert [launch.path for launch in log] == [path, path]
+    assert (h == 80).all()
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,17 @@ def load(at: Sequence[int], count: int, to: int = BOX) -> str:
         @%p1 {kind} [shared+{to}], [%a0, {{{where}}}], [shared];"""
 
 
+def gather(rows: Sequence[int], column: int, count: int, to: int = BOX) -> str:
+    """Thread 0 loads rows of `%a0`, four at a time, from this column on, as many bytes as are expected."""
+    kind = "cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier::complete_tx::bytes"
+    fours = [", ".join(map(str, rows[i : i + 4])) for i in range(0, len(rows), 4)]
+    place = [to + i * count // len(fours) for i in range(len(fours))]
+    return f"@%p1 mbarrier.arrive.expect_tx.shared::cta.b64 _, [shared], {count};" + "".join(
+        f"@%p1 {kind} [shared+{where}], [%a0, {{{column}, {four}}}], [shared];"
+        for where, four in zip(place, fours, strict=True)
+    )
+
+
 def store(at: Sequence[int], reduction: str = "", of: int = BOX) -> str:
     name = f"cp.reduce.async.bulk.tensor.{len(at)}d" if reduction else f"cp.async.bulk.tensor.{len(at)}d"
     where = ", ".join(map(str, at[::-1]))

@@ -44,7 +44,6 @@ def test_what_they_do_not_take_goes_as_before(monkeypatch):
     switched(monkeypatch, True)
     assert chosen("gemm", rows=63)[0] == "tma"
     assert chosen("gemm", torch.float32)[0] == "pointer"
-    assert chosen("fc1_act", gathered=True)[0] == "gather"
     assert chosen("fc1_act", by_tasks=False)[0] == "tma"
     assert configs.choose("gemm", torch.bfloat16, CPU, False, lambda: True, 64)[0] == "pointer"
     for architecture in ("sm_80", "sm_120", "gfx942"):
@@ -52,6 +51,16 @@ def test_what_they_do_not_take_goes_as_before(monkeypatch):
         assert chosen("gemm")[0] == "pointer"
     monkeypatch.setattr(configs, "architecture", lambda _device: "sm_100")
     assert chosen("wgrad")[0] == "tma"  # whose tasks Triton makes there
+
+
+def test_rows_that_are_gathered_have_tasks_on_blackwell_alone(monkeypatch):
+    """Where TMA follows an index."""
+    switched(monkeypatch, True)
+    assert chosen("fc1_act", gathered=True)[0] == "gather"
+    monkeypatch.setattr(configs, "architecture", lambda _device: "sm_100")
+    assert chosen("fc1_act", gathered=True)[0] == "specialised"
+    assert chosen("fc1_act", gathered=True, by_tasks=False)[0] == "gather"
+    assert chosen("fc1_act", rows=63, gathered=True)[0] == "gather"
 
 
 @pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128), ("sm_103", 128)])

@@ -60,9 +60,12 @@ def tiles_of(counts, num_rows, device):
 
 
 def expected_path(kernel, dtype, device, best, sizes):
-    """`best`, or what comes after it for those sizes and that device; "specialised" for "tma" where that is asked."""
+    """`best`, or what comes after it for those sizes and that device; "specialised" where that is asked, for gathered
+    rows on Blackwell alone.
+    """
     device = torch.device(device)
-    if best == "tma" and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
+    by_tasks = ("tma", "gather") if configs.SPECIALISED and configs.consumers(device) == 1 else ("tma",)
+    if best in by_tasks and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
         return "specialised"
     if best in configs.BY_DESCRIPTORS and configs.has_path(kernel, dtype, device, best):
         return best

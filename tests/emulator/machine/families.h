@@ -29,7 +29,7 @@ void decode_matrix_load_store(Decoder&, Instruction&);
 void decode_tensor_map(Decoder&, Instruction&);
 void decode_bulk_load(Decoder&, Instruction&);
 // `[map, {coordinates}]` of a TMA instruction: the map is address 1, the coordinates are the list. Returns the rank.
-u32 decode_tensor_operand(Decoder&, Instruction&, const Operand& tensor, const std::string& rank);
+u32 decode_tensor_operand(Decoder&, Instruction&, const Operand& tensor, const std::string& rank, u32 boxes = 1);
 void decode_mma(Decoder&, Instruction&);
 void decode_tcgen05(Decoder&, Instruction&);
 
