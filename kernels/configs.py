@@ -142,6 +142,7 @@ _SM_100 |= {
     ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
     ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
     ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 8, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
+    ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 8, 4, SUBTILES=8, GROUP_M=16, PER_SM=1)},
 }
 # Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step overwrites while the last
 # one is still multiplied: by descriptors that is a race, by pointers it is not.
@@ -258,9 +259,13 @@ def gluon_missing() -> str:
     return ""
 
 
-def specialised(kernel: str, dtype: torch.dtype, device: torch.device, rows_per_expert: float) -> Tile | None:
+def specialised(
+    kernel: str, dtype: torch.dtype, device: torch.device, rows_per_expert: float, gathered: bool = False
+) -> Tile | None:
     """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
     if not (SPECIALISED or TUNED):  # without the cost of a key
+        return None
+    if gathered and consumers(device) == 2:  # before Blackwell TMA follows no index
         return None
     key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
     if not (SPECIALISED or key in TUNED):
@@ -296,8 +301,7 @@ def choose(
     """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index;
     `by_tasks`: whether the kernel with a task for each warp can do it.
     """
-    followed = not gathered or consumers(device) == 1  # Blackwell's TMA brings rows by an index
-    if tma_fits and by_tasks and followed and (tile := specialised(kernel, dtype, device, rows_per_expert)):
+    if tma_fits and by_tasks and (tile := specialised(kernel, dtype, device, rows_per_expert, gathered)):
         return "specialised", tile
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, device, path)):

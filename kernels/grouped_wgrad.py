@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import cost, launches
 from .common import dot, expert_base, round_to, zeros
-from .configs import BY_DESCRIPTORS, cdiv, dot_precision, num_programs, warp_specializes
+from .configs import BY_DESCRIPTORS, cdiv, consumers, dot_precision, num_programs, warp_specializes
 from .expert_tensors import ExpertTensors
 from .launcher import launch
 from .schedule import deals_out, num_turns, place_at, wgrad_tile
@@ -209,7 +209,8 @@ def grouped_wgrad_(
     tile = way.tile
     if way.path == "specialised" and db_EN is not None:
         order = wgrad_plan(offsets[0], num_experts).order if order is None else order
-        grouped_wgrad_(None, db_EN, dy_RN, x_RK, offsets, accumulate=accumulate, scale_R=scale_R, order=order)
+        options = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
+        grouped_wgrad_(None, db_EN, dy_RN, x_RK, offsets, **options)
         db_EN = scale_R = None
     left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
@@ -237,9 +238,9 @@ def grouped_wgrad_(
         launch(
             grouped_wgrad_specialised_kernel,
             grid,
-            *(way.left, way.right, *dw, offsets[0], segments, steps, order),
+            *(way.left, left_rows, way.right, right_rows, *dw, offsets[0], segments, steps, order),
             *(len(offsets), num_experts, N, K, *strides_dw),
-            *(accumulate, reversed_, aligned, *blocks, tile.num_stages),
+            *(accumulate, reversed_, aligned, consumers(device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,
         )
     else:

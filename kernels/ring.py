@@ -52,6 +52,16 @@ def wait_for_operands(i, full, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def rows_of_index(index_ptr, rows, ROWS: gl.constexpr):
+    """`[ROWS]` numbers from an index of so many `rows`, as `tma_gather` wants them: every thread of a warp has those of
+    all rows that the warp loads. Beyond the index they are -1, for which TMA brings zeros.
+    """
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, gl.num_warps()], [1, 0]))
+    row_M = gl.arange(0, ROWS, layout)
+    return gl.load(index_ptr + row_M, mask=row_M < rows, other=-1).to(gl.int32)
+
+
+@gluon.jit
 def row_numbers(tile, row):
     """`[M]` row numbers of a tile's elements, as the tile is spread over threads. Once for each thread and row: of
     `[M, 1]` a thread would load and store one for each column that it has.
@@ -88,6 +98,13 @@ def whole_rows(M: gl.constexpr):
     rows = gl.arange(0, M, gl.SliceLayout(1, layout))
     columns = gl.arange(0, 64, gl.SliceLayout(0, layout))
     return rows[:, None], columns[None, :]
+
+
+@gluon.jit
+def whole_rows_of(tile):
+    """The same tile, spread so that neighbouring threads have neighbouring columns, for accesses to global memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    return gl.convert_layout(tile, layout)
 
 
 @gluon.jit

@@ -9,7 +9,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 from . import tensor_memory, warpgroups
 from .common import column_subtiles
 from .gluon import fence_async_shared, gl, gluon, tma_gather, tma_load
-from .ring import begin_loads, mbarriers, shared_tiles, wait_for_operands
+from .ring import begin_loads, mbarriers, rows_of_index, shared_tiles, wait_for_operands
 from .schedule import load_tile, tile_at
 
 # Of a thread; the first task gets what others leave of 65,536. Those whose tasks are a warp each, of which up to four
@@ -23,6 +23,20 @@ GATHERING_REGISTERS = gl.constexpr(88)
 
 
 @gluon.jit
+def stages_and_sums(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """`(full, empty, sums)`: mbarriers of stages; sums of tiles so wide in tensor memory, or, with two consumers,
+    something in their place (no task can be given None).
+    """
+    # At `empty` each consumer arrives; a single one does not, but the products themselves do.
+    full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
+    sums = full
+    if CONSUMERS == 1:
+        sums = tensor_memory.tile_sums(COLUMNS)
+    fence_async_shared()
+    return full, empty, sums
+
+
+@gluon.jit
 def operands(
     DTYPE: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -33,28 +47,12 @@ def operands(
     STAGES: gl.constexpr,
 ):
     """`(x, w, full, empty, sums)`: `[STAGES, ...]` of shared memory, ROWS of `x` for each consumer and COLUMNS of
-    `w` in all; their mbarriers; sums in tensor memory, or, with two consumers, something in their place (no task can be
-    given None).
+    `w` in all, and what belongs to them.
     """
     x = shared_tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK_K)
     w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else BLOCK_K, BLOCK_K if K_CONTIGUOUS else COLUMNS)
-    # At `empty` each consumer arrives; a single one does not, but the products themselves do.
-    full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
-    sums = full
-    if CONSUMERS == 1:
-        sums = tensor_memory.tile_sums(COLUMNS)
-    fence_async_shared()
+    full, empty, sums = stages_and_sums(CONSUMERS, COLUMNS, STAGES)
     return x, w, full, empty, sums
-
-
-@gluon.jit
-def _numbers_of_rows(rows_ptr, rows, ROWS: gl.constexpr):
-    """`[ROWS]` rows of `x` that a tile takes, as `tma_gather` wants them: each thread of a warp has all that the warp
-    loads. From `rows` on they are -1: TMA fills those with zeros.
-    """
-    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, gl.num_warps()], [1, 0]))
-    row_M = gl.arange(0, ROWS, layout)
-    return gl.load(rows_ptr + row_M, mask=row_M < rows, other=-1).to(gl.int32)
 
 
 @gluon.jit
@@ -90,7 +88,7 @@ def load_operands(
         wrap, end, row = to_ragged_indices(first, rows, 0)
         n = n_tile * COLUMNS
         if rows_ptr is not None:
-            x_rows = _numbers_of_rows(rows_ptr + first, rows, ROWS)
+            x_rows = rows_of_index(rows_ptr + first, rows, ROWS)
         for k in range(0, K, BLOCK_K):
             stage = begin_loads(i, full, empty, BYTES, STAGES)
             i += 1
@@ -138,7 +136,7 @@ def product(
                 w_KN = w_KN.permute((1, 0))
             acc = warpgroups.multiply(x.index(stage * CONSUMERS + WHICH), w_KN, acc, i, k == 0, empty, STAGES)
             i += 1
-        parts = column_subtiles(warpgroups.finish(acc, i, True, empty, STAGES), PARTS)
+        parts = column_subtiles(warpgroups.finish(acc, i, empty, STAGES), PARTS)
     return parts, i
 
 

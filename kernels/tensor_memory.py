@@ -42,23 +42,45 @@ def tile_sums(COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def multiply_tile(
+    j,
+    i,
+    steps,
+    left,
+    right,
+    full,
+    empty,
+    sums,
+    LEFT_TURNED: gl.constexpr,
+    RIGHT_TURNED: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Tile j of this program, `steps > 0` from step i on, by the warp that multiplies; returns the next tile's first
+    step. Operands are multiplied as they lie or, `[columns, rows]`, turned.
+    """
+    acc, done, free = sums
+    mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
+    at = _fence(j % TILES, "after")
+    for step in range(0, steps):
+        stage = wait_for_operands(i, full, STAGES)
+        a, b = left.index(stage), right.index(stage)
+        if LEFT_TURNED:
+            a = a.permute((1, 0))
+        if RIGHT_TURNED:
+            b = b.permute((1, 0))
+        tcgen05_mma(a, b, acc.index(at), use_acc=step > 0, mbarriers=[empty.index(stage)])
+        i += 1
+    tcgen05_commit(done.index(at))
+    return i
+
+
+@gluon.jit
 def multiply_tiles(K, loop, BLOCK_K: gl.constexpr, K_CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr):
     """The task of the warp that multiplies in an M-ragged pass; `K > 0`."""
     num_m, num_n, x, w, full, empty, sums = loop
-    acc, done, free = sums
-    tiles = gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))
     i = 0
-    for j in range(0, tiles):
-        mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
-        at = _fence(j % TILES, "after")
-        for k in range(0, K, BLOCK_K):
-            stage = wait_for_operands(i, full, STAGES)
-            w_KN = w.index(stage)
-            if K_CONTIGUOUS:
-                w_KN = w_KN.permute((1, 0))
-            tcgen05_mma(x.index(stage), w_KN, acc.index(at), use_acc=k > 0, mbarriers=[empty.index(stage)])
-            i += 1
-        tcgen05_commit(done.index(at))
+    for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
+        i = multiply_tile(j, i, gl.cdiv(K, BLOCK_K), x, w, full, empty, sums, False, K_CONTIGUOUS, STAGES)
 
 
 @gluon.jit

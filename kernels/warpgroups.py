@@ -26,8 +26,8 @@ def multiply(a, b, acc, i, is_first, empty, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def finish(acc, i, any_step, empty, STAGES: gl.constexpr):
+def finish(acc, i, empty, STAGES: gl.constexpr):
     """The sums of a tile, whose last step was that before i; its stage is given back."""
     acc = warpgroup_mma_wait(0, deps=[acc])
-    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=any_step)
+    mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1)
     return acc

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .alignment import vectors_fit
-from .configs import Path, Tile, choose, has_path, select, specialised
-from .descriptors import Descriptor, fits
+from .configs import Path, Tile, choose, consumers, has_path, select, specialised
+from .descriptors import Descriptor, fits, fits_tensor, gathered_rows
 from .expert_tensors import ExpertTensors, device_table
 from .segments import one_descriptor
 from .wgrad_plan import Gathered
@@ -27,10 +27,17 @@ class Operand(NamedTuple):
         """Of `dy` or `x`."""
         return self.tensors[0].shape[1]
 
-    def described(self, rows: int, columns: int) -> tuple[Descriptor | None, list[int]] | None:
-        """A descriptor (none where rows are gathered: vectors, then) and each segment's place; None: go by pointers."""
+    def described(
+        self, rows: int, columns: int, by_tasks: bool = False
+    ) -> tuple[Descriptor | None, list[int]] | None:
+        """A descriptor (none where rows are gathered: vectors, then, unless `by_tasks`) and each segment's place; None:
+        go by pointers.
+        """
         if not self.rows:
             return one_descriptor(self.tensors, rows, columns)
+        if by_tasks:
+            described = len(self.tensors) == 1 and fits_tensor(self.tensors[0])
+            return (gathered_rows(self.tensors[0], columns), [0]) if described else None
         return (None, self.addresses()) if vectors_fit(self.tensors, [], [self.columns]) else None
 
     def addresses(self) -> list[int]:
@@ -82,12 +89,14 @@ def way_of(dw_ENK: ExpertTensors | None, left: Operand, right: Operand, num_expe
     dtype, device = left.tensors[0].dtype, left.tensors[0].device
     rows_per_expert = sum(t.shape[0] for t in left.rows or left.tensors) / num_experts
     path: Path = "gather" if left.rows or right.rows else "tma"
-    own = specialised("wgrad", dtype, device, rows_per_expert) if path == "tma" and dw_ENK is not None else None
+    own = specialised("wgrad", dtype, device, rows_per_expert, path == "gather") if dw_ENK is not None else None
     if own is not None and dw_ENK is not None:
-        lefts, rights = left.described(own.BLOCK_M, own.BLOCK_N // 2), right.described(own.BLOCK_M, own.BLOCK_K)
+        own_rows = own.BLOCK_N // consumers(device)
+        lefts = left.described(own.BLOCK_M, own_rows, by_tasks=True)
+        rights = right.described(own.BLOCK_M, own.BLOCK_K, by_tasks=True)
         if lefts and rights:
             adds = accumulate and dw_ENK.base.dtype != torch.float32  # which TMA would round twice
-            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own.BLOCK_N // 2, own)
+            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own_rows, own)
             return Way("specialised", own, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
     if dw_ENK is not None and has_path("wgrad", dtype, device, path):
         tile = select("wgrad", dtype, device, path, rows_per_expert)

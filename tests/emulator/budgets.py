@@ -24,7 +24,7 @@ _SIZES = (512, 512)
 SPECIALISED = ", specialised"  # added to the names of passes whose warps have tasks of their own
 _WGRADS = ("wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
 _RAGGED = ("fc1_act", "gemm", "dgrad_act")
-_GATHERED = ("fc1_act gathered", "dgrad_act gathered")
+_GATHERED = ("fc1_act gathered", "dgrad_act gathered", "wgrad gathered dy", "wgrad gathered x")
 COLUMNS = {
     "instructions": ("instructions",),  # of warps
     "mma": ("mma", "wgmma", "tcgen05_mma"),
@@ -87,7 +87,7 @@ def everything() -> Iterator[tuple[str, str]]:
     yield from ((target, name) for target in ("sm_80", "sm_90") for name in passes())
     yield from (("sm_90", name + SPECIALISED) for name in (*_RAGGED, *_WGRADS))
     yield from (("sm_100", name) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
-    yield from (("sm_100", name + SPECIALISED) for name in (*_RAGGED, *_GATHERED))
+    yield from (("sm_100", name + SPECIALISED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
 
 
 def allowed() -> dict[tuple[str, str], dict[str, int]]:

@@ -197,8 +197,8 @@ def _of_wgrad(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        described = sizes != ODD and not shift and not gathered
-        best = "tma" if described and wgrad.is_specialised(dtype) else wgrad.PLACES[where]
+        described = sizes != ODD and not shift
+        best = "tma" if described and wgrad.is_specialised(dtype, bool(gathered)) else wgrad.PLACES[where]
         best = best if sizes != ODD and not shift else "unaligned"
         _, experts = wgrad.main_grad(where, count, N, K, grad)
         if not accumulate:
@@ -258,6 +258,7 @@ def _wgrad() -> Iterator[Case]:
     yield from _grid("wgrad deep", case(sizes=DEEP))  # eight tiles a program
     yield from _grid("wgrad deep segments", case(("uneven", "few", "empty"), sizes=DEEP))
     yield from _grid("wgrad deep segments overwrite", case(("few", "empty"), sizes=DEEP, accumulate=False))
+    yield from _grid("wgrad deep gathered dy", case(sizes=DEEP, gathered="dy"))
     yield from _grid("wgrad deep gathered segments", case(("uneven", "few", "empty"), sizes=DEEP, gathered="x"))
     tall = partial(case, ("tall",))
     yield from _grid("wgrad tall", tall(), EVERY)

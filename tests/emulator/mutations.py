@@ -172,13 +172,13 @@ SUBJECTS = {
     **{
         f"{target}_{name}_by_tasks": _of_project(target, "long", f"{name} deep", f"grouped_{name}", specialised=True)
         for target, name in (
-            *(("sm_90", name) for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
-            *(("sm_100", name) for name in ("gemm", "fc1_act", "dgrad_act")),
+            *((target, name) for target in ("sm_90", "sm_100") for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
         )
     },
-    "sm_100_fc1_gathered_by_tasks": _of_project(
-        "sm_100", "long", "fc1_act deep gathered gpt_oss", "grouped_fc1", specialised=True
-    ),
+    **{
+        f"sm_100_{kernel}_gathered_by_tasks": _of_project("sm_100", "long", name, f"grouped_{kernel}", specialised=True)
+        for kernel, name in (("fc1", "fc1_act deep gathered gpt_oss"), ("wgrad", "wgrad deep gathered dy"))
+    },
     "sm_90_matmul": Subject(
         "_matmul_tma",
         lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),

@@ -22,12 +22,9 @@ PART = [
 def has_tasks(case, target):
     """Whether kernels with a task for each warp take a part of the case: long loads in 16 bits by descriptors."""
     unfit = ["odd", "shifted", "without descriptors", "fc1_act in_out"]
+    unfit.append("gathered" if target == "sm_90" else "gathered segments")  # Blackwell's TMA follows an index: of one
     if not case.name.startswith("wgrad"):  # whose main_grad may lie anywhere
         unfit += ["scattered", "misaligned"]
-    if target == "sm_100":  # whose wgrad has tasks that Triton makes
-        unfit += ["wgrad", "apart"]
-    else:  # whose TMA follows no index
-        unfit += ["gathered"]
     fits = not any(part in case.name for part in unfit)
     return fits and case.shape == "long" and case.precision in (cases.BF16, cases.FP16)
 

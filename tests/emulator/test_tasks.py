@@ -34,6 +34,7 @@ NAMES = (
     *("fc1_act deep", "fc1_act few", "fc1_act gpt_oss"),
     *("dgrad_act deep", "dgrad_act few", "dgrad_act gpt_oss", "dgrad_act many"),
     *("fc1_act deep gathered gpt_oss", "dgrad_act deep gathered gpt_oss"),
+    *("wgrad tall gathered x", "wgrad tall gathered dy bias", "wgrad gathered scattered"),
     *("wgrad deep", "wgrad tall", "wgrad many overwrite bias", "wgrad deep segments overwrite", "wgrad scattered"),
 )
 QUICK = "gemm few"
@@ -47,7 +48,7 @@ CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-b
         pytest.param(target, name, marks=[] if name == QUICK else pytest.mark.exhaustive)
         for target in TARGETS
         for name in NAMES
-        if ("gathered" if target == "sm_90" else "wgrad") not in name
+        if target == "sm_100" or "gathered" not in name
     ],
 )
 def test_the_same_bits_in_many_orders(target, name):
@@ -56,19 +57,20 @@ def test_the_same_bits_in_many_orders(target, name):
     assert any("specialised" in launch.kernel for launch in launched)
 
 
-# Rows of experts by 64 rows a step and three stages: no step, one, as many as stages, one more.
-STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
+# Rows of experts by 64 rows a step and three or four stages: none, one step, as many as stages, one more.
+STEPS = ((1, 64, 65, 192, 193, 0, 256, 257), 5)
 
 
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_steps_of_wgrad_around_the_number_of_stages(accumulate):
+def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target):
     counts, padding = STEPS
     one = wgrad_segment(counts, 136, 264, torch.bfloat16, padding, seed=0, device=DEVICE)
     _, dw = wgrad.main_grad("packed", len(counts), 136, 264)
     if not accumulate:
         for expert in dw:
             expert.fill_(float("nan"))
-    with emulated("sm_90", "long", specialised=True):
+    with emulated(target, "long", specialised=True):
         assert wgrad.run(dw, [one], accumulate, packed=True) == "specialised"
     wgrad.check(dw, [one], wgrad.UNTOUCHED if accumulate else 0.0)
 

@@ -63,9 +63,9 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
     return recorded[-1].path
 
 
-def is_specialised(dtype):
+def is_specialised(dtype, gathered=False):
     """Whether warps have tasks of their own; then `dw` may lie anywhere."""
-    return path_of("tma", dtype) == "specialised"
+    return path_of("gather" if gathered else "tma", dtype) == "specialised"
 
 
 def path_of(best, dtype, sizes=(40, 72)):
