@@ -142,7 +142,7 @@ _SM_100 |= {
     ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
     ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
     ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 8, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
-    ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 8, 4, SUBTILES=8, GROUP_M=16, PER_SM=1)},
+    ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 8, 3, SUBTILES=4, GROUP_M=16, PER_SM=1)},
 }
 # Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step overwrites while the last
 # one is still multiplied: by descriptors that is a race, by pointers it is not.

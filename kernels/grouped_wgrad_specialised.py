@@ -113,7 +113,7 @@ def _load(
 
 @gluon.jit
 def _multiply(rows_of, loop, BLOCK_R: gl.constexpr, GROUP_N: gl.constexpr, STAGES: gl.constexpr):
-    """The task of the warp that multiplies for a single consumer. It looks a tile up while products are still running."""
+    """The task of the warp that multiplies for a single consumer. Tiles are looked up while products still run."""
     offsets_ptr, _, steps_ptr, order_ptr, _, _ = rows_of
     turns, num_n, num_k, left, right, full, empty, tile_sums = loop
     program, programs = gl.program_id(0), gl.num_programs(0)

@@ -27,9 +27,7 @@ class Operand(NamedTuple):
         """Of `dy` or `x`."""
         return self.tensors[0].shape[1]
 
-    def described(
-        self, rows: int, columns: int, by_tasks: bool = False
-    ) -> tuple[Descriptor | None, list[int]] | None:
+    def described(self, rows: int, columns: int, by_tasks: bool = False) -> tuple[Descriptor | None, list[int]] | None:
         """A descriptor (none where rows are gathered: vectors, then, unless `by_tasks`) and each segment's place; None:
         go by pointers.
         """

@@ -31,9 +31,9 @@ NEEDLESS = {
     # here that those sums were read.
     ("sm_100_wgrad", "mbarrier wait for another stage"): 2,
     # Where tasks have warps of their own: after mbarriers are made, as a barrier of the block follows; before all tasks
-    # meet; and in dgrad before a warp writes dh where it alone has read h.
+    # meet, or wait for operands; and in dgrad before a warp writes dh where it alone has read h.
     **{(f"sm_90_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")},
-    **{(f"sm_90_{name}_by_tasks", "bar.sync removed"): 1 for name in ("gemm", "fc1_act")},
+    **{(f"sm_90_{name}_by_tasks", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad")},
     ("sm_90_dgrad_act_by_tasks", "bar.sync removed"): 3,
     # Of the last columns of a tile, as above: of these nothing is stored, either.
     ("sm_90_dgrad_act_by_tasks", "TMA coordinate"): 1,
@@ -45,8 +45,8 @@ NEEDLESS = {
     **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_BY_TASKS},
     **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 + ("fc1" not in name) for name in SM_100_BY_TASKS},
     **{(f"sm_100_{name}_by_tasks", "TMA coordinate"): 2 for name in ("dgrad_act", "wgrad", "wgrad_gathered")},
-    # Two waits are later than they must be: for the stage after the one that is overwritten; and for the products of the
-    # next tile as well, of which there is one, as each program has an even number.
+    # Two waits are later than they must be: for the stage after the one that is overwritten; and for the products of
+    # the next tile as well, of which there is one, as each program has an even number.
     **{(f"sm_100_{name}_by_tasks", "mbarrier wait for another stage"): 2 for name in ("wgrad", "wgrad_gathered")},
     # The first product of a tile, whose sums are zeros before it as well.
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
