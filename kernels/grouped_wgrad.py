@@ -209,8 +209,9 @@ def grouped_wgrad_(
     tile = way.tile
     if way.path == "specialised" and db_EN is not None:
         order = wgrad_plan(offsets[0], num_experts).order if order is None else order
-        options = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
-        grouped_wgrad_(None, db_EN, dy_RN, x_RK, offsets, **options)
+        grouped_wgrad_(
+            None, db_EN, dy_RN, x_RK, offsets, accumulate=accumulate, scale_R=scale_R, dy_rows=dy_rows, order=order
+        )
         db_EN = scale_R = None
     left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
