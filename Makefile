@@ -30,7 +30,7 @@ test-all: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The emulator's own tests and its cases; those tests of kernels, ALSO, that no case repeats; then what each Triton of
-# TRITONS makes of the kernels with a task for each warp, as names of Gluon change (not with gathered rows or experts
+# TRITONS makes of the kernels with a task for each warp, as names of Gluon change (not layers of tokens or with experts
 # apart, for which other kernels run, too: see docs/limits.md on Triton 3.6).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulator

@@ -15,8 +15,8 @@ import torch
 import triton
 
 # How tiles reach a multiprocessor: by descriptors, in kernels with a task for each warp; by descriptors; by descriptors
-# but for one operand, whose rows are gathered by pointers (before Blackwell no TMA follows an index); all by pointers;
-# or by pointers that `alignment` allows no vectors.
+# but for one operand, whose rows are gathered by pointers (no TMA follows an index before Blackwell, and there only the
+# kernels with tasks ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
 Path = Literal["specialised", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("specialised", "tma", "gather")
 ShapeClass = Literal["short", "long"]
@@ -265,15 +265,14 @@ def specialised(
     """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
     if not (SPECIALISED or TUNED):  # without the cost of a key
         return None
-    if gathered and consumers(device) == 2:  # before Blackwell TMA follows no index
-        return None
     key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
-    if not (SPECIALISED or key in TUNED):
+    tuned = None if gathered else TUNED.get(key)  # with rows in order
+    if not (SPECIALISED or tuned) or (gathered and consumers(device) == 2):  # before Blackwell TMA follows no index
         return None
     table = TABLES[architecture(device)]
     if key[:3] not in table or gluon_missing():
         return None
-    return TUNED.get(key) or table[key[:3]].get(key.shape)
+    return tuned or table[key[:3]].get(key.shape)
 
 
 def consumers(device: torch.device) -> int:

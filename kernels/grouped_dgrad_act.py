@@ -6,8 +6,9 @@ With `g`, `l` the gate and linear parts of `h`, recomputed from it:
 (the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, which the
 next launch adds up (`dprobs.py`): no atomics, the same bits every run.
 
-With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. Descriptors cannot
-follow an index, so dy then comes by pointers, through cp.async, also where all else goes by TMA.
+With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. dy then comes
+by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there see
+`grouped_dgrad_act_specialised.py`).
 
 The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles; both halves of `dh` leave by
 one store. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
@@ -233,7 +234,7 @@ def grouped_dgrad_act_(
     rows, which `dprobs.py` adds up, or None.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
-    `rows` (`[R]` integers, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
+    `rows` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
     """
     (num_rows, F), H, num_experts = a_RF.shape, dy_RH.shape[1], schedule.num_experts
     w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])

@@ -2,9 +2,9 @@
 `grouped_dgrad_act.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
 by registers here.
 
-One warp loads operands (TMA, `ring.py`), one brings `h`, part by part of a tile's columns, into slots of its own;
-others multiply (`tasks.py`). The epilogue finds `h` in its slot, writes `dh` over it and `a` beside, and TMA stores
-from there; no barrier of the whole block.
+One warp loads operands (TMA, `ring.py`; four where rows are gathered), one brings `h`, part by part of a tile's
+columns, into slots of its own; others multiply (`tasks.py`). The epilogue finds `h` in its slot, writes `dh` over it
+and `a` beside, and TMA stores from there; no barrier of the whole block.
 
 Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was
 stored from it has been read. A slot is given back with the next part, so there are two at least.
@@ -207,8 +207,9 @@ def grouped_dgrad_act_specialised_kernel(
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
     dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, ROWS, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty, sums)
-    LOADING_WARPS: gl.constexpr = 1 if rows_ptr is None else GATHERING_WARPS
-    LOADING_REGISTERS: gl.constexpr = PRODUCER_REGISTERS if rows_ptr is None else GATHERING_REGISTERS
+    GATHERED: gl.constexpr = rows_ptr is not None
+    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
+    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
     # fmt: off
     gl.warp_specialize(
         [

@@ -161,7 +161,7 @@ def grouped_fc1_act_(
 ) -> None:
     """Writes all of `h` and `a`, zeros at padding rows. Activations have unit column stride.
 
-    `rows` (`[R]` integers, read for owned rows only) makes `x` `[T, H]`: row r takes `x[rows[r]]`.
+    `rows` (`[R]` int32 or int64, read for owned rows only) makes `x` `[T, H]`: row r takes `x[rows[r]]`.
     """
     G, F, H, num_experts = h_RG.shape[1], a_RF.shape[1], x_RH.shape[1], schedule.num_experts
     if a_RF.numel() == 0:

@@ -1,10 +1,10 @@
 """Pass (1) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
 `grouped_fc1_act.py`.
 
-One warp loads (TMA, `ring.py`), others multiply both channels of a tile's columns (`tasks.py`), and `h` and `a` are
-stored while the next tile's operands arrive and, on the other warpgroup or in tensor memory, are multiplied: no barrier
-of the whole block. Halves of `h` leave one by one, and then `a`, from as many buffers in turn: HALVES + 1 of each
-consumer.
+One warp loads (TMA, `ring.py`; four where rows are gathered), others multiply both channels of a tile's columns
+(`tasks.py`), and `h` and `a` are stored while the next tile's operands arrive and, on the other warpgroup or in tensor
+memory, are multiplied: no barrier of the whole block. Halves of `h` leave one by one, and then `a`, from as many
+buffers in turn: HALVES + 1 of each consumer.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -148,8 +148,9 @@ def grouped_fc1_act_specialised_kernel(
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty, sums)
     h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
-    LOADING_WARPS: gl.constexpr = 1 if rows_ptr is None else GATHERING_WARPS
-    LOADING_REGISTERS: gl.constexpr = PRODUCER_REGISTERS if rows_ptr is None else GATHERING_REGISTERS
+    GATHERED: gl.constexpr = rows_ptr is not None
+    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
+    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
     # fmt: off
     gl.warp_specialize(
         [

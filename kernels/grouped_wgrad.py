@@ -4,8 +4,9 @@ In the same launch, the programs of the first column tile sum `db[e, n] = sum_r 
 several segments (micro-batches), each with its own `dy`, `x` and row offsets; all are summed before the one update
 of `dw`. Each element of `dw` belongs to one program, which adds once and in a fixed order: the same bits every run.
 
-With `dy_rows` or `x_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted before. Descriptors
-cannot follow an index, so it then comes by pointers, through cp.async, also where the other one and `dw` go by TMA.
+With `dy_rows` or `x_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted before. It then
+comes by pointers, through cp.async, also where the other one and `dw` go by TMA, which follows an index on Blackwell
+alone (there see `grouped_wgrad_specialised.py`).
 
 The kernel computes `dw[e, n, k] = sum_r left[r, n] right[r, k]`. Left is `dy` and right is `x`, or, where `dw` is
 stored `[K, N]`, the other way round (`SWAPPED`), so that rows of `dw` are contiguous.
@@ -194,8 +195,8 @@ def grouped_wgrad_(
 
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets`, first rows `[E + 1]` or a plan. Without
     `dw`, `x` is unused. `order`: a plan's; without, a launch makes it.
-    `dy_rows` or `x_rows` (`[R_s]` integers of every segment, read for owned rows only) make that operand `[T_s, ...]`:
-    row r takes its row `rows[r]`.
+    `dy_rows` or `x_rows` (`[R_s]` int32 or int64 of every segment, read for owned rows only) make that operand
+    `[T_s, ...]`: row r takes its row `rows[r]`.
     """
     outputs = dw_ENK or db_EN
     assert outputs is not None

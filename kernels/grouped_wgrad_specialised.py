@@ -17,8 +17,8 @@ from .ring import (
     row_numbers,
     rows_of_index,
     shared_tiles,
+    spread_by_rows,
     wait_for_operands,
-    whole_rows_of,
 )
 from .schedule import num_turns, place_at, wgrad_tile
 from .segments import load_step
@@ -86,17 +86,17 @@ def _load(
             arrived = full.index(stage)
             if steps_ptr is None:
                 wrap, end, row = to_ragged_indices(first, size, step * BLOCK_R)
-                following = (step + 1) * BLOCK_R
+                done = (step + 1) * BLOCK_R
                 if left_rows_ptr is not None:
                     tma_gather(left_desc, left_rows, n, arrived, left.index(stage))
-                    left_rows = rows_of_index(left_rows_ptr + first + following, size - following, BLOCK_R)
+                    left_rows = rows_of_index(left_rows_ptr + first + done, size - done, BLOCK_R)
                 else:
                     for c in gl.static_range(CONSUMERS):
                         place = [wrap, end, row, n + c * ROWS]
                         tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
                 if right_rows_ptr is not None:
                     tma_gather(right_desc, right_rows, k, arrived, right.index(stage))
-                    right_rows = rows_of_index(right_rows_ptr + first + following, size - following, BLOCK_R)
+                    right_rows = rows_of_index(right_rows_ptr + first + done, size - done, BLOCK_R)
                 else:
                     tma_load(right_desc, [wrap, end, row, k], arrived, right.index(stage))
             else:
@@ -179,7 +179,7 @@ def _consume(
                     tma_store(dw_desc, place, buffer)
             else:
                 if CONSUMERS == 1:
-                    tile_NK = whole_rows_of(tile_NK)
+                    tile_NK = spread_by_rows(tile_NK)
                 row_N1, column_1K = row_numbers(tile_NK, n)[:, None], column_numbers(tile_NK, k + s * WIDTH)
                 dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
                 add_at(dw, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
@@ -227,13 +227,14 @@ def grouped_wgrad_specialised_kernel(
     left = shared_tiles(left_desc.dtype, STAGES * CONSUMERS, BLOCK_R, ROWS)
     right = shared_tiles(right_desc.dtype, STAGES, BLOCK_R, BLOCK_K)
     full, empty, tile_sums = stages_and_sums(CONSUMERS, BLOCK_K, STAGES)
-    out = full  # without a descriptor it is not used, but no task can be given None
+    out = full  # without a descriptor it is not used, but only a kernel's own argument can be None
     if dw_desc is not None:
         out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_K // SUBTILES)
     rows_of = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
     loop = (turns, num_n, num_k, left, right, full, empty, tile_sums)
     dw_sizes = (N, K, stride_dw_e, stride_dw_n, stride_dw_k)
     GATHERED: gl.constexpr = (left_rows_ptr is not None) or (right_rows_ptr is not None)
+    gl.static_assert((not GATHERED) or (CONSUMERS == 1 and steps_ptr is None))
     LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
     LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
     # fmt: off

@@ -1,4 +1,4 @@
-"""What kernels with a task for each warp share: a ring of stages of operands, which one warp fills and others multiply.
+"""What kernels with a task for each warp share: a ring of stages of operands, which one task fills and others multiply.
 
 Of every stage there are two mbarriers. `full`: its operands have arrived (the producer arrives once, and TMA with the
 bytes). `empty`: they have been multiplied, by both consumers where two multiply. Step i of a program, counted over all
@@ -101,7 +101,7 @@ def whole_rows(M: gl.constexpr):
 
 
 @gluon.jit
-def whole_rows_of(tile):
+def spread_by_rows(tile):
     """The same tile, spread so that neighbouring threads have neighbouring columns, for accesses to global memory."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
     return gl.convert_layout(tile, layout)

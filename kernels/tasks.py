@@ -1,5 +1,6 @@
-"""The tasks that M-ragged passes share: one warp loads; two consumers multiply in registers and write (Hopper,
-`warpgroups.py`), or one warp multiplies and one consumer finds sums in tensor memory and writes (`tensor_memory.py`).
+"""The tasks that M-ragged passes share, some of it with wgrad: one warp loads, or four where rows are gathered; two
+consumers multiply in registers and write (Hopper, `warpgroups.py`), or one warp multiplies and one consumer finds sums
+in tensor memory and writes (`tensor_memory.py`).
 
 `loop` is `(num_m, num_n, x, w, full, empty, sums)`: tiles of rows and of columns, then what `operands` returns.
 """
@@ -25,7 +26,7 @@ GATHERING_REGISTERS = gl.constexpr(88)
 @gluon.jit
 def stages_and_sums(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """`(full, empty, sums)`: mbarriers of stages; sums of tiles so wide in tensor memory, or, with two consumers,
-    something in their place (no task can be given None).
+    something in their place (only a kernel's own argument can be None where a task takes it).
     """
     # At `empty` each consumer arrives; a single one does not, but the products themselves do.
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
@@ -78,6 +79,7 @@ def load_operands(
     """
     num_m, num_n, x, w, full, empty, _sums = loop
     CONSUMERS: gl.constexpr = x.shape[0] // STAGES
+    gl.static_assert(rows_ptr is None or CONSUMERS == 1)
     ROWS: gl.constexpr = x.shape[1]
     BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * BLOCK_K * x.dtype.primitive_bitwidth // 8
     i = 0
@@ -142,7 +144,7 @@ def product(
 
 @gluon.jit
 def part(parts, S: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Neighbouring columns, those of S, from `product`. Each part is to be asked for once and the last one last, with
-    which sums in tensor memory are given back.
+    """Neighbouring columns, those of S, of sums from `product`, or as wgrad has them. Each part is to be asked for once
+    and the last one last, with which sums in tensor memory are given back.
     """
     return tensor_memory.read_part(parts, S, PARTS) if CONSUMERS == 1 else parts[S]

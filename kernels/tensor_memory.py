@@ -51,12 +51,12 @@ def multiply_tile(
     full,
     empty,
     sums,
-    LEFT_TURNED: gl.constexpr,
-    RIGHT_TURNED: gl.constexpr,
+    LEFT_TRANSPOSED: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """Tile j of this program, `steps > 0` from step i on, by the warp that multiplies; returns the next tile's first
-    step. Operands are multiplied as they lie or, `[columns, rows]`, turned.
+    step. Operands are multiplied as they lie or transposed.
     """
     acc, done, free = sums
     mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
@@ -64,9 +64,9 @@ def multiply_tile(
     for step in range(0, steps):
         stage = wait_for_operands(i, full, STAGES)
         a, b = left.index(stage), right.index(stage)
-        if LEFT_TURNED:
+        if LEFT_TRANSPOSED:
             a = a.permute((1, 0))
-        if RIGHT_TURNED:
+        if RIGHT_TRANSPOSED:
             b = b.permute((1, 0))
         tcgen05_mma(a, b, acc.index(at), use_acc=step > 0, mbarriers=[empty.index(stage)])
         i += 1

@@ -2,7 +2,6 @@
 
 from .gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
-CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a consumer: wgmma's M
 
 

@@ -133,6 +133,9 @@ SPECIALISED: Cases = {
     "gpt-oss, biases": DEMANDING["gpt-oss, biases"],
     "gathered": DEMANDING["gathered"],
     "gathered, gpt-oss, biases": DEMANDING["gathered, gpt-oss, biases"],
+    "gathered, geglu, biases, experts apart": Layer(
+        Activation("geglu", limit=7.0), biases=True, experts="apart", gathered=True
+    ),
     "gelu, experts apart": Layer(Activation("gelu"), experts="apart"),
     "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
     **_SEVERAL,

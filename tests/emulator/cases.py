@@ -197,7 +197,8 @@ def _of_wgrad(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        described = sizes != ODD and not shift
+        by_tasks = not (gathered and len(loads) > 1)  # their TMA follows the index of one segment
+        described = sizes != ODD and not shift and by_tasks
         best = "tma" if described and wgrad.is_specialised(dtype, bool(gathered)) else wgrad.PLACES[where]
         best = best if sizes != ODD and not shift else "unaligned"
         _, experts = wgrad.main_grad(where, count, N, K, grad)
@@ -211,7 +212,7 @@ def _of_wgrad(
         db = torch.full((count, N), float("nan"), dtype=grad, device=DEVICE) if bias else None
         scale_R = segs[0].scale() if scale else None
         path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **rows)
-        assert path == wgrad.path_of(best, dtype, sizes)
+        assert path == wgrad.path_of(best, dtype, sizes, by_tasks)
         wgrad.check(experts, segs, wgrad.UNTOUCHED if accumulate else 0.0)
         wgrad.check_untouched(experts, segs, accumulate)
         if bias:
@@ -258,7 +259,6 @@ def _wgrad() -> Iterator[Case]:
     yield from _grid("wgrad deep", case(sizes=DEEP))  # eight tiles a program
     yield from _grid("wgrad deep segments", case(("uneven", "few", "empty"), sizes=DEEP))
     yield from _grid("wgrad deep segments overwrite", case(("few", "empty"), sizes=DEEP, accumulate=False))
-    yield from _grid("wgrad deep gathered dy", case(sizes=DEEP, gathered="dy"))
     yield from _grid("wgrad deep gathered segments", case(("uneven", "few", "empty"), sizes=DEEP, gathered="x"))
     tall = partial(case, ("tall",))
     yield from _grid("wgrad tall", tall(), EVERY)
@@ -271,6 +271,7 @@ def _wgrad() -> Iterator[Case]:
     yield from _grid("wgrad tall misaligned", tall(where="misaligned"), (BF16, FP32))
     yield from _grid("wgrad tall segments", case(("tall", "uneven", "tall")), (BF16, TF32))
     yield from _grid("wgrad tall gathered segments", case(("tall", "few", "tall"), gathered="x"))
+    yield from _grid("wgrad many gathered x overwrite", case(("many",), gathered="x", accumulate=False))
     for load in ("few", "empty", "one", "many"):
         yield from _grid(f"wgrad {load}", case((load,)))
         yield from _grid(f"wgrad {load} overwrite bias", case((load,), accumulate=False, bias=True))

@@ -172,12 +172,19 @@ SUBJECTS = {
     **{
         f"{target}_{name}_by_tasks": _of_project(target, "long", f"{name} deep", f"grouped_{name}", specialised=True)
         for target, name in (
-            *((target, name) for target in ("sm_90", "sm_100") for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
+            *(("sm_90", name) for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
+            *(("sm_100", name) for name in ("gemm", "fc1_act", "dgrad_act")),
         )
     },
     **{
-        f"sm_100_{kernel}_gathered_by_tasks": _of_project("sm_100", "long", name, f"grouped_{kernel}", specialised=True)
-        for kernel, name in (("fc1", "fc1_act deep gathered gpt_oss"), ("wgrad", "wgrad deep gathered dy"))
+        f"sm_100_{kernel}_by_tasks": _of_project(
+            "sm_100", "long", name, f"grouped_{kernel.partition('_')[0]}", specialised=True
+        )
+        for kernel, name in (
+            ("fc1_gathered", "fc1_act deep gathered gpt_oss"),
+            ("wgrad", "wgrad many"),
+            ("wgrad_gathered", "wgrad many gathered x overwrite"),
+        )
     },
     "sm_90_matmul": Subject(
         "_matmul_tma",

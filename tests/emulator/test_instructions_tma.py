@@ -92,7 +92,7 @@ def test_rows_that_are_gathered_come_one_by_one():
     for wrong, said in (
         (tma.gather([0, 1, 2, 3], 0, 256).replace(", 3}", "}"), "TMA coordinates"),
         (tma.gather([0, 1, 2, 3], 0, 256).replace("2d", "3d"), "TMA rank"),
-        (tma.store((0, 0)).replace(".global.shared", ".tile::scatter4.global.shared"), "TMA"),
+        (tma.store((0, 0)).replace(".global.shared", ".tile::scatter4.global.shared"), "TMA mode"),
     ):
         with pytest.raises(EmulationError, match=said):
             run_ptx(INIT + wrong, tma.map_of(MATRIX, (1, 32)), out, MATRIX, shared=2048)

@@ -43,11 +43,13 @@ NEEDLESS = {
     # back with its last part, before which the others are used.
     **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_BY_TASKS},
     **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_BY_TASKS},
-    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 + ("fc1" not in name) for name in SM_100_BY_TASKS},
-    **{(f"sm_100_{name}_by_tasks", "TMA coordinate"): 2 for name in ("dgrad_act", "wgrad", "wgrad_gathered")},
-    # Two waits are later than they must be: for the stage after the one that is overwritten; and for the products of
-    # the next tile as well, of which there is one, as each program has an even number.
-    **{(f"sm_100_{name}_by_tasks", "mbarrier wait for another stage"): 2 for name in ("wgrad", "wgrad_gathered")},
+    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_BY_TASKS},
+    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
+    # Of columns outside, as above.
+    ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,
+    ("sm_100_wgrad_by_tasks", "TMA coordinate"): 1,
+    ("sm_100_wgrad_gathered_by_tasks", "TMA coordinate"): 1,
+    ("sm_100_wgrad_gathered_by_tasks", "TMA gathered row"): 2,
     # The first product of a tile, whose sums are zeros before it as well.
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }

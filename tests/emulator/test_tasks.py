@@ -34,7 +34,7 @@ NAMES = (
     *("fc1_act deep", "fc1_act few", "fc1_act gpt_oss"),
     *("dgrad_act deep", "dgrad_act few", "dgrad_act gpt_oss", "dgrad_act many"),
     *("fc1_act deep gathered gpt_oss", "dgrad_act deep gathered gpt_oss"),
-    *("wgrad tall gathered x", "wgrad tall gathered dy bias", "wgrad gathered scattered"),
+    *("wgrad tall gathered x", "wgrad tall gathered dy bias", "wgrad many gathered x overwrite"),
     *("wgrad deep", "wgrad tall", "wgrad many overwrite bias", "wgrad deep segments overwrite", "wgrad scattered"),
 )
 QUICK = "gemm few"
@@ -57,8 +57,8 @@ def test_the_same_bits_in_many_orders(target, name):
     assert any("specialised" in launch.kernel for launch in launched)
 
 
-# Rows of experts by 64 rows a step and three or four stages: none, one step, as many as stages, one more.
-STEPS = ((1, 64, 65, 192, 193, 0, 256, 257), 5)
+# Rows of experts by 64 rows a step and three stages: none, one step, as many as stages, one more.
+STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -94,7 +94,13 @@ def test_tiles_around_the_number_of_sums_in_tensor_memory(rows):
 OPCODES = re.compile(r"mbarrier\.(?:try_wait|arrive\.shared)|tcgen05\.(?:ld|mma|commit|fence::\w+)")
 
 
-@pytest.mark.parametrize("name", ["gemm few", "fc1_act few", "dgrad_act few"])
+FENCED = (
+    *("gemm few", "fc1_act few", "dgrad_act few", "wgrad few", "wgrad scattered"),
+    *("fc1_act gathered", "wgrad many gathered x overwrite"),
+)
+
+
+@pytest.mark.parametrize("name", FENCED)
 def test_fences_between_reads_and_products_of_different_threads(name):
     """PTX asks for them; the emulator orders nothing by them, so that they are looked for in the text."""
     with emulated("sm_100", "long", specialised=True) as launched:
@@ -116,6 +122,31 @@ def test_probabilities_that_are_not_finite_leave_their_gradients_alone(target):
         results, launch = dgrad_act.run(inputs)
     assert launch.path == "specialised"
     assert results["dprobs"].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["int64", "no multiple of 16 bytes"])
+@pytest.mark.parametrize("name", ["fc1_act gathered", "dgrad_act gathered", "wgrad gathered x"])
+def test_indices_of_other_types_and_addresses(name, kind, monkeypatch):
+    """Of each a kernel is compiled."""
+    among_others, made = experts.among_others, []
+
+    def other(rows, owned, index_dtype=torch.int32, seed=1):
+        tokens, index = among_others(rows, owned, torch.int64 if kind == "int64" else index_dtype, seed)
+        made.append(index if kind == "int64" else torch.cat([index[:1], index])[1:])
+        return tokens, made[-1]
+
+    monkeypatch.setattr(experts, "among_others", other)
+    with emulated("sm_100", "long", specialised=True) as launched:
+        CASES[name].run()
+    assert all(index.dtype == torch.int64 or index.data_ptr() % 16 for index in made)
+    assert any("specialised" in launch.kernel for launch in launched)
+
+
+def test_several_segments_of_gathered_rows_go_as_before():
+    """One descriptor of rows in other places for each: kernels have one."""
+    with emulated("sm_100", "long", specialised=True) as launched:
+        CASES["wgrad gathered segments"].run()
+    assert not any("specialised" in launch.kernel for launch in launched)
 
 
 @pytest.mark.parametrize(("stride", "path"), [(80, "specialised"), (0, "gather")])

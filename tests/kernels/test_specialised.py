@@ -77,6 +77,18 @@ def test_what_was_tuned_needs_no_switch(monkeypatch):
     assert chosen("wgrad")[0] == "tma"
 
 
+def test_what_was_tuned_is_of_rows_in_order(monkeypatch):
+    """Nobody compared it, or checked its numbers, with rows that are gathered."""
+    monkeypatch.setattr(configs, "architecture", lambda _device: "sm_100")
+    configs.TUNED[Key("fc1_act", "specialised", 16, "long")] = tile = configs.Tile(128, 128, 64, 8, 3)
+    switched(monkeypatch, False)
+    assert chosen("fc1_act") == ("specialised", tile)
+    assert chosen("fc1_act", gathered=True)[0] == "gather"
+    switched(monkeypatch, True)
+    shipped = configs.TABLES["sm_100"]["fc1_act", "specialised", 16]["long"]
+    assert chosen("fc1_act", gathered=True) == ("specialised", shipped)
+
+
 def test_without_gluon_the_others_are_launched(monkeypatch):
     switched(monkeypatch, True)
     assert configs.gluon_missing() == ""

@@ -59,13 +59,13 @@ def tiles_of(counts, num_rows, device):
     return plan.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
 
 
-def expected_path(kernel, dtype, device, best, sizes):
+def expected_path(kernel, dtype, device, best, sizes, by_tasks=True):
     """`best`, or what comes after it for those sizes and that device; "specialised" where that is asked, for gathered
-    rows on Blackwell alone.
+    rows on Blackwell alone, and possible (`by_tasks`).
     """
     device = torch.device(device)
-    by_tasks = ("tma", "gather") if configs.SPECIALISED and configs.consumers(device) == 1 else ("tma",)
-    if best in by_tasks and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
+    fits = best == "tma" or (best == "gather" and configs.SPECIALISED and configs.consumers(device) == 1)
+    if by_tasks and fits and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
         return "specialised"
     if best in configs.BY_DESCRIPTORS and configs.has_path(kernel, dtype, device, best):
         return best
