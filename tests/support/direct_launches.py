@@ -2,6 +2,7 @@
 `kernels/test_launcher.py`. Prints what each check raised, by its name.
 """
 
+import importlib
 import json
 import sys
 import traceback
@@ -18,14 +19,16 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import fusedmlp
-from bench import host_cost
+from bench import host_cost, null_driver
 from fusedmlp.kernels import configs, launcher, recipe, replay
 from fusedmlp.kernels.descriptors import ragged_rows
 from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
 from fusedmlp.kernels.grouped_gemm import grouped_gemm_
 from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
 from fusedmlp.kernels.launcher import launch
 from fusedmlp.kernels.plan import Schedule
+from fusedmlp.operators.triton_impl import _options
 
 
 @triton.jit(do_not_specialize=["free"])
@@ -325,6 +328,20 @@ def check_a_weight_of_another_shape_is_checked_again():
     step()
 
 
+def directly_as_by_triton(call):
+    """What reaches the driver when Triton launches and in the next, direct launch: the same but for tensor maps."""
+    with Seen() as seen:
+        call()
+        by_triton = seen.by_triton
+        call()
+    assert seen.by_triton == by_triton
+    (*head, theirs), (*same, mine) = seen.launches[-2:]
+    assert head == same
+    for one, other in zip(mine, theirs, strict=False):
+        assert type(one).__name__ == "PyCUtensorMap" or one == other
+    return mine
+
+
 def check_kernels_with_a_task_for_each_warp():
     """Gluon's, whose descriptors also have a layout: directly as by Triton, and in replays."""
     x, y = (torch.zeros(256, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -338,16 +355,7 @@ def check_kernels_with_a_task_for_each_warp():
     )
     with mock.patch.object(configs, "SPECIALISED", True):
         for call in calls:
-            with Seen() as seen:
-                call()
-                by_triton = seen.by_triton
-                call()
-            assert seen.by_triton == by_triton
-            (*head, theirs), (*same, mine) = seen.launches[-2:]
-            assert head == same
-            assert sum(type(value).__name__ == "PyCUtensorMap" for value in mine) == 3
-            for one, other in zip(mine, theirs, strict=False):
-                assert type(one).__name__ == "PyCUtensorMap" or one == other
+            assert sum(type(value).__name__ == "PyCUtensorMap" for value in directly_as_by_triton(call)) == 3
         _, step = _layer(packed=True, rows=256)
         for _ in range(3):
             step()
@@ -359,6 +367,60 @@ def check_kernels_with_a_task_for_each_warp():
     assert {name for name in launched if "specialised" in name} == {
         f"grouped_{name}_specialised_kernel" for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")
     }
+
+
+@contextmanager
+def blackwell():
+    """The GPU is an sm_100 for kernels with a task for each warp, which are compiled anew."""
+    kernels = [*map(_specialised, ("fc1_act", "gemm", "dgrad_act", "wgrad"))]
+    with mock.patch.object(null_driver, "CAPABILITY", (10, 0)), mock.patch.object(configs, "SPECIALISED", True):
+        for kernel in kernels:
+            kernel.device_caches.clear()
+        configs.architecture.cache_clear()
+        yield
+    for kernel in kernels:
+        kernel.device_caches.clear()
+    configs.architecture.cache_clear()
+
+
+def _specialised(name):
+    name = f"grouped_{name}_specialised"
+    return getattr(importlib.import_module(f"fusedmlp.kernels.{name}"), f"{name}_kernel")
+
+
+def check_rows_that_are_gathered_with_a_task_for_each_warp():
+    """By an index that the kernel reads, and descriptors of one row: directly as by Triton, and in replays."""
+    dy, x, w = torch.zeros(256, 64).bfloat16(), torch.zeros(128, 64).bfloat16(), torch.zeros(4, 128, 64).bfloat16()
+    h, a, dw = torch.zeros(256, 128).bfloat16(), torch.zeros(256, 64).bfloat16(), torch.zeros(4, 64, 64)
+    rows, offsets = torch.arange(256, dtype=torch.int32) // 2, torch.arange(0, 257, 64, dtype=torch.int32)
+    schedule, order = Schedule(offsets, 256), torch.zeros(5, dtype=torch.int32)
+    weights, grads = ExpertTensors.of([w], 2), ExpertTensors.of([dw], 2)
+    act = _options(fusedmlp.Activation("swiglu").encoded)
+    calls = (
+        lambda: grouped_fc1_act_(h, a, x, weights, schedule, act, rows_R=rows),
+        lambda: grouped_wgrad_(grads, None, [dy], [x], [offsets], accumulate=True, x_rows=[rows], order=order),
+    )
+    with blackwell():
+        for call in calls:
+            with encoding() as encoded:
+                assert rows.data_ptr() in directly_as_by_triton(call)
+            assert x.data_ptr() in encoded
+        layer = fusedmlp.GroupedMLP(4, 64, 64, impl="triton", dtype=torch.bfloat16)
+        fusedmlp.MainGradBuffer(layer.parameters())
+        weights, chosen = (layer.fc1.weight, layer.fc2.weight), torch.arange(512, dtype=torch.int32).view(256, 2) % 4
+        tokens, probs = torch.zeros(256, 64).bfloat16().requires_grad_(), torch.ones(256, 2).requires_grad_()
+        launched = []
+        for _ in range(4):
+            with Seen() as seen:
+                options = {"impl": "triton", "accumulate_wgrad": "main_grad"}
+                fusedmlp.moe_experts(tokens, chosen, probs, *weights, **options).backward(torch.ones_like(tokens))
+            launched.append(len(seen.launches))
+        assert seen.by_triton == 0
+        assert launched[-1] == launched[0]
+        names = {known.kernel.fn.__name__ for known in launcher._parameters.values()}
+        assert {name for name in names if name.startswith(("grouped", "_grouped"))} == {
+            f"grouped_{name}_specialised_kernel" for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")
+        }
 
 
 def main(checks):
