@@ -29,6 +29,7 @@ from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
 from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_other_writers, takes_overwrite
 from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock, state_of
+from fusedmlp.contract.plain_gradient import adopt_plain_gradient
 from fusedmlp.contract.route import Route, mark_fused
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import Experts
@@ -68,8 +69,8 @@ def _enter_forward(
                 "several (a parameter that experts share?); call the layer outside of torch.compile"
             )
         recomputed = first_microbatch and engine.inside_backward()
-        if first_microbatch and not recomputed:
-            expect_overwrite(weights, "main_grad")
+        if first_microbatch:
+            expect_overwrite(weights, "main_grad", recomputed)
     params = [id(weight) if weight.requires_grad else 0 for weight in weights]
     keys = [TracedKey(param, out.data_ptr(), recomputed) for param, out in zip(params, main_grads, strict=True)]
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
@@ -94,6 +95,8 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
                     param, state = _checked_leaf(key, nodes.get(key.param), node, place)
                     leaves.append((i, place, param, state))
                     overwrites[i] = takes_overwrite(param, state, place, bool(key.recomputes_first_microbatch))
+                    if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
+                        overwrites[i] = adopt_plain_gradient(param, state, overwrites[i])
         except BaseException:
             for i, _, param, _ in leaves:
                 if overwrites[i]:
@@ -170,7 +173,7 @@ class TracedCall(Call):
         outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
         uses = [engine.CAPTURE if node else engine.DROP for node in nodes]
         returned_none = [fused or not wanted] * len(weights)
-        return Route(name, weights, uses, self.mode, False, [], outs, fused, _fused=returned_none)
+        return Route(name, weights, uses, self.mode, False, False, [], outs, fused, _fused=returned_none)
 
 
 def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]]:

@@ -241,9 +241,9 @@ def _run(
     if torch.compiler.is_compiling():
         return compiled.run(call, weights, tensors, bool(is_first_microbatch))
     y: Tensor = function.apply(call, *tensors)
-    if is_first_microbatch and not call.recomputes_first_microbatch:
+    if is_first_microbatch:
         for experts in weights.values():
-            expect_overwrite(experts.tensors, call.mode)
+            expect_overwrite(experts.tensors, call.mode, call.recomputes_first_microbatch)
     return y
 
 

@@ -8,12 +8,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedmlp.contract.destination import grad_dtype
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.engine import is_plain
-from fusedmlp.contract.overwrite import forget_overwrite
-from fusedmlp.contract.parameter_state import find_state
+from fusedmlp.contract.guard import guard_optimizers
+from fusedmlp.contract.lending import StepHooks, lend, reclaim, set_grad, unwrap, was_edited
+from fusedmlp.contract.overwrite import begin_step, mark_stale, refuse_queued
+from fusedmlp.contract.parameter_state import GRADIENT, STALE, ZEROS, ParameterState, state_of
+from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
@@ -36,44 +40,88 @@ class _NotPickled:
 class MainGradBuffer:
     """Gives every parameter a `main_grad`: a view of one contiguous buffer.
 
-    A plain PyTorch loop steps from it like this:
+    With an optimizer, `.grad` is `main_grad`, float32 also where weights are not, and the usual loop is right as it is:
+
+        buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+        for batch in data:
+            optimizer.zero_grad()
+            loss(model, batch).backward()       # as many micro-batches as you like
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+    Without one, a loop steps from the buffer itself:
 
         buffer = fusedmlp.MainGradBuffer(model.parameters())
         for batch in data:
             buffer.zero_()
-            loss(model, batch).backward()       # as many micro-batches as you like
+            loss(model, batch).backward()
             with buffer.as_grad():
                 optimizer.step()
 
+    In either, a new step costs nothing: what `main_grad` holds is stale then, and the first gradient to come, of a
+    fused layer or of plain PyTorch, overwrites it. Methods and `flat` show zeros where none has come; `param.main_grad`
+    itself shows what was there before.
+
     Args:
-        params: leaf parameters on one device. Those that no fused layer uses keep their `.grad` as usual.
+        params: leaf parameters on one device. Those that no fused layer uses get their gradients from autograd.
+        optimizer: a `torch.optim.Optimizer` of these parameters (or Accelerate's wrapper of one). For its steps,
+            gradients of 16-bit weights are rounded to the dtype of the weights.
         dtype: of the buffer: float32, or the parameters' own dtype.
-        grad_added_to_main_grad: also give parameters that attribute (False). A fused backward then sets it and
-            leaves a zero gradient in `.grad`, as Megatron's optimizers expect. See `fusedmlp.contract`.
+        grad_added_to_main_grad: without an optimizer, also give parameters that attribute (False). A fused backward
+            then sets it and leaves a zero gradient in `.grad`, as Megatron's optimizers expect. See
+            `fusedmlp.contract`.
 
     Attributes:
-        flat: the 1-D buffer. Between views there may be padding, always zero.
         params: the parameters, in order.
 
     Raises:
-        ValueError: no parameters, several devices, a parameter given twice, a non-leaf, or one that has a main_grad.
+        ValueError: no parameters, several devices, a parameter given twice, a non-leaf, or one that has a main_grad, or
+            one that the optimizer lacks.
+        TypeError: the optimizer is not one of `torch.optim`.
     """
 
     def __init__(
-        self, params: Iterable[Tensor], *, dtype: torch.dtype = torch.float32, grad_added_to_main_grad: bool = True
+        self,
+        params: Iterable[Tensor],
+        *,
+        optimizer: Optimizer | None = None,
+        dtype: torch.dtype = torch.float32,
+        grad_added_to_main_grad: bool = True,
     ) -> None:
         self.params = list(params)
         self._lent = False  # inside as_grad
         self._check(dtype)
+        if optimizer is not None:
+            _check_optimizer(optimizer, self.params)
         sizes = [-(-param.numel() // _ALIGNMENT) * _ALIGNMENT for param in self.params]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=self.params[0].device)
-        parts = zip(self.params, self.flat.split(sizes), strict=True)
+        self._flat = torch.zeros(sum(sizes), dtype=dtype, device=self.params[0].device)
+        parts = zip(self.params, self._flat.split(sizes), strict=True)
         self._views = [part[: param.numel()].view(param.shape) for param, part in parts]
-        for param, view in zip(self.params, self._views, strict=True):
+        self._states = [state_of(param) for param in self.params]
+        self._hooks: StepHooks | None = None
+        guard_optimizers()
+        for param, view, state in self._each():
             extended: Any = param
             extended.main_grad, extended._main_grad_owner = view, _NotPickled()
-            if grad_added_to_main_grad:
+            state.buffer, state.holds = self._states, ZEROS
+            if optimizer is None and grad_added_to_main_grad:
                 extended.grad_added_to_main_grad = False
+        if optimizer is not None:
+            self._attach(optimizer)
+
+    def _attach(self, optimizer: Optimizer) -> None:
+        """Let `.grad` be `main_grad`."""
+        for param, view, state in self._each():
+            state.grad_is_main = True
+            if param.grad is None:
+                set_grad(param, None, view.dtype)
+            else:
+                reclaim(param, state)
+                state.holds = GRADIENT
+            catch_plain_gradients(param, state)
+        rounded = [param for param, view, _ in self._each() if param.dtype != view.dtype]
+        if rounded:
+            self._hooks = StepHooks(optimizer, rounded)
 
     def _check(self, dtype: torch.dtype) -> None:
         if not self.params:
@@ -95,63 +143,91 @@ class MainGradBuffer:
             if getattr(param, "main_grad", None) is not None:
                 raise ValueError(f"params[{i}]: expected no main_grad yet; got one from another owner")
 
+    def _each(self) -> Iterator[tuple[Tensor, Tensor, ParameterState]]:
+        return zip(self.params, self._views, self._states, strict=True)
+
+    @property
+    def flat(self) -> Tensor:
+        """The buffer, 1-D; between views there may be padding, always zero."""
+        self._zero_stale()
+        return self._flat
+
     def zero_(self) -> None:
-        """Start a step: zero the buffer, clear every `grad_added_to_main_grad`, drop every `.grad`."""
+        """Start a step: all gradients are stale, every `.grad` is None, every `grad_added_to_main_grad` False.
+
+        Moves no memory: the first gradient of each parameter overwrites.
+        """
         self._refuse_now("zero_()")
-        self.flat.zero_()
-        for param in self.params:
-            param.grad = None
-            forget_overwrite(param)
-            if hasattr(param, "grad_added_to_main_grad"):
-                param.grad_added_to_main_grad = False
+        begin_step(self._states)
 
     def norm(self) -> Tensor:
         """Total 2-norm of all gradients, fp32, on the device; what is in `.grad` is moved into the buffer first."""
         self._absorb("norm() and clip_norm_()")
-        norm: Tensor = torch.linalg.vector_norm(self.flat, dtype=torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(self._flat, dtype=torch.float32)
         return norm
 
     def clip_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that `norm()` is at most `max_norm`; the norm before, on the device."""
         norm = self.norm()
-        self.flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @torch.no_grad()
     def _absorb(self, what: str) -> None:
         """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
         self._refuse_now(what)
-        for param in self.params:
+        for param, view, state in self._each():
             if param.grad is not None and not has_dummy_wgrad(param):
-                param.main_grad.add_(param.grad)  # type: ignore[attr-defined]
-                param.grad = None
+                if state.grad_is_main:
+                    reclaim(param, state)
+                    continue
+                view.copy_(param.grad) if state.holds is STALE else view.add_(param.grad)
+                param.grad, state.holds = None, GRADIENT
+        self._zero_stale()
+
+    @torch.no_grad()
+    def _zero_stale(self) -> None:
+        for param, view, state in self._each():
+            if state.holds is STALE or (state.grad_is_main and param.grad is None):
+                view.zero_()
+                state.holds = ZEROS
 
     @contextmanager
     def as_grad(self) -> Iterator[None]:
-        """Inside, `.grad` of every parameter is its `main_grad` (cast if `.grad` needs another dtype).
+        """Inside, `.grad` of every parameter is its `main_grad` (a copy, if `.grad` needs another dtype).
 
         What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
-        `.grad` is None again, so that nothing is counted twice. A parameter without any gradient has a zero one, which
-        an optimizer with weight decay or momentum still steps by; leave such parameters out of the buffer. One that
-        was frozen since, and got no gradient in this step, has none.
+        `.grad` is None again, so that nothing is counted twice; `main_grad` keeps what was done to it inside:
+        `clip_grad_norm_`, `unscale_`, a new tensor in `.grad`, `zero_grad()`, or a backward (of an optimizer's closure).
+        A parameter without any gradient has a zero one, which an optimizer with weight decay or momentum still steps
+        by; leave such parameters out of the buffer. One that was frozen since, and got no gradient in this step, has
+        none. With `MainGradBuffer(..., optimizer=...)`, `.grad` is `main_grad` anyway.
 
         Raises:
-            RuntimeError: inside, from `zero_()`, `norm()`, `clip_norm_()` and `as_grad()`: clip before. Or gradients
-                of these parameters are still in a `WgradQueue`.
+            RuntimeError: inside, from `zero_()`, `norm()`, `clip_norm_()` and `as_grad()`, and from a fused backward if
+                `.grad` is a copy. Or gradients of these parameters are still in a `WgradQueue`.
         """
         self._absorb("as_grad()")
-        self._lent = True
+        if self._states[0].grad_is_main:
+            yield
+            return
+        self._lent, lent = True, []
         try:
             with torch.no_grad():
-                for param in self.params:
-                    main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-                    if param.requires_grad or getattr(param, "grad_added_to_main_grad", False) or main_grad.any():
-                        param.grad = main_grad.to(grad_dtype(param))
+                for param, view, state in self._each():
+                    param.grad = None  # a dummy
+                    if param.requires_grad or state.holds not in (STALE, ZEROS):
+                        state.grad_is_main = grad_dtype(param) == view.dtype
+                        if state.grad_is_main:
+                            param.grad = view
+                        else:
+                            lend(param, state, view, takes_gradients=False)
+                        lent.append((param, view, state))
             yield
         finally:
             self._lent = False
-            for param in self.params:
-                param.grad = None
+            for each in lent:
+                _take_back(*each)
 
     def _refuse_now(self, what: str) -> None:
         """Raise where `main_grad` is not the gradient of this step: it is lent, incomplete, or not ours any more."""
@@ -159,13 +235,8 @@ class MainGradBuffer:
             raise RuntimeError(
                 f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
             )
+        refuse_queued(self._states, what)
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            state = find_state(param)
-            if state is not None and state.queued:
-                raise RuntimeError(
-                    f"{what}: expected every gradient to be computed; got one of params[{i}] that is still in a "
-                    "WgradQueue: call backward_dw(), or queue.run(), before (queue.clear() to discard the step)"
-                )
             if getattr(param, "main_grad", None) is not view:
                 raise RuntimeError(
                     f"params[{i}]: expected the main_grad that this buffer gave it; got "
@@ -174,9 +245,39 @@ class MainGradBuffer:
                 )
 
     def detach(self) -> None:
-        """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays."""
-        for param in self.params:
+        """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays.
+
+        With an optimizer, `.grad` stays too, rounded to the dtype of its parameter.
+        """
+        self._zero_stale()
+        if self._hooks is not None:
+            self._hooks.remove()
+        for param, _, state in self._each():
             remove_dummy_wgrad(param)
+            if state.grad_is_main:
+                set_grad(param, None if param.grad is None else param.grad.to(param.dtype), param.dtype)
+            state.grad_is_main, state.buffer, state.holds = False, None, GRADIENT
             for name in ("main_grad", "grad_added_to_main_grad", "_main_grad_owner"):
                 if hasattr(param, name):
                     delattr(param, name)
+
+
+@torch.no_grad()
+def _take_back(param: Tensor, main_grad: Tensor, state: ParameterState) -> None:
+    """When `as_grad` ends: let `main_grad` be what became of `.grad`."""
+    grad = param.grad
+    if grad is None:
+        mark_stale(param, state)
+    elif grad is not main_grad and was_edited(state.lent, grad):
+        main_grad.copy_(grad)
+    state.grad_is_main, state.lent, param.grad = False, None, None
+
+
+def _check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
+    known = {id(param) for group in unwrap(optimizer).param_groups for param in group["params"]}
+    for i, param in enumerate(params):
+        if id(param) not in known:
+            raise ValueError(
+                f"params[{i}]: expected a parameter of the optimizer; got one that none of its groups has, of shape "
+                f"{tuple(param.shape)}"
+            )

@@ -1,9 +1,9 @@
 """Which gradient overwrites `main_grad` instead of adding to it: the first to arrive of a step, or of a backward.
 
-`is_first_microbatch=True` says that a step begins: the first gradient to arrive after that forward overwrites,
-whichever micro-batch it is of. A tied weight, a second backward through one graph, a checkpoint inside the backward all
-add. `param.overwrite_main_grad` says that the owner hands the parameter a new `main_grad` for every backward, or more
-often, and then clears `grad_added_to_main_grad`.
+A step begins with `MainGradBuffer.zero_()`, with `is_first_microbatch=True`, or, where `.grad` is `main_grad`, with
+`zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. A tied weight, a second
+backward through one graph, a checkpoint inside the backward all add. `param.overwrite_main_grad` says that the owner
+hands the parameter a new `main_grad` for every backward, or more often, and then clears `grad_added_to_main_grad`.
 """
 
 from __future__ import annotations
@@ -16,40 +16,100 @@ from torch import Tensor
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, Place, has_main_grad, label, main_grad_of
-from fusedmlp.contract.parameter_state import ParameterState, find_state, state_of
+from fusedmlp.contract.lending import reclaim
+from fusedmlp.contract.parameter_state import GRADIENT, STALE, STEPPED, UNSURE, ZEROS, ParameterState, state_of
 
 if TYPE_CHECKING:
     from fusedmlp.contract.route import Route
 
 
-def expect_overwrite(weights: Sequence[Tensor], mode: Mode) -> None:
-    """After a forward of the first micro-batch that succeeded: the next gradient of its weights overwrites."""
+def begin_step(states: Sequence[ParameterState]) -> None:
+    """Declare all gradients of some parameters stale, in `main_grad` and in `.grad`; moves no memory.
+
+    Raises:
+        RuntimeError: a gradient of one of them is still in a `WgradQueue`.
+    """
+    refuse_queued(states, "a new step")
+    for state in states:
+        param = state.ref()
+        if param is not None:
+            mark_stale(param, state)
+
+
+def mark_stale(param: Tensor, state: ParameterState) -> None:
+    """Drop the gradient of a parameter, so that the next one overwrites."""
+    param.grad = state.plain = state.lent = None
+    state.holds = STALE
+    if hasattr(param, "grad_added_to_main_grad"):
+        param.grad_added_to_main_grad = False
+
+
+def refuse_queued(states: Sequence[ParameterState], what: str) -> None:
+    """Raise if a gradient of these parameters is still in a queue, as it would come too late."""
+    for i, state in enumerate(states):
+        if state.queued:
+            raise RuntimeError(
+                f"{what}: expected every gradient to be computed; got one of params[{i}] that is still in a "
+                "WgradQueue: call backward_dw(), or queue.run(), before (queue.clear() to discard the step)"
+            )
+
+
+def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -> None:
+    """After a forward with `is_first_microbatch=True` that succeeded: a step begins.
+
+    `recomputing`: inside a backward, where it is the second forward of a checkpoint, or a forward of its own.
+    """
     for weight in weights:
         if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and has_main_grad(weight))):
             state = state_of(weight)
-            state.step_begins, state.plain = torch.is_grad_enabled() or bool(state.step_begins), None
+            if state.buffer is not None:
+                _expect_in_buffer(weight, state, state.buffer, recomputing)
+            elif not recomputing:
+                state.holds = STALE if torch.is_grad_enabled() or state.holds is STALE else UNSURE
+                state.plain = None
 
 
-def forget_overwrite(param: Tensor) -> None:
-    """Its `main_grad` has been zeroed."""
-    state = find_state(param)
-    if state is not None:
-        state.step_begins = state.plain = None
+def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[ParameterState], recomputing: bool) -> None:
+    """Begin a step of a whole buffer, if this parameter has a gradient: otherwise that step has begun already."""
+    if state.holds in (STALE, ZEROS) or (state.grad_is_main and param.grad is None):
+        return
+    stepped = state.holds is STEPPED
+    if recomputing:
+        if stepped:
+            raise RuntimeError(
+                "is_first_microbatch=True inside a backward: expected a step that had begun before, as other gradients "
+                "of this MainGradBuffer may have come in this backward; got one that begins there: call buffer.zero_() "
+                "or zero_grad() before the outer forward"
+            )
+    elif stepped or torch.is_grad_enabled():
+        begin_step([own for own in buffer if own.holds is STEPPED] if stepped else buffer)
+    else:  # in an evaluation, amid a step
+        state.holds = UNSURE
 
 
 def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomputes_first_microbatch: bool) -> bool:
     """Whether the gradient at hand replaces what main_grad holds; the next one then does not."""
     if getattr(param, "overwrite_main_grad", False):
         return takes_overwrite_of_backward(param, state)
-    if state.step_begins is None:
-        return False
-    if not state.step_begins and not recomputes_first_microbatch:
+    holds, state.holds = state.holds, GRADIENT
+    unsure = holds is UNSURE
+    if unsure and state.buffer is not None and recomputes_first_microbatch:
+        state.holds = UNSURE
+        raise RuntimeError(
+            f"{label(place)}: is_first_microbatch=True in a reentrant checkpoint: expected buffer.zero_() or zero_grad() "
+            "when a step begins; got a MainGradBuffer with gradients that no optimizer has used yet"
+        )
+    if state.grad_is_main or state.lent is not None:
+        return reclaim(param, state)
+    if not unsure or state.buffer is not None:
+        return holds is STALE
+    if not recomputes_first_microbatch:
+        state.holds = UNSURE
         raise RuntimeError(
             f"{label(place)}: a forward under torch.no_grad() had is_first_microbatch=True, and now a gradient "
             "of another micro-batch comes; expected the first one's, from a reentrant checkpoint around it (leave "
             "is_first_microbatch out of evaluation; use_reentrant=False allows any order)"
         )
-    state.step_begins = None
     if state.plain is None:
         return True
     engine.current_backward().join_stream(state.plain)
@@ -60,7 +120,7 @@ def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomput
 
 def takes_overwrite_of_backward(param: Tensor, state: ParameterState) -> bool:
     """The same for a parameter with `overwrite_main_grad`."""
-    state.step_begins = None  # a step began too, and this is its first gradient
+    state.holds = GRADIENT  # a step began too, and this is its first gradient
     last, state.overwritten_in = state.overwritten_in, engine.current_backward()
     flag_cleared = not getattr(param, "grad_added_to_main_grad", True)
     if flag_cleared:
@@ -72,8 +132,10 @@ def give_back_overwrite(param: Tensor) -> None:
     """The gradient that was to overwrite did not arrive: the next one does."""
     state = state_of(param)
     state.overwritten_in = None
-    if not getattr(param, "overwrite_main_grad", False):
-        state.step_begins = True
+    if state.grad_is_main:
+        param.grad = None
+    elif not getattr(param, "overwrite_main_grad", False):
+        state.holds = STALE
 
 
 def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *own: Route) -> None:

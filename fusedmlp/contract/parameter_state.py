@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,20 +25,43 @@ def release_interrupted() -> None:
         accumulation_lock.release()
 
 
+class Holds(Enum):
+    """What `main_grad` of a parameter holds, as far as this library was told."""
+
+    GRADIENT = "the gradient of this step; without a MainGradBuffer, whatever its owner has put there"
+    ZEROS = "zeros, or what was written to it by hand: the next gradient adds"
+    STEPPED = "a gradient from which an optimizer has stepped: the next gradient adds, unless a step begins first"
+    STALE = "the gradient of an earlier step: the next gradient overwrites it"
+    UNSURE = "a forward under no_grad had is_first_microbatch=True: an evaluation, or in a checkpoint around the first one"
+
+
+GRADIENT, ZEROS, STEPPED, STALE, UNSURE = Holds  # looked up once, not for every parameter
+
+
+class Lent(NamedTuple):
+    """A gradient that an optimizer, or whoever is inside `as_grad`, has in the dtype of its parameter."""
+
+    rounded: Tensor  # what `.grad` is meanwhile
+    version: int  # of `rounded` when it was lent: a larger one shows that it was edited
+    exact: Tensor  # what it was rounded from
+    takes_gradients: bool  # a backward meanwhile takes it back; otherwise that backward is refused
+
+
 class ParameterState:
     """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
 
     # fmt: off
-    __slots__ = ("catch", "checked", "compiled_in", "ddp", "dummy", "fsdp2", "key", "overwritten_in", "plain", "queued",
-                 "ref", "step_begins")
+    __slots__ = ("buffer", "catch", "checked", "compiled_in", "ddp", "dummy", "fsdp2", "grad_is_main", "holds", "key",
+                 "lent", "overwritten_in", "plain", "queued", "ref")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
         self.key, self.ref = id(param), weakref.ref(param, self._forget)
-        # overwrite.py: whether the next gradient overwrites main_grad. True: a forward outside of any backward said
-        # so. False: one under no_grad did, in an evaluation or before a reentrant checkpoint recomputes it.
-        self.step_begins: bool | None = None
-        self.plain: Tensor | None = None  # the sum of plain gradients that came while that was False
+        self.holds = GRADIENT  # overwrite.py
+        self.plain: Tensor | None = None  # the sum of plain gradients that came while it was UNSURE
+        self.buffer: list[ParameterState] | None = None  # of a MainGradBuffer: all its parameters, whose steps begin as one
+        self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
+        self.lent: Lent | None = None  # lending.py
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
         self.queued: weakref.WeakSet[Route] | None = None  # its gradients that wait in a queue
         # destination.py: the main_grad that was found right last, its address and strides; the parameter's shape, dtype

@@ -1,8 +1,9 @@
-"""The catch: what plain PyTorch makes of a fused parameter goes to `main_grad` too.
+"""The catch: what plain PyTorch makes of a parameter goes to `main_grad` too.
 
-An owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain gradient of the same step; and what is
-to overwrite `main_grad` later would erase one that the owner has added. So a tensor hook, registered once on every
-parameter with that attribute, adds it to `main_grad` itself, and leaves zeros for `.grad`.
+Where `.grad` is `main_grad`, or a rounded copy of it is lent to an optimizer, a tensor hook sees to it that autograd adds
+to the exact tensor. Elsewhere an owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain gradient of the
+same step; and what is to overwrite `main_grad` later would erase one that the owner has added. So the hook, registered
+once on every parameter with that attribute, adds it to `main_grad` itself, and leaves zeros for `.grad`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import main_grad_of
-from fusedmlp.contract.dummy import remove_dummy_wgrad
+from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
+from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
-from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
+from fusedmlp.contract.parameter_state import GRADIENT, STALE, UNSURE, ParameterState, accumulation_lock
 
 
 def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
@@ -34,7 +36,10 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     Runs for gradients that somebody asked for too, which are none of our business.
     """
     param = state.ref()
-    if grad is None or param is None or not hasattr(param, "grad_added_to_main_grad") or not param.requires_grad:
+    if grad is None or param is None or not param.requires_grad:
+        return None
+    in_grad = state.grad_is_main or state.lent is not None
+    if not in_grad and not hasattr(param, "grad_added_to_main_grad"):
         return None
     node = engine.current_node()
     if not engine.is_leaf_node(node):  # compiled autograd's
@@ -42,7 +47,44 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     if engine.engine_use(node, node) is not engine.ACCUMULATE:
         return None
     with accumulation_lock, torch.no_grad():
-        return _take(param, state, grad)
+        return _leave_in_grad(param, state, grad) if in_grad else _take(param, state, grad)
+
+
+def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
+    """Let `.grad` be the exact tensor, to which autograd adds `grad` next."""
+    if state.lent is not None and not state.lent.takes_gradients:  # inside as_grad
+        return None
+    if state.grad_is_main:
+        main_grad: Tensor = main_grad_of(param)  # type: ignore[assignment]
+        engine.current_backward().join_stream(main_grad)
+        _refuse_queued_overwrite(param, state)
+        refuse_other_writers(param, state, ("a parameter", None))
+    if reclaim(param, state) and state.grad_is_main:
+        main_grad.zero_()
+    state.holds = GRADIENT
+    return grad.to(param.grad_dtype)  # type: ignore[attr-defined]
+
+
+def adopt_plain_gradient(param: Tensor, state: ParameterState, overwrites: bool) -> bool:
+    """Before the first fused gradient of a step: move to `main_grad` what plain PyTorch has left in `.grad` before.
+
+    Its owner would drop it, seeing the flag. Returns whether the fused gradient overwrites `main_grad` still.
+    """
+    if (
+        has_dummy_wgrad(param)
+        or state.grad_is_main
+        or getattr(param, "zero_out_wgrad", False)  # its owner adds `.grad`, whatever the flag says
+        or getattr(param, "overwrite_main_grad", False)
+    ):
+        return overwrites
+    main_grad, grad = main_grad_of(param), param.grad
+    assert main_grad is not None
+    assert grad is not None
+    engine.current_backward().join_stream(main_grad)
+    with torch.no_grad():
+        main_grad.copy_(grad) if overwrites else main_grad.add_(grad)
+    param.grad = None
+    return False
 
 
 def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
@@ -50,23 +92,19 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     if main_grad is None:
         return None
     owner_adds = getattr(param, "zero_out_wgrad", False)  # Megatron's: `.grad`, whatever the flag says
-    if queued_overwrites(param, state):
-        if owner_adds and getattr(param, "skip_backward_post_hook", False):  # after the queue
-            remove_dummy_wgrad(param)
-            return None
-        raise RuntimeError(
-            "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
-            "and by plain PyTorch, whose gradient it would erase; expected only the former"
-        )
+    if owner_adds and getattr(param, "skip_backward_post_hook", False) and queued_overwrites(param, state):
+        remove_dummy_wgrad(param)  # the owner adds after the queue
+        return None
+    _refuse_queued_overwrite(param, state)
     added = param.grad_added_to_main_grad  # type: ignore[attr-defined]
     each_backward = getattr(param, "overwrite_main_grad", False)
-    unknown = state.step_begins is False and not each_backward
-    overwrite = _overwrites_backward(param, state, added) if each_backward else state.step_begins is True
+    unknown = state.holds is UNSURE and state.buffer is None and not each_backward
+    overwrite = _overwrites_backward(param, state, added) if each_backward else state.holds is STALE
     if not (overwrite or unknown) and (owner_adds or not added):
         remove_dummy_wgrad(param)
         return None
-    if overwrite:
-        state.step_begins = None
+    if not unknown:
+        state.holds = GRADIENT
     engine.current_backward().join_stream(main_grad)
     refuse_other_writers(param, state, ("a parameter", None))
     if unknown:  # the first micro-batch's gradient, from a reentrant checkpoint, may still come and overwrite
@@ -76,6 +114,14 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     remove_dummy_wgrad(param)
     return torch.zeros_like(param, dtype=grad.dtype, requires_grad=False)
+
+
+def _refuse_queued_overwrite(param: Tensor, state: ParameterState) -> None:
+    if queued_overwrites(param, state):
+        raise RuntimeError(
+            "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
+            "and by plain PyTorch, whose gradient it would erase; expected only the former"
+        )
 
 
 def _overwrites_backward(param: Tensor, state: ParameterState, added: bool) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Route
 from fusedmlp.operators import ops
@@ -75,6 +76,7 @@ class WgradQueue:
     """
 
     def __init__(self, *, fuse_microbatches: bool = False) -> None:
+        guard_optimizers()
         self.fuse_microbatches = fuse_microbatches
         self._pending: deque[_Delayed] = deque()
         self._begun: str | None = None  # the weight whose GEMM has begun, until it has left the queue

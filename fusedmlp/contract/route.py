@@ -16,9 +16,10 @@ from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.dummy import remove_dummy_wgrad, set_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
 from fusedmlp.contract.forward_checks import refuse_reducer
+from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
-from fusedmlp.contract.parameter_state import find_state, state_of
-from fusedmlp.contract.plain_gradient import catch_plain_gradients
+from fusedmlp.contract.parameter_state import GRADIENT, find_state, state_of
+from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
 
 _count = itertools.count()
 _Leaf = tuple[int, Place, Tensor, Any]  # a parameter whose gradient is accumulated: its index and ParameterState too
@@ -37,6 +38,7 @@ class Route:
     uses: list[EngineUse]
     mode: Mode  # resolved: never "auto"
     delayed: bool
+    recomputes_first_microbatch: bool
     overwrites: list[bool]  # per parameter: replace what main_grad holds
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
@@ -73,6 +75,8 @@ class Route:
         targets: list[Tensor | None] = [None] * len(self.params)
         for i, place, param, state in self.leaves if self.mode != "off" else ():
             if self.mode == "grad":
+                if state is not None and state.lent is not None:
+                    reclaim(param, state)
                 targets[i] = destination.existing_grad(param, place)
                 continue
             targets[i] = destination.existing_main_grad(param, state, place)
@@ -83,7 +87,6 @@ class Route:
             self._shared = {i: ids.index(own) for i, own in enumerate(ids) if ids.index(own) < i}
             targets = [None if i in self._shared else target for i, target in enumerate(targets)]
         self._fused = [target is not None for target in targets]
-        self.accumulate = any(fused and not over for fused, over in zip(self._fused, self.overwrites, strict=True))
         existing = next((target for target in targets if target is not None), None)
         if existing is None:
             dtype = destination.grad_dtype(self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0])
@@ -96,10 +99,26 @@ class Route:
                 for target in targets
             ]
         destination.check_group(self.name, self.outs)
+        if self.delayed and self.mode == "main_grad":
+            self._overwrite(delayed=True)
+        self.accumulate = any(fused and not over for fused, over in zip(self._fused, self.overwrites, strict=True))
         if self.accumulate and (False in self._fused or True in self.overwrites):
             for out, fused, over in zip(self.outs, self._fused, self.overwrites, strict=True):
                 if over or not fused:
                     out.zero_()
+
+    def _overwrite(self, *, delayed: bool) -> None:
+        """Find out which `main_grad` holds something stale.
+
+        Of a buffer's parameters, that is known when the GEMM runs: another gradient may have come before a delayed one.
+        """
+        for i, place, param, state in self.leaves:
+            if (self.delayed and state.buffer is not None) is not delayed:
+                continue
+            if state.holds is not GRADIENT or state.grad_is_main or hasattr(param, "overwrite_main_grad"):
+                self.overwrites[i] = takes_overwrite(param, state, place, self.recomputes_first_microbatch)
+            if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
+                self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
 
     def finish(self) -> list[Tensor | None]:
         """After the GEMM: the gradients that backward returns; none of a delayed one, or if none is wanted."""
@@ -168,20 +187,23 @@ def route(
     delayed = delayed and not captured and ACCUMULATE in uses
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
-    result = Route(name, params, uses, mode, delayed, [False] * len(params), order=next(_count))
+    overwrites = [False] * len(params)
+    result = Route(
+        name, params, uses, mode, delayed, recomputes_first_microbatch, overwrites=overwrites, order=next(_count)
+    )
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
-    for i, place, param, state in leaves:
+    for _, place, param, state in leaves:
         if mode == "main_grad":
             if state.fsdp2 is not False or ddp_params:
                 refuse_reducer(param, state, ddp_params, place, delayed)
-            if state.step_begins is not None or hasattr(param, "overwrite_main_grad"):
-                result.overwrites[i] = takes_overwrite(param, state, place, recomputes_first_microbatch)
             if delayed:  # what would fail when the queue runs
                 destination.existing_main_grad(param, state, place)
         else:
             destination.refuse_tensor_hooks(param, place)
             destination.existing_grad(param, place)
+    if mode == "main_grad":
+        result._overwrite(delayed=False)
     if not delayed and uses.count(DROP) < len(uses):
         result.open()
     if mode == "main_grad":

@@ -37,7 +37,7 @@ class Steps(World, RuleBasedStateMachine):
 
     @initialize(
         packed=st.booleans(),
-        owner=st.sampled_from(["flag", "flag", "main_grad", "none"]),
+        owner=st.sampled_from(["flag", "flag", "main_grad", "optimizer", "optimizer", "attributes", "none"]),
         dense=st.booleans(),
         fuse=st.booleans(),
     )
@@ -119,26 +119,33 @@ class Steps(World, RuleBasedStateMachine):
         what=st.sampled_from(["evaluate", "forward that fails", "clear", "zero", "norm", "step"]),
         specs=TERMS,
         flag=st.booleans(),
+        ends=st.sampled_from(["", "step", "step, zero_grad"]),
     )
-    def between(self, what, specs, flag):
+    def between(self, what, specs, flag, ends):
         actions = {"evaluate": self.evaluate, "forward that fails": self.forward_that_fails}
         if what in actions:
             actions[what](specs, flag)
         elif what == "clear":
             self.both(self.model.clear, self.queue.clear)
         elif what == "zero" or self.buffer is None:
-            self.both(self.model.zero, self.buffer.zero_ if self.buffer else self.drop_grads)
+            self.both(self.model.zero, self.zero)
         elif what == "norm":
             self.norm()
         else:
-            self.step(flag)
+            self.step(flag, ends)
         self.check()
 
     def evaluate(self, specs, first):
-        with torch.no_grad():
+        def model():
+            for spec in specs:
+                self.model.forward(self.model_term(spec, first), grad_enabled=False)
+
+        @torch.no_grad()
+        def real():
             for i, spec in enumerate(specs):
                 self.real_term({**spec, "checkpointed": False}, first, i)
-                self.model.forward(self.model_term(spec, first), grad_enabled=False)
+
+        self.both(model, real)
 
     def forward_that_fails(self, specs, first):
         def fails(*_):
@@ -171,16 +178,24 @@ class Steps(World, RuleBasedStateMachine):
         squares = sum(main.square().sum() for main in self.model.main)
         assert not norms or self.close(norms[0], squares.sqrt())
 
-    def step(self, failing):
+    def step(self, failing, ends):
         def model():
             self.model.absorb()
-            self.model.drop_grads()
+            if ends:
+                self.model.step("zero_grad" in ends)
+            elif not self.model.grad_is_main:
+                self.model.drop_grads()
             if failing:
                 raise Boom
 
         def real():
             with self.buffer.as_grad():
-                assert all(self.close(p.grad, m) for p, m in zip(self.params, self.model.main, strict=True))
+                grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+                assert all(self.close(g, m) for g, m in zip(grads, self.model.main, strict=True))
+                if ends:
+                    self.optimizer.step()
+                if "zero_grad" in ends:
+                    self.optimizer.zero_grad()
                 if failing:
                     raise Boom
 

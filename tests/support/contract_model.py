@@ -38,12 +38,19 @@ class Queued:
     grads: dict
     into: str  # "main", "grad", or "": returned
     overwrites: set
+    term: Term
     fresh: set  # parameters that had no .grad to add to, in backward
 
 
 class Model:
-    def __init__(self, zeros, *, main_grad, flag, dense, fuse):
-        self.zeros, self.has_main, self.has_flag, self.dense, self.fuse = zeros, main_grad, flag, dense, fuse
+    """`owner` is of World: "flag" and "main_grad" are buffers with and without the attribute, "optimizer" is a buffer
+    whose main_grad is .grad, "attributes" gives parameters the attributes and has no buffer, "none" has no main_grad.
+    """
+
+    def __init__(self, zeros, *, owner, dense, fuse):
+        self.zeros, self.dense, self.fuse = zeros, dense, fuse
+        self.has_main, self.has_flag = owner != "none", owner in ("flag", "attributes")
+        self.buffer, self.grad_is_main = owner in ("flag", "main_grad", "optimizer"), owner == "optimizer"
         count = range(len(zeros))
         self.main = [z.clone() for z in zeros]
         self.grad = [None for _ in count]
@@ -51,6 +58,8 @@ class Model:
         self.flag = [False for _ in count]
         self.armed = [None for _ in count]  # True: the next gradient overwrites; False: a no_grad forward said so
         self.plain = [None for _ in count]  # what came, not by a fused layer, while that was False
+        # Of a buffer's main_grad: "gradient", "zeros", "stepped", "stale", or "unsure" as it came amid a step.
+        self.status = ["zeros" for _ in count]
         self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False
 
@@ -60,9 +69,27 @@ class Model:
         for p in (p for params in term.weights for p in params if term.mode == "auto" and self.has_main):
             if self.has_flag:
                 self.caught.add(p)
-            if term.first:
+            if term.first and self.buffer:
+                self._begin(p, grad_enabled and not term.checkpointed)
+            elif term.first:
                 self.armed[p] = True if grad_enabled and not term.checkpointed else bool(self.armed[p])
                 self.plain[p] = None
+
+    def _begin(self, p, grad_enabled):
+        if self.stale(p) or self.status[p] == "zeros":
+            return
+        if self.status[p] == "stepped" or grad_enabled:
+            stepped = [q for q, status in enumerate(self.status) if status == "stepped"]
+            which = stepped if self.status[p] == "stepped" else range(len(self.zeros))
+            if any(q in queued.params for queued in self.queue for q in which):
+                raise RuntimeError
+            for q in which:
+                self.status[q], self.flag[q], self.grad[q], self.dummy[q] = "stale", False, None, False
+        else:
+            self.status[p] = "unsure"
+
+    def stale(self, p):
+        return self.grad[p] is None if self.grad_is_main else self.status[p] == "stale"
 
     # Backward; one that fails leaves no state that anybody may rely on
 
@@ -109,6 +136,11 @@ class Model:
         if place.startswith("gemm"):
             raise Boom
         for queued in written:
+            for p in queued.params if queued.into == "main" and not (self.buffer and term.delayed) else []:
+                if self.has_flag and not self.flag[p] and self.grad[p] is not None and not self.dummy[p]:
+                    self.main[p] = self.grad[p] + (0 if p in queued.overwrites else self.main[p])
+                    self.grad[p] = None
+                    queued.overwrites.discard(p)
             if term.delayed:
                 self.queue.append(queued)
             else:
@@ -121,7 +153,8 @@ class Model:
         return {p: queued.grads[p] for queued in written for p in queued.params if not queued.into or p in queued.fresh}
 
     def _decide(self, term, params, into):
-        overwrites = {p for p in params if into == "main" and self._take(p, term)}
+        later = self.buffer and term.delayed
+        overwrites = {p for p in params if into == "main" and not later and self._take(p, term)}
         if term.delayed:
             into = into or "grad"
         elif term.mode == "grad":
@@ -131,9 +164,14 @@ class Model:
         if into == "main" and not term.delayed and any(p in q.overwrites for q in self.queue for p in params):
             raise RuntimeError
         fresh = {p for p in params if into == "grad" and not term.delayed and self.grad[p] is None}
-        return Queued(params, {p: term.grads[p] for p in params}, into, overwrites, fresh)
+        return Queued(params, {p: term.grads[p] for p in params}, into, overwrites, term, fresh)
 
     def _take(self, p, term):
+        if self.buffer:
+            if self.status[p] == "unsure" and term.first and term.recomputed:
+                raise RuntimeError
+            stale, self.status[p] = self.stale(p), "gradient"
+            return stale
         if self.armed[p] is None:
             return False
         if not self.armed[p] and not (term.first and term.recomputed):
@@ -149,6 +187,8 @@ class Model:
         for p in queued.params:
             if queued.into == "main":
                 self.main[p] = queued.grads[p] + (0 if p in queued.overwrites else self.main[p])
+                if self.grad_is_main:
+                    self.grad[p] = self.main[p]
             elif queued.into == "grad" and self.grad[p] is not None:
                 self.grad[p] = self.grad[p] + queued.grads[p]
 
@@ -161,7 +201,14 @@ class Model:
         """A gradient that autograd itself accumulates."""
         if p in self.caught and any(p in q.overwrites for q in self.queue):
             raise RuntimeError
-        if p in self.caught and (self.flag[p] or self.armed[p] is not None):
+        if self.grad_is_main:
+            self.main[p], self.status[p] = total + (0 if self.stale(p) else self.main[p]), "gradient"
+            self.grad[p] = self.main[p]
+            return
+        if self.buffer and p in self.caught and (self.flag[p] or self.stale(p)):
+            self.main[p], self.status[p] = total + (0 if self.stale(p) else self.main[p]), "gradient"
+            self.flag[p], total = True, self.zeros[p]
+        elif p in self.caught and (self.flag[p] or self.armed[p] is not None):
             if self.armed[p] is False:
                 self.plain[p] = total + (0 if self.plain[p] is None else self.plain[p])
                 self.arrived[p] = total
@@ -194,6 +241,8 @@ class Model:
             if self.broken and not fault[1]:
                 raise Boom
             fresh = [p for p in first.params if first.into == "grad" and self.grad[p] is None]
+            if self.buffer and first.into == "main":
+                first.overwrites = {p for p in first.params if self._take(p, first.term)}
             for queued in batch:
                 self._write(queued)
             if self.broken:
@@ -219,21 +268,34 @@ class Model:
 
     def zero(self):
         self._refuse_queued()
-        if self.has_main:
+        if self.buffer:
+            self.status = ["stale"] * len(self.zeros)
+        elif self.has_main:
             self.main = [z.clone() for z in self.zeros]
-            self.flag = [False] * len(self.zeros)
-            self.armed, self.plain = [None] * len(self.zeros), [None] * len(self.zeros)
+        self.flag = [False] * len(self.zeros)
         self.drop_grads()
 
     def _refuse_queued(self):
-        if self.has_main and self.queue:
+        if self.buffer and self.queue:
             raise RuntimeError
 
     def absorb(self):
         self._refuse_queued()
         for p, grad in enumerate(self.grad):
-            if grad is not None and not self.dummy[p]:
-                self.main[p], self.grad[p] = self.main[p] + grad, None
+            if grad is not None and not self.dummy[p] and not self.grad_is_main:
+                self.main[p], self.grad[p] = grad + (0 if self.stale(p) else self.main[p]), None
+                self.status[p] = "gradient"
+            if self.stale(p):
+                self.main[p], self.status[p] = self.zeros[p], "zeros"
+
+    def step(self, zero_grad):
+        """Inside `as_grad`."""
+        for p, status in enumerate(self.status):
+            self.status[p] = "stepped" if status in ("gradient", "unsure") else status
+        if zero_grad:
+            self.status, self.flag = ["stale"] * len(self.zeros), [False] * len(self.zeros)
+        if zero_grad or not self.grad_is_main:
+            self.drop_grads()
 
     def drop_grads(self):
         self.grad = [None] * len(self.zeros)

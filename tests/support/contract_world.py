@@ -57,6 +57,16 @@ class UserCode(torch.autograd.Function):
         return dy, None
 
 
+class Nothing(torch.optim.Optimizer):
+    """An optimizer whose steps change nothing, so that graphs of before can still be differentiated."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self):
+        pass
+
+
 class World:
     """One parameter for fc1 and fc2 each, or one for each expert, and who owns their gradients."""
 
@@ -74,11 +84,16 @@ class World:
         for i, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda _, i=i: self.fail("accumulate", i))
         self.queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
-        self.buffer = None
-        if owner != "none":
+        self.buffer, self.optimizer = None, Nothing(self.params)
+        if owner == "optimizer":
+            self.buffer = fusedmlp.MainGradBuffer(self.params, optimizer=self.optimizer)
+        elif owner == "attributes":
+            for param in self.params:
+                param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
+        elif owner != "none":
             self.buffer = fusedmlp.MainGradBuffer(self.params, grad_added_to_main_grad=owner == "flag")
         zeros = [torch.zeros_like(p, dtype=torch.float64) for p in self.params]
-        self.model = Model(zeros, main_grad=owner != "none", flag=owner == "flag", dense=dense, fuse=fuse)
+        self.model = Model(zeros, owner=owner, dense=dense, fuse=fuse)
         self.largest = 1.0
 
     # Faults
@@ -129,13 +144,24 @@ class World:
         self.model.clear()
         self.model.zero()
         self.queue.clear()
-        self.drop_grads() if self.buffer is None else self.buffer.zero_()
+        self.zero()
+
+    def zero(self):
+        if self.buffer is not None:
+            self.buffer.zero_()
+            return
+        for param in self.params:
+            param.grad = None
+            if self.model.has_main:
+                param.main_grad.zero_()
+                param.grad_added_to_main_grad = False
 
     def check(self):
         model = self.model
         assert len(self.queue) == len(model.queue)
         for i, param in enumerate(self.params):
-            assert self.holds(param, model.main[i], model.grad[i]), (i, param.grad, model.grad[i])
+            main = param.main_grad if model.buffer and model.stale(i) else model.main[i]  # which nobody reads
+            assert self.holds(param, main, model.grad[i]), (i, param.grad, model.grad[i])
             assert not model.dummy[i] or has_dummy_wgrad(param)
             assert getattr(param, "grad_added_to_main_grad", None) == (model.flag[i] if model.has_flag else None)
 
@@ -150,7 +176,7 @@ class World:
     # Forward
 
     def mode(self, spec):
-        return spec["mode"] if self.buffer is None or spec["mode"] != "grad" else "auto"
+        return "auto" if self.model.has_main and spec["mode"] == "grad" else spec["mode"]
 
     def model_term(self, spec, first):
         grads = {}
@@ -211,12 +237,16 @@ class World:
         return (y * dy).sum()
 
     def make(self, specs, first):
-        terms = [self.model_term(spec, first) for spec in specs]
-        losses = [self.real_term(spec, first, i) for i, spec in enumerate(specs)]
-        for each in terms:
-            self.model.forward(each)
-        return Graph(terms, sum(losses), specs)
+        terms, losses = [self.model_term(spec, first) for spec in specs], []
 
-    def drop_grads(self):
-        for param in self.params:
-            param.grad = None
+        def model():
+            for each in terms:
+                self.model.forward(each)
+
+        def real():
+            losses.extend(self.real_term(spec, first, i) for i, spec in enumerate(specs))
+
+        self.both(model, real)
+        graph = Graph(terms, sum(losses), specs)
+        graph.alive = len(losses) == len(specs)
+        return graph

@@ -597,7 +597,7 @@ def assigned(step):
 
 @system(
     "`torch.utils.swap_tensors`",
-    refused={MAIN: "expects a main_grad attribute"},
+    refused={MAIN: "Cannot swap t1 because it has weakref associated with it"},
     where="`.grad`, empty after the swap",
 )
 def swapped(step):

@@ -1,0 +1,58 @@
+"""A guard before every step of every optimizer: none steps past a gradient that is elsewhere, or is still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fusedmlp.contract.dummy import has_dummy_wgrad
+from fusedmlp.contract.lending import wrap_closure
+from fusedmlp.contract.parameter_state import GRADIENT, STEPPED, UNSURE, find_state
+
+
+@cache
+def guard_optimizers() -> None:
+    """Check before every step from now on; called where the first buffer or queue is made."""
+    register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    _check(optimizer)
+    return wrap_closure(args, kwargs, partial(_around, optimizer))
+
+
+def _around(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    result = closure()
+    _check(optimizer)
+    return result
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Raise before a wrong step; note of which gradients there is going to be a step. Reads nothing on the device."""
+    states = [
+        (f"param_groups[{i}]['params'][{j}]", param, state)
+        for i, group in enumerate(optimizer.param_groups)
+        for j, param in enumerate(group["params"])
+        if (state := find_state(param)) is not None
+    ]
+    for place, param, state in states:
+        step = f"{type(optimizer).__name__}.step(): {place}"
+        if state.queued:
+            raise RuntimeError(
+                f"{step}: expected every gradient to be computed; got one that is still in a WgradQueue: call "
+                "backward_dw(), or queue.run(), before (queue.clear() to discard the step)"
+            )
+        lent = state.grad_is_main or state.lent is not None
+        if has_dummy_wgrad(param) or (state.buffer is not None and state.holds in (GRADIENT, UNSURE) and not lent):
+            raise RuntimeError(
+                f"{step}: expected its gradient in .grad; got one that is in main_grad, with "
+                f"{'a zero dummy' if param.grad is not None else 'nothing'} in .grad: step inside of "
+                "buffer.as_grad(), or make the buffer with MainGradBuffer(params, optimizer=optimizer)"
+            )
+    for _, _, state in states:
+        if state.buffer is not None and state.holds in (GRADIENT, UNSURE):
+            state.holds = STEPPED

@@ -1,0 +1,159 @@
+"""`.grad` in another dtype than its parameter, between the steps of an optimizer and within them.
+
+Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` lets `.grad` be of that dtype, PyTorch casts what it
+adds, and a weight-gradient GEMM adds to it unrounded. Optimizers want gradients of the parameter's dtype, so that for
+the time of a step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). A copy that was
+edited meanwhile is kept, one that was cleared is gone, and whatever comes after a step that raised reclaims too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedmlp.contract.destination import main_grad_of
+from fusedmlp.contract.parameter_state import Lent, ParameterState, state_of
+
+
+def set_grad(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
+    """Let `.grad` be `grad`, and of `dtype`, whatever it was."""
+    if param.grad_dtype != dtype:  # type: ignore[attr-defined]
+        param.grad = None  # or the dtype could not change
+        param.grad_dtype = dtype  # type: ignore[attr-defined]
+    param.grad = grad
+
+
+def lend(param: Tensor, state: ParameterState, exact: Tensor, *, takes_gradients: bool) -> Tensor:
+    """Let `.grad` be a copy of `exact` in the dtype of the parameter, which is returned."""
+    rounded = exact.to(param.dtype)
+    set_grad(param, rounded, param.dtype)
+    state.lent = Lent(rounded, rounded._version, exact, takes_gradients)
+    return rounded
+
+
+def reclaim(param: Tensor, state: ParameterState) -> bool:
+    """Let `.grad` be the exact tensor again, before a gradient is added; whether it was None, so that it is stale.
+
+    Where `.grad` is not `main_grad`, one that was None still is.
+
+    Raises:
+        RuntimeError: inside `as_grad`, where `.grad` is a copy to which no gradient can be added unrounded.
+    """
+    lent, grad = state.lent, param.grad
+    if lent is not None and not lent.takes_gradients:
+        raise RuntimeError(
+            f"a backward inside as_grad(): expected weights in the dtype of main_grad; got {param.dtype} weights, whose "
+            ".grad is a rounded copy (MainGradBuffer(params, optimizer=optimizer) takes closures of optimizers)"
+        )
+    exact = main_grad_of(param) if state.grad_is_main else lent.exact if lent is not None else grad
+    if exact is None or (grad is exact and lent is None):
+        return False
+    if grad is not None and was_edited(lent, grad):
+        exact.copy_(grad.detach())
+    state.lent = None
+    set_grad(param, None if grad is None and not state.grad_is_main else exact, exact.dtype)
+    return grad is None
+
+
+def was_edited(lent: Lent | None, grad: Tensor) -> bool:
+    """Whether a gradient is another than what was lent, or was written to."""
+    return lent is None or grad is not lent.rounded or grad._version != lent.version
+
+
+class StepHooks:
+    """Hooks of an optimizer that lend it rounded gradients for its steps, and take them back around a closure.
+
+    Args:
+        optimizer: a `torch.optim.Optimizer`, or Accelerate's wrapper of one.
+        params: 16-bit leaf parameters whose `.grad` is float32.
+
+    Raises:
+        TypeError: the optimizer has no hooks.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+        self.optimizer = unwrap(optimizer)
+        self._params = [(param, state_of(param)) for param in params]
+        self._hooks = (
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        self._reclaim()
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _lend(self) -> None:
+        self._reclaim()  # after a step that raised
+        self._unscale()
+        copies = [
+            lend(param, state, param.grad, takes_gradients=True)
+            for param, state in self._params
+            if param.grad is not None
+        ]
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if copies and found_inf is not None:  # rounding to float16 may have overflowed
+            largest = torch.stack([norm.to(found_inf.device) for norm in torch._foreach_norm(copies, math.inf)])
+            found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().to(found_inf)))
+
+    def _unscale(self) -> None:
+        """Do in float32 what a `GradScaler` leaves to a fused optimizer: a scaled gradient may overflow float16."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is not None:
+            for group in self.optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.mul_((1 / scale).to(param.grad.device))
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _reclaim(self) -> None:
+        for param, state in self._params:
+            if state.lent is not None and reclaim(param, state):
+                param.grad = None
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._lend()
+        return wrap_closure(args, kwargs, self._around)
+
+    def _around(self, closure: Callable[[], Any]) -> Any:
+        self._reclaim()
+        result = closure()
+        self._lend()
+        return result
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        self._reclaim()
+
+
+def unwrap(optimizer: Optimizer) -> Optimizer:
+    """PyTorch's optimizer inside Accelerate's."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer; got {type(optimizer).__name__} (DeepSpeed's optimizers "
+            "accumulate in a dtype of their own: see data_types.grad_accum_dtype of its configuration)"
+        )
+    return optimizer
+
+
+def wrap_closure(
+    args: Any, kwargs: dict[str, Any], run: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of `optimizer.step`, with `run(closure)` called in the place of the closure, if there is one."""
+    if len(args) > 1 and callable(args[1]):
+        closure = args[1]
+        return (args[0], lambda: run(closure), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        closure = kwargs["closure"]
+        return args, kwargs | {"closure": lambda: run(closure)}
+    return args, kwargs
