@@ -72,6 +72,7 @@ def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -
 def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[ParameterState], recomputing: bool) -> None:
     """Begin a step of a whole buffer, if this parameter has a gradient: otherwise that step has begun already."""
     if state.holds in (STALE, ZEROS) or (state.grad_is_main and param.grad is None):
+        state.holds = STALE
         return
     stepped = state.holds is STEPPED
     if recomputing:

@@ -77,6 +77,7 @@ class Model:
 
     def _begin(self, p, grad_enabled):
         if self.stale(p) or self.status[p] == "zeros":
+            self.status[p] = "stale"
             return
         if self.status[p] == "stepped" or grad_enabled:
             stepped = [q for q, status in enumerate(self.status) if status == "stepped"]
