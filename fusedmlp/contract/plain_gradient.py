@@ -47,13 +47,16 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     if engine.engine_use(node, node) is not engine.ACCUMULATE:
         return None
     with accumulation_lock, torch.no_grad():
-        return _leave_in_grad(param, state, grad) if in_grad else _take(param, state, grad)
+        if not in_grad:
+            return _take(param, state, grad)
+        _leave_in_grad(param, state, grad)
+        return None
 
 
-def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
+def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
     """Let `.grad` be the exact tensor, to which autograd adds `grad` next."""
     if state.lent is not None and not state.lent.takes_gradients:  # inside as_grad
-        return None
+        return
     if state.grad_is_main:
         main_grad: Tensor = main_grad_of(param)  # type: ignore[assignment]
         engine.current_backward().join_stream(main_grad)
@@ -62,7 +65,8 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor
     if reclaim(param, state) and state.grad_is_main:
         main_grad.zero_()
     state.holds = GRADIENT
-    return grad.to(param.grad_dtype)  # type: ignore[attr-defined]
+    if param.grad is None and grad.dtype != param.grad_dtype:  # type: ignore[attr-defined]
+        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)  # type: ignore[attr-defined]
 
 
 def adopt_plain_gradient(param: Tensor, state: ParameterState, overwrites: bool) -> bool:

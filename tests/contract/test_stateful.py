@@ -159,6 +159,7 @@ class Steps(World, RuleBasedStateMachine):
                 patch.setattr(ops, op, fails)
                 with pytest.raises(ValueError, match="fails"):
                     self.real_term(specs[0], first, 0)
+        self.model.forward(self.model_term(specs[0], first=False))  # catches plain gradients from then on
 
     def autograd_grad(self, graph):
         """It returns the gradients and leaves everything as it is, but for dummies, which nobody could add to."""
