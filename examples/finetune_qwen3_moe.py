@@ -66,13 +66,12 @@ class Run:
         self.buffer = None
         if fused:
             register(self.model)  # ours
-            self.buffer = fusedmlp.MainGradBuffer(self.expert_weights)  # ours: an fp32 main_grad for each
+            # ours: an fp32 main_grad for each, which is its .grad
+            self.buffer = fusedmlp.MainGradBuffer(self.expert_weights, optimizer=self.optimizer)
 
     def step(self) -> None:
         """One optimizer step, over several micro-batches."""
         self.optimizer.zero_grad()
-        if self.buffer is not None:
-            self.buffer.zero_()  # ours
         total = 0.0
         for _ in range(MICRO_BATCHES):
             starts = torch.randint(len(self.ids) - LENGTH, (BATCH,), generator=self.generator)
@@ -80,11 +79,7 @@ class Run:
             loss = self.model(batch, labels=batch).loss / MICRO_BATCHES
             loss.backward()
             total += loss.item()
-        if self.buffer is None:
-            self.optimizer.step()
-        else:
-            with self.buffer.as_grad():  # ours: inside, .grad of the experts is main_grad
-                self.optimizer.step()
+        self.optimizer.step()
         self.losses.append(total)
 
 
