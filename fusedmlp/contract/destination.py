@@ -47,17 +47,19 @@ def label(place: Place) -> str:
 def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> Tensor | None:
     """The `.grad` that a GEMM adds a parameter's gradient to; None: there is none.
 
-    Where a GEMM may not add, raises, or returns None if the gradient is `returnable`: PyTorch then adds it.
+    Where a GEMM may not add, raises, or returns None if the gradient is `returnable`, and PyTorch adds it; to memory
+    that elements share PyTorch adds wrongly, or not at all.
     """
     grad = param.grad
     if grad is not None:
         try:
             refuse_tensor_hooks(param, place)
-            _check(param, grad, ".grad", place)
+            _check_kind(param, grad, ".grad", place)
         except (RuntimeError, TypeError, ValueError):
             if not returnable:
                 raise
             return None
+        _check_memory(grad, ".grad", place)
     return grad
 
 
@@ -121,6 +123,11 @@ def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
 
 
 def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:
+    _check_kind(param, target, what, place)
+    _check_memory(target, what, place)
+
+
+def _check_kind(param: Tensor, target: Tensor, what: str, place: Place) -> None:
     where = label(place)
     if target.shape != param.shape:
         raise ValueError(f"{where}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
@@ -134,8 +141,12 @@ def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:
         raise TypeError(f"{where}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
         raise ValueError(f"{where}: expected {what} with requires_grad=False; got True")
+
+
+def _check_memory(target: Tensor, what: str, place: Place) -> None:
     if target.is_contiguous():
         return
+    where = label(place)
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         raise ValueError(
             f"{where}: expected a writable {what}; got an expanded one with strides {target.stride()} (the dummy of "
