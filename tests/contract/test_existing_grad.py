@@ -137,13 +137,14 @@ def test_a_queue_refuses_what_a_gemm_cannot_write(what, make_layer):
 
 
 @MODES
-def test_one_tensor_as_grad_of_two_experts(mode, make_layer, assert_close):
+def test_one_tensor_as_grad_of_two_experts(mode, wgrad_gemms, make_layer, assert_close):
     layer = make_layer("linear", packed=False)
     start(layer)
     layer.params[2].grad = layer.params[0].grad
     layer.backward(accumulate_wgrad=mode)
     first, second, third = layer.wgrads()
     assert_close(layer.grads(), [2 + first + third, 2 + second, 2 + first + third])
+    assert len({*wgrad_gemms.pointers}) == len(wgrad_gemms.pointers) == 3  # a GPU would add both at once
 
 
 @MODES
