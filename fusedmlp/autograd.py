@@ -17,9 +17,10 @@ from torch import Tensor
 from fusedmlp import derivatives
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, fresh_like
+from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.queue import Operands, WgradQueue
-from fusedmlp.contract.route import Route, route
+from fusedmlp.contract.route import Route, Routes, route
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads, MLPOutput
 
@@ -60,7 +61,7 @@ class Call:
         """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
         return self.split([node for node, _ in ctx.next_functions])
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Route:
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
         """Where the gradient of `weights` goes; `ctx` is the node whose backward asks. Added to `routes`."""
         return route(
             name,
@@ -94,7 +95,7 @@ class Call:
         return route.finish()
 
 
-_LayerBackward = Callable[[Any, Sequence[Any], Tensor, list[Route]], _Grads]
+_LayerBackward = Callable[[Any, Sequence[Any], Tensor, Routes], _Grads]
 
 
 def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grads]:
@@ -108,14 +109,14 @@ def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grad
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
         if torch.compiler.is_compiling():  # a graph has no second order
-            return backward(ctx, ctx.saved_tensors, dy, [])
+            return backward(ctx, ctx.saved_tensors, dy, Routes(recorded=False))
         if engine.is_batched(dy):
             raise RuntimeError(
                 "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
                 "is not supported; expected one backward for each gradient of y"
             )
         saved = ctx.saved_tensors  # before the lock: a checkpoint runs its region again for them, collectives included
-        routes: list[Route] = []
+        routes = Routes(recorded=torch.is_grad_enabled())
         with accumulation_lock, torch.no_grad():
             try:
                 grads = backward(ctx, saved, dy, routes)
@@ -123,6 +124,9 @@ def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grad
                 for abandoned in routes:
                     abandoned.abandon()
                 raise
+            finally:
+                for done in routes:
+                    release(done.held)
         if not torch.is_grad_enabled():
             return grads
         sources = [tensor for tensor in (dy, *saved) if tensor is not None and tensor.requires_grad]
@@ -158,7 +162,7 @@ class GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: list[Route]) -> _Grads:
+    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         weight, bias, (x, offsets) = call.split(saved)
@@ -211,7 +215,7 @@ class GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     @_first_order_only
-    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: list[Route]) -> _Grads:
+    def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, h) = call.split(saved)

@@ -30,7 +30,7 @@ from fusedmlp.contract.forward_checks import enter_forward as check_forward
 from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_other_writers, takes_overwrite
 from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock, state_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient
-from fusedmlp.contract.route import Route, mark_fused
+from fusedmlp.contract.route import Route, Routes, mark_fused
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import Experts
 
@@ -167,7 +167,7 @@ class TracedCall(Call):
         """As `Call.edges`; what is not None is True."""
         return self.split([need or None for need in ctx.needs_input_grad[1:]])
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Route:
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
         """As `Call.route`; never delayed, and adding to `main_grad` wherever that is fused."""
         wanted, fused = True in nodes, name in self.main_grads
         outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
@@ -192,7 +192,7 @@ class _MLP(autograd.GroupedMLP):
 def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
     """What the graph adds the gradients of `weights` to; empty: it returns them.
 
-    The "grad" mode returns them too: PyTorch adds them to `.grad`.
+    Those that go to `.grad` it returns too: PyTorch adds them.
     """
     trained = [weight for weight in weights if weight.requires_grad]
     if not trained or mode in ("off", "grad"):

@@ -60,8 +60,8 @@ def grouped_mlp(
         activation: a name, or an `Activation` with options.
         weight_layout: "in_out": weights are `[E, H, F1]` and `[E, F, H]`.
         accumulate_wgrad: "main_grad": add into `param.main_grad`; "grad": add into `param.grad` where there is
-            one; "off": return the gradient to autograd; "auto": "main_grad" where the parameter has it, else "off".
-            See `fusedmlp.contract` for what backward returns in each case.
+            one and a GEMM may, else return the gradient to autograd; "off": return it always; "auto": "main_grad" where
+            the parameter has it, else "grad". See `fusedmlp.contract` for what backward returns in each case.
         wgrad_queue: put the weight gradients off until `wgrad_queue.run()`. A gradient that somebody asks for
             (`torch.autograd.grad`, a weight that is not a leaf) is not put off.
         is_first_microbatch: True: a step begins, and `main_grad` is stale: the first gradient to arrive, whichever

@@ -249,8 +249,8 @@ def test_fusion_that_cannot_be_had():
     fc1 = torch.nn.Parameter(FC1.clone())
     with pytest.raises(RuntimeError, match=r'fc1_weight: accumulate_wgrad="main_grad" expects a main_grad'):
         grouped_mlp(X, fc1, FC2, COUNTS, accumulate_wgrad="main_grad")
-    with pytest.raises(RuntimeError, match=r"fc1_weight: accumulate_wgrad='grad' needs a leaf parameter; got the"):
-        grouped_mlp(X, fc1 * 1, FC2, COUNTS, accumulate_wgrad="grad")
+    with pytest.raises(RuntimeError, match=r"fc1_weight: accumulate_wgrad='main_grad' needs a leaf parameter; got the"):
+        grouped_mlp(X, fc1 * 1, FC2, COUNTS, accumulate_wgrad="main_grad")
 
 
 def test_triton_on_the_cpu_says_what_it_needs(monkeypatch):

@@ -10,8 +10,9 @@
 | delayed + `main_grad`, has the attribute           | dummy    | True | accumulate, later (flag right away) |
 | `overwrite_main_grad` or `is_first_microbatch=True`| as above | same | overwrite `main_grad`               |
 
-`accumulate_wgrad="grad"` adds to an existing `.grad` and returns None; without one it is the plain case. The
-presence of `grad_added_to_main_grad` decides, not its value (Megatron-core's convention).
+`accumulate_wgrad="grad"`, and "auto" without `main_grad`, add to an existing `.grad` and return None; without one, or
+where a GEMM may not add to it (docs/gradients.md says where), it is the plain case, and PyTorch adds. The presence of
+`grad_added_to_main_grad` decides, not its value (Megatron-core's convention).
 
 A gradient is fused (written to `main_grad` or `.grad`) only if the autograd engine will run the parameter's
 AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) somebody asked for the gradient itself, and

@@ -197,8 +197,8 @@ class MainGradBuffer:
         """Inside, `.grad` of every parameter is its `main_grad` (a copy, if `.grad` needs another dtype).
 
         What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
-        `.grad` is None again, so that nothing is counted twice; `main_grad` keeps what was done to it inside:
-        `clip_grad_norm_`, `unscale_`, a new tensor in `.grad`, `zero_grad()`, or a backward (of an optimizer's closure).
+        `.grad` is None again, so that nothing is counted twice; `main_grad` keeps what was done to it inside by
+        `clip_grad_norm_`, `unscale_`, a new tensor in `.grad`, `zero_grad()`, or a backward, as closures run it.
         A parameter without any gradient has a zero one, which an optimizer with weight decay or momentum still steps
         by; leave such parameters out of the buffer. One that was frozen since, and got no gradient in this step, has
         none. With `MainGradBuffer(..., optimizer=...)`, `.grad` is `main_grad` anyway.

@@ -35,7 +35,7 @@ def resolve_auto(name: str, params: Sequence[Tensor], trained: Sequence[bool]) -
     if True in having and False in having:
         lacks, has = having.index(False), having.index(True)
         raise ValueError(f"{name}: expected main_grad on all experts or on none; experts {lacks} and {has} differ")
-    return "main_grad" if True in having else "off"
+    return "main_grad" if True in having else "grad"
 
 
 def label(place: Place) -> str:
@@ -44,12 +44,36 @@ def label(place: Place) -> str:
     return name if expert is None else f"{name}[{expert}]"
 
 
-def existing_grad(param: Tensor, place: Place) -> Tensor | None:
-    """The `.grad` that a parameter's gradient is added to, if a GEMM may do that; None: there is none."""
-    if param.grad is not None:
-        refuse_tensor_hooks(param, place)
-        _check(param, param.grad, ".grad", place)
-    return param.grad
+def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> Tensor | None:
+    """The `.grad` that a GEMM adds a parameter's gradient to; None: there is none.
+
+    Where a GEMM may not add, raises, or returns None if the gradient is `returnable`, and PyTorch adds it; to memory
+    that elements share PyTorch adds wrongly, or not at all.
+    """
+    grad = param.grad
+    if grad is not None:
+        try:
+            refuse_tensor_hooks(param, place)
+            _check_kind(param, grad, ".grad", place)
+        except (RuntimeError, TypeError, ValueError):
+            if not returnable:
+                raise
+            return None
+        _check_memory(grad, ".grad", place)
+    return grad
+
+
+def of_one_kind(targets: list[Tensor | None]) -> list[Tensor | None]:
+    """The targets that one GEMM can add to together: tensors with the dtype and strides of the first; else None."""
+    present = [target for target in targets if target is not None]
+    kinds = {(target.dtype, target.stride()) for target in present}
+    if len(kinds) <= 1 and len(set(map(id, present))) == len(present):
+        return targets
+    kept: list[Tensor | None] = []
+    for target in targets:
+        alike = target is not None and target.dtype == present[0].dtype and same_strides(target, present[0])
+        kept.append(target if alike and not any(target is other for other in kept) else None)
+    return kept
 
 
 def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Tensor:
@@ -99,17 +123,30 @@ def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
 
 
 def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:
+    _check_kind(param, target, what, place)
+    _check_memory(target, what, place)
+
+
+def _check_kind(param: Tensor, target: Tensor, what: str, place: Place) -> None:
     where = label(place)
     if target.shape != param.shape:
         raise ValueError(f"{where}: expected {what} of shape {tuple(param.shape)}; got {tuple(target.shape)}")
     if target.device != param.device:
         raise ValueError(f"{where}: expected {what} on {param.device}; got {target.device}")
+    if target.layout != torch.strided:
+        raise ValueError(f"{where}: expected {what} to be dense; got one in {target.layout}")
     if target.dtype not in (torch.float32, param.dtype):
         raise ValueError(f"{where}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
     if not engine.is_plain(target):
         raise TypeError(f"{where}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
         raise ValueError(f"{where}: expected {what} with requires_grad=False; got True")
+
+
+def _check_memory(target: Tensor, what: str, place: Place) -> None:
+    if target.is_contiguous():
+        return
+    where = label(place)
     if any(stride == 0 and size > 1 for stride, size in zip(target.stride(), target.shape, strict=True)):
         raise ValueError(
             f"{where}: expected a writable {what}; got an expanded one with strides {target.stride()} (the dummy of "

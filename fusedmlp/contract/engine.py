@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from enum import Enum
+from types import FrameType
 from typing import Any
 
 import torch
@@ -94,6 +95,17 @@ def accumulating_nodes(node: Any) -> dict[int, Any]:
     return {id(n.variable): n for n, _ in edges if is_leaf_node(n)}
 
 
+def accumulating_node(param: Tensor) -> Any:
+    """The AccumulateGrad node of a parameter, which all graphs that are alive share."""
+    with torch.inference_mode(False):
+        return torch.autograd.graph.get_gradient_edge(param).node
+
+
+def inside_compiled_autograd() -> bool:
+    """Whether a graph of compiled autograd runs in the place of the engine's nodes."""
+    return inside_backward() and current_node() is None
+
+
 def inside_backward() -> bool:
     """Whether this thread is running a backward; a forward is a checkpoint's second one then."""
     return torch._C._current_graph_task_id() != -1
@@ -162,6 +174,23 @@ def nest_backwards() -> None:
     ends with the node.
     """
     torch._C._stash_obj_in_tls(_OUTER, current_backward())
+
+
+def other_threads() -> bool:
+    """Whether there is another thread that runs Python; one that does cannot start without one that does."""
+    return len(sys._current_frames()) > 1
+
+
+def others_run_backward() -> bool:
+    """Whether another thread is inside a backward right now."""
+    frames: dict[int, FrameType | None] = {**sys._current_frames()}
+    frames.pop(threading.get_ident(), None)
+    for frame in frames.values():
+        while frame is not None:
+            if frame.f_code is _RUN_BACKWARD:
+                return True
+            frame = frame.f_back
+    return False
 
 
 def is_nested(on_gpu: bool) -> bool:

@@ -47,7 +47,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
             known = state.checked[0]() is getattr(weight, "main_grad", state)
             if mode == "main_grad" and not known and not hasattr(weight, "__fsdp_param__"):
                 existing_main_grad(weight, state, place)
-        elif (to_main_grad or mode == "grad") and torch.is_grad_enabled() and not weight.is_leaf:
+        elif to_main_grad and torch.is_grad_enabled() and not weight.is_leaf:
             raise RuntimeError(
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"

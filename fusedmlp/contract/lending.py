@@ -1,9 +1,9 @@
 """`.grad` in another dtype than its parameter, between the steps of an optimizer and within them.
 
-Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` lets `.grad` be of that dtype, PyTorch casts what it
-adds, and a weight-gradient GEMM adds to it unrounded. Optimizers want gradients of the parameter's dtype, so that for
-the time of a step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). A copy that was
-edited meanwhile is kept, one that was cleared is gone, and whatever comes after a step that raised reclaims too.
+Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` lets `.grad` be of that dtype, PyTorch casts what
+it adds, and a weight-gradient GEMM adds to it unrounded. Optimizers want gradients of the parameter's dtype, so that
+for the time of a step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). An edit of
+the copy is kept, a copy that was cleared is gone, and whatever comes after a step that raised reclaims too.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fusedmlp.contract.parameter_state import Lent, ParameterState, state_of
 
 def set_grad(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
     """Let `.grad` be `grad`, and of `dtype`, whatever it was."""
-    if param.grad_dtype != dtype:  # type: ignore[attr-defined]
+    if param.grad_dtype != dtype:
         param.grad = None  # or the dtype could not change
-        param.grad_dtype = dtype  # type: ignore[attr-defined]
+        param.grad_dtype = dtype
     param.grad = grad
 
 
@@ -47,8 +47,8 @@ def reclaim(param: Tensor, state: ParameterState) -> bool:
     lent, grad = state.lent, param.grad
     if lent is not None and not lent.takes_gradients:
         raise RuntimeError(
-            f"a backward inside as_grad(): expected weights in the dtype of main_grad; got {param.dtype} weights, whose "
-            ".grad is a rounded copy (MainGradBuffer(params, optimizer=optimizer) takes closures of optimizers)"
+            f"a backward inside as_grad(): expected weights in the dtype of main_grad; got {param.dtype} weights, "
+            "whose .grad is a rounded copy (MainGradBuffer(params, optimizer=optimizer) takes closures of optimizers)"
         )
     exact = main_grad_of(param) if state.grad_is_main else lent.exact if lent is not None else grad
     if exact is None or (grad is exact and lent is None):

@@ -1,9 +1,10 @@
 """Which gradient overwrites `main_grad` instead of adding to it: the first to arrive of a step, or of a backward.
 
 A step begins with `MainGradBuffer.zero_()`, with `is_first_microbatch=True`, or, where `.grad` is `main_grad`, with
-`zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. A tied weight, a second
-backward through one graph, a checkpoint inside the backward all add. `param.overwrite_main_grad` says that the owner
-hands the parameter a new `main_grad` for every backward, or more often, and then clears `grad_added_to_main_grad`.
+`zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. A tied weight, a
+second backward through one graph, a checkpoint inside the backward all add. `param.overwrite_main_grad` says that the
+owner hands the parameter a new `main_grad` for every backward, or more often, and then clears
+`grad_added_to_main_grad`.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomput
     if unsure and state.buffer is not None and recomputes_first_microbatch:
         state.holds = UNSURE
         raise RuntimeError(
-            f"{label(place)}: is_first_microbatch=True in a reentrant checkpoint: expected buffer.zero_() or zero_grad() "
-            "when a step begins; got a MainGradBuffer with gradients that no optimizer has used yet"
+            f"{label(place)}: is_first_microbatch=True in a reentrant checkpoint: expected buffer.zero_() or "
+            "zero_grad() when a step begins; got a MainGradBuffer with gradients that no optimizer has used yet"
         )
     if state.grad_is_main or state.lent is not None:
         return reclaim(param, state)

@@ -32,7 +32,7 @@ class Holds(Enum):
     ZEROS = "zeros, or what was written to it by hand: the next gradient adds"
     STEPPED = "a gradient from which an optimizer has stepped: the next gradient adds, unless a step begins first"
     STALE = "the gradient of an earlier step: the next gradient overwrites it"
-    UNSURE = "a forward under no_grad had is_first_microbatch=True: an evaluation, or in a checkpoint around the first one"
+    UNSURE = "a gradient of this step, or STALE: a forward under no_grad had is_first_microbatch=True"
 
 
 GRADIENT, ZEROS, STEPPED, STALE, UNSURE = Holds  # looked up once, not for every parameter
@@ -59,7 +59,7 @@ class ParameterState:
         self.key, self.ref = id(param), weakref.ref(param, self._forget)
         self.holds = GRADIENT  # overwrite.py
         self.plain: Tensor | None = None  # the sum of plain gradients that came while it was UNSURE
-        self.buffer: list[ParameterState] | None = None  # of a MainGradBuffer: all its parameters, whose steps begin as one
+        self.buffer: list[ParameterState] | None = None  # all of its MainGradBuffer, whose steps begin together
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did

@@ -1,9 +1,9 @@
 """The catch: what plain PyTorch makes of a parameter goes to `main_grad` too.
 
-Where `.grad` is `main_grad`, or a rounded copy of it is lent to an optimizer, a tensor hook sees to it that autograd adds
-to the exact tensor. Elsewhere an owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain gradient of the
-same step; and what is to overwrite `main_grad` later would erase one that the owner has added. So the hook, registered
-once on every parameter with that attribute, adds it to `main_grad` itself, and leaves zeros for `.grad`.
+Where `.grad` is `main_grad`, or a rounded copy of it is lent to an optimizer, a tensor hook sees to it that autograd
+adds to the exact tensor. Elsewhere an owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain
+gradient of the same step; and what is to overwrite `main_grad` later would erase one that the owner has added. So the
+hook, registered once on every parameter with that attribute, adds it to `main_grad` itself and leaves zeros in `.grad`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     param = state.ref()
     if grad is None or param is None or not param.requires_grad:
         return None
-    in_grad = state.grad_is_main or state.lent is not None
+    in_grad = state.grad_is_main or state.lent is not None or grad.dtype != param.grad_dtype
     if not in_grad and not hasattr(param, "grad_added_to_main_grad"):
         return None
     node = engine.current_node()
@@ -65,8 +65,8 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
     if reclaim(param, state) and state.grad_is_main:
         main_grad.zero_()
     state.holds = GRADIENT
-    if param.grad is None and grad.dtype != param.grad_dtype:  # type: ignore[attr-defined]
-        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)  # type: ignore[attr-defined]
+    if param.grad is None and grad.dtype != param.grad_dtype:
+        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
 
 def adopt_plain_gradient(param: Tensor, state: ParameterState, overwrites: bool) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Route
@@ -157,13 +158,18 @@ class WgradQueue:
         for delayed in batch:
             delayed.check()
         with accumulation_lock:
-            self._add(batch)
+            try:
+                left = self._add(batch)
+            finally:
+                release(batch[0].route.held)
+        for param, grad in left:  # without the lock, for which AccumulateGrad may wait in another thread
+            torch.autograd.backward([param], [grad])
         for delayed in batch:  # in place: another thread may be adding to the queue
             delayed.route.leave()
             self._pending.remove(delayed)
         self._begun = None
 
-    def _add(self, batch: list[_Delayed]) -> None:
+    def _add(self, batch: list[_Delayed]) -> list[tuple[Tensor, Tensor]]:
         first = batch[0]
         first.route.open(batch[-1].route)
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
@@ -171,7 +177,7 @@ class WgradQueue:
         operands = [[t for t in tensors if t is not None] for tensors in fields]
         self._begun = first.route.name
         ops.grouped_wgrad_(outs, [], *operands, first.route.accumulate, first.impl)
-        first.route.finish_delayed()
+        return first.route.finish_delayed()
 
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to one that overwrites."""

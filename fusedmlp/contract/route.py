@@ -15,6 +15,7 @@ from fusedmlp.contract import destination, engine
 from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.dummy import remove_dummy_wgrad, set_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
+from fusedmlp.contract.exclusion import Held, hold_others
 from fusedmlp.contract.forward_checks import refuse_reducer
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
@@ -45,6 +46,7 @@ class Route:
     order: int = 0  # of creation
     _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
+    held: Held | None = None  # other threads, while the GEMM adds to `.grad`; to be released by whoever called `open()`
     _leaves: list[_Leaf] | None = None
 
     def overwrites_param(self, param: Tensor) -> bool:
@@ -73,12 +75,9 @@ class Route:
         `latest` is the last of those whose gradients the GEMM adds together with this one's.
         """
         targets: list[Tensor | None] = [None] * len(self.params)
-        for i, place, param, state in self.leaves if self.mode != "off" else ():
-            if self.mode == "grad":
-                if state is not None and state.lent is not None:
-                    reclaim(param, state)
-                targets[i] = destination.existing_grad(param, place)
-                continue
+        if self.mode == "grad":
+            targets = self._existing_grads()
+        for i, place, param, state in self.leaves if self.mode == "main_grad" else ():
             targets[i] = destination.existing_main_grad(param, state, place)
             if state.queued or state.compiled_in is not None:
                 refuse_other_writers(param, state, place, self, latest or self)
@@ -120,6 +119,23 @@ class Route:
             if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
                 self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
 
+    def _existing_grads(self) -> list[Tensor | None]:
+        """The `.grad` of every parameter that the GEMM adds to; other threads wait until it has."""
+        targets: list[Tensor | None] = [None] * len(self.params)
+        for _, _, param, state in self.leaves:
+            if state is not None and state.lent is not None:
+                reclaim(param, state)
+        leaves = [leaf for leaf in self.leaves if self.delayed or leaf[2].grad is not None]
+        self.held = hold_others([param for _, _, param, _ in leaves if self.delayed or param.is_cpu])
+        for i, place, param, _ in leaves:
+            if self._may_add(param):
+                targets[i] = destination.existing_grad(param, place, returnable=not self.delayed)
+        return targets if self.delayed else destination.of_one_kind(targets)
+
+    def _may_add(self, param: Tensor) -> bool:
+        """Whether nothing but this route accumulates into a parameter now; AccumulateGrad has to, otherwise."""
+        return self.held is not None or not param.requires_grad
+
     def finish(self) -> list[Tensor | None]:
         """After the GEMM: the gradients that backward returns; none of a delayed one, or if none is wanted."""
         outs, self.outs = self.outs, []
@@ -145,17 +161,31 @@ class Route:
             if state.queued is not None:
                 state.queued.discard(self)
 
-    def finish_delayed(self) -> None:
-        """Of a delayed wgrad, after the GEMM: `.grad` is set where there was none to add to."""
+    def finish_delayed(self) -> list[tuple[Tensor, Tensor]]:
+        """Of a delayed wgrad, after the GEMM: set `.grad` where there was none to add to.
+
+        Returns parameters and the gradients that AccumulateGrad has to add to them, as another thread may be adding.
+        """
+        left = []
         for param, grad in zip(self.params, self.finish(), strict=True):
-            if grad is not None:
+            if grad is not None and self._may_add(param):
                 param.grad = grad
+            elif grad is not None:
+                left.append((param, grad))
+        return left
 
     def abandon(self) -> None:
         """The layer's backward failed, and its gradient has not arrived: who was to be overwritten still is."""
         for param, over in zip(self.params, self.overwrites, strict=True):
             if over:
                 give_back_overwrite(param)
+
+
+class Routes(list[Route]):
+    """The routes of one backward of a layer, so that whoever called can abandon them, whatever fails."""
+
+    def __init__(self, *, recorded: bool) -> None:
+        self.recorded = recorded  # under create_graph=True
 
 
 def route(
@@ -168,14 +198,14 @@ def route(
     delayed: bool,
     recomputes_first_microbatch: bool,
     ddp_params: Set[int],
-    routes: list[Route],
+    routes: Routes,
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
 
     `nodes` are the graph nodes that the gradients of `weights` flow to, `current_node` the one that makes them. The
     parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
     attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list. The route
-    is added to `routes`, so that whoever called can abandon it, whatever fails. The rest is as in `autograd.Call`.
+    is added to `routes`. The rest is as in `autograd.Call`.
     """
     uses = [engine.engine_use(node, current_node) for node in nodes]
     params = [
@@ -187,6 +217,8 @@ def route(
     delayed = delayed and not captured and ACCUMULATE in uses
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
+    elif mode == "grad" and not delayed and (routes.recorded or engine.inside_compiled_autograd()):
+        mode = "off"  # PyTorch puts their sum in a new tensor, with a graph; its graph knows only what is returned
     overwrites = [False] * len(params)
     result = Route(
         name, params, uses, mode, delayed, recomputes_first_microbatch, overwrites=overwrites, order=next(_count)

@@ -1,10 +1,10 @@
 """PyTorch's `DistributedDataParallel`: weight gradients that are added straight into its buckets.
 
 DDP reduces flat buckets. With `gradient_as_bucket_view=True`, each `.grad` becomes a view of its bucket, and with
-`accumulate_wgrad="grad"` the GEMM then adds into what is reduced: nothing is allocated or copied. Two things stand in
-the way, and `grads_in_buckets` removes both. DDP makes the views only when it first reduces a gradient, so that the
-first step holds every weight gradient twice. And `zero_grad()` lets go of them: the next gradient is a fresh tensor
-again, which DDP copies.
+`accumulate_wgrad="auto"` or "grad" the GEMM then adds into what is reduced: nothing is allocated or copied. Two things
+stand in the way, and `grads_in_buckets` removes both. DDP makes the views only when it first reduces a gradient, so
+that the first step holds every weight gradient twice. And `zero_grad()` lets go of them: the next gradient is a fresh
+tensor again, which DDP copies.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def grads_in_buckets(
 
     Args:
         module: what is to be wrapped.
-        parameters: those that layers with `accumulate_wgrad="grad"` use; those that are frozen are left out.
+        parameters: those that layers with `accumulate_wgrad="auto"` or "grad" use; those that are frozen are left out.
         wrap: makes the DDP from the module, with `gradient_as_bucket_view=True`.
 
     Returns:

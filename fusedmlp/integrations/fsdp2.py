@@ -17,8 +17,8 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Keep `.grad` of unsharded parameters in `dtype`, for `MixedPrecisionPolicy(reduce_dtype=dtype)`.
 
     Left alone, FSDP2 has every micro-batch's gradient made in `param_dtype`, casts it and adds it. After this, with
-    `accumulate_wgrad="grad"`, the weight-gradient GEMM itself adds in `dtype` and nothing is rounded, cast or copied.
-    It holds for all parameters of the model: FSDP2 wants one gradient dtype in each of its groups.
+    `accumulate_wgrad="auto"` or "grad", the weight-gradient GEMM itself adds in `dtype` and nothing is rounded, cast or
+    copied. It holds for all parameters of the model: FSDP2 wants one gradient dtype in each of its groups.
 
     Args:
         model: after `fully_shard` of it and of its parts.

@@ -51,8 +51,7 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
         model: switch this model to it, after a check that all of its experts can be computed. Without the check an
             activation that fusedmlp lacks raises in the first forward, and a model whose experts do not use
             Transformers' interface goes on computing them by itself.
-        accumulate_wgrad: see `fusedmlp.grouped_mlp`; of every model that uses `"fusedmlp"`, from now on. "grad" suits
-            gradient accumulation without `main_grad`: from the second micro-batch on, GEMMs add into `.grad`.
+        accumulate_wgrad: see `fusedmlp.grouped_mlp`; of every model that uses `"fusedmlp"`, from now on.
 
     Raises:
         NotImplementedError: experts that fusedmlp cannot compute; names their class.

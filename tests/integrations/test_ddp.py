@@ -40,7 +40,7 @@ def test_table_every_row_is_right(table):
             counts = " ".join(f"{n:>4.3}" for n in (*first, copies, allocations))
             print(f"{view!s:5} {kept!s:5} {none!s:5}: {row['error']:.1e}; {counts} {row['mode']} {world_size=} {rest}")
             assert row["error"] < (0.02 if row["comm_hook"] == "bf16" else 1e-6)
-            if row["mode"] == "grad":
+            if row["mode"] == "auto":
                 own = row["comm_hook"] == "gather"  # it hands back a tensor of its own, which DDP copies
                 renewed = none and not kept
                 assert copies == (own + renewed if view else 2)

@@ -32,7 +32,7 @@ class Cell:
     buckets: str = "one"
     comm_hook: str = "none"
     packed: bool = True
-    mode: str = "grad"
+    mode: str = "auto"
 
 
 HOOKS = ("mean", "gather", "bf16")

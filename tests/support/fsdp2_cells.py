@@ -111,7 +111,7 @@ def train(cell):
                     wrong.append(f"{name}: None after micro-batch {micro_batch}")
                 elif grad.dtype != torch.float32:
                     wrong.append(f"{name}: {grad.dtype}")
-                elif cell.accumulate == "grad" and held.setdefault(name, grad.data_ptr()) != grad.data_ptr():
+                elif cell.accumulate != "off" and held.setdefault(name, grad.data_ptr()) != grad.data_ptr():
                     wrong.append(f"{name}: a new .grad in micro-batch {micro_batch}")
         if not all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters()):
             wrong.append("a sharded gradient is missing, or not fp32")

@@ -34,6 +34,7 @@ import fusedmlp
 
 # By name: accumulate_wgrad, whether main_grad is attached, whether weight gradients are delayed.
 MODES = {
+    "auto": ("auto", False, False),
     "main_grad": ("main_grad", True, False),
     "grad": ("grad", False, False),
     "off": ("off", False, False),
@@ -41,7 +42,6 @@ MODES = {
     "delayed, .grad": ("off", False, True),
 }
 MAIN = ("main_grad", "delayed, main_grad")
-FUSED = (*MAIN, "grad")
 NOT_A_LEAF = "through which only a returned gradient flows back: use accumulate_wgrad='off'"
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 COUNTS = [3, 0, 2]  # those of the layer
@@ -300,7 +300,7 @@ def compiled(step):
 @system(
     "compiled autograd, weights used twice",
     seeds=(1, 2),
-    refused={(*FUSED, "delayed, .grad"): "must be Tensor, not NoneType"},
+    refused={(*MAIN, "delayed, .grad"): "must be Tensor, not NoneType"},
     refused_late=True,
     where="refused amid backward, by PyTorch: zero the gradients before going on",
 )
@@ -344,7 +344,7 @@ def post_accumulate_hook(step):
 @system(
     "tensor hooks on weights (`register_hook`)",
     refused={
-        (*FUSED, "delayed, .grad"): "use register_post_accumulate_grad_hook, or accumulate_wgrad='off'",
+        (*MAIN, "delayed, .grad"): "use register_post_accumulate_grad_hook, or accumulate_wgrad='off'",
     },
 )
 def tensor_hook(step):
@@ -493,8 +493,8 @@ def dtensor_input(step):
     "DTensor main_grad or `.grad`",
     refused={
         MAIN: "expected main_grad to be a plain tensor; got a DTensor",
-        ("grad", "delayed, .grad"): "expected .grad to be a plain tensor; got a DTensor",
-        "off": "got mixed torch.Tensor and DTensor",
+        "delayed, .grad": "expected .grad to be a plain tensor; got a DTensor",
+        ("auto", "grad", "off"): "got mixed torch.Tensor and DTensor",
     },
 )
 def dtensor_target(step):
@@ -509,7 +509,7 @@ def dtensor_target(step):
 
 @system(
     "`.to_local()` of DTensor weights",
-    refused={FUSED: NOT_A_LEAF},
+    refused={MAIN: NOT_A_LEAF},
     where="`.grad` of the DTensor, a DTensor; not delayed",
 )
 def to_local(step):
@@ -520,7 +520,7 @@ def to_local(step):
         return [w.grad.to_local() for w in weights]
 
 
-@system("`nn.utils.parametrize`", refused={FUSED: NOT_A_LEAF}, where="`.grad` of the original; not delayed")
+@system("`nn.utils.parametrize`", refused={MAIN: NOT_A_LEAF}, where="`.grad` of the original; not delayed")
 def parametrized(step):
     class Same(nn.Module):
         def forward(self, weight):
