@@ -62,7 +62,7 @@ class Call:
 
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: list[Route]) -> Route:
         """Where the gradient of `weights` goes; `ctx` is the node whose backward asks. Added to `routes`."""
-        return route(
+        decided = route(
             name,
             weights,
             nodes,
@@ -73,6 +73,8 @@ class Call:
             ddp_params=self.ddp_params,
             routes=routes,
         )
+        decided.order = routes[0].order  # of this backward of the layer
+        return decided
 
     def finish(
         self,
