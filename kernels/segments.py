@@ -100,8 +100,9 @@ def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tu
     unit = gcd(2**20, *distances)  # bytes; at least 16, as every address is a multiple of that
     if max(distances) // unit >= _MAX_COORDINATE:
         return None
-    stride, last = lowest.stride()
+    # The rows of a contiguous tensor are as far apart as it is wide, but if it has one row PyTorch keeps any stride.
+    stride = max(filled, key=len).stride(0)
     shape = _MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]
-    strides = 2**34 - stride, stride, unit // lowest.element_size(), stride, last
+    strides = 2**34 - stride, stride, unit // lowest.element_size(), stride, 1
     described = Descriptor(lowest.data_ptr(), shape, strides, ((1, 1, 1, rows, columns), lowest.dtype), lowest)
     return described, [d // unit for d in distances]

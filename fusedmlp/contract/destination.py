@@ -79,7 +79,8 @@ def of_one_kind(targets: list[Tensor | None]) -> list[Tensor | None]:
 def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Tensor:
     """The `main_grad` of a parameter, if a GEMM may write to it.
 
-    One that was right stays right while it is the same tensor in the same memory, and the parameter's kind is the same.
+    One that was right stays right while it is the same tensor, and nothing that `_check` looks at has changed since, as
+    `main_grad.data = ...` changes it. Where its memory lies is not among that.
     """
     target = main_grad_of(param)
     if target is None:
@@ -87,19 +88,17 @@ def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Te
     hooks = param._backward_hooks
     if hooks and (len(hooks) > 1 or state.catch is None):
         refuse_tensor_hooks(param, place)
-    if type(target) is not Tensor:  # a FakeTensor has no address
+    if type(target) is not Tensor:  # a FakeTensor's sizes can be symbols
         _check(param, target, "main_grad", place)
         return target
-    ref, address, strides, shape, dtype = state.checked
-    if (
-        ref() is not target
-        or target.data_ptr() != address
-        or target.stride() != strides
-        or param.shape != shape
-        or param.dtype != dtype
-    ):
+    kind = (
+        *(target.shape, target.stride(), target.dtype, target.device, target.requires_grad),
+        *(param.shape, param.dtype, param.device),
+    )
+    checked, known = state.checked
+    if checked() is not target or kind != known:
         _check(param, target, "main_grad", place)
-        state.checked = weakref.ref(target), target.data_ptr(), target.stride(), param.shape, param.dtype
+        state.checked = weakref.ref(target), kind
     return target
 
 

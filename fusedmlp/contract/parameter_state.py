@@ -64,8 +64,8 @@ class ParameterState:
         self.lent: Lent | None = None  # lending.py
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
         self.queued: weakref.WeakSet[Route] | None = None  # its gradients that wait in a queue
-        # destination.py: the main_grad that was found right last, its address and strides; the parameter's shape, dtype
-        self.checked: tuple[Any, ...] = (lambda: None, 0, (), (), None)
+        # destination.py: the main_grad that was found right last, and the kinds of both tensors then
+        self.checked: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
         # forward_checks.py: the DDP in whose forward a layer used it under no_grad, and whether FSDP2 gathers it

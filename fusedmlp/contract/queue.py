@@ -43,12 +43,18 @@ class _Delayed(NamedTuple):
 
     def launch(self) -> tuple[Any, ...]:
         """Gradients for which this is equal go to the same place in the same way."""
-        route, o = self.route, self.operands
-        kind = route.uses, route.mode, self.transposed, self.impl, o.dy_rows is None, o.x_rows is None
-        return [*map(id, route.params)], *kind
+        route, dtypes = self.route, [None if t is None else t.dtype for t in self.operands]
+        return [*map(id, route.params)], route.uses, route.mode, self.transposed, self.impl, dtypes
 
     def check(self) -> None:
         """Raise if the GEMM would not compute what backward asked for."""
+        weight, (dy, x, *_) = self.route.params[0], self.operands
+        size = (x.shape[1], dy.shape[1]) if self.transposed else (dy.shape[1], x.shape[1])
+        if (weight.shape[-2:], weight.device) != (size, dy.device):
+            raise RuntimeError(
+                f"{self.route.name}: expected the weight of {[*size]} on {dy.device} that backward saw; got "
+                f"{[*weight.shape[-2:]]} on {weight.device} (run the queue before a weight is changed or moved)"
+            )
         (captured, versions), (capturing, now) = self.state, self.operands.state()
         if versions != now:
             raise RuntimeError(
@@ -130,21 +136,18 @@ class WgradQueue:
         GEMM has begun, part of it may have been added: the queue then runs no more until `clear()` empties it.
 
         Raises:
-            RuntimeError: a tensor that a queued gradient needs was modified in place after backward; only one of
-                backward and run is captured by a CUDA graph; or an earlier run failed after a GEMM had begun.
+            RuntimeError: after backward a tensor that a queued gradient needs was modified in place, or a weight got
+                another shape or device; only one of backward and run is captured by a CUDA graph; or an earlier run
+                failed after a GEMM had begun.
         """
         while self._pending:
             self._run_next()
 
     @torch.no_grad()
     def run_oldest(self) -> None:
-        """Compute what the oldest backward of one layer queued: one gradient of each of its weights."""
-        done: list[set[int]] = []
-        while self._pending:
-            weight = {id(param) for param in self._pending[0].route.params}
-            if weight in done:
-                return
-            done.append(weight)
+        """Compute what the oldest backward of one layer queued: the gradients of its weights."""
+        oldest = self._pending[0].route.order if self._pending else None
+        while self._pending and self._pending[0].route.order == oldest:
             self._run_next()
 
     def _run_next(self) -> None:

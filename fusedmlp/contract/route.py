@@ -39,11 +39,11 @@ class Route:
     uses: list[EngineUse]
     mode: Mode  # resolved: never "auto"
     delayed: bool
-    recomputes_first_microbatch: bool
     overwrites: list[bool]  # per parameter: replace what main_grad holds
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
-    order: int = 0  # of creation
+    order: int = 0  # of the layer's backward
+    recomputes_first_microbatch: bool = False  # see autograd.Call
     _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
     held: Held | None = None  # other threads, while the GEMM adds to `.grad`; to be released by whoever called `open()`
@@ -220,9 +220,9 @@ def route(
     elif mode == "grad" and not delayed and (routes.recorded or engine.inside_compiled_autograd()):
         mode = "off"  # PyTorch puts their sum in a new tensor, with a graph; its graph knows only what is returned
     overwrites = [False] * len(params)
-    result = Route(
-        name, params, uses, mode, delayed, recomputes_first_microbatch, overwrites=overwrites, order=next(_count)
-    )
+    order = routes[0].order if routes else next(_count)
+    result = Route(name, params, uses, mode, delayed, overwrites)
+    result.order, result.recomputes_first_microbatch = order, recomputes_first_microbatch
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
     for _, place, param, state in leaves:

@@ -6,6 +6,7 @@ from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedmlp
+from fusedmlp.contract.dummy import has_dummy_wgrad
 
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
@@ -168,6 +169,7 @@ def test_a_write_that_pytorch_lets_through_poisons_no_other_and_not_the_next(wri
         "grad.data = ...": lambda value: setattr(dummy, "data", torch.full_like(dummy, value)),
     }[write](1)
     assert dummy[0, 0] == 1
+    assert not has_dummy_wgrad(layer.params[0])  # it is a gradient now, and nobody may drop it
     assert is_zero(others, layer.params[1:])
     assert is_zero(fused(layer), layer.params)
 

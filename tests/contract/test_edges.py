@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
+from fusedmlp.contract import destination, parameter_state
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -134,6 +135,68 @@ def test_a_main_grad_of_the_dtype_that_its_weight_had_is_noticed(make_layer):
     with pytest.raises(ValueError, match=r"main_grad in torch\.float32 or torch\.float16; got torch\.bfloat16"):
         layer.backward(2)
     assert torch.equal(layer.params[0].main_grad, held)
+
+
+OTHER_KINDS = {
+    "fewer experts": (lambda t: t[:2], r"main_grad of shape \(3, 5, 4\); got \(2, 5, 4\)"),
+    "fewer rows": (lambda t: t[:, :3], r"main_grad of shape \(3, 5, 4\); got \(3, 3, 4\)"),
+    "integers": (lambda t: t.view(torch.int32), r"main_grad in torch\.float32 or torch\.float32; got torch\.int32"),
+}
+
+
+@IMPLS
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+def test_a_main_grad_of_another_kind_in_the_same_memory_is_noticed(kind, delayed, impl, make_layer):
+    layer, queue = make_layer("linear"), fusedmlp.WgradQueue() if delayed else None
+    layer.attach(False)
+    layer.backward(1, impl=impl)
+    change, message = OTHER_KINDS[kind]
+    (target,) = layer.main_grads()
+    whole, address = target.detach(), target.data_ptr()
+    held = whole.clone()
+    target.data = change(whole)
+    assert (target.data_ptr(), target.stride()) == (address, whole.stride())
+    with pytest.raises(ValueError, match=f"weight: expected {message}"):
+        layer.backward(2, impl=impl, wgrad_queue=queue)
+    assert torch.equal(whole, held)
+
+
+@pytest.mark.parametrize("moved", ["main_grad", "parameter"])
+def test_a_main_grad_on_a_device_that_its_parameter_is_not_on_is_noticed(moved, monkeypatch):
+    """Nothing can move to a GPU where there is none: one of the two only says that it did."""
+    param = torch.nn.Parameter(torch.zeros(3, 5, 4))
+    param.main_grad = target = torch.zeros(3, 5, 4)
+    state, own = parameter_state.ParameterState(param), torch.Tensor.device
+    for _ in range(2):
+        assert destination.existing_main_grad(param, state, ("weight", None)) is target
+    on_gpu = target if moved == "main_grad" else param
+    device = property(lambda t: torch.device("cuda") if t is on_gpu else own.__get__(t))
+    monkeypatch.setattr(torch.Tensor, "device", device, raising=False)
+    with pytest.raises(ValueError, match=r"weight: expected main_grad on (cpu; got cuda|cuda; got cpu)"):
+        destination.existing_main_grad(param, state, ("weight", None))
+
+
+def test_a_main_grad_that_comes_to_require_grad_is_noticed(make_layer):
+    layer = make_layer("linear")
+    layer.attach(False)
+    layer.backward(1)
+    held = layer.params[0].main_grad.requires_grad_().detach().clone()
+    with pytest.raises(ValueError, match=r"weight: expected main_grad with requires_grad=False; got True"):
+        layer.backward(2)
+    assert torch.equal(layer.params[0].main_grad, held)
+
+
+def test_a_main_grad_that_is_given_other_memory_of_its_kind_is_added_to_there(make_layer, assert_close):
+    layer = make_layer("mlp", packed=False)
+    layer.attach(False)
+    layer.backward(1)
+    old = [(main, main.detach(), main.clone()) for main in layer.main_grads()]
+    for main, _, _ in old:
+        main.data = torch.ones_like(main)
+    layer.backward(2)
+    assert_close(layer.main_grads(), [1 + w for w in layer.wgrads(2)])
+    assert all(torch.equal(memory, held) for _, memory, held in old)
 
 
 # What is one's own, in whatever order

@@ -289,3 +289,29 @@ def test_a_weight_frozen_after_its_gradient_came_still_steps(what, flag, make_la
         assert_close([p.grad for p in tensors], wgrads)
         adamw(tensors).step()
     assert not torch.equal(tensors[index], held)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_weight_frozen_after_a_gradient_of_zeros_came_still_steps(delayed, make_layer):
+    """As PyTorch steps it, with weight decay; one that was frozen and got none in this step has no gradient."""
+    layer, queue = make_layer(), fusedmlp.WgradQueue() if delayed else None
+    unused = torch.nn.Parameter(torch.ones(4))
+    tensors = [*layer.params, unused]
+    buffer = fusedmlp.MainGradBuffer(tensors)
+    for step in range(2):
+        buffer.zero_()
+        x, dy = layer.batch(step)
+        layer(x, wgrad_queue=queue).backward(0 * dy)
+        if queue is not None:
+            queue.run()
+        for param in (layer.params[0], unused):
+            param.requires_grad_(False)
+        held = [p.detach().clone() for p in tensors]
+        with buffer.as_grad():
+            assert [p.grad is None for p in tensors] == [False, False, True]
+            assert not any(g.any() for g in layer.grads())
+            assert all(g.is_contiguous() for g in layer.grads())  # no dummy, behind which fused optimizers would read
+            adamw(tensors).step()
+        assert [torch.equal(p, h) for p, h in zip(tensors, held, strict=True)] == [False, False, True]
+        for param in (layer.params[0], unused):
+            param.requires_grad_()

@@ -151,6 +151,21 @@ def test_the_first_gradient_overwrites_once_wherever_the_plain_use_is(
     assert_close(layer.main_grads(), plus(layer.wgrads(1), of_plain(layer, 1)))
 
 
+@PACKED
+def test_a_plain_gradient_before_a_checkpoints_is_refused_also_after_an_earlier_backward(packed, make_layer):
+    """Which overwrote, too, but is over; the one that comes next would erase what is added to it now."""
+    layer = make_layer(packed=packed)
+    layer.attach(False)
+    for param in layer.params:
+        param.overwrite_main_grad = True
+    layer.backward(1)
+    one, (x, dy) = torch.ones((), requires_grad=True), layer.batch(2)
+    fused = checkpoint(lambda x: (layer(x) * dy).nansum(), x.requires_grad_(), use_reentrant=True)
+    loss = fused + checkpoint(lambda scale: plain(layer, 2) * scale, one, use_reentrant=True)  # whose gradient is first
+    with pytest.raises(RuntimeError, match="is used by plain PyTorch in a reentrant checkpoint"):
+        loss.backward()
+
+
 def evaluate(layer):
     with torch.no_grad():
         layer(layer.batch(5)[0], is_first_microbatch=True)

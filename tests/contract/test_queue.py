@@ -112,6 +112,99 @@ def test_bf16_weights(dtype, fuse, make_layer, assert_close):
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2)), dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@LAYERS
+def test_run_oldest_computes_what_one_backward_of_one_layer_queued(kind, packed, tied, make_layer, assert_close):
+    layers, queue = [make_layer(kind, packed), make_layer(kind, packed)], fusedmlp.WgradQueue()
+    if tied:
+        layers[1].groups, layers[1].params = layers[0].groups, layers[0].params
+    for layer in layers:
+        layer.attach()
+    order = [(0, 1), (1, 2), (1, 3), (0, 4)]
+    for i, seed in order:
+        layers[i].backward(seed, wgrad_queue=queue)
+    for left, (i, seed) in zip((3, 2, 1, 0), order, strict=True):
+        expected = plus(layers[i].main_grads(), layers[i].wgrads(seed))
+        others = [main.clone() for main in layers[1 - i].main_grads()]
+        queue.run_oldest()
+        assert len(queue) == left * len(layers[i].groups)
+        assert_close(layers[i].main_grads(), expected)
+        assert tied or all(map(torch.equal, layers[1 - i].main_grads(), others))
+    queue.run_oldest()  # a no-op when empty
+
+
+@LAYERS
+def test_run_oldest_after_two_backwards_through_one_graph(kind, packed, make_layer, assert_close):
+    layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue()
+    before = layer.attach()
+    x, dy = layer.batch(1)
+    y = layer(x, wgrad_queue=queue)
+    y.backward(dy, retain_graph=True)
+    y.backward(dy)
+    for times in (1, 2):
+        queue.run_oldest()
+        assert len(queue) == (2 - times) * len(layer.groups)
+        assert_close(layer.main_grads(), [b + times * w for b, w in zip(before, layer.wgrads(), strict=True)])
+
+
+@FUSE
+@pytest.mark.parametrize("packed", [True, False])
+def test_run_oldest_where_fc1_is_fc2(packed, fuse, assert_close):
+    queue, generator = fusedmlp.WgradQueue(fuse_microbatches=fuse), torch.Generator().manual_seed(3)
+    weights = [torch.nn.Parameter(w) for w in torch.randn(*((1, 2) if packed else (2,)), 4, 4, generator=generator)]
+    for weight in weights:
+        weight.main_grad = torch.ones_like(weight)
+    expected = [weight.main_grad.double() for weight in weights]
+    argument, by_batch = weights[0] if packed else weights, []
+    for _ in range(2):
+        x, dy = torch.randn(2, 5, 4, generator=generator)
+        y = fusedmlp.grouped_mlp(x, argument, argument, [3, 2], activation="relu", wgrad_queue=queue)
+        y.backward(dy)
+        wide = [weight.detach().double().requires_grad_() for weight in weights]
+        halves = zip(x.double().split([3, 2]), wide[0] if packed else wide, strict=True)
+        torch.cat([(rows @ w.T).relu() @ w.T for rows, w in halves]).backward(dy.double())
+        by_batch.append([w.grad for w in wide])
+    while by_batch:
+        for grads in by_batch if fuse else by_batch[:1]:
+            expected = plus(expected, grads)
+        by_batch = [] if fuse else by_batch[1:]
+        queue.run_oldest()
+        assert len(queue) == 2 * len(by_batch)
+        assert_close([weight.main_grad for weight in weights], expected)
+
+
+@pytest.mark.parametrize("kind", ["mlp", "linear"])
+def test_run_oldest_of_fused_micro_batches_takes_those_of_its_layer_along(kind, make_layer, assert_close):
+    layers, queue = [make_layer(kind), make_layer(kind)], fusedmlp.WgradQueue(fuse_microbatches=True)
+    before = [layer.attach() for layer in layers]
+    for i, seed in ((0, 1), (1, 2), (0, 3)):
+        layers[i].backward(seed, wgrad_queue=queue)
+    queue.run_oldest()
+    assert len(queue) == len(layers[1].groups)
+    assert_close(layers[0].main_grads(), plus(before[0], layers[0].wgrads(1, 3)))
+    assert all(map(torch.equal, layers[1].main_grads(), before[1]))
+    queue.clear()
+
+
+@FUSE
+@pytest.mark.parametrize("target", ["grad", "main_grad"])
+@LAYERS
+def test_a_module_moved_to_bf16_between_micro_batches(kind, packed, target, fuse, make_layer, assert_close):
+    layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    before = [torch.zeros_like(p) for p in layer.params]
+    if target == "main_grad":
+        before = layer.attach()
+    layer.backward(1, wgrad_queue=queue)
+    first = layer.wgrads(1)
+    torch.nn.ParameterList(layer.params).to(torch.bfloat16)
+    layer.dtype, layer.probs = torch.bfloat16, layer.probs.bfloat16()
+    layer.backward(2, wgrad_queue=queue)
+    queue.run()
+    got = layer.main_grads() if target == "main_grad" else layer.grads()
+    assert {t.dtype for t in got} == {torch.float32 if target == "main_grad" else torch.bfloat16}
+    assert_close(got, plus(before, plus(first, layer.wgrads(2))), dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False), ("moe", True)])
 @FUSE
 @pytest.mark.parametrize("by", ["call", "parameter"])
@@ -200,6 +293,42 @@ def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_
     name = "weight" if kind == "linear" else "fc1" if which == "x" else "fc2"
     index = 0 if name in ("fc1", "weight") else 1
     assert torch.equal(layer.main_grads()[index], before[index])
+    queue.clear()
+
+
+@FUSE
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("target", ["grad", "main_grad"])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+def test_a_weight_whose_shape_changed_before_the_run_is_refused(layout, packed, target, impl, fuse, make_layer):
+    """Kernels would write behind the smaller gradient."""
+    layer, queue = make_layer("linear", packed, layout=layout), fusedmlp.WgradQueue(fuse_microbatches=fuse)
+    if target == "main_grad":
+        layer.attach(False)
+    layer.backward(1, 2, wgrad_queue=queue, impl=impl)
+    memory = torch.ones(3, 100)
+    for i, param in enumerate(layer.params):
+        param.data = param.data[..., :3]
+        if target == "main_grad":
+            param.grad, param.main_grad = None, memory[i, : param.numel()].view(param.shape)
+    with pytest.raises(RuntimeError, match=r"weight: expected the weight of \[.*\] on cpu that backward.*; got \[.*\]"):
+        queue.run()
+    assert (memory == 1).all()
+    assert layer.grads() == [None] * len(layer.params)
+    queue.clear()
+
+
+def test_a_weight_that_moved_to_another_device_before_the_run_is_refused(monkeypatch, make_layer):
+    """Nothing can move to a GPU where there is none: the weight only says that it did."""
+    layer, queue = make_layer("linear"), fusedmlp.WgradQueue()
+    layer.backward(1, wgrad_queue=queue)
+    own, (param,) = torch.Tensor.device, layer.params
+    device = property(lambda t: torch.device("cuda") if t is param else own.__get__(t))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "device", device, raising=False)
+        with pytest.raises(RuntimeError, match=r"weight: expected the weight of \[5, 4\] on cpu .*; got .* on cuda"):
+            queue.run()
     queue.clear()
 
 

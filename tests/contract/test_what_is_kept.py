@@ -230,3 +230,27 @@ def test_parameters_without_main_grad_can_be_swapped_after_a_step(mode, packed):
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert module(x.bfloat16(), [3, 0, 2]).dtype == torch.bfloat16
+
+
+def test_nothing_of_a_weights_size_is_kept_where_each_backward_overwrites(make_layer):
+    """After an evaluation plain gradients are, until it is known whether the layer's own overwrites; here it does."""
+    layer = make_layer(hidden=13, ffn=17)
+    layer.attach(False)
+    for param in layer.params:
+        param.overwrite_main_grad = True
+
+    def count():
+        shapes = {param.shape for param in layer.params}
+        return sum(type(t) is torch.Tensor and t.shape in shapes for t in gc.get_objects())
+
+    def step():
+        with torch.no_grad():
+            layer(layer.batch(1)[0], is_first_microbatch=True)
+        plain_alone(layer)
+        for param in layer.params:
+            param.grad = None
+
+    before = count()
+    step()
+    assert count() == before
+    assert [torch.equal(main, 2 * p) for p, main in zip(layer.params, layer.main_grads(), strict=True)] == [True] * 2

@@ -49,3 +49,26 @@ def test_main_grad_is_read_and_written_once(first):
     assert sum(launch.flops for launch in fused) == sum(launch.flops for launch in separate)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(run(True, first=first)[1], result)  # bit by bit
+
+
+@pytest.mark.parametrize("target", ["main_grad", "grad"])
+def test_micro_batches_of_two_dtypes_are_not_one_launch(target):
+    """`module.to(bfloat16)` between them: the same parameters, and rows of another size."""
+    results = {}
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        layer = fusedmlp.GroupedMLP(EXPERTS, HIDDEN, FFN, delay_wgrad=True, impl="triton", device=DEVICE)
+        layer.wgrad_queue = queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
+        if target == "main_grad":
+            for param in layer.parameters():
+                param.main_grad = torch.ones_like(param)
+        for dtype, counts in zip((torch.float32, torch.bfloat16, torch.bfloat16), COUNTS, strict=True):
+            layer.to(dtype)
+            x, dy = torch.randn(2, sum(counts), HIDDEN, device=DEVICE).to(dtype)
+            layer(x, torch.tensor(counts, device=DEVICE)).backward(dy)
+        with launches.recording() as recorded:
+            queue.run()
+        assert sum(launch.kernel.startswith("wgrad") for launch in recorded) == (4 if fuse else 6)
+        results[fuse] = torch.cat([getattr(param, target).flatten().float() for param in layer.parameters()])
+    rounding = 1e-5 if target == "main_grad" else 2e-2
+    torch.testing.assert_close(results[True], results[False], rtol=rounding, atol=rounding)

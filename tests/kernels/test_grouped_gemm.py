@@ -9,6 +9,7 @@ from support.factory import Case, Inputs
 from support.passes.gemm import check, run
 
 from fusedmlp.kernels import descriptors, grouped_gemm
+from fusedmlp.kernels.expert_tensors import ExpertTensors
 
 pytestmark = pytest.mark.sparse
 LOADS = {
@@ -61,6 +62,25 @@ def test_rows_at_odd_addresses_are_not_loaded_as_vectors():
     y, _ = run(inputs, best="unaligned")
     inputs.x = aligned
     torch.testing.assert_close(y, run(inputs)[0])
+
+
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+def test_experts_that_share_a_matrix_go_by_pointers(layout, monkeypatch):
+    """TMA takes no stride of zero."""
+    inputs = Inputs(Case(counts=(5, 0, 12), padding=4, H=48, F=40, layout=layout, dtype=torch.bfloat16))
+    inputs.fc1[1:] = inputs.fc1[0].clone()
+    expected, _ = run(inputs, bias=False)
+    shared = ExpertTensors.of([inputs.fc1[0].to(DEVICE)] * 3, 2)
+    assert shared.table is None
+    assert shared.stride_e == 0
+    monkeypatch.setattr(experts, "place", lambda *_: shared)
+    torch.testing.assert_close(run(inputs, bias=False, best="pointer")[0], expected)
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (-8, 1), (8, 2), (4, 1), (8, 0)])
+def test_what_tma_cannot_step_through_has_no_descriptor(strides):
+    assert descriptors.fits(64, 2, (5, 8), (8, 1))
+    assert not descriptors.fits(64, 2, (5, 8), strides)
 
 
 def test_a_row_with_infinities_stays_alone():

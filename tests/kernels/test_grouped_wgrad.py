@@ -1,5 +1,6 @@
 """The wgrad kernel by itself: every path, main_grad in odd places and layouts, several segments, no rows."""
 
+import dataclasses
 from typing import get_args
 
 import pytest
@@ -89,6 +90,27 @@ def test_segments_are_summed_before_one_update(place, accumulate, shift):
     check(experts, segs, UNTOUCHED if accumulate else 0.0)
     if accumulate:
         assert (experts[1] == UNTOUCHED).all()  # no rows in any segment: not a bit may change
+
+
+@pytest.mark.parametrize("place", ["packed", "packed in_out"])
+@pytest.mark.parametrize("operand", ["dy", "x"])
+@pytest.mark.parametrize("counts", [[(1, 0), (3, 4)], [(0, 1), (1, 0), (0, 1)]])
+def test_a_segment_of_one_row_that_was_cut_from_wider_ones(counts, operand, place):
+    segs = [wgrad_segment(c, 48, 80, seed=i, padding=0, device=DEVICE) for i, c in enumerate(counts)]
+    like = getattr(segs[0], operand)
+    rows, columns = sum(map(sum, counts)), like.shape[1]
+    flat = like.new_full((4 * columns + rows * columns,), float("nan"))  # the lowest address is that of the single row
+    moved, start = [], 0
+    for one in segs:
+        own = getattr(one, operand)
+        wide = 2 * columns if start == 0 else columns
+        view = flat.as_strided(own.shape, (wide, 1), start)
+        moved.append(dataclasses.replace(one, **{operand: view.copy_(own)}))
+        start += max(own.shape[0], 2) * columns
+        assert view.is_contiguous()
+    _, experts = main_grad(place, 2, 48, 80)
+    assert run(experts, moved, accumulate=True) == path_of("tma", torch.float32, (48, 80))
+    check(experts, moved, UNTOUCHED)
 
 
 def test_segments_out_of_a_descriptors_reach_go_by_pointer(monkeypatch):

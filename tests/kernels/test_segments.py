@@ -27,3 +27,17 @@ def test_descriptors_keep_to_the_drivers_limits(rows, columns, dtype):
             at = (2**30, size, place, 2**30 - 1, 0)
             steps = sum(a * s for a, s in zip(at, descriptor.strides, strict=True)) * dtype.itemsize
             assert (descriptor.base.data_ptr() + steps) % 2**64 == tensor[-1].data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1)])
+def test_the_stride_of_a_single_row_does_not_count(shape):
+    """PyTorch calls a row of a wider tensor contiguous, and keeps the wider stride."""
+    flat = torch.arange(1024.0)  # the rows that are apart come first, so that theirs is the lowest address
+    group = [flat[64 * i :].as_strided((rows, 8), (32 if rows == 1 else 8, 1)) for i, rows in enumerate(shape)]
+    assert all(t.is_contiguous() for t in group)
+    descriptor, coordinates = segments.one_descriptor(group, 64, 128)
+    for tensor, place in zip(group, coordinates, strict=True):
+        for row in range(size := tensor.shape[0]):  # as `load_rows_of` asks for it
+            at = (2**30, size, place, 2**30 - size + row, 0)
+            steps = sum(a * s for a, s in zip(at, descriptor.strides, strict=True)) * tensor.element_size()
+            assert (descriptor.base.data_ptr() + steps) % 2**64 == tensor[row].data_ptr()

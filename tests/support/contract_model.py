@@ -40,6 +40,7 @@ class Queued:
     overwrites: set
     term: Term
     fresh: set  # parameters that had no .grad to add to, in backward
+    layer: object = None  # the same for all of one backward of a layer
 
 
 class Model:
@@ -143,6 +144,7 @@ class Model:
                     self.grad[p] = None
                     queued.overwrites.discard(p)
             if term.delayed:
+                queued.layer = written
                 self.queue.append(queued)
             else:
                 self._write(queued)
@@ -227,12 +229,11 @@ class Model:
 
     def run(self, fault=None, *, oldest=False):
         """`fault`: which GEMM fails, and whether after its effect."""
-        done, gemms = [], 0
+        gemms, layer = 0, self.queue[0].layer if self.queue else None
         while self.queue:
             first = self.queue[0]
-            if oldest and first.params in done:
+            if oldest and first.layer is not layer:
                 return
-            done.append(first.params)
             if self.broken:
                 raise RuntimeError
             batch = list(self._batch())

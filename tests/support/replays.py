@@ -230,10 +230,12 @@ def _decides(operator, arguments):
 
 
 def check_a_kind_has_all_that_launchers_look_at():
-    def changed(index, value):
-        arguments = backward_arguments(tokens=True, bias=True)
+    """One argument differs in one thing: what is remembered of the others' kind is not launched for it."""
+
+    def kind(lie, index=0, value=lambda t: t):
+        arguments = backward_arguments(lie, tokens=True, bias=True)
         arguments[index] = value(arguments[index]) if callable(value) else value
-        return arguments
+        return recipe.Arguments.of(arguments).kind
 
     def unaligned(tensor):
         return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
@@ -241,22 +243,38 @@ def check_a_kind_has_all_that_launchers_look_at():
     def wide(tensor):
         return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., : tensor.shape[-1]]
 
-    remember(triton_impl.grouped_mlp_backward_, changed(0, lambda t: t))
+    def other(tensor):
+        return tensor.float() if tensor.dtype == BF16 else tensor.to(BF16)
+
+    def fewer(tensor):
+        return tensor[:-1]
+
+    def of_list(change):
+        return lambda group: [*map(change, group)]
+
+    def spread(group):
+        return [*torch.zeros(2 * E, *group[0].shape, dtype=group[0].dtype)[::2]]
+
+    def last_unaligned(group):
+        return [*group[:-1], unaligned(group[-1])]
+
     lists, single = (0, 1, 2, 3, 7, 8, 9), (4, 5, 6, 10, 11, 12, 13)
-    changes = [(i, lambda t: [unaligned(t[0])]) for i in lists] + [(i, unaligned) for i in single]
-    changes += [(i, lambda t: [wide(t[0])]) for i in (0, 1, 7, 8)] + [(0, lambda t: [t[0].bfloat16()])]
-    changes += [(0, weights("apart", 2 * F, H, dtype=torch.float32)), (8, weights("reversed", H, F))]
-    changes += [(0, []), (3, []), (12, lambda t: t.long()), (13, lambda t: t.float()), (11, lambda t: t.long())]
-    changes += [(14, fusedmlp.Activation("geglu").encoded), *((i, lambda on: not on) for i in (15, 16, 17, 18))]
-    for index, value in changes:
-        assert _decides(triton_impl.grouped_mlp_backward_, changed(index, value)), (index, value)
-        assert not _decides(triton_impl.grouped_mlp_backward_, changed(0, lambda t: t)), (index, value)
-    for patch in (
-        mock.patch.object(driver.active, "get_current_device", return_value=1),
-        mock.patch.object(torch.cuda, "current_device", return_value=0),
-    ):
-        with patch as patched:
-            assert _decides(triton_impl.grouped_mlp_backward_, changed(0, lambda t: t)) == (patched() == 1)
+    changes = [("packed", i, of_list(change)) for i in lists for change in (unaligned, wide, other, fewer)]
+    changes += [("packed", i, change) for i in single for change in (unaligned, other, fewer)]
+    changes += [("packed", i, wide) for i in (4, 5, 6)]
+    changes += [("packed", 0, weights("apart", 2 * F, H, dtype=torch.float32))]
+    changes += [("packed", 8, weights("reversed", H, F))]
+    changes += [("packed", i, []) for i in lists] + [("packed", i, None) for i in (11, 12, 13)]
+    changes += [("packed", 14, fusedmlp.Activation("geglu").encoded)]
+    changes += [("packed", i, lambda on: not on) for i in (15, 16, 17, 18)]
+    changes += [("in order", i, change) for i in (0, 1, 7, 8) for change in (spread, fewer, lambda group: group[::-1])]
+    changes += [("apart", i, change) for i in (0, 1, 7, 8) for change in (last_unaligned, lambda group: group[:1] * E)]
+    for lie, index, value in changes:
+        assert kind(lie) == kind(lie)
+        assert kind(lie) != kind(lie, index, value), (lie, index, value)
+    with mock.patch.object(driver.active, "get_current_device", return_value=1):
+        on_another_device = kind("packed")
+    assert kind("packed") != on_another_device
 
 
 def check_lists_that_are_empty_keep_their_places():
