@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -28,7 +27,7 @@ class ParameterState:
     """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
 
     # fmt: off
-    __slots__ = ("catch", "checked", "compiled_in", "ddp", "dummy", "fsdp2", "key", "overwritten_in", "plain", "queued",
+    __slots__ = ("catch", "checked", "compiled_in", "dummy", "fsdp2", "key", "overwritten_in", "plain", "queued",
                  "ref", "step_begins")
     # fmt: on
 
@@ -44,9 +43,7 @@ class ParameterState:
         self.checked: tuple[Any, ...] = (lambda: None, 0, (), (), None)
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
-        # forward_checks.py: the DDP in whose forward a layer used it under no_grad, and whether FSDP2 gathers it
-        self.ddp: Callable[[], Any] = lambda: None
-        self.fsdp2: bool | None = None
+        self.fsdp2: bool | None = None  # forward_checks.py: whether FSDP2 gathers it, once that was asked
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
     def _forget(self, _: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from fusedmlp.contract import destination, engine
 from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.dummy import remove_dummy_wgrad, set_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
-from fusedmlp.contract.forward_checks import refuse_reducer
+from fusedmlp.contract.forward_checks import find_reducers, refuse_reducer
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
 from fusedmlp.contract.parameter_state import find_state, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
@@ -148,7 +148,6 @@ def route(
     *,
     delayed: bool,
     recomputes_first_microbatch: bool,
-    ddp_params: Set[int],
     routes: list[Route],
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
@@ -171,10 +170,11 @@ def route(
     result = Route(name, params, uses, mode, delayed, [False] * len(params), order=next(_count))
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
+    reducers = find_reducers() if leaves else None
     for i, place, param, state in leaves:
+        if reducers:
+            refuse_reducer(param, state, reducers, place, delayed)
         if mode == "main_grad":
-            if state.fsdp2 is not False or ddp_params:
-                refuse_reducer(param, state, ddp_params, place, delayed)
             if state.step_begins is not None or hasattr(param, "overwrite_main_grad"):
                 result.overwrites[i] = takes_overwrite(param, state, place, recomputes_first_microbatch)
             if delayed:  # what would fail when the queue runs
