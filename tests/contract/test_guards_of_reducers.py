@@ -146,6 +146,7 @@ def test_ddp_that_is_made_after_the_first_step(delayed, ddp, make_layer, assert_
     wrapped = Wrapped(layer)
     wrapped(x).backward(dy)
     model = ddp(wrapped)
+    model.itself = [model]  # a cycle, which only the garbage collector ends
     for module in (model, wrapped):
         with pytest.raises(RuntimeError, match="DistributedDataParallel reduces"):
             module(x, wgrad_queue=fusedmlp.WgradQueue() if delayed else None)
@@ -236,12 +237,12 @@ class Plain(torch.nn.Module):
 
 
 def hp_mapping(param):
-    """ZeRO 1 and 2 with bf16 weights, and the bf16 optimizer."""
+    """ZeRO 1 and 2, beside the hook."""
     param._hp_mapping = None
 
 
 def ds_id(param):
-    """ZeRO 3."""
+    """ZeRO 3, beside a hook of deepspeed.utils.nvtx."""
     param.ds_id = 0
 
 
