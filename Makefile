@@ -3,7 +3,7 @@
 # `make emulate` executes the compiled kernels of sm_80, sm_90 and sm_100, instruction by instruction, on the CPU.
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
-# `make megatron` runs its tests with every megatron-core named here, beside that of .venv.
+# `make megatron` runs its tests with that of .venv and every megatron-core named here; `make megatron-0.18.0` with one.
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
 # PART=1/3 those of every third architecture.
 TRITONS := 3.6.0 3.9.0
@@ -16,6 +16,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+
+# Not to be removed as intermediate files.
+.SECONDARY: $(MEGATRONS:%=.megatron/%/.ready)
 
 .PHONY: demo test test-all emulate lint docs bench kernels hub megatron peers clean
 
@@ -63,10 +66,11 @@ kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-megatron: $(VENV)/.integrations $(MEGATRONS:%=.megatron/%/.ready)
-	@for version in '' $(MEGATRONS:%=$(CURDIR)/.megatron/%); do \
-	  PYTHONPATH=$$version $(BIN)/python -m pytest tests/integrations/test_megatron.py || exit 1; \
-	done
+megatron: $(VENV)/.integrations $(MEGATRONS:%=megatron-%)
+	$(BIN)/python -m pytest tests/integrations/test_megatron.py
+
+megatron-%: $(VENV)/.integrations .megatron/%/.ready
+	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest tests/integrations/test_megatron.py
 
 .megatron/%/.ready: $(READY)
 	rm -rf $(@D)

@@ -40,7 +40,6 @@ class Call:
     recomputes_first_microbatch: bool  # a checkpoint's second forward of it
     impl: str
     activation: str = ""
-    ddp_params: frozenset[int] = frozenset()  # ids of what the DDP reduces in whose forward the layer is
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """The groups that `lengths` counts, then a last one with the rest."""
@@ -71,7 +70,6 @@ class Call:
             self.mode,
             delayed=self.queue is not None,
             recomputes_first_microbatch=self.recomputes_first_microbatch,
-            ddp_params=self.ddp_params,
             routes=routes,
         )
 

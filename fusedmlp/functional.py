@@ -8,6 +8,7 @@ GEMM: `K` in, `N` out features.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -85,7 +86,7 @@ def grouped_mlp(
     probs = validate.probabilities(probs, source)
     counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
     call = _prepare(
-        x, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, kind.encoded
+        x, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, impl, kind.encoded
     )
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
@@ -141,7 +142,7 @@ def moe_experts(
     )
     ids, probs = validate.choices(top_k_index, top_k_weights, source)
     call = _prepare(
-        hidden_states, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl,
+        hidden_states, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, impl,
         kind.encoded,
     )
     # fmt: on
@@ -192,7 +193,7 @@ def grouped_linear(
     counts = validate.counts(tokens_per_expert, experts.num_experts, source)
     # fmt: off
     call = _prepare(
-        x, {"weight": experts}, biases, weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, ""
+        x, {"weight": experts}, biases, weight_layout, accumulate_wgrad, wgrad_queue, impl, ""
     )
     # fmt: on
     tensors = [*experts.tensors, *biases[0], x.contiguous(), _offsets(counts, x, call.impl)]
@@ -240,6 +241,11 @@ def _run(
     """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
     if torch.compiler.is_compiling():
         return compiled.run(call, weights, tensors, bool(is_first_microbatch))
+    # Here and not earlier: where the compiler gives the layer up, what came before may have run in a graph.
+    for name, experts in weights.items():
+        enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
+    if is_first_microbatch and inside_backward():
+        call = replace(call, recomputes_first_microbatch=True)
     y: Tensor = function.apply(call, *tensors)
     if is_first_microbatch:
         for experts in weights.values():
@@ -254,23 +260,14 @@ def _prepare(
     weight_layout: str,
     accumulate_wgrad: Mode,
     wgrad_queue: WgradQueue | None,
-    is_first_microbatch: bool | None,
     impl: str,
     activation: str,
 ) -> Call:
     """The call's constants; checks what is common to all functions."""
     impl = validate.implementation(impl, x.device)
-    traced = torch.compiler.is_compiling()
-    ddp_params: set[int] = set()
-    if not traced:
-        for name, experts in weights.items():
-            ddp_params |= enter_forward(name, experts.tensors, accumulate_wgrad, delayed=wgrad_queue is not None)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
-    recomputes = bool(is_first_microbatch) and not traced and inside_backward()
-    if traced or ddp_params or wgrad_queue is not None:
-        transposed, ids = weight_layout == "in_out", frozenset(ddp_params)
-        return Call(tuple(lengths), transposed, accumulate_wgrad, wgrad_queue, recomputes, impl, activation, ids)
-    return _call(tuple(lengths), weight_layout == "in_out", accumulate_wgrad, None, recomputes, impl, activation)
+    make = Call if torch.compiler.is_compiling() or wgrad_queue is not None else _call
+    return make(tuple(lengths), weight_layout == "in_out", accumulate_wgrad, wgrad_queue, False, impl, activation)
 
 
 # Of numbers and names alone.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence, Set
+import gc
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,24 +15,25 @@ from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_m
 from fusedmlp.contract.parameter_state import ParameterState, release_interrupted, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
-# Who reduces, and what to do.
-_DDP = "DistributedDataParallel", "or leave the parameter out of DDP and reduce main_grad yourself"
-_FSDP2 = "FSDP2 (fully_shard)", "and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
+_GRAD = "use accumulate_wgrad='grad' without delay, "
+# What reduces, and what to do.
+_DDP = "DistributedDataParallel", f"{_GRAD}or leave the parameter out of DDP and reduce main_grad yourself"
+_FSDP2 = "FSDP2 (fully_shard)", f"{_GRAD}and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
+_DEEPSPEED = "DeepSpeed", "use accumulate_wgrad='auto' without main_grad and without delay"
 
 
-def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> set[int]:
-    """Check one weight (a packed tensor, or one per expert); returns the ids of those that stock DDP reduces."""
+def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> None:
+    """Check one weight (a packed tensor, or one per expert)."""
     if engine.inside_functorch_transform():
         raise RuntimeError(
             "fusedmlp inside a torch.func transform (grad, vmap, jvp, ...): expected plain autograd; the transform "
             "would bypass .grad and main_grad"
         )
-    recomputing = engine.inside_backward()
-    if recomputing:
+    if engine.inside_backward():  # a checkpoint's second forward
         engine.nest_backwards()
     else:
         release_interrupted()
-    ddp_params = _reduced_by_ddp(weights, recomputing)
+    reducers = find_reducers()
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
@@ -42,7 +45,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 catch_plain_gradients(weight, state)
             if not torch.is_grad_enabled():
                 continue
-            refuse_reducer(weight, state, ddp_params, place, delayed)
+            if reducers:
+                refuse_reducer(weight, state, reducers, place, delayed)
             # Asking Megatron-FSDP would allocate; one that was right before, and still is that one, backward checks.
             known = state.checked[0]() is getattr(weight, "main_grad", state)
             if mode == "main_grad" and not known and not hasattr(weight, "__fsdp_param__"):
@@ -52,31 +56,39 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"
             )
-    return ddp_params
 
 
-def _reduced_by_ddp(weights: Sequence[Tensor], recomputing: bool) -> set[int]:
-    """Ids of the parameters of the DDP in whose forward the layer is.
+class Reducers(NamedTuple):
+    """What reduces `.grad` of some parameters in this process."""
 
-    Of a reentrant checkpoint's second forward, in backward, DDP knows nothing; the first one ran under no_grad.
-    """
-    ddp = engine.active_ddp()
-    if ddp is not None and not torch.is_grad_enabled():
-        for weight in weights:
-            state_of(weight).ddp = weakref.ref(ddp)
-    elif ddp is None and recomputing and torch.is_grad_enabled():
-        ddp = next((noted for weight in weights if (noted := state_of(weight).ddp()) is not None), None)
-    return set() if ddp is None else engine.ddp_params(ddp)
+    ddp_params: list[set[int]]  # of each DistributedDataParallel: ids
+    fsdp2: bool
+    deepspeed: bool
 
 
-def refuse_reducer(param: Tensor, state: ParameterState, ddp_params: Set[int], place: Place, delayed: bool) -> None:
+def find_reducers() -> Reducers | None:
+    """Those of this process; None: there are none, as nearly always under Megatron."""
+    found = Reducers(engine.ddp_params(), engine.uses_fsdp2(), "deepspeed" in sys.modules)
+    return found if any(found) else None
+
+
+def refuse_reducer(param: Tensor, state: ParameterState, reducers: Reducers, place: Place, delayed: bool) -> None:
     """Raise if something reduces `.grad` of a parameter whose gradient goes to `main_grad`, or comes later."""
-    if state.fsdp2 is None:  # a parameter keeps its owner
+    if state.fsdp2 is None and reducers.fsdp2:  # a parameter keeps its owner
         state.fsdp2 = any(param is own for own in engine.fsdp2_params())
-    if state.fsdp2 or id(param) in ddp_params:
-        reducer, advice = _FSDP2 if state.fsdp2 else _DDP
-        raise RuntimeError(
-            f"{label(place)}: {reducer} reduces this parameter's .grad when backward ends, and would miss "
-            f"{'a delayed gradient' if delayed else 'one in main_grad'}; use accumulate_wgrad='grad' without delay, "
-            f"{advice}"
-        )
+    if state.fsdp2:
+        reducer, advice = _FSDP2
+    elif any(id(param) in ids for ids in reducers.ddp_params):
+        if not torch.compiler.is_compiling():  # which cannot trace it
+            gc.collect()  # a DDP that nobody holds any more reduces nothing
+        if not any(id(param) in ids for ids in engine.ddp_params()):
+            return
+        reducer, advice = _DDP
+    elif reducers.deepspeed and engine.is_deepspeeds(param):
+        reducer, advice = _DEEPSPEED
+    else:
+        return
+    raise RuntimeError(
+        f"{label(place)}: {reducer} reduces this parameter's .grad when backward ends, and would miss "
+        f"{'a delayed gradient' if delayed else 'one in main_grad'}; {advice}"
+    )

@@ -51,7 +51,7 @@ class ParameterState:
     """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
 
     # fmt: off
-    __slots__ = ("buffer", "catch", "checked", "compiled_in", "ddp", "dummy", "fsdp2", "grad_is_main", "holds", "key",
+    __slots__ = ("buffer", "catch", "checked", "compiled_in", "dummy", "fsdp2", "grad_is_main", "holds", "key",
                  "lent", "overwritten_in", "plain", "queued", "ref")
     # fmt: on
 
@@ -68,9 +68,7 @@ class ParameterState:
         self.checked: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
-        # forward_checks.py: the DDP in whose forward a layer used it under no_grad, and whether FSDP2 gathers it
-        self.ddp: Callable[[], Any] = lambda: None
-        self.fsdp2: bool | None = None
+        self.fsdp2: bool | None = None  # forward_checks.py: whether FSDP2 gathers it, once that was asked
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
     def _forget(self, _: object) -> None:

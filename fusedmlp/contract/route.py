@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.dummy import remove_dummy_wgrad, set_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
 from fusedmlp.contract.exclusion import Held, hold_others
-from fusedmlp.contract.forward_checks import refuse_reducer
+from fusedmlp.contract.forward_checks import find_reducers, refuse_reducer
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
 from fusedmlp.contract.parameter_state import GRADIENT, find_state, state_of
@@ -197,7 +197,6 @@ def route(
     *,
     delayed: bool,
     recomputes_first_microbatch: bool,
-    ddp_params: Set[int],
     routes: Routes,
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
@@ -225,10 +224,11 @@ def route(
     result.order, result.recomputes_first_microbatch = order, recomputes_first_microbatch
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
+    reducers = find_reducers() if leaves else None
     for _, place, param, state in leaves:
+        if reducers:
+            refuse_reducer(param, state, reducers, place, delayed)
         if mode == "main_grad":
-            if state.fsdp2 is not False or ddp_params:
-                refuse_reducer(param, state, ddp_params, place, delayed)
             if delayed:  # what would fail when the queue runs
                 destination.existing_main_grad(param, state, place)
         else:

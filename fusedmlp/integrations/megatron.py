@@ -36,6 +36,7 @@ from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config
+from fusedmlp.integrations.megatron_fsdp import keep_what_fsdp_adds_up
 
 
 class ExpertLinear(MegatronModule):
@@ -258,16 +259,17 @@ class FusedGroupedMLP(TEGroupedMLP):
         for linear in linears:
             linear()
         under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.weight0, "__fsdp_param__")
+        weights = [weight for linear in linears for weight in linear.group("weight")]
         if under_fsdp:
-            self._keep_what_fsdp_adds_up()
+            keep_what_fsdp_adds_up(weights)
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
         fc1_bias, fc2_bias = [linear.group("bias") if linear.use_bias else None for linear in linears]
         y = grouped_mlp(
             x,
-            self.linear_fc1.group("weight"),
-            self.linear_fc2.group("weight"),
+            weights[: self.num_local_experts],
+            weights[self.num_local_experts :],
             tokens_per_expert,
             probs=probs,
             fc1_bias=fc1_bias,
@@ -277,35 +279,8 @@ class FusedGroupedMLP(TEGroupedMLP):
             wgrad_queue=self._queue,
         )
         if under_fsdp and y.requires_grad:
-            y.register_hook(lambda _: self._keep_what_fsdp_adds_up())
+            y.register_hook(lambda _: keep_what_fsdp_adds_up(weights))
         return y, None
-
-    def _keep_what_fsdp_adds_up(self) -> None:
-        """Take `overwrite_main_grad` off weights in whose `main_grad` Megatron-FSDP adds micro-batches up.
-
-        It sets it on all weights whenever it gathers them: before a forward, that of recomputation included, and for
-        some modules before their backward. Where it does not shard gradients (the strategy "optim", or no other rank
-        to shard them with), `main_grad` outlives a micro-batch, and overwriting would lose those before.
-        """
-        for linear in (self.linear_fc1, self.linear_fc2):
-            for weight in linear.group("weight"):
-                if not weight.requires_grad:
-                    continue
-                buffer = weight._gbuf  # type: ignore[attr-defined]
-                if buffer.is_data_distributed:
-                    continue
-                weight.overwrite_main_grad = False  # type: ignore[attr-defined]
-                owner: Any = getattr(weight, "_megatron_fsdp_model", None)  # 0.16 has none
-                if owner is None:
-                    continue
-                scaled = buffer.gradient_scaling_factor not in (None, 1)
-                if scaled and owner.microbatch_count > 0 and not owner.is_delay_grad_reduce:
-                    raise RuntimeError(
-                        "data_parallel_sharding_strategy: expected no_shard or optim, one micro-batch, or "
-                        "calculate_per_token_loss, where experts have an expert data parallel size of 1; got "
-                        f"{owner.data_parallel_sharding_strategy}, under which Megatron-FSDP scales what earlier "
-                        "micro-batches left in main_grad again with every one"
-                    )
 
     def backward_dw(self) -> None:
         """The weight gradients that `delay_wgrad_compute` put off in the oldest backward: fc2's, then fc1's."""

@@ -1,5 +1,9 @@
-"""Guard 8 where `main_grad` comes only after forward: DDP and FSDP2 reduce `.grad`, and would miss it."""
+"""Guard 8 wherever a layer runs and whenever `main_grad` comes: DDP, FSDP2 and DeepSpeed reduce `.grad`."""
 
+import copy
+import subprocess
+import sys
+import types
 from functools import partial
 
 import pytest
@@ -92,6 +96,178 @@ def test_main_grad_attached_after_a_forward_that_ddp_was_not_around(attribute, d
     before = layer.attach(attribute)
     y.backward(dy)
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1), strict=True)])
+
+
+def refused_in_forward(layer, delayed, reducer, forward):
+    """In forward, in `"main_grad"` or delayed, and not under no_grad."""
+    before = [] if delayed else layer.attach(False)
+    options = {"wgrad_queue": fusedmlp.WgradQueue(), "accumulate_wgrad": "off"} if delayed else {}
+    with torch.no_grad():
+        forward(**options)
+    what = "a delayed gradient" if delayed else "one in main_grad"
+    with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss {what}; use accumulate_wgrad="):
+        forward(**options)
+    assert layer.grads() == [None] * len(layer.params)
+    assert all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=False))
+
+
+DELAYED = pytest.mark.parametrize("delayed", [False, True])
+
+
+class Dense(Wrapped):
+    """A module that does not call the layer whose weights it has."""
+
+    def forward(self, x):
+        return 2 * x
+
+
+@DELAYED
+@LAYERS
+def test_a_layer_that_is_called_after_ddp_has_returned(kind, packed, delayed, ddp, make_layer):
+    layer = make_layer(kind, packed)
+    model, (x, _) = ddp(Dense(layer)), layer.batch(1)
+    refused_in_forward(layer, delayed, "DistributedDataParallel", lambda **options: layer(model(x), **options))
+
+
+def test_a_layer_that_is_called_after_ddp_has_returned_has_the_other_modes(ddp, make_layer, assert_close):
+    layer = make_layer()
+    model = ddp(Dense(layer))
+    for seed in (1, 2):
+        x, dy = layer.batch(seed)
+        layer(model(x) / 2, accumulate_wgrad="grad").backward(dy)
+    assert_close(layer.grads(), layer.wgrads(1, 2))
+
+
+@DELAYED
+def test_ddp_that_is_made_after_the_first_step(delayed, ddp, make_layer, assert_close):
+    """A parameter without a reducer gets one, and loses it again."""
+    layer = make_layer()
+    before, (x, dy) = layer.attach(False), layer.batch(1)
+    wrapped = Wrapped(layer)
+    wrapped(x).backward(dy)
+    model = ddp(wrapped)
+    model.itself = [model]  # a cycle, which only the garbage collector ends
+    for module in (model, wrapped):
+        with pytest.raises(RuntimeError, match="DistributedDataParallel reduces"):
+            module(x, wgrad_queue=fusedmlp.WgradQueue() if delayed else None)
+    del model, module
+    wrapped(x).backward(dy)
+    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 1), strict=True)])
+
+
+@DELAYED
+def test_ddp_that_is_made_between_forward_and_backward(delayed, ddp, make_layer):
+    layer = make_layer()
+    before, (x, dy) = layer.attach(False), layer.batch(1)
+    y = layer(x, wgrad_queue=fusedmlp.WgradQueue() if delayed else None)
+    model = ddp(Wrapped(layer), init_sync=False)  # which writes to the weights
+    with pytest.raises(RuntimeError, match="DistributedDataParallel reduces"):
+        y.backward(dy)
+    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
+    del model
+
+
+@DELAYED
+def test_ddp_with_the_python_reducer(delayed, ddp, make_layer):
+    """It says nowhere that its forward runs."""
+    layer = make_layer()
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        model, (x, _) = ddp(Wrapped(layer)), layer.batch(1)
+        refused_in_forward(layer, delayed, "DistributedDataParallel", partial(model, x))
+
+
+@DELAYED
+def test_a_copy_of_ddp(delayed, ddp, make_layer):
+    """PyTorch's hook does not see how it is made."""
+    model = copy.deepcopy(ddp(Wrapped(make_layer())))
+    layer = model.module.layer
+    layer.params = list(model.module.weights)
+    layer.groups = [layer.params[:1], layer.params[1:]]
+    refused_in_forward(layer, delayed, "DistributedDataParallel", partial(model, layer.batch(1)[0]))
+
+
+def test_ddp_that_is_older_than_fusedmlp():
+    program = """
+import tempfile, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 1), rank=0, world_size=1)
+    module = torch.nn.ParameterList([torch.ones(1, 2, 2)])
+    ddp = DistributedDataParallel(module)
+    import fusedmlp
+    module[0].main_grad = torch.zeros(1, 2, 2)
+    try:
+        fusedmlp.grouped_linear(torch.ones(3, 2), module[0], [3])
+    except RuntimeError as error:
+        print(error)
+    dist.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert "weight: DistributedDataParallel reduces" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("reducer", ["DistributedDataParallel", r"FSDP2 \(fully_shard\)"])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_layer_that_the_compiler_gives_up_is_checked(where, reducer, make_layer):
+    """Delay is what a graph cannot have: the layer then runs as if it were not compiled, its arguments in a graph."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch._dynamo.reset()
+    with one_rank() as mesh:
+        layer = make_layer("linear")
+        module, x = Plain(layer.params[0]), layer.batch(1)[0]
+        if where == "inside":
+            module.compile(backend="eager")
+        model = DistributedDataParallel(module) if reducer.startswith("D") else fully_shard(module, mesh=mesh)
+        if where == "outside":
+            model.compile(backend="eager")
+        with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss a delayed gradient"):
+            model(x, [3, 0, 2])
+
+
+class Plain(torch.nn.Module):
+    """A delayed layer that the compiler can look into."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight, self.queue = weight, fusedmlp.WgradQueue()
+
+    def forward(self, x, counts):
+        return fusedmlp.grouped_linear(x, self.weight, counts, wgrad_queue=self.queue)
+
+
+def hp_mapping(param):
+    """ZeRO 1 and 2, beside the hook."""
+    param._hp_mapping = None
+
+
+def ds_id(param):
+    """ZeRO 3, beside a hook of deepspeed.utils.nvtx."""
+    param.ds_id = 0
+
+
+def hook(param):
+    """ZeRO 1 and 2."""
+    take = types.FunctionType((lambda param: None).__code__, {"__name__": "deepspeed.runtime.zero.stage_1_and_2"})
+    param.register_post_accumulate_grad_hook(take)
+
+
+@DELAYED
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("mark", [hp_mapping, ds_id, hook])
+def test_deepspeed(mark, packed, delayed, make_layer, monkeypatch, assert_close):
+    """By what its parameters look like; the other modes are right."""
+    monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
+    layer = make_layer(packed=packed)
+    x, dy = layer.batch(1)
+    layer(x).backward(dy)  # before it comes
+    assert_close(layer.grads(), layer.wgrads(1))
+    for param in layer.params:
+        param.grad = None
+        mark(param)
+    refused_in_forward(layer, delayed, "DeepSpeed", partial(layer, x))
+    layer(x, accumulate_wgrad="off").backward(dy)
+    assert_close(layer.grads(), layer.wgrads(1))
 
 
 class Sharded(torch.nn.Module):

@@ -81,8 +81,10 @@ def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
             assert count == (6 if is_quick() else {1: 28, 2: 48}[world_size])
         assert failures == {}
         assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in refused["delayed"]
-        if world_size == 2 and metadata.version("megatron-core") >= "0.17":
-            assert "expected no_shard or optim, one micro-batch, or calculate_per_token" in refused["scaled again"]
+        for strategy in ("optim_grads", "optim_grads_params") if world_size == 2 else ():
+            message = refused[f"scaled again, {strategy}"]
+            assert "expected no_shard or optim, one micro-batch, or calculate_per_token" in message
+            assert f"got {strategy}, " in message
 
 
 def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):

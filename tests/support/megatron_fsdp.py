@@ -216,11 +216,11 @@ def refusals():
     """What is raised where Megatron-FSDP would make a wrong gradient of a right one."""
     megatron_world.model_parallel(expert_model_parallel_size=dist.get_world_size())
     found = {}
-    if dist.get_world_size() == 2 and HAS_DTYPES:  # before, the weights do not know their owner
+    for strategy in ("optim_grads", "optim_grads_params") if dist.get_world_size() == 2 else ():
         try:
-            run_cell(FsdpCell(microbatches=3, expert_parallel=True))
+            run_cell(FsdpCell(microbatches=3, expert_parallel=True, strategy=strategy))
         except RuntimeError as error:
-            found["scaled again"] = str(error)
+            found[f"scaled again, {strategy}"] = str(error)
     cell = FsdpCell(order="bw")
     config = config_of(cell)
     try:
