@@ -202,10 +202,11 @@ def test_shared_experts_stay_shared(shared):
 
 def test_experts_twice_in_one_parent_are_one_afterwards():
     experts = layers.build(layers.config()).routed_experts.inner_experts
-    model = nn.ModuleDict({"a": experts, "b": experts})
+    model = nn.ModuleDict({"a": experts, "b": experts}).eval()
     convert(model)
     assert model["a"] is model["b"]
     assert type(model["a"]) is FusedGroupedExperts
+    assert not model["a"].training
 
 
 def _share_the_gate(moes):
@@ -215,6 +216,11 @@ def _share_the_gate(moes):
 def _swap_the_halves(moes):
     first, second = (moe.routed_experts.inner_experts for moe in moes)
     second.w1_EFD, second.w3_EFD = first.w3_EFD, first.w1_EFD
+
+
+def _share_the_gate_as_w2(moes):
+    first, second = (moe.routed_experts.inner_experts for moe in moes)
+    second.w2_EDF = first.w1_EFD
 
 
 def _share_with_another_module(moes):
@@ -236,6 +242,14 @@ NOT_CONVERTED = {
     "w3 frozen": (_of_experts(lambda e: e.w3_EFD.requires_grad_(False)), f"{PLACE}: expected w1_EFD and w3_EFD both"),
     "w1 shared, not w3": (_share_the_gate, f"{OTHER}: expected w1_EFD and w3_EFD to be shared together"),
     "w1 shared as w3": (_swap_the_halves, f"{OTHER}: expected w1_EFD and w3_EFD to be shared together"),
+    "w1 is w3": (
+        _of_experts(lambda e: setattr(e, "w3_EFD", e.w1_EFD)),
+        f"{PLACE}: expected w1_EFD and w3_EFD to be shared together",
+    ),
+    "w1 shared as w2": (
+        _share_the_gate_as_w2,
+        f"{OTHER}: expected no parameter that is also w1_EFD or w3_EFD of experts; got w2_EDF",
+    ),
     "another module's": (
         _share_with_another_module,
         r"1: expected no parameter that is also w1_EFD or w3_EFD of experts; got tied",
