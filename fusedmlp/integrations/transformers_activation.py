@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -34,6 +36,7 @@ _CLASSES = (
     "transformers.activations.QuickGELUActivation",
     "transformers.activations.ReLUSquaredActivation",
 )
+_PLAIN = (bool, int, float, str, type(None))
 _FUNCTIONS = (F.silu, F.gelu, F.relu)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -90,7 +93,7 @@ def _read(experts: nn.Module, name: str) -> object:
     value = getattr(experts, name, None)
     if name == "act_fn" and value is not None:
         return _known(experts, value)
-    if name == "training" or not isinstance(value, (bool, int, float, str, type(None))):
+    if name == "training" or not isinstance(value, _PLAIN):
         raise _Refused(
             f"{type(experts).__name__}: expected its _apply_gate to read numbers and act_fn only; got {name}, "
             + ("which is another in evaluation" if name == "training" else f"a {type(value).__name__}")
@@ -111,7 +114,22 @@ def _known(experts: nn.Module, act_fn: Any) -> object:
         )
     if getattr(act_fn.forward, "__func__", None) is not kind.forward or any(getattr(act_fn, hooks) for hooks in _HOOKS):
         raise _Refused(f"{got} with hooks or a forward of its own, which fusedmlp would not call; remove them")
-    return kind, {name: value for name, value in vars(act_fn).items() if name != "training" and name[0] != "_"}
+    held = {
+        name: value for name, value in vars(act_fn).items() if name not in ("training", "forward") and name[0] != "_"
+    }
+    others = [*act_fn._parameters, *act_fn._buffers, *act_fn._modules]
+    others += [name for name, value in held.items() if not (isinstance(value, _PLAIN) or _is_of(act_fn, value))]
+    if others:
+        raise _Refused(f"{got} with {', '.join(others)} set on it, which may be trained or change; remove them")
+    return kind, held
+
+
+def _is_of(act_fn: nn.Module, value: object) -> bool:
+    """Whether a value is a function that Transformers' gelu classes hold: torch's, or a method of the class."""
+    if isinstance(value, MethodType):
+        return value.__self__ is act_fn and value.__func__ in vars(type(act_fn)).values()
+    function = value.func if isinstance(value, partial) else value
+    return any(function is known for known in _FUNCTIONS)
 
 
 class _StandIn:

@@ -14,6 +14,7 @@ from support import transformers_models as models
 from support import transformers_training as training
 from support.tolerance import bound
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
 import fusedmlp
 from fusedmlp import Activation
@@ -375,6 +376,14 @@ def _closed_over(experts):
     experts._apply_gate = MethodType(gate, experts)
 
 
+def _gelu_with(act):
+    def change(experts):
+        experts.act_fn = ACT2FN["gelu"]
+        experts.act_fn.act = act
+
+    return change
+
+
 # All of these compute swiglu or geglu when they are tried in evaluation, and something else, or something more, later.
 FOOLING = {
     "a learned swish": (lambda experts: setattr(experts, "act_fn", LearnedSwish()), "act_fn of class LearnedSwish"),
@@ -386,6 +395,12 @@ FOOLING = {
     "a class derived from a known one": (
         lambda experts: setattr(experts, "act_fn", type("SiLU", (torch.nn.SiLU,), {})()),
         "act_fn of class SiLU",
+    ),
+    "a module set on a known one": (_gelu_with(LearnedSwish()), "GELUActivation with act set on it"),
+    "a function set on a known one": (_gelu_with(lambda x: x.sigmoid() * x), "GELUActivation with act set on it"),
+    "a parameter set on a known one": (
+        lambda experts: experts.act_fn.register_parameter("beta", torch.nn.Parameter(torch.ones(()))),
+        "SiLUActivation with beta set on it",
     ),
     "a hook": (lambda experts: experts.act_fn.register_forward_hook(lambda *_: None), "SiLUActivation with hooks"),
     "a backward hook": (
