@@ -4,10 +4,12 @@
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make megatron` runs its tests with that of .venv and every megatron-core named here; `make megatron-0.18.0` with one.
+# `make transformers` runs whole models with every older Transformers named here.
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
 # PART=1/3 those of every third architecture.
 TRITONS := 3.6.0 3.9.0
 MEGATRONS := 0.16.1 0.17.0 0.18.0
+OLD_TRANSFORMERS := 5.7.0 5.14.1
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
 PART ?= 1/1
@@ -20,7 +22,7 @@ READY := $(VENV)/.ready
 # Not to be removed as intermediate files.
 .SECONDARY: $(MEGATRONS:%=.megatron/%/.ready)
 
-.PHONY: demo test test-all emulate lint docs bench kernels hub megatron peers clean
+.PHONY: demo test test-all emulate lint docs bench kernels hub megatron transformers peers clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -76,6 +78,23 @@ megatron-%: $(VENV)/.integrations .megatron/%/.ready
 	rm -rf $(@D)
 	$(BIN)/pip install --quiet --disable-pip-version-check --ignore-requires-python --no-deps --target $(@D) megatron-core==$* || \
 	  { echo "megatron: megatron-core $*, one of MEGATRONS in the Makefile, cannot be installed: see above"; exit 1; }
+	@touch $@
+
+# Tests of architectures that these versions lack, or whose options they call otherwise, are left out.
+transformers: $(VENV)/.integrations $(OLD_TRANSFORMERS:%=.transformers/wheel-%/.ready)
+	@for version in $(OLD_TRANSFORMERS:%=$(CURDIR)/.transformers/wheel-%); do \
+	  PYTHONPATH=$$version $(BIN)/python -m pytest tests/integrations/test_transformers.py \
+	    tests/integrations/test_transformers_checkpoints.py \
+	    -k 'table or steps_from or trainer_loses or accumulate_wgrad or saved_models or generate or hide or load_train' \
+	    || exit 1; \
+	done
+
+# With what it depends on, of which it refuses the newest; before 5.13 it fails to be imported beside a newer `kernels`.
+.transformers/wheel-%/.ready: $(READY)
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(@D) transformers==$* && \
+	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) 'kernels<0.13' || \
+	  { echo "transformers: Transformers $*, one of OLD_TRANSFORMERS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
 peers: $(VENV)/.integrations .transformers/$(TRANSFORMERS)/.ready

@@ -32,6 +32,9 @@ import fusedmlp
 _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
 _Init = dict[str, Callable[[Tensor], object]] | None  # by name of the parameter
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
+# Attributes of GroupedExperts that its replacement takes over; others are refused, as are buffers and modules inside.
+_TAKEN_OVER = ("num_experts", "training", "_param_init", "_sharding_config", "_parameters", "_buffers", "_modules")
+_ADVICE = "Call zero_grad() and convert() first; attach hooks and attributes to the new module and its w13_EGD then"
 
 
 class FusedGroupedExperts(GroupedExperts):
@@ -120,31 +123,34 @@ class FusedExpertsConverter(ModelConfigConverter):
 def convert(model: nn.Module) -> None:
     """Put `FusedGroupedExperts` in the place of every `GroupedExperts` inside a model that is built.
 
-    The weights stay; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Convert before the model is
-    parallelized and before its optimizer is made: both keep the parameters that they were given.
+    The weights stay; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Experts that are shared stay shared.
+    Convert before the model is parallelized, before its optimizer is made, and before anything is attached to the
+    experts: all of them keep the parameters and the module that they were given.
 
     Raises:
         NotImplementedError: experts of a class derived from `GroupedExperts`; names it.
         RuntimeError: a model that is parallelized.
-        ValueError: no experts.
+        ValueError: no experts, or experts with what the new module would not have: one of `w1_EFD` and `w3_EFD` frozen
+            or shared without the other, their gradients, hooks and attributes, the module's hooks and attributes.
     """
-    found = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, GroupedExperts)
-    ]
-    if not found:
+    found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
+    if not found or model in found:
         raise ValueError(f"model: expected GroupedExperts inside it; got a {type(model).__name__} without")
-    for _, name, experts in found:
+    for experts, path in found.items():
         _refuse_derived(type(experts))
         if experts._parallelized or any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
-            raise RuntimeError(f"model: expected one that is not parallelized yet; got {name} with sharded weights")
-    for parent, name, experts in found:
-        setattr(parent, name, _converted(experts))
+            raise RuntimeError(f"model: expected one that is not parallelized yet; got {path} with sharded weights")
+        _refuse_attached(experts, path)
+    _refuse_partly_shared(model, found)
+    packed: dict[tuple[int, int], nn.Parameter] = {}
+    converted = {experts: _converted(experts, packed) for experts in found}
+    for parent in list(model.modules()):
+        for name, child in parent._modules.items():
+            if child in converted:
+                parent._modules[name] = converted[child]
 
 
-def _converted(experts: GroupedExperts) -> FusedGroupedExperts:
+def _converted(experts: GroupedExperts, packed: dict[tuple[int, int], nn.Parameter]) -> FusedGroupedExperts:
     num_experts, hidden_dim, dim = experts.w1_EFD.shape
     config = FusedGroupedExperts.Config(
         dim=dim,
@@ -155,11 +161,53 @@ def _converted(experts: GroupedExperts) -> FusedGroupedExperts:
     )
     with torch.device("meta"):
         fused = config.build()
-    packed = _packed(experts.w1_EFD.detach(), experts.w3_EFD.detach())
-    fused.w13_EGD = nn.Parameter(packed, requires_grad=experts.w1_EFD.requires_grad or experts.w3_EFD.requires_grad)
-    fused.w2_EDF = experts.w2_EDF
+    pair = id(experts.w1_EFD), id(experts.w3_EFD)
+    if pair not in packed:
+        w13_EGD = _packed(experts.w1_EFD.detach(), experts.w3_EFD.detach())
+        packed[pair] = nn.Parameter(w13_EGD, requires_grad=experts.w1_EFD.requires_grad)
+    fused.w13_EGD, fused.w2_EDF = packed[pair], experts.w2_EDF
     fused.train(experts.training)
     return fused
+
+
+def _refuse_attached(experts: GroupedExperts, path: str) -> None:
+    """Refuse what would stay behind with the replaced module and its `w1_EFD` and `w3_EFD`."""
+    blank = vars(nn.Module())
+    attached = [name for name, value in vars(experts).items() if name not in blank or value != blank[name]]
+    attached = [name for name in attached if name not in _TAKEN_OVER] + [*experts._buffers, *experts._modules]
+    attached += [name for name in experts._parameters if name not in (_GATE, "w2_EDF", _LINEAR)]
+    if attached:
+        raise ValueError(f"{path}: expected nothing attached to it; got {', '.join(attached)}. {_ADVICE}")
+    for name in (_GATE, _LINEAR):
+        weight = getattr(experts, name)
+        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
+        kept = [*vars(weight), *([".grad"] if weight.grad is not None else []), *(["a hook"] if hooked else [])]
+        if kept:
+            raise ValueError(f"{path}.{name}: expected nothing attached to it; got {', '.join(kept)}. {_ADVICE}")
+    if experts.w1_EFD.requires_grad != experts.w3_EFD.requires_grad:
+        raise ValueError(
+            f"{path}: expected {_GATE} and {_LINEAR} both trained or both frozen, as they become one parameter; got "
+            f"requires_grad={experts.w1_EFD.requires_grad} and {experts.w3_EFD.requires_grad}. "
+            "Keep torchtitan's experts to train one of them"
+        )
+
+
+def _refuse_partly_shared(model: nn.Module, found: dict[GroupedExperts, str]) -> None:
+    pairs: dict[int, tuple[int, int]] = {}
+    for experts, path in found.items():
+        pair = id(experts.w1_EFD), id(experts.w3_EFD)
+        if pair[0] == pair[1] or any(pairs.setdefault(half, pair) != pair for half in pair):
+            raise ValueError(
+                f"{path}: expected {_GATE} and {_LINEAR} to be shared together, each as itself; got one that is also "
+                "another weight of these or other experts. Untie them first, or keep torchtitan's experts"
+            )
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in pairs and not (module in found and name in (_GATE, _LINEAR)):
+                raise ValueError(
+                    f"{path}: expected no parameter that is also {_GATE} or {_LINEAR} of experts; got {name}. "
+                    "Untie them first, or keep torchtitan's experts"
+                )
 
 
 def _refuse_derived(owner: type) -> None:

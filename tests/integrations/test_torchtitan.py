@@ -28,6 +28,7 @@ def test_a_converted_layer_equals_the_original(dtype):
     # The original computes in bfloat16 whatever its dtype; float32 is held to what a loop in float32 reaches.
     plain = moe if dtype == torch.bfloat16 else layers.with_loop(moe, dtype)
     low_precision = layers.results(plain, *layers.batch())
+    moe.zero_grad()
     convert(moe)
     assert_close(layers.results(moe, *layers.batch()), expected, low_precision, dtype)
 
@@ -157,6 +158,164 @@ def test_what_cannot_be_converted_is_refused():
         _get_mxfp8_grouped_experts_cls(FusedGroupedExperts)
     parallelized = layers.build(layers.config())
     parallelized.routed_experts.inner_experts._parallelized = True
-    with pytest.raises(RuntimeError, match="expected one that is not parallelized yet; got inner_experts"):
+    with pytest.raises(RuntimeError, match=r"expected one .* yet; got routed_experts\.inner_experts with sharded"):
         convert(parallelized)
     assert type(parallelized.routed_experts.inner_experts) is GroupedExperts
+
+
+def _two_layers(shared):
+    moes = nn.ModuleList([layers.build(layers.config(), seed=seed) for seed in (0, 1)])
+    first, second = (moe.routed_experts.inner_experts for moe in moes)
+    if shared == "module":
+        moes[1].routed_experts.inner_experts = first
+    else:
+        for name in layers.NAMES:
+            setattr(second, name, getattr(first, name))
+    return moes
+
+
+def _results_of_two(moes):
+    dtype = next(moes.parameters()).dtype
+    x, dy = layers.batch()
+    moes[1](moes[0](x.to(dtype))).backward(dy.to(dtype))
+    found = {}
+    for name, parameter in moes.named_parameters():
+        found |= layers.halves(name, parameter.grad)
+    return {name: grad.double() for name, grad in found.items()}
+
+
+@pytest.mark.parametrize("shared", ["module", "parameters"])
+def test_shared_experts_stay_shared(shared):
+    moes = _two_layers(shared)
+    expected, low_precision = (copy.deepcopy(moes) for _ in range(2))
+    for copied, dtype in ((expected, torch.float64), (low_precision, torch.float32)):
+        loop = layers.Loop(copied[0].routed_experts.inner_experts)
+        for moe in copied:
+            moe.routed_experts.inner_experts = loop
+        copied.to(dtype)
+    convert(moes)
+    first, second = map(layers.fused_of, moes)
+    assert (first is second) == (shared == "module")
+    assert all(ours is theirs for ours, theirs in zip(first.parameters(), second.parameters(), strict=True))
+    assert_close(_results_of_two(moes), *map(_results_of_two, (expected, low_precision)), torch.float32)
+
+
+def test_experts_twice_in_one_parent_are_one_afterwards():
+    experts = layers.build(layers.config()).routed_experts.inner_experts
+    model = nn.ModuleDict({"a": experts, "b": experts}).eval()
+    convert(model)
+    assert model["a"] is model["b"]
+    assert type(model["a"]) is FusedGroupedExperts
+    assert not model["a"].training
+
+
+def _share_the_gate(moes):
+    moes[1].routed_experts.inner_experts.w1_EFD = moes[0].routed_experts.inner_experts.w1_EFD
+
+
+def _swap_the_halves(moes):
+    first, second = (moe.routed_experts.inner_experts for moe in moes)
+    second.w1_EFD, second.w3_EFD = first.w3_EFD, first.w1_EFD
+
+
+def _share_the_gate_as_w2(moes):
+    first, second = (moe.routed_experts.inner_experts for moe in moes)
+    second.w2_EDF = first.w1_EFD
+
+
+def _share_with_another_module(moes):
+    moes[1].register_parameter("tied", moes[0].routed_experts.inner_experts.w3_EFD)
+
+
+def _of_experts(change):
+    return lambda moes: change(moes[0].routed_experts.inner_experts)
+
+
+def _ignore(*arguments):
+    return None
+
+
+# By change: where, and the reason.
+PLACE, OTHER = r"0\.routed_experts\.inner_experts", r"1\.routed_experts\.inner_experts"
+NOT_CONVERTED = {
+    "w1 frozen": (_of_experts(lambda e: e.w1_EFD.requires_grad_(False)), f"{PLACE}: expected w1_EFD and w3_EFD both"),
+    "w3 frozen": (_of_experts(lambda e: e.w3_EFD.requires_grad_(False)), f"{PLACE}: expected w1_EFD and w3_EFD both"),
+    "w1 shared, not w3": (_share_the_gate, f"{OTHER}: expected w1_EFD and w3_EFD to be shared together"),
+    "w1 shared as w3": (_swap_the_halves, f"{OTHER}: expected w1_EFD and w3_EFD to be shared together"),
+    "w1 is w3": (
+        _of_experts(lambda e: setattr(e, "w3_EFD", e.w1_EFD)),
+        f"{PLACE}: expected w1_EFD and w3_EFD to be shared together",
+    ),
+    "w1 shared as w2": (
+        _share_the_gate_as_w2,
+        f"{OTHER}: expected no parameter that is also w1_EFD or w3_EFD of experts; got w2_EDF",
+    ),
+    "another module's": (
+        _share_with_another_module,
+        r"1: expected no parameter that is also w1_EFD or w3_EFD of experts; got tied",
+    ),
+    "a gradient": (
+        _of_experts(lambda e: setattr(e.w1_EFD, "grad", torch.ones_like(e.w1_EFD))),
+        f"{PLACE}.w1_EFD: expected .* got .grad",
+    ),
+    "main_grad": (
+        _of_experts(lambda e: setattr(e.w3_EFD, "main_grad", torch.ones_like(e.w3_EFD))),
+        f"{PLACE}.w3_EFD: expected .* got main_grad",
+    ),
+    "a tensor hook": (
+        _of_experts(lambda e: e.w3_EFD.register_hook(_ignore)),
+        f"{PLACE}.w3_EFD: expected .* got a hook",
+    ),
+    "a post-accumulate hook": (
+        _of_experts(lambda e: e.w1_EFD.register_post_accumulate_grad_hook(_ignore)),
+        f"{PLACE}.w1_EFD: expected .* got a hook",
+    ),
+    "a buffer": (_of_experts(lambda e: e.register_buffer("load", torch.ones(4))), f"{PLACE}: expected .* got load"),
+    "a parameter": (
+        _of_experts(lambda e: e.register_parameter("b1", nn.Parameter(torch.ones(4)))),
+        f"{PLACE}: expected .* got b1",
+    ),
+    "an attribute": (_of_experts(lambda e: setattr(e, "layer", 3)), f"{PLACE}: expected .* got layer"),
+    "a forward": (_of_experts(lambda e: setattr(e, "forward", _ignore)), f"{PLACE}: expected .* got forward"),
+    "compile": (_of_experts(lambda e: e.compile()), f"{PLACE}: expected .* got _compiled_call_impl"),
+    **{
+        f"register_{kind}": (
+            _of_experts(lambda e, kind=kind: getattr(e, f"register_{kind}")(_ignore)),
+            f"{PLACE}: expected .* got {kept}",
+        )
+        for kind, kept in {
+            "forward_hook": "_forward_hooks",
+            "forward_pre_hook": "_forward_pre_hooks",
+            "full_backward_hook": "_backward_hooks",
+            "full_backward_pre_hook": "_backward_pre_hooks",
+            "state_dict_pre_hook": "_state_dict_pre_hooks",
+            "state_dict_post_hook": "_state_dict_hooks",
+            "load_state_dict_pre_hook": "_load_state_dict_pre_hooks",
+            "load_state_dict_post_hook": "_load_state_dict_post_hooks",
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("change", NOT_CONVERTED)
+def test_what_would_be_lost_is_refused_and_nothing_is_converted(change):
+    moes = nn.ModuleList([layers.build(layers.config(), seed=seed) for seed in (0, 1)])
+    apply, message = NOT_CONVERTED[change]
+    apply(moes)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        convert(moes)
+    assert all(type(moe.routed_experts.inner_experts) is GroupedExperts for moe in moes)
+
+
+def test_w2_keeps_its_gradient_and_its_hooks():
+    moe = layers.build(layers.config())
+    w2, called = moe.routed_experts.inner_experts.w2_EDF, []
+    w2.grad = torch.ones_like(w2)
+    w2.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter))
+    convert(moe)
+    assert layers.fused_of(moe).w2_EDF is w2
+    assert (w2.grad == 1).all()
+    x, dy = layers.batch()
+    moe(x).backward(dy)
+    assert len(called) == 1
+    assert called[0] is w2

@@ -5,7 +5,7 @@ import gc
 import re
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -14,11 +14,13 @@ from support import transformers_models as models
 from support import transformers_training as training
 from support.tolerance import bound
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
 
 import fusedmlp
 from fusedmlp import Activation
-from fusedmlp.integrations import transformers as transformers_integration
-from fusedmlp.integrations.transformers import activation_of, register
+from fusedmlp.integrations import transformers_activation
+from fusedmlp.integrations.transformers import register
+from fusedmlp.integrations.transformers_activation import activation_of
 from fusedmlp.operators import ops
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +216,7 @@ OTHERS = {
 }
 
 
-def _gelu_gate(h):
+def _gelu_gate(self, h):
     gate, linear = h.chunk(2, -1)
     return torch.nn.functional.gelu(gate) * linear
 
@@ -224,12 +226,8 @@ CHANGES = {
     "act_fn": ("MixtralExperts", lambda experts: setattr(experts, "act_fn", torch.nn.GELU())),
     "act_fn, of no gate": ("NemotronHExperts", lambda experts: setattr(experts, "act_fn", torch.nn.SiLU())),
     "a number of act_fn": ("Gemma4TextExperts", lambda experts: setattr(experts.act_fn, "approximate", "none")),
-    "forward of act_fn": (
-        "MixtralExperts",
-        lambda experts: setattr(experts.act_fn, "forward", torch.nn.functional.gelu),
-    ),
     "a limit": ("GptOssExperts", lambda experts: setattr(experts, "limit", 0.5)),
-    "the gate": ("MixtralExperts", lambda experts: setattr(experts, "_apply_gate", _gelu_gate)),
+    "the gate": ("MixtralExperts", lambda experts: setattr(experts, "_apply_gate", MethodType(_gelu_gate, experts))),
 }
 
 
@@ -257,9 +255,9 @@ def test_an_activation_that_changes_to_one_that_is_refused():
     before = experts(*arguments)
     silu, experts.act_fn = experts.act_fn, torch.nn.Tanh()
     for _ in range(2):
-        with pytest.raises(NotImplementedError, match=r"MixtralExperts: its activation is none .*Tanh, gated"):
+        with pytest.raises(NotImplementedError, match="MixtralExperts: got act_fn of class Tanh"):
             experts(*arguments)
-    with pytest.raises(NotImplementedError, match=r"MixtralExperts: its activation is none .*Tanh, gated"):
+    with pytest.raises(NotImplementedError, match="MixtralExperts: got act_fn of class Tanh"):
         register(SimpleNamespace(modules=lambda: [experts]))
     experts.act_fn = silu
     assert torch.equal(experts(*arguments), before)
@@ -269,7 +267,7 @@ def test_an_activation_is_found_once_and_keeps_no_experts_alive(monkeypatch):
     experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
     experts._apply_gate = experts._apply_gate  # a method of this very module
     found = activation_of(experts)
-    monkeypatch.setattr(transformers_integration, "_find_activation", None)
+    monkeypatch.setattr(transformers_activation, "_find_activation", None)
     for mode in (True, False):
         assert activation_of(experts.train(mode)) is found
     experts = weakref.ref(experts)
@@ -298,11 +296,15 @@ def test_experts_of_other_models_equal_their_own_eager_form(name):
     ("name", "options", "message"),
     [
         ("MuseSparkExperts", {}, "MuseSparkExperts: fusedmlp has no norm between an expert and its routing weight"),
-        ("Inkling2Experts", {}, "Inkling2Experts: its activation is none .*Inkling2SoftcappedSwiGLU, gated"),
-        ("MixtralExperts", {"hidden_act": "tanh"}, "MixtralExperts: its activation is none .*Tanh, gated"),
+        ("Inkling2Experts", {}, "Inkling2Experts: got act_fn of class Inkling2SoftcappedSwiGLU; expected"),
+        (
+            "MixtralExperts",
+            {"hidden_act": "tanh"},
+            "MixtralExperts: got act_fn of class Tanh; expected one of SiLU, GELU",
+        ),
         ("MixtralExperts", {"hidden_act": "relu2"}, "MixtralExperts: its activation is none .*ReLUSquared.*, gated"),
-        ("NemotronHExperts", {"mlp_hidden_act": "sigmoid"}, "NemotronHExperts: .* none .*Sigmoid, not gated"),
-        ("NemotronHExperts", {"mlp_hidden_act": "prelu"}, "NemotronHExperts: its activation cannot be probed"),
+        ("NemotronHExperts", {"mlp_hidden_act": "sigmoid"}, "NemotronHExperts: got act_fn of class Sigmoid"),
+        ("NemotronHExperts", {"mlp_hidden_act": "prelu"}, "NemotronHExperts: got act_fn of class PReLU"),
     ],
 )
 def test_what_cannot_be_expressed_raises_and_names_the_class(name, options, message):
@@ -313,10 +315,147 @@ def test_what_cannot_be_expressed_raises_and_names_the_class(name, options, mess
         register(SimpleNamespace(modules=lambda: [experts]))
 
 
+class LearnedSwish(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, gate):
+        return gate * torch.sigmoid(self.beta * gate)
+
+
+class Nested(torch.nn.Module):
+    """Its gelu may be changed two levels below the experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.GELU()
+
+    def forward(self, gate):
+        return self.inner(gate)
+
+
+def _with(name, value, gate):
+    """Experts with an attribute that their gate reads."""
+
+    def change(experts):
+        setattr(experts, name, value)
+        experts._apply_gate = MethodType(gate, experts)
+
+    return change
+
+
+def _scaled_gate(self, h):
+    gate, linear = h.chunk(2, -1)
+    return gate * torch.sigmoid(self.beta * gate) * linear
+
+
+def _dropping_gate(self, h):
+    gate, linear = h.chunk(2, -1)
+    return torch.nn.functional.dropout(self.act_fn(gate), 0.5, self.training) * linear
+
+
+def _dropping_module_gate(self, h):
+    gate, linear = h.chunk(2, -1)
+    return self.dropout(self.act_fn(gate)) * linear
+
+
+def _counting_gate(self, h):
+    self.calls = self.calls + 1
+    gate, linear = h.chunk(2, -1)
+    return self.act_fn(gate) * linear if self.calls < 3 else gate * linear
+
+
+def _closed_over(experts):
+    beta = torch.nn.Parameter(torch.ones(()))
+
+    def gate(self, h):
+        gate, linear = h.chunk(2, -1)
+        return gate * torch.sigmoid(beta * gate) * linear
+
+    experts._apply_gate = MethodType(gate, experts)
+
+
+def _gelu_with(act):
+    def change(experts):
+        experts.act_fn = ACT2FN["gelu"]
+        experts.act_fn.act = act
+
+    return change
+
+
+# All of these compute swiglu or geglu when they are tried in evaluation, and something else, or something more, later.
+FOOLING = {
+    "a learned swish": (lambda experts: setattr(experts, "act_fn", LearnedSwish()), "act_fn of class LearnedSwish"),
+    "dropout": (
+        lambda experts: setattr(experts, "act_fn", torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout())),
+        "act_fn of class Sequential",
+    ),
+    "a module in a module": (lambda experts: setattr(experts, "act_fn", Nested()), "act_fn of class Nested"),
+    "a class derived from a known one": (
+        lambda experts: setattr(experts, "act_fn", type("SiLU", (torch.nn.SiLU,), {})()),
+        "act_fn of class SiLU",
+    ),
+    "a module set on a known one": (_gelu_with(LearnedSwish()), "GELUActivation with act set on it"),
+    "a function set on a known one": (_gelu_with(lambda x: x.sigmoid() * x), "GELUActivation with act set on it"),
+    "a parameter set on a known one": (
+        lambda experts: experts.act_fn.register_parameter("beta", torch.nn.Parameter(torch.ones(()))),
+        "SiLUActivation with beta set on it",
+    ),
+    "a hook": (lambda experts: experts.act_fn.register_forward_hook(lambda *_: None), "SiLUActivation with hooks"),
+    "a backward hook": (
+        lambda experts: experts.act_fn.register_full_backward_hook(lambda *_: None),
+        "SiLUActivation with hooks",
+    ),
+    "a forward of its own": (
+        lambda experts: setattr(experts.act_fn, "forward", torch.nn.functional.gelu),
+        "SiLUActivation with hooks or a forward of its own",
+    ),
+    "a parameter of the gate": (
+        _with("beta", torch.nn.Parameter(torch.ones(())), _scaled_gate),
+        "got beta, a Parameter",
+    ),
+    "a tensor of the gate": (_with("beta", torch.ones(()), _scaled_gate), "got beta, a Tensor"),
+    "dropout in the gate": (_with("p", 0.5, _dropping_gate), "got training, which is another in evaluation"),
+    "a dropout of the gate": (_with("dropout", torch.nn.Dropout(), _dropping_module_gate), "got dropout, a Dropout"),
+    "a gate that counts": (_with("calls", 0, _counting_gate), "cannot be probed"),
+    "a closure": (_closed_over, "expected _apply_gate to be a method of its class and no closure"),
+}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["at first", "after a forward"])
+@pytest.mark.parametrize("change", FOOLING)
+def test_what_an_activation_may_hide_is_refused_in_either_mode(change, before):
+    apply, message = FOOLING[change]
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    for training_mode in (False, True):
+        experts = training.experts("MixtralExperts", experts_implementation="fusedmlp").train(training_mode)
+        if before:
+            experts(*arguments)
+        apply(experts)
+        experts.train(training_mode)
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match=rf"^MixtralExperts: .*{message}"):
+                experts(*arguments)
+        with pytest.raises(NotImplementedError, match=rf"^MixtralExperts: .*{message}"):
+            register(SimpleNamespace(modules=lambda experts=experts: [experts]))
+
+
+def test_a_transformers_without_the_interface_is_refused(monkeypatch):
+    monkeypatch.setattr("transformers.integrations.moe.use_experts_implementation", lambda experts_class: None)
+    with pytest.raises(ImportError, match=r"expected transformers>=5\.7; got .*is_concatenated"):
+        register()
+
+
 def test_an_activation_with_the_right_values_and_the_wrong_gradient_is_not_taken():
     experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
-    experts.act_fn.forward = lambda gate: torch.nn.functional.silu(gate).detach() + gate - gate.detach()
-    with pytest.raises(NotImplementedError, match="MixtralExperts"):
+
+    def gate(self, h):
+        gate, linear = h.chunk(2, -1)
+        return (self.act_fn(gate).detach() + gate - gate.detach()) * linear
+
+    experts._apply_gate = MethodType(gate, experts)
+    with pytest.raises(NotImplementedError, match="MixtralExperts: its activation is none"):
         activation_of(experts)
 
 

@@ -7,6 +7,7 @@ import torch
 from support import transformers_models as models
 from support import transformers_training as training
 from support.tolerance import assert_close
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.utils import counters
 
 # Dynamo itself instantiates an autograd.Function while it traces one; inductor imports what torch deprecates.
@@ -64,3 +65,14 @@ def test_every_gradient_of_a_compiled_model(kind, backend, tmp_path, monkeypatch
         ids, dy = models.batch(tokens)
         model(ids).logits.backward(dy)
     assert counters["stats"]["unique_graphs"] == graphs  # no load compiles again
+
+
+def test_an_activation_that_becomes_unknown_between_two_calls_of_a_graph():
+    experts = training.experts("MixtralExperts", experts_implementation="fusedmlp").eval()
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    torch._dynamo.reset()
+    graph = torch.compile(experts, backend="eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(graph(*arguments), experts(*arguments))
+    experts.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout())
+    with pytest.raises(InternalTorchDynamoError, match="MixtralExperts: got act_fn of class Sequential"):
+        graph(*arguments)

@@ -29,10 +29,12 @@ def eager_losses(folder, accumulation):
 
 def losses(folder, implementation, *, accumulation, checkpointing, wgrad):
     """The training loss of each of 20 steps."""
+    # Named so since Transformers 5.23.
+    name = "activation" if hasattr(transformers.TrainingArguments, "activation_checkpointing") else "gradient"
     options = {
         "gradient_accumulation_steps": accumulation,
-        "activation_checkpointing": checkpointing is not None,
-        "activation_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"},
+        f"{name}_checkpointing": checkpointing is not None,
+        f"{name}_checkpointing_kwargs": {"use_reentrant": checkpointing == "reentrant"},
     }
     register(accumulate_wgrad=wgrad)
     try:

@@ -1,0 +1,237 @@
+"""The activation between the two GEMMs of Transformers' experts. See docs/transformers.md."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import MethodType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fusedmlp.activation import Activation
+from fusedmlp.operators import torch_activation
+
+# Scalars on which activations are compared: near zero, around every bend, and beyond any clamp in use.
+_MAGNITUDES = (0.01, 0.04, 0.2, 0.6, 1.1, 1.9, 2.8, 4.3, 6.7, 7.3, 9.1, 13.0, 40.0, 150.0, 1000.0)
+# Classes that compute in float32 whatever the input must pass, gelu and its tanh form must differ (by up to 5e-4).
+_RELATIVE, _ABSOLUTE = 1e-5, 1e-6
+
+# Activations without parameters, buffers and modules inside, which are the same in training and evaluation.
+_CLASSES = (
+    "torch.nn.modules.activation.SiLU",
+    "torch.nn.modules.activation.GELU",
+    "torch.nn.modules.activation.ReLU",
+    "transformers.activations.SiLUActivation",
+    "transformers.activations.GELUActivation",
+    "transformers.activations.GELUTanh",
+    "transformers.activations.NewGELUActivation",
+    "transformers.activations.FastGELUActivation",
+    "transformers.activations.AccurateGELUActivation",
+    "transformers.activations.QuickGELUActivation",
+    "transformers.activations.ReLUSquaredActivation",
+)
+_PLAIN = (bool, int, float, str, type(None))
+_FUNCTIONS = (F.silu, F.gelu, F.relu)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class _Refused(NotImplementedError):
+    pass
+
+
+class _Found(NamedTuple):
+    """An activation, and all that it was found from."""
+
+    function: object  # `_apply_gate`, a function of the class
+    read: dict[str, object]  # what that reads of the module
+    activation: Activation
+
+
+_activations: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def activation_of(experts: nn.Module) -> Activation:
+    """The activation of experts that use Transformers' interface; found once, and again when it was changed.
+
+    `act_fn` must be of a class that is known to have no parameters and to be the same in training and evaluation. A
+    gate (`_apply_gate`) may read this `act_fn` and numbers of the module, and nothing else. With those, the activation
+    is the one that agrees in value and in gradient with what the gate, or `act_fn` without a gate, computes.
+
+    Raises:
+        NotImplementedError: no activation agrees, the gate or `act_fn` may depend on something else, or experts do more
+            than one MLP; names the module's class.
+    """
+    function, found = _function_of(experts), _activations.get(experts)
+    if found is None or found.function is not function or found.read != {n: _read(experts, n) for n in found.read}:
+        found = _activations[experts] = _find_activation(experts, function)
+    return found.activation
+
+
+def _function_of(experts: Any) -> Any:
+    """The function behind `_apply_gate`, or None without a gate."""
+    if not experts.has_gate:
+        return None
+    gate = experts._apply_gate
+    function = getattr(gate, "__func__", None)
+    if getattr(gate, "__self__", None) is not experts or getattr(function, "__closure__", None) is not None:
+        raise _Refused(
+            f"{type(experts).__name__}: expected _apply_gate to be a method of its class and no closure, so that "
+            f"everything that it depends on can be seen; got {gate!r}"
+        )
+    return function
+
+
+def _read(experts: nn.Module, name: str) -> object:
+    """An attribute on which an activation may depend, in a form that can be compared later."""
+    value = getattr(experts, name, None)
+    if name == "act_fn" and value is not None:
+        return _known(experts, value)
+    if name == "training" or not isinstance(value, _PLAIN):
+        raise _Refused(
+            f"{type(experts).__name__}: expected its _apply_gate to read numbers and act_fn only; got {name}, "
+            + ("which is another in evaluation" if name == "training" else f"a {type(value).__name__}")
+        )
+    return value
+
+
+def _known(experts: nn.Module, act_fn: Any) -> object:
+    """All on which an `act_fn` of a known class depends."""
+    if any(act_fn is function for function in _FUNCTIONS):
+        return act_fn
+    kind = type(act_fn)
+    got = f"{type(experts).__name__}: got act_fn of class {kind.__name__}"
+    if f"{kind.__module__}.{kind.__qualname__}" not in _CLASSES:
+        raise _Refused(
+            f"{got}; expected one of {', '.join(name.rpartition('.')[2] for name in _CLASSES)}, which have no "
+            "parameters and are the same in training and evaluation. Use another experts_implementation for this model"
+        )
+    if getattr(act_fn.forward, "__func__", None) is not kind.forward or any(getattr(act_fn, hooks) for hooks in _HOOKS):
+        raise _Refused(f"{got} with hooks or a forward of its own, which fusedmlp would not call; remove them")
+    held = {
+        name: value for name, value in vars(act_fn).items() if name not in ("training", "forward") and name[0] != "_"
+    }
+    others = [*act_fn._parameters, *act_fn._buffers, *act_fn._modules]
+    others += [name for name, value in held.items() if not (isinstance(value, _PLAIN) or _is_of(act_fn, value))]
+    if others:
+        raise _Refused(f"{got} with {', '.join(others)} set on it, which may be trained or change; remove them")
+    return kind, held
+
+
+def _is_of(act_fn: nn.Module, value: object) -> bool:
+    """Whether a value is a function that Transformers' gelu classes hold: torch's, or a method of the class."""
+    if isinstance(value, MethodType):
+        return value.__self__ is act_fn and value.__func__ in vars(type(act_fn)).values()
+    function = value.func if isinstance(value, partial) else value
+    return any(function is known for known in _FUNCTIONS)
+
+
+class _StandIn:
+    """Stands for experts in a call of their `_apply_gate`; notes what that reads, and has nothing that it may not."""
+
+    __slots__ = ("_experts", "_noted")  # a gate that assigns raises
+
+    def __init__(self, experts: nn.Module) -> None:
+        self._experts = experts
+        self._noted: dict[str, object] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        self._noted[name] = _read(self._experts, name)
+        return getattr(self._experts, name)
+
+
+def guard_in_graph(experts: nn.Module) -> None:
+    """In a graph, compare what `activation_of` depends on: Dynamo compiles again when what was compared has changed."""
+    for name, value in _numbers_read(experts):
+        if getattr(experts, name) != value:
+            raise AssertionError(f"{name} changed while it was traced")
+    act_fn = getattr(experts, "act_fn", None)
+    if isinstance(act_fn, nn.Module):
+        for name, value in _settings_of(act_fn):
+            if getattr(act_fn, name) != value:
+                raise AssertionError(f"{name} changed while it was traced")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _numbers_read(experts: nn.Module) -> tuple[tuple[str, object], ...]:
+    return tuple((name, value) for name, value in _activations[experts].read.items() if name != "act_fn")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _settings_of(act_fn: nn.Module) -> tuple[tuple[str, object], ...]:
+    return tuple(
+        (name, value)
+        for name, value in vars(act_fn).items()
+        if isinstance(value, (bool, int, float, str)) and name != "training"
+    )
+
+
+def _find_activation(experts: nn.Module, function: Any) -> _Found:
+    name = type(experts).__name__
+    if getattr(experts, "has_post_expert_norm", False):
+        raise NotImplementedError(f"{name}: fusedmlp has no norm between an expert and its routing weight")
+    stand_in = _StandIn(experts)
+    try:
+        # A new thread has none of what surrounds this forward: no_grad, inference mode, a default device, a checkpoint,
+        # which counts the tensors that backward saves.
+        with ThreadPoolExecutor(1) as thread:
+            probe = thread.submit(_probe, experts, stand_in, function).result()
+    except _Refused:
+        raise
+    except Exception as error:
+        raise NotImplementedError(f"{name}: its activation cannot be probed in float64 on the CPU") from error
+    for candidate in _candidates(experts, stand_in._noted):
+        act, dh = torch.empty_like(probe.act), torch.empty_like(probe.h)
+        torch_activation.backward(candidate, probe.h, probe.grad, act, dh)
+        if _agree(act, probe.act) and _agree(dh, probe.dh):
+            return _Found(function, stand_in._noted, candidate)
+    raise NotImplementedError(
+        f"{name}: its activation is none of those that fusedmlp has (act_fn is "
+        f"{type(getattr(experts, 'act_fn', None)).__name__}, {'not gated' if function is None else 'gated'})"
+    )
+
+
+class _Probe(NamedTuple):
+    """A module's activation at `h`, and its gradient for that `grad` of the result; float64."""
+
+    h: Tensor
+    grad: Tensor
+    act: Tensor
+    dh: Tensor
+
+
+def _probe(experts: Any, stand_in: _StandIn, function: Any) -> _Probe:
+    positive = torch.tensor(_MAGNITUDES, dtype=torch.float64)
+    h = grid = torch.cat([-positive, positive])
+    if function is not None:  # every gate value with every linear one
+        gate, linear = grid.unsqueeze(1).expand(-1, len(grid)), grid.expand(len(grid), -1)
+        h = torch.cat([gate, linear], 1) if experts.is_concatenated else torch.stack([gate, linear], 2).flatten(1)
+    h.requires_grad_()
+    act = (stand_in.act_fn(h) if function is None else function(stand_in, h)).double()
+    grad = torch.linspace(0.5, 1.5, act.numel(), dtype=torch.float64).view(act.shape)
+    (dh,) = torch.autograd.grad(act, h, grad)
+    return _Probe(h.detach(), grad, act.detach(), dh)
+
+
+def _agree(ours: Tensor, theirs: Tensor) -> bool:
+    return torch.allclose(ours, theirs, rtol=_RELATIVE, atol=_ABSOLUTE)
+
+
+def _candidates(experts: Any, read: dict[str, object]) -> Iterator[Activation]:
+    """Activations that the module might mean; a number that its gate reads may be a limit or a scale."""
+    if not experts.has_gate:
+        yield from map(Activation, ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))
+        return
+    interleaved = not experts.is_concatenated
+    numbers = {float(value) for value in read.values() if isinstance(value, (int, float)) and 0 < value < math.inf}
+    for name in ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu"):
+        for limit in (None, *numbers):
+            for offset in (0.0, 1.0):
+                for alpha in (None, *numbers) if name == "swiglu" else (None,):
+                    yield Activation(name, interleaved=interleaved, limit=limit, alpha=alpha, linear_offset=offset)
