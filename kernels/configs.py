@@ -168,6 +168,7 @@ _SM_80: _Rows = {
 _SM_90 |= {
     ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
     ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
+    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
 _SM_100 |= {("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8))}
 _SM_120: _Rows = {
