@@ -1,7 +1,6 @@
 """Which torch and Triton the library works with."""
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -61,8 +60,8 @@ def test_the_import_looks(found):
 
 
 def test_what_is_declared_is_what_is_checked_and_tested():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = dict(re.match(r"(\w+)>=([\d.]+)", requirement).groups() for requirement in project["dependencies"])
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    declared = dict(re.findall(r'^    "(torch|triton)>=([\d.]+)[;"]', project, re.MULTILINE))
     assert declared == versions.OLDEST
     pinned = dict(re.findall(r"^(torch|triton)==([\d.]+)", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
