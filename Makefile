@@ -7,7 +7,10 @@
 # `make transformers` runs whole models with every older Transformers named here.
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
 # PART=1/3 those of every third architecture.
-TRITONS := 3.6.0 3.9.0
+# `make versions` runs the contract's tests, those of compiled layers and the doctor with the newest torch named here.
+TRITONS := 3.8.0 3.9.0
+NEWEST_TORCH := $(shell sed -n 's/^torch==//p' tests/requirements-newest.txt)
+NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITONS))
 MEGATRONS := 0.16.1 0.17.0 0.18.0
 OLD_TRANSFORMERS := 5.7.0 5.14.1
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
@@ -22,7 +25,7 @@ READY := $(VENV)/.ready
 # Not to be removed as intermediate files.
 .SECONDARY: $(MEGATRONS:%=.megatron/%/.ready)
 
-.PHONY: demo test test-all emulate lint docs bench kernels hub megatron transformers peers clean
+.PHONY: demo test test-all emulate lint docs bench kernels versions hub megatron transformers peers clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -36,7 +39,7 @@ test-all: $(READY) $(VENV)/.integrations
 
 # The emulator's own tests and its cases; those tests of kernels, ALSO, that no case repeats; then what each Triton of
 # TRITONS makes of the kernels with a task for each warp, as names of Gluon change (not layers of tokens or with experts
-# apart, for which other kernels run, too: see docs/limits.md on Triton 3.6).
+# apart, for which other kernels run, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulator
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
@@ -54,6 +57,13 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 
+# .venv has the oldest torch, with which every other target tests. Of warnings, those of fusedmlp itself are errors: a
+# newer torch warns of what is to come in PyTorch's own calls.
+versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(TRITONS:%=.triton/%/.ready)
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
+	  tests/contract tests/test_compile.py tests/test_versions.py tests/kernels/test_routing.py
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m fusedmlp doctor
+
 # Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	@for triton in '' $(TRITONS:%=.triton/%); do \
@@ -66,6 +76,14 @@ kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	rm -rf $(@D)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$* || \
 	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
+	@touch $@
+
+# Without the libraries of CUDA that it asks for.
+.torch/%/.ready: $(READY)
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) torch==$* || \
+	  { echo "versions: torch $*, that of tests/requirements-newest.txt, cannot be installed: see above"; exit 1; }
+	$(BIN)/python tests/support/cuda_stand_ins.py $(@D)/torch/lib
 	@touch $@
 
 megatron: $(VENV)/.integrations $(MEGATRONS:%=megatron-%)
@@ -139,4 +157,4 @@ hub: $(READY)
 	$(BIN)/python -m fusedmlp.integrations.hub build/hub
 
 clean:
-	rm -rf $(VENV) .triton .megatron .transformers build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .torch .triton .megatron .transformers build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache

@@ -1,11 +1,15 @@
 """Grouped (mixture-of-experts) MLP whose weight gradients accumulate straight into main_grad or .grad."""
 
-from fusedmlp.activation import Activation
-from fusedmlp.contract.buffer import MainGradBuffer
-from fusedmlp.contract.queue import WgradQueue
-from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
-from fusedmlp.module import GroupedLinear, GroupedMLP
-from fusedmlp.version import __version__
+from fusedmlp import versions
+
+versions.check()  # before the imports that an older torch fails
+
+from fusedmlp.activation import Activation  # noqa: E402
+from fusedmlp.contract.buffer import MainGradBuffer  # noqa: E402
+from fusedmlp.contract.queue import WgradQueue  # noqa: E402
+from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts  # noqa: E402
+from fusedmlp.module import GroupedLinear, GroupedMLP  # noqa: E402
+from fusedmlp.version import __version__  # noqa: E402
 
 __all__ = [
     "Activation",

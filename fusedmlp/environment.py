@@ -1,14 +1,16 @@
 """Every environment switch of fusedmlp.
 
-| variable               | values | effect                                                                   |
-|------------------------|--------|--------------------------------------------------------------------------|
-| `FUSEDMLP_DENSE_DUMMY` | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
-|                        |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
-| `FUSEDMLP_SPECIALISED` | 0, 1   | 1: use kernels with a task for each warp where there are any (Hopper and |
-|                        |        | sm_100, 16 bits, long loads); 0, the default: only those that were tuned |
-| `FUSEDMLP_TUNED`       | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
-| `FUSEDMLP_CACHE`       | folder | where those are kept; default `~/.cache/fusedmlp`                        |
-| `TRITON_INTERPRET`     | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
+| variable                        | values | effect                                                                   |
+|---------------------------------|--------|--------------------------------------------------------------------------|
+| `FUSEDMLP_DENSE_DUMMY`          | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
+|                                 |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
+| `FUSEDMLP_SPECIALISED`          | 0, 1   | 1: use kernels with a task for each warp where there are any (Hopper and |
+|                                 |        | sm_100, 16 bits, long loads); 0, the default: only those that were tuned |
+| `FUSEDMLP_TUNED`                | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
+| `FUSEDMLP_CACHE`                | folder | where those are kept; default `~/.cache/fusedmlp`                        |
+| `FUSEDMLP_UNSUPPORTED_VERSIONS` | 0, 1   | 1: warn instead of raising where torch or Triton is too old. Set by      |
+|                                 |        | `python -m bench.gpu --unsupported-versions`; gradients can be wrong     |
+| `TRITON_INTERPRET`              | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
 """
 
 from __future__ import annotations
@@ -16,7 +18,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-_FLAGS = ("FUSEDMLP_DENSE_DUMMY", "FUSEDMLP_SPECIALISED", "FUSEDMLP_TUNED", "TRITON_INTERPRET")
+_FLAGS = (
+    "FUSEDMLP_DENSE_DUMMY",
+    "FUSEDMLP_SPECIALISED",
+    "FUSEDMLP_TUNED",
+    "FUSEDMLP_UNSUPPORTED_VERSIONS",
+    "TRITON_INTERPRET",
+)
 
 
 def _flag(name: str, default: bool = False) -> bool:
@@ -44,6 +52,11 @@ def tuned() -> bool:
 def cache_folder() -> Path:
     """Where tuned tiles are kept."""
     return Path(os.environ.get("FUSEDMLP_CACHE") or Path.home() / ".cache" / "fusedmlp")
+
+
+def unsupported_versions() -> bool:
+    """Whether versions of torch and Triton that are too old only warn."""
+    return _flag("FUSEDMLP_UNSUPPORTED_VERSIONS")
 
 
 def triton_interpret() -> bool:

@@ -35,8 +35,9 @@ def _combine_kernel(
     for first in range(0, K, UNROLL):
         # So many rows are on their way at once.
         for k in tl.static_range(UNROLL):
-            used = first + k < K
-            row = tl.load(rows_ptr + token * K + first + k, mask=used, other=0).to(tl.int64)
+            row = tl.load(rows_ptr + token * K + first + k, mask=first + k < K, other=0).to(tl.int64)
+            # A number for each column: Triton 3.9's interpreter makes integers of one condition for all of them.
+            used = tl.zeros_like(columns) + (first + k) < K
             sums += tl.load(y_ptr + row * stride_y_r + columns, mask=mask & used, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * stride_out_t + columns, round_to(sums, out_ptr.dtype.element_ty), mask=mask)
 

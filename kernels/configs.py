@@ -159,6 +159,9 @@ _SM_100 |= {
     ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
 }
+_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+if _TRITON == (3, 8):  # alone spills there with four subtiles
+    _SM_100["dgrad_act", "tma", 16]["long"] = Tile(128, 128, 64, 8, 4, 8, 8, 1)
 _SM_80: _Rows = {
     ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=2)),
@@ -168,6 +171,7 @@ _SM_80: _Rows = {
 _SM_90 |= {
     ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
     ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
+    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
 _SM_100 |= {("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8))}
 _SM_120: _Rows = {
@@ -308,12 +312,9 @@ def choose(
     return path, select(kernel, dtype, device, path, rows_per_expert)
 
 
-_WARP_SPECIALIZES = [*map(int, triton.__version__.split(".")[:2])] >= [3, 7]
-
-
 def warp_specializes(device: torch.device) -> bool:
     """Whether Triton gives warps tasks of their own there, as it can with tensor memory from 3.7 on."""
-    return _WARP_SPECIALIZES and architecture(device) == "sm_100"
+    return _TRITON >= (3, 7) and architecture(device) == "sm_100"
 
 
 @lru_cache

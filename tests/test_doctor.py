@@ -1,12 +1,14 @@
 """`python -m fusedmlp doctor`."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import forked
 
+from fusedmlp import versions
 from fusedmlp.doctor import command, facts, selftest
 from fusedmlp.kernels import configs
 from fusedmlp.operators import ops
@@ -15,11 +17,15 @@ LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weight
 
 
 def test_the_report_as_json_and_its_exit_status():
-    done = forked.run("-m", "fusedmlp", "doctor", "--json", "--target", "sm_100")
+    done = forked.run("-m", "fusedmlp", "doctor", "--json", "--target", "sm_100", "--dtype", "float16")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["machine"]["torch"] == torch.__version__
-    assert report["kernels"]["layer"] == LAYER
+    assert report["machine"]["supported"] == {
+        "torch": "2.13 or newer, tested with 2.13.0, 2.15.0",
+        "triton": "3.7 or newer, tested with 3.7.1, 3.8.0, 3.9.0",
+    }
+    assert report["kernels"]["layer"] == LAYER | {"dtype": "float16"}
     assert [row["name"] for row in report["kernels"]["passes"]] == [
         "fc1_act",
         "fc2",
@@ -30,18 +36,28 @@ def test_the_report_as_json_and_its_exit_status():
     ]
     assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
     assert {row["name"]: row["ok"] for row in report["integrations"]}["Megatron-core"]
-    assert all(check["ok"] for check in report["self_test"]["checks"])
+    checks = report["self_test"]["checks"]
+    assert all(check["ok"] and not check["not_run"] for check in checks)
+    steps = [("float32", "plain"), ("float16", "plain"), ("float16", "checkpointed"), ("float16", "compiled")]
+    assert [(check["dtype"], check["step"]) for check in checks if check["result"] == "dfc2"] == steps
     assert report["status"] == 0
 
 
 def test_a_wrong_switch_is_a_problem_with_its_own_exit_status():
-    done = forked.run("-m", "fusedmlp", "doctor", FUSEDMLP_DENSE_DUMMY="yes")
+    done = forked.run("-m", "fusedmlp", "doctor", FUSEDMLP_DENSE_DUMMY="yes", CXX="no-such-compiler")
     assert done.returncode == 2
+    assert re.search(
+        r"^torch \S+ \(supported: 2\.13 or newer, tested with 2\.13\.0, 2\.15\.0\)$", done.stdout, re.MULTILINE
+    )
+    assert re.search(
+        r"bfloat16  compiled +not run: torch.compile needs a C\+\+ compiler; there is no no-such-c", done.stdout
+    )
     assert "PROBLEM: FUSEDMLP_DENSE_DUMMY: expected 0 or 1; got 'yes'" in done.stdout
 
 
 _PATHS = """
 import json, sys, torch
+from fusedmlp import versions
 from fusedmlp.doctor import paths
 rows = []
 for target, options in json.loads(sys.argv[1]):
@@ -105,29 +121,38 @@ def test_the_self_test_sees_a_broken_operator(result, breakage, monkeypatch):
         return results
 
     monkeypatch.setattr(ops, name, broken)
-    checks, _ = selftest.run()
+    checks, _ = selftest.run(torch.float32, ["plain"])
     assert {check.result for check in checks if not check.ok} == {result}
     assert {check.implementation for check in checks} == {"torch", "triton"}  # under the interpreter, as tests are
 
 
+def test_the_self_test_sees_a_step_that_only_checkpointing_or_compiling_breaks(monkeypatch):
+    monkeypatch.setattr(selftest, "checkpoint", lambda forward, *args, use_reentrant: 1.1 * forward(*args))
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: lambda *args: 1.1 * forward(*args))
+    checks, _ = selftest.run(torch.bfloat16)
+    wrong = {(check.implementation, check.step) for check in checks if not check.ok}
+    assert wrong == {(impl, step) for impl in ("torch", "triton") for step in ("checkpointed", "compiled")}
+    assert {check.dtype for check in checks if check.step != "plain"} == {"bfloat16"}
+
+
 def test_the_self_test_sees_a_gradient_that_is_not_fused(monkeypatch):
     monkeypatch.setattr("fusedmlp.contract.route.mark_fused", lambda *_: None)
-    checks, seconds = selftest.run()
+    checks, seconds = selftest.run(torch.float32, ["plain"])
     assert {check.result for check in checks if not check.ok} == {"dfc1", "dfc2"}
     assert seconds > 0
 
 
 def test_an_operator_that_raises_does_not_end_the_report(monkeypatch):
     monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *_: 1 / 0)
-    checks, _ = selftest.run()
+    checks, _ = selftest.run(torch.float32, ["plain"])
     assert {(check.result, check.ok, check.raised) for check in checks} == {
         ("all", False, "ZeroDivisionError: division by zero")
     }
 
 
 def test_wrong_numbers_have_their_own_exit_status(monkeypatch, capsys):
-    wrong = selftest.Check("torch", "cpu", "dx", float("nan"), 1e-6)
-    monkeypatch.setattr(selftest, "run", lambda: ([wrong], 0.1))
+    wrong = selftest.Check("torch", "cpu", "float32", "plain", "dx", float("nan"), 1e-6)
+    monkeypatch.setattr(selftest, "run", lambda _: ([wrong], 0.1))
     assert command.run(LAYER, None, as_json=False) == 1
     printed = capsys.readouterr().out
     assert "error nan, allowed 1.0e-06  WRONG" in printed
@@ -135,8 +160,9 @@ def test_wrong_numbers_have_their_own_exit_status(monkeypatch, capsys):
 
 
 def test_old_versions_are_problems(monkeypatch):
-    monkeypatch.setattr(facts, "_version", {"torch": "2.10.1+cu128", "triton": "3.6.0"}.get)
-    assert facts.machine().problems == ["torch: expected 2.11 or newer; got 2.10.1+cu128"]
+    monkeypatch.setattr(versions, "found", {"torch": "2.12.1+cu128", "triton": "3.6.0"}.get)
+    (problem,) = facts.machine().problems
+    assert "expected torch>=2.13 and triton>=3.7; got torch 2.12.1+cu128 and triton 3.6.0" in problem
 
 
 @pytest.fixture

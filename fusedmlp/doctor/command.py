@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
+
+import torch
 
 from fusedmlp import environment
 from fusedmlp.doctor import facts, selftest
@@ -16,7 +21,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     """Print the report on a layer (`paths.Problem` by name) for `target`, or else for the GPU here; the exit status."""
     machine = facts.machine()
     libraries = facts.integrations()
-    checks, seconds = selftest.run()
+    checks, seconds = selftest.run(getattr(torch, layer["dtype"]))
     architecture = target or machine.architecture or "sm_90"
     passes, why_no_passes = _passes(layer, architecture)
     status = RIGHT if all(check.ok for check in checks) else WRONG_NUMBERS
@@ -42,11 +47,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
         text = "importable" if integration.ok else integration.why_not
         print(f"  {integration.name:<14}{integration.version or '-':<13}{text}")
     print(f"\nSelf-test against float64, {seconds:.1f} s:")
-    for check in checks:
-        verdict = "ok" if check.ok else "WRONG"
-        where = f"{check.implementation} on {check.device}"
-        found = check.raised or f"error {check.error:.1e}, allowed {check.allowed:.1e}"
-        print(f"  {where:<16}{check.result:<8}{found}  {verdict}")
+    print("\n".join(_check_lines(checks)))
     print(f"\n{_verdict(machine, status)}")
     return status
 
@@ -56,8 +57,6 @@ def _passes(layer: dict[str, Any], target: str) -> tuple[list[dict[str, Any]], s
     if environment.triton_interpret():
         return [], "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     try:
-        import torch
-
         from fusedmlp.doctor import paths
     except ModuleNotFoundError as error:
         return [], f"{error.name} is not installed"
@@ -68,7 +67,8 @@ def _passes(layer: dict[str, Any], target: str) -> tuple[list[dict[str, Any]], s
 def _machine_lines(machine: facts.Machine) -> list[str]:
     lines = [
         f"fusedmlp {machine.fusedmlp}, Python {machine.python}, {machine.system}",
-        f"torch {machine.torch}, triton {machine.triton or 'not installed'}",
+        f"torch {machine.torch} (supported: {machine.supported['torch']})",
+        f"triton {machine.triton or 'not installed'} (supported: {machine.supported['triton']})",
     ]
     if machine.gpu:
         gib = (machine.memory_bytes or 0) / 2**30
@@ -84,6 +84,20 @@ def _machine_lines(machine: facts.Machine) -> list[str]:
 
 def _pass_lines(passes: list[dict[str, Any]]) -> list[str]:
     return [f"  {row['name']:<11}{row['path']:<13}{row['tile']:<24}{row['why']}" for row in passes]
+
+
+def _check_lines(checks: list[selftest.Check]) -> Iterator[str]:
+    """A line for each step, with its worst result; where results are wrong, one for each of those."""
+    for (implementation, device, dtype, step), group in groupby(
+        checks, attrgetter("implementation", "device", "dtype", "step")
+    ):
+        results = list(group)
+        worst = max(results, key=lambda check: check.error / check.allowed if check.allowed else 0.0)
+        for check in [check for check in results if not check.ok] or [worst]:
+            found = check.raised or f"{check.result}: error {check.error:.1e}, allowed {check.allowed:.1e}"
+            verdict = f"not run: {check.not_run}" if check.not_run else f"{found}  {'ok' if check.ok else 'WRONG'}"
+            where = f"{implementation} on {device}"
+            yield f"  {where:<16}{dtype:<10}{step:<14}{verdict}"
 
 
 def _verdict(machine: facts.Machine, status: int) -> str:

@@ -13,10 +13,8 @@ from importlib.util import find_spec
 
 import torch
 
-from fusedmlp import environment
+from fusedmlp import environment, versions
 from fusedmlp.version import __version__
-
-OLDEST = {"torch": (2, 11), "triton": (3, 6)}
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,7 @@ class Machine:
     system: str
     torch: str
     triton: str | None
+    supported: dict[str, str]  # by package
     gpu: str | None
     architecture: str | None  # whose kernels it runs
     driver: str | None
@@ -42,11 +41,7 @@ class Machine:
 
 def machine() -> Machine:
     """Look; starts no kernel."""
-    problems = [
-        f"{name}: expected {'.'.join(map(str, oldest))} or newer; got {found}"
-        for name, oldest in OLDEST.items()
-        if (found := _version(name)) is not None and _numbers(found) < oldest
-    ]
+    problems = [unsupported] if (unsupported := versions.problem()) else []
     gpu = architecture = memory = multiprocessors = None
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -66,7 +61,8 @@ def machine() -> Machine:
         platform.python_version(),
         platform.platform(terse=True),
         torch.__version__,
-        _version("triton"),
+        versions.found("triton"),
+        supported_versions(),
         gpu,
         architecture,
         _driver() if gpu else None,
@@ -80,8 +76,16 @@ def machine() -> Machine:
     )
 
 
+def supported_versions() -> dict[str, str]:
+    """What the import accepts, and of that what is tested."""
+    return {
+        package: f"{oldest} or newer, tested with {', '.join(versions.TESTED[package])}"
+        for package, oldest in versions.OLDEST.items()
+    }
+
+
 def _specialised() -> str:
-    if _version("triton") is None:
+    if versions.found("triton") is None:
         return "no: triton is not installed"
     from fusedmlp.kernels import configs
 
@@ -115,10 +119,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
 def _driver() -> str | None:

@@ -1,20 +1,30 @@
-"""A small layer, forward and backward into `main_grad`, beside a loop over its experts in float64."""
+"""A small layer, forward and backward into `main_grad`, beside a loop over its experts in float64.
+
+The step runs as it is, under activation checkpointing, and compiled by inductor: PyTorch has broken each by itself.
+"""
 
 from __future__ import annotations
 
 import math
+import os
+import shutil
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import silu
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 
 _COUNTS, _PADDING, _H, _F = (70, 0, 1, 57), 3, 64, 48
 _ROUNDINGS = 2  # as in the tests: four stages, each rounds by half an eps
+
+
+STEPS = ("plain", "checkpointed", "compiled")
 
 
 @dataclass(frozen=True)
@@ -23,45 +33,66 @@ class Check:
 
     implementation: str
     device: str
+    dtype: str
+    step: str  # of STEPS
     result: str
     error: float
     allowed: float
     raised: str = ""  # instead of any result
+    not_run: str = ""  # why, if this machine lacks something that the step needs
 
     @property
     def ok(self) -> bool:
-        """Whether it is right; NaN is not."""
-        return self.error <= self.allowed
+        """Whether it is right, or was not run; NaN is not right."""
+        return bool(self.not_run) or self.error <= self.allowed
 
 
-def run() -> tuple[list[Check], float]:
-    """Every implementation that runs here; the checks, and the seconds that they took."""
+def run(dtype: torch.dtype, steps: Sequence[str] = STEPS) -> tuple[list[Check], float]:
+    """Every step of `dtype`, and the plain one of float32, by every implementation that runs here; the checks, and the
+    seconds that they took.
+    """
     start = time.perf_counter()
-    checks = _check("torch", "cpu", torch.float32)
+    where = [("torch", "cpu")]
     if torch.cuda.is_available():
-        checks += _check("triton", "cuda", torch.bfloat16)
+        where.append(("triton", "cuda"))
     elif fusedmlp.environment.triton_interpret():
-        checks += _check("triton", "cpu", torch.float32)
+        where.append(("triton", "cpu"))
+    checks = []
+    for impl, device in where:
+        for each, step in dict.fromkeys([(torch.float32, "plain"), *((dtype, step) for step in steps)]):
+            checks += _check(impl, device, each, step)
     return checks, time.perf_counter() - start
 
 
-def _check(impl: str, device: str, dtype: torch.dtype) -> list[Check]:
+def _check(impl: str, device: str, dtype: torch.dtype, step: str) -> list[Check]:
+    what = impl, device, str(dtype).removeprefix("torch."), step
+    if step == "compiled" and (missing := _no_compiler()):
+        return [Check(*what, "all", 0.0, 0.0, not_run=missing)]
     try:
-        return _compare(impl, device, dtype)
+        found = _compare(impl, device, dtype, step)
     except Exception as error:  # a report on what is broken comes to its end
-        return [Check(impl, device, "all", math.nan, 0.0, f"{type(error).__name__}: {error}")]
+        first = (str(error).splitlines() or [""])[0]
+        return [Check(*what, "all", math.nan, 0.0, raised=f"{type(error).__name__}: {first}")]
+    return [Check(*what, *each) for each in found]
 
 
-def _compare(impl: str, device: str, dtype: torch.dtype) -> list[Check]:
+def _no_compiler() -> str:
+    """What inductor lacks here; empty if it can compile."""
+    name = os.environ.get("CXX", "g++")
+    return "" if shutil.which(name) else f"torch.compile needs a C++ compiler; there is no {name} (CXX names another)"
+
+
+def _compare(impl: str, device: str, dtype: torch.dtype, step: str) -> list[tuple[str, float, float]]:
+    """Name, error and allowed error of each result."""
     inputs = _inputs(dtype)
     expected, plain = _loop(inputs, torch.float64), _loop(inputs, dtype)
-    actual = _fused(inputs, impl, device)
+    actual = _fused(inputs, impl, device, step)
     scales = {name: float(value.abs().max()) for name, value in expected.items()}
     # The tolerance is measured, not picked: twice what plain PyTorch loses in this precision, and the rounding band.
     lost = max(float((plain[name] - expected[name]).abs().max()) / scales[name] for name in expected)
     allowed = 2 * (lost + _ROUNDINGS * torch.finfo(dtype).eps)
     errors = {name: float((actual[name] - expected[name]).abs().max()) / scales[name] for name in expected}
-    return [Check(impl, device, name, error, allowed) for name, error in errors.items()]
+    return [(name, error, allowed) for name, error in errors.items()]
 
 
 def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -90,7 +121,7 @@ def _loop(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return {"y": y.detach().double()} | grads | {name: grads[name] + 1 for name in ("dfc1", "dfc2")}
 
 
-def _fused(inputs: dict[str, Tensor], impl: str, device: str) -> dict[str, Tensor]:
+def _fused(inputs: dict[str, Tensor], impl: str, device: str, step: str) -> dict[str, Tensor]:
     """The library, with padding rows that hold NaN; the same keys, without the padding."""
 
     def padded(tensor: Tensor) -> Tensor:
@@ -102,7 +133,11 @@ def _fused(inputs: dict[str, Tensor], impl: str, device: str) -> dict[str, Tenso
     buffer = fusedmlp.MainGradBuffer([fc1, fc2])
     buffer.flat.fill_(1.0)
     counts = torch.tensor(_COUNTS, device=device)
-    y = fusedmlp.grouped_mlp(x, fc1, fc2, counts, probs=probs, fc1_bias=b1, fc2_bias=b2, impl=impl)
+
+    def forward(x: Tensor, probs: Tensor) -> Tensor:
+        return fusedmlp.grouped_mlp(x, fc1, fc2, counts, probs=probs, fc1_bias=b1, fc2_bias=b2, impl=impl)
+
+    y = _as_step(forward, step)(x, probs)
     y.backward(padded(inputs["dy"]))
     R = len(inputs["x"])
     results = {"y": y[:R], "dx": x.grad[:R], "dprobs": probs.grad[:R], "db1": b1.grad, "db2": b2.grad}  # type: ignore[index]
@@ -110,3 +145,11 @@ def _fused(inputs: dict[str, Tensor], impl: str, device: str) -> dict[str, Tenso
         fused = weight.grad_added_to_main_grad and not weight.grad.any()  # type: ignore[attr-defined, union-attr]
         results[name] = weight.main_grad if fused else torch.full_like(weight, float("nan"))  # type: ignore[attr-defined]
     return {name: tensor.detach().cpu().double() for name, tensor in results.items()}  # type: ignore[union-attr]
+
+
+def _as_step(forward: Callable[..., Tensor], step: str) -> Callable[..., Tensor]:
+    if step == "compiled":
+        return torch.compile(forward, fullgraph=True)
+    if step == "checkpointed":
+        return lambda *args: checkpoint(forward, *args, use_reentrant=False)
+    return forward

@@ -24,7 +24,6 @@ def sums(*lists):
     return [sum(tensors) for tensors in zip(*lists, strict=True)]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own, in jvp
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jvp", "functional_call in grad"])
 def test_guard_7_torch_func_is_refused(transform, make_layer):
     layer = make_layer("linear")
