@@ -45,6 +45,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 catch_plain_gradients(weight, state)
             if not torch.is_grad_enabled():
                 continue
+            if delayed and weight._post_accumulate_grad_hooks:
+                _refuse_late_hooks(weight, place)
             if reducers:
                 refuse_reducer(weight, state, reducers, place, delayed)
             # Asking Megatron-FSDP would allocate; one that was right before, and still is that one, backward checks.
@@ -56,6 +58,15 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"
             )
+
+
+def _refuse_late_hooks(param: Tensor, place: Place) -> None:
+    """Raise for a hook that backward runs before a delayed gradient is there; Megatron marks those that wait for it."""
+    if not getattr(param, "skip_backward_post_hook", False):
+        raise RuntimeError(
+            f"{label(place)}: the parameter has a post-accumulate-grad hook, which backward runs before its delayed "
+            "gradient is computed; expected none (an optimizer in backward?), or a layer without delay"
+        )
 
 
 class Reducers(NamedTuple):

@@ -625,3 +625,31 @@ def test_an_optimizer_that_steps_from_the_dummy_of_another_owner_raises(make_lay
     for param in layer.params:
         param.grad = param.main_grad
     torch.optim.SGD(layer.params, lr=0.1).step()
+
+
+# Hooks that come too early
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["main_grad", ".grad"])
+def test_a_delayed_gradient_is_refused_where_a_hook_would_step_before_it_is_there(attached):
+    model = Model(delay_wgrad=True)
+    weight = model.experts.fc1.weight
+    if attached:
+        weight.main_grad = torch.zeros_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(_):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(RuntimeError, match="fc1_weight: the parameter has a post-accumulate-grad hook, which backward"):
+        backward(model, 1)
+    with torch.no_grad():
+        model(next(batch(1)))
+    weight.skip_backward_post_hook = True  # as an owner does whose hook waits for backward_dw()
+    model(next(batch(1)))
+    del weight.skip_backward_post_hook
+    handle.remove()
+    backward(model, 1)
+    model.experts.backward_dw()

@@ -83,6 +83,7 @@ class World:
         self.places = {"fc1": list(range(n)), "fc2": list(range(n, 2 * n))}
         for i, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda _, i=i: self.fail("accumulate", i))
+            param.skip_backward_post_hook = True  # it takes no gradient
         self.queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
         self.buffer, self.optimizer = None, Nothing(self.params)
         if owner == "optimizer":

@@ -332,7 +332,10 @@ def two_threads(step):
         thread.join()
 
 
-@system("post-accumulate-grad hooks")
+@system(
+    "post-accumulate-grad hooks, an optimizer in backward",
+    refused={("delayed, main_grad", "delayed, .grad"): "the parameter has a post-accumulate-grad hook, which backward"},
+)
 def post_accumulate_hook(step):
     seen = []
     for param in step.layer.params:
