@@ -51,15 +51,13 @@ class GroupedLinear(nn.Module):
         self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         self._groups = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
+        self._every_name = {group: [group] if packed else _expert_names(group, num_experts) for group in self._groups}
         for group, shape in self._groups.items():
-            for name in self._names(group):
+            for name in self._every_name[group]:
                 full = (num_experts, *shape) if packed else shape
                 self.register_parameter(name, nn.Parameter(torch.empty(full, device=device, dtype=dtype)))
         self.register_load_state_dict_pre_hook(_convert_state)  # type: ignore[no-untyped-call]
         self.reset_parameters()
-
-    def _names(self, group: str) -> list[str]:
-        return [group] if self.packed else _expert_names(group, self.num_experts)
 
     def reset_parameters(self) -> None:
         """Uniform in `+-1 / sqrt(in_features)`, as `nn.Linear`."""
@@ -73,7 +71,11 @@ class GroupedLinear(nn.Module):
             return None
         if self.packed:
             return getattr(self, group)  # type: ignore[no-any-return]
-        return [getattr(self, name) for name in self._names(group)]
+        registered = self._parameters
+        try:
+            return [registered[name] for name in self._every_name[group]]  # type: ignore[misc]
+        except KeyError:  # FSDP1 and parametrizations put others in their place
+            return [getattr(self, name) for name in self._every_name[group]]
 
     def forward(
         self,

@@ -71,6 +71,18 @@ def engine_use(node: Any, current_node: Any) -> EngineUse:
     return CAPTURE if executed or not _plans_something(current_node) else DROP
 
 
+def accumulates_into(nodes: Sequence[Any]) -> list[Tensor] | None:
+    """The parameters that all of these nodes accumulate into, in the running backward; None: some do not."""
+    if not all(type(node) is _AccumulateGrad for node in nodes):
+        return None
+    try:
+        executed = all(map(_will_execute, nodes))
+    except RuntimeError:  # a leaf whose gradient is captured
+        return None
+    params = [node.variable for node in nodes]
+    return params if executed and all(param.requires_grad for param in params) else None
+
+
 def _plans_something(node: Any) -> bool:
     """Whether the engine knows a plan for what follows a node; distributed autograd captures all leaves and has none.
 

@@ -206,10 +206,12 @@ def route(
     attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list. The route
     is added to `routes`. The rest is as in `autograd.Call`.
     """
-    uses = [engine.engine_use(node, current_node) for node in nodes]
-    params = [
-        node.variable if use is ACCUMULATE else weight for node, use, weight in zip(nodes, uses, weights, strict=True)
-    ]
+    known = engine.accumulates_into(nodes)  # as nearly always
+    if known is not None:
+        params, uses = known, [ACCUMULATE] * len(known)
+    else:
+        uses = [engine.engine_use(node, current_node) for node in nodes]
+        params = [n.variable if use is ACCUMULATE else w for n, use, w in zip(nodes, uses, weights, strict=True)]
     if mode == "auto":
         mode = destination.resolve_auto(name, params, [use is ACCUMULATE for use in uses])
     captured = CAPTURE in uses
@@ -225,12 +227,13 @@ def route(
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
     reducers = find_reducers() if leaves else None
-    for _, place, param, state in leaves:
+    for _, place, param, state in leaves if reducers or delayed else ():
         if reducers:
             refuse_reducer(param, state, reducers, place, delayed)
-        if mode == "main_grad":
-            if delayed:  # what would fail when the queue runs
-                destination.existing_main_grad(param, state, place)
+        if not delayed:
+            continue
+        if mode == "main_grad":  # what would fail when the queue runs
+            destination.existing_main_grad(param, state, place)
         else:
             destination.refuse_tensor_hooks(param, place)
             destination.existing_grad(param, place)
