@@ -13,6 +13,8 @@ NEWEST_TORCH := $(shell sed -n 's/^torch==//p' tests/requirements-newest.txt)
 NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITONS))
 MEGATRONS := 0.16.1 0.17.0 0.18.0
 OLD_TRANSFORMERS := 5.7.0 5.14.1
+FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow dill multiprocess xxhash deepspeed hjson \
+  msgpack torchao
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
 PART ?= 1/1
@@ -34,7 +36,7 @@ test: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/emulator
 
-test-all: $(READY) $(VENV)/.integrations
+test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The emulator's own tests and its cases; those tests of kernels, ALSO, that no case repeats; then what each Triton of
@@ -151,10 +153,20 @@ $(VENV)/.integrations: $(READY)
 	  einops parameterized
 	@touch $@
 
+# Libraries whose loops tests/integrations/test_frameworks.py runs. They are in a folder of their own, as Transformers,
+# Accelerate and PEFT import whichever of them .venv holds; it is called site-packages, as dill asks for that. They ask
+# for packages that the tests do without. DeepSpeed builds none of its operators, but imports torch to say so.
+.frameworks/.ready: $(VENV)/.integrations
+	rm -rf $(@D)
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
+	  --no-build-isolation --target $(@D)/site-packages $(FRAMEWORKS)
+	@touch $@
+
 # What `kernel-builder` and `kernels` of Hugging Face take, in build/hub.
 hub: $(READY)
 	rm -rf build/hub
 	$(BIN)/python -m fusedmlp.integrations.hub build/hub
 
 clean:
-	rm -rf $(VENV) .torch .triton .megatron .transformers build dist *.egg-info demo-output .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .torch .triton .megatron .transformers .frameworks build dist *.egg-info demo-output .pytest_cache \
+	  .mypy_cache .ruff_cache

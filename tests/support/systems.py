@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests python -m support.systems
 
-writes the table into docs/systems.md. Rows with a function are run by contract/test_systems.py: it gets a `Step`, runs
-forward and backward in the way that it is about, and returns None, or the gradients that it was handed; `seeds` are the
-micro-batches whose gradients should be there then. Rows without one belong to the test that they name.
+writes this table, and that of support/frameworks.py, into docs/systems.md. Rows with a function are run by
+contract/test_systems.py: it gets a `Step`, runs forward and backward in the way that it is about, and returns None, or
+the gradients that it was handed; `seeds` are the micro-batches whose gradients should be there then. Rows without one
+belong to the test that they name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.frameworks import COLUMNS, FRAMEWORKS, Framework
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.nn.utils import parametrize
@@ -635,30 +637,33 @@ system(
 # The document
 
 
-def table() -> str:
-    """All rows in Markdown, and the messages that they refer to."""
+def table(columns: dict[str, str], rows: Iterable[System | Framework], last: str) -> str:
+    """Rows in Markdown, and the messages that they refer to; `columns` have headings, as has the `last` one."""
     messages: list[str] = []
 
-    def cell(row: System, mode: str) -> str:
-        if mode not in row.refused:
+    def cell(row: System | Framework, column: str) -> str:
+        if column not in row.refused:
             return "right"
-        if row.refused[mode] not in messages:
-            messages.append(row.refused[mode])
-        return f"refused [{messages.index(row.refused[mode]) + 1}]"
+        if row.refused[column] not in messages:
+            messages.append(row.refused[column])
+        return f"refused [{messages.index(row.refused[column]) + 1}]"
 
-    lines = [
-        "| system | " + " | ".join(f"`{mode}`" if "," not in mode else mode for mode in MODES) + " | gradients |",
-        "|---" * (len(MODES) + 2) + "|",
-    ]
-    for row in SYSTEMS:
-        cells = [cell(row, mode) for mode in MODES]
-        lines.append(f"| {row.name} | {' | '.join(cells)} | {row.where} |")
-    return "\n".join([*lines, "", "Messages:", "", *(f'{i}. "{m}"' for i, m in enumerate(messages, 1))])
+    lines = [["system", *columns.values(), last]]
+    lines += [[row.name, *(cell(row, column) for column in columns), row.where] for row in rows]
+    heading, *rest = [f"| {' | '.join(line)} |" for line in lines]
+    rule = "|---" * len(lines[0]) + "|"
+    return "\n".join([heading, rule, *rest, "", "Messages:", "", *(f'{i}. "{m}"' for i, m in enumerate(messages, 1))])
 
 
 def page(text: str) -> str:
-    """The document with the table between its marks."""
-    return re.sub(r"(<!-- systems -->\n).*(<!-- end -->)", lambda m: f"{m[1]}\n{table()}\n\n{m[2]}", text, flags=re.S)
+    """The document with both tables between their marks."""
+    modes = {mode: mode if "," in mode else f"`{mode}`" for mode in MODES}
+    tables = {
+        "systems": table(modes, SYSTEMS, "gradients"),
+        "frameworks": table({column: column for column in COLUMNS}, FRAMEWORKS.values(), "how"),
+    }
+    between = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.S)
+    return between.sub(lambda m: f"<!-- {m[1]} -->\n\n{tables[m[1]]}\n\n<!-- end -->", text)
 
 
 if __name__ == "__main__":
