@@ -23,7 +23,7 @@ LEVELS = {"rows": "sorted rows", "tokens": "whole layer of tokens"}
 @cache
 def checked(layer: Layer, peer: Peer) -> dict[str, Any]:
     """Numbers, over two runs, so that a peer that overwrites where it should add is seen; then memory and operators."""
-    layer.buffer.zero_()
+    layer.buffer.flat.zero_()
     for _ in range(2):
         layer.reset()
         y = peer.forward(layer)

@@ -17,7 +17,7 @@ def test_wgrad(layer, peer, record, require):
     require(peer.name, peer.missing)
     torch.manual_seed(1)
     dh_RG = torch.randn(layer.shape.R, 2 * layer.shape.F, device=layer.device).to(layer.dtype)
-    layer.buffer.zero_()
+    layer.buffer.flat.zero_()
     for _ in range(2):
         peer.run(layer, dh_RG)
     errors = check_wgrad(layer, dh_RG, peer.name, times=1 if peer.overwrites else 2)

@@ -152,6 +152,11 @@ class MainGradBuffer:
         self._zero_stale()
         return self._flat
 
+    @flat.setter
+    def flat(self, value: Tensor) -> None:
+        if value is not self._flat:  # `buffer.flat /= 2` assigns the same tensor
+            raise AttributeError("flat: expected to be written in place; got another tensor")
+
     def zero_(self) -> None:
         """Start a step: all gradients are stale, every `.grad` is None, every `grad_added_to_main_grad` False.
 
@@ -276,6 +281,11 @@ def _take_back(param: Tensor, main_grad: Tensor, state: ParameterState) -> None:
 def _check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
     known = {id(param) for group in unwrap(optimizer).param_groups for param in group["params"]}
     for i, param in enumerate(params):
+        if getattr(param, "_is_flat_param", False):  # FSDP1 reduces a .grad of another size than the parameter's
+            raise ValueError(
+                f"params[{i}]: expected a parameter that is whole; got a FlatParameter of FSDP1 (wrap with "
+                "use_orig_params=True, or step from .grad without a buffer)"
+            )
         if id(param) not in known:
             raise ValueError(
                 f"params[{i}]: expected a parameter of the optimizer; got one that none of its groups has, of shape "

@@ -116,7 +116,7 @@ class Route:
                 continue
             if state.holds is not GRADIENT or state.grad_is_main or hasattr(param, "overwrite_main_grad"):
                 self.overwrites[i] = takes_overwrite(param, state, place, self.recomputes_first_microbatch)
-            if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
+            if not delayed and param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
                 self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
 
     def _existing_grads(self) -> list[Tensor | None]:

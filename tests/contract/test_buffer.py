@@ -178,3 +178,13 @@ def test_a_main_grad_that_was_taken_away_is_noticed(how, call):
         RuntimeError, match=rf"params\[{place}\]: expected the main_grad .* got {what}, .* new MainGradBuffer"
     ):
         calls[call]()
+
+
+def test_flat_is_edited_in_place():
+    param = Parameter(torch.zeros(4))
+    buffer = MainGradBuffer([param])
+    param.main_grad.fill_(3)
+    buffer.flat /= 2
+    assert (param.main_grad == 1.5).all()
+    with pytest.raises(AttributeError, match="expected to be written in place; got another tensor"):
+        buffer.flat = buffer.flat / 2

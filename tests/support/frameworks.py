@@ -533,7 +533,7 @@ def lora(cell):
     "FSDP1 (`FullyShardedDataParallel`), 2 ranks",
     ranks=2,
     unchanged=None,
-    refused={"buffer with optimizer": "attempting to assign a gradient of size"},
+    refused={"buffer with optimizer": "got a FlatParameter of FSDP1 (wrap with use_orig_params=True, "},
 )
 def fsdp1(cell, **options):
     from torch.distributed.fsdp import FullyShardedDataParallel
