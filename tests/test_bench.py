@@ -133,7 +133,7 @@ def test_peers_with_wrong_numbers_are_found(layer):
         _checked(layer, _Overwriting("overwriting", "rows", grouped_mm.forward))
     dh = torch.randn(layer.shape.R, 2 * layer.shape.F)
     for peer in peers.WGRADS[:4]:
-        layer.buffer.zero_()
+        layer.buffer.flat.zero_()
         peer.run(layer, dh)
         peer.run(layer, dh)
         if peer.overwrites:

@@ -79,7 +79,7 @@ def of_one_kind(targets: list[Tensor | None]) -> list[Tensor | None]:
 def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Tensor:
     """The `main_grad` of a parameter, if a GEMM may write to it.
 
-    One that was right stays right while it is the same tensor, and nothing that `_check` looks at has changed since, as
+    One that was right stays right while it is the same tensor and nothing that `_check` looks at has changed since, as
     `main_grad.data = ...` changes it. Where its memory lies is not among that.
     """
     target = main_grad_of(param)
@@ -91,14 +91,18 @@ def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Te
     if type(target) is not Tensor:  # a FakeTensor's sizes can be symbols
         _check(param, target, "main_grad", place)
         return target
-    kind = (
-        *(target.shape, target.stride(), target.dtype, target.device, target.requires_grad),
-        *(param.shape, param.dtype, param.device),
-    )
-    checked, known = state.checked
-    if checked() is not target or kind != known:
+    known, strides, dtype = state.checked
+    if (
+        known() is not target
+        or target.stride() != strides
+        or target.dtype is not dtype
+        or target.shape != param.shape
+        or target.device != param.device
+        or target.requires_grad
+        or (dtype is not torch.float32 and param.dtype is not dtype)
+    ):
         _check(param, target, "main_grad", place)
-        state.checked = weakref.ref(target), kind
+        state.checked = weakref.ref(target), target.stride(), target.dtype
     return target
 
 

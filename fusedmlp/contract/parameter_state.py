@@ -64,8 +64,8 @@ class ParameterState:
         self.lent: Lent | None = None  # lending.py
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
         self.queued: weakref.WeakSet[Route] | None = None  # its gradients that wait in a queue
-        # destination.py: the main_grad that was found right last, and the kinds of both tensors then
-        self.checked: tuple[Callable[[], Any], tuple[Any, ...]] = (lambda: None, ())
+        # destination.py: the main_grad that was found right last, its strides and its dtype
+        self.checked: tuple[Callable[[], Any], tuple[int, ...], Any] = (lambda: None, (), None)
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
         self.fsdp2: bool | None = None  # forward_checks.py: whether FSDP2 gathers it, once that was asked
