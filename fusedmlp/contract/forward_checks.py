@@ -45,10 +45,10 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 catch_plain_gradients(weight, state)
             if not torch.is_grad_enabled():
                 continue
-            if delayed and weight._post_accumulate_grad_hooks:
-                _refuse_late_hooks(weight, place)
             if reducers:
                 refuse_reducer(weight, state, reducers, place, delayed)
+            if delayed and weight._post_accumulate_grad_hooks:
+                _refuse_late_hooks(weight, place)
             # Asking Megatron-FSDP would allocate; one that was right before, and still is that one, backward checks.
             known = state.checked[0]() is getattr(weight, "main_grad", state)
             if mode == "main_grad" and not known and not hasattr(weight, "__fsdp_param__"):

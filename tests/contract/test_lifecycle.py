@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fusedmlp
+from fusedmlp.operators import ops
 
 COUNTS = [3, 0, 2]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -279,6 +280,79 @@ def test_a_closure(by_name, make_optimizer, dtype, keep):
             assert_same(model, reference, dtype)
 
 
+class Checked(torch.optim.SGD):
+    """Looks at the gradients that it steps from."""
+
+    def step(self, closure):
+        loss = closure()
+        for group in self.param_groups:
+            assert all(p.grad.dtype == p.dtype for p in group["params"])
+        super().step()
+        return loss
+
+
+@HOW
+@DTYPES
+def test_gradients_are_rounded_for_the_step_alone_and_not_for_its_closure(dtype, keep):
+    model = Model(dtype)
+    optimizer = Checked(model.parameters(), lr=0.05)
+    keep(model, optimizer)
+
+    def closure():
+        before = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(grad.dtype == torch.float32 for grad in before)
+        return backward(model, 1)
+
+    for steps in (1, 2):
+        optimizer.step(closure)
+        assert len([p for p in model.parameters() if p.grad.dtype == torch.float32]) == 6, steps
+
+
+def test_a_first_gradient_that_failed_has_not_arrived(monkeypatch):
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    backward(model, 1)
+    optimizer.zero_grad()
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "grouped_mlp_backward_", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            backward(model, 2)
+    weight = model.experts.fc1.weight
+    assert weight.grad is None
+    backward(model, 3)
+    index = [p is weight for p in model.parameters()].index(True)
+    torch.testing.assert_close(weight.grad, sums(Model(accumulate="off"), [3])[index], rtol=1e-5, atol=1e-5)
+    assert weight.grad is weight.main_grad
+    assert buffer.norm() > 0
+
+
+def test_is_first_microbatch_overwrites_what_was_written_by_hand(make_layer, assert_close):
+    layer = make_layer()
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    buffer.flat.fill_(torch.nan)
+    layer.backward(1, is_first_microbatch=True)
+    layer.backward(2)
+    assert_close(layer.main_grads(), layer.wgrads(1, 2))
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_owner_by_the_flag_gets_a_plain_gradient_of_an_earlier_micro_batch_too(first, make_layer, assert_close):
+    layer = make_layer()
+    before = [torch.zeros_like(b) if first else b for b in layer.attach(False)]
+    for param in layer.params:
+        (param * 2).sum().backward()
+        if first:
+            param.main_grad.fill_(torch.nan)
+    layer.backward(1, is_first_microbatch=first)
+    layer.backward(2)
+    assert_close(layer.main_grads(), [b + 2 + w for b, w in zip(before, layer.wgrads(1, 2), strict=True)])
+    assert not any(grad.any() for grad in layer.grads())
+
+
 @torch.no_grad()
 def backward_loss(model, seed):
     x, dy = batch(seed, model.router.weight.dtype)
@@ -291,9 +365,10 @@ class Failing(torch.optim.SGD):
     def step(self, closure=None, clear=False, fail=False):
         if fail:
             raise ZeroDivisionError
-        super().step(closure)
         if clear:
             self.zero_grad()
+        else:
+            super().step(closure)
 
 
 @HOW
