@@ -113,6 +113,8 @@ def test_the_usual_loop(dtype, make_optimizer, zero_grad):
         expected.step()
         assert_same(model, reference, dtype)
         assert all(p.grad is p.main_grad for p in model.parameters())
+    zero()
+    assert buffer.norm() == 0
 
 
 def test_sums_of_many_micro_batches_are_those_of_float32_for_plain_weights_too():
