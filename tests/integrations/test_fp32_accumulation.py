@@ -1,10 +1,13 @@
 """Gradients of bf16 weights accumulated in fp32: under Transformers' Trainer, with Accelerate, and in a plain loop."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from support import transformers_models as models
 from support import transformers_training as training
 from torch.distributed.fsdp import fully_shard
@@ -199,6 +202,13 @@ def test_refused(tmp_path, monkeypatch):
     sgd = torch.optim.SGD(model.parameters())
     with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer; got object"):
         FP32Accumulation(model, object())
+    zero = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups, defaults=sgd.defaults, state_dict=dict)
+    zero.load_state_dict = lambda state: None
+    Accelerator(cpu=True)  # whose state the wrapper looks at
+    with pytest.raises(
+        TypeError, match=r"got DeepSpeedOptimizerWrapper \(DeepSpeed's optimizers accumulate in a dtype"
+    ):
+        FP32Accumulation(model, DeepSpeedOptimizerWrapper(zero))
     accumulation = FP32Accumulation(model, sgd)
     accumulation.remove()
     buffer = fusedmlp.MainGradBuffer(models.expert_parameters(model))
