@@ -730,3 +730,27 @@ def test_a_delayed_gradient_is_refused_where_a_hook_would_step_before_it_is_ther
     handle.remove()
     backward(model, 1)
     model.experts.backward_dw()
+
+
+# In a graph
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+@DTYPES
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, as the next
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_a_compiled_model(dtype, with_optimizer):
+    torch._dynamo.reset()
+    (reference, expected), (model, optimizer) = twins(dtype, partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer if with_optimizer else None)
+    compiled = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        optimizer.zero_grad() if with_optimizer else buffer.zero_()
+        for seed in (2 * step, 2 * step + 1):
+            x, dy = batch(seed, dtype)
+            (compiled(x) * dy).sum().backward()
+        set_grads(reference, sums(reference, (2 * step, 2 * step + 1)))
+        expected.step()
+        with buffer.as_grad():
+            optimizer.step()
+        assert_same(model, reference, dtype)
