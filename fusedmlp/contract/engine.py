@@ -243,7 +243,7 @@ def fail_when_differentiated(message: str, results: Sequence[Tensor], sources: S
     return list(mark(*results, *sources))[: len(results)]
 
 
-# What reduces `.grad` of some parameters by itself
+# Reducers of `.grad`: DistributedDataParallel, FSDP2, DeepSpeed
 
 _ddps: weakref.WeakKeyDictionary[DistributedDataParallel, set[int] | None] = weakref.WeakKeyDictionary()
 

@@ -16,7 +16,7 @@ from fusedmlp.contract.parameter_state import ParameterState, release_interrupte
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
 _GRAD = "use accumulate_wgrad='grad' without delay, "
-# What reduces, and what to do.
+# Reducers, and the advice for each.
 _DDP = "DistributedDataParallel", f"{_GRAD}or leave the parameter out of DDP and reduce main_grad yourself"
 _FSDP2 = "FSDP2 (fully_shard)", f"{_GRAD}and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
 _DEEPSPEED = "DeepSpeed", "use accumulate_wgrad='auto' without main_grad and without delay"
@@ -70,7 +70,7 @@ def _refuse_late_hooks(param: Tensor, place: Place) -> None:
 
 
 class Reducers(NamedTuple):
-    """What reduces `.grad` of some parameters in this process."""
+    """Reducers of `.grad` in this process."""
 
     ddp_params: list[set[int]]  # of each DistributedDataParallel: ids
     fsdp2: bool
@@ -78,7 +78,7 @@ class Reducers(NamedTuple):
 
 
 def find_reducers() -> Reducers | None:
-    """Those of this process; None: there are none, as nearly always under Megatron."""
+    """Reducers that this process has; None: there are none, as nearly always under Megatron."""
     found = Reducers(engine.ddp_params(), engine.uses_fsdp2(), "deepspeed" in sys.modules)
     return found if any(found) else None
 

@@ -26,7 +26,7 @@ def release_interrupted() -> None:
 
 
 class Holds(Enum):
-    """What `main_grad` of a parameter holds, as far as this library was told."""
+    """Contents of a `main_grad`, as far as this library was told."""
 
     GRADIENT = "the gradient of this step; without a MainGradBuffer, whatever its owner has put there"
     ZEROS = "zeros, or what was written to it by hand: the next gradient adds"

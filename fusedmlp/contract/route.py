@@ -162,7 +162,7 @@ class Route:
                 state.queued.discard(self)
 
     def finish_delayed(self) -> list[tuple[Tensor, Tensor]]:
-        """Of a delayed wgrad, after the GEMM: set `.grad` where there was none to add to.
+        """After the GEMM of a delayed wgrad: set `.grad` where there was none to add to.
 
         Returns parameters and the gradients that AccumulateGrad has to add to them, as another thread may be adding.
         """

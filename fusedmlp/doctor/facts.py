@@ -77,7 +77,7 @@ def machine() -> Machine:
 
 
 def supported_versions() -> dict[str, str]:
-    """What the import accepts, and of that what is tested."""
+    """Versions that the import accepts, and those that are tested."""
     return {
         package: f"{oldest} or newer, tested with {', '.join(versions.TESTED[package])}"
         for package, oldest in versions.OLDEST.items()

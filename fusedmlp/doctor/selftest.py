@@ -77,7 +77,7 @@ def _check(impl: str, device: str, dtype: torch.dtype, step: str) -> list[Check]
 
 
 def _no_compiler() -> str:
-    """What inductor lacks here; empty if it can compile."""
+    """The tool that inductor lacks here; empty if it can compile."""
     name = os.environ.get("CXX", "g++")
     return "" if shutil.which(name) else f"torch.compile needs a C++ compiler; there is no {name} (CXX names another)"
 

@@ -9,7 +9,7 @@ from support.world import launch
 
 
 def results(row, folder):
-    """What `frameworks.run` finds on every rank."""
+    """The result of `frameworks.run` on every rank."""
     if row.ranks > 1:
         return launch("support.frameworks:run", row.ranks, folder, row.name)
     out, log = folder / "out.json", folder / "log"

@@ -59,7 +59,7 @@ class Model:
         self.flag = [False for _ in count]
         self.armed = [None for _ in count]  # True: the next gradient overwrites; False: a no_grad forward said so
         self.plain = [None for _ in count]  # what came, not by a fused layer, while that was False
-        # Of a buffer's main_grad: "gradient", "zeros", "stepped", "stale", or "unsure" as it came amid a step.
+        # Contents of a buffer's main_grad: "gradient", "zeros", "stepped", "stale", or "unsure" as it came amid a step.
         self.status = ["zeros" for _ in count]
         self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False

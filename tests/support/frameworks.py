@@ -57,7 +57,7 @@ class Framework:
 
     @property
     def tolerance(self) -> float:
-        """Of an error relative to what training did to a parameter: half of the digits."""
+        """The largest error, relative to what training did to a parameter: half of the digits."""
         return self.digits**0.5
 
 
@@ -132,7 +132,7 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Cell:
-    """What a row needs to know of its column: "plain", "doubled" (plain, and wrong), or one of COLUMNS."""
+    """The facts of a column for a row: "plain", "doubled" (plain, and wrong), or one of COLUMNS."""
 
     def __init__(self, column: str) -> None:
         self.column, self.plain = column, column in ("plain", "doubled")
@@ -621,7 +621,7 @@ def zero3(cell):
 
 
 def changes(row: Framework, column: str) -> dict[str, Tensor]:
-    """What training did to every parameter, in float64."""
+    """The change of every parameter by training, in float64."""
     cell = Cell(column)
     after = row.run(cell)
     assert after.keys() == cell.before.keys()

@@ -1,0 +1,89 @@
+"""No optimizer steps past a gradient that is in `main_grad`, in a queue, or still to come."""
+
+import copy
+
+import pytest
+import torch
+from support.loops import OPTIMIZERS, Model, backward, batch
+
+import fusedmlp
+
+
+def guarded(model, optimizer, *, closure):
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step(lambda: backward(model, 2)) if closure else optimizer.step()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_past_a_buffer_raises(closure, flag, make_optimizer):
+    """From an expanded dummy, a fused optimizer would read out of bounds."""
+    model = Model()
+    optimizer = make_optimizer(model.parameters())
+    buffer = fusedmlp.MainGradBuffer(model.parameters(), grad_added_to_main_grad=flag)
+    optimizer.step()  # nothing has come yet
+    if not closure:
+        backward(model, 1)
+    held = copy.deepcopy(model.state_dict())
+    message = guarded(model, optimizer, closure=closure)
+    what = "a zero dummy" if flag else "nothing"
+    assert "param_groups[0]['params'][2]: expected its gradient in .grad; got one that is in main_grad" in message
+    assert f"with {what} in .grad: step inside of buffer.as_grad()" in message
+    assert all(torch.equal(held[name], p) for name, p in model.state_dict().items())
+    with buffer.as_grad():
+        optimizer.step()
+    assert not torch.equal(held["experts.fc1.weight"], model.experts.fc1.weight)
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["main_grad", ".grad"])
+@pytest.mark.parametrize("closure", [False, True])
+def test_a_step_before_a_queue_has_run_raises(closure, attached):
+    model = Model(delay_wgrad=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if attached:
+        for param in (model.experts.fc1.weight, model.experts.fc2.weight):
+            param.main_grad = torch.zeros_like(param)
+    if not closure:
+        backward(model, 1)
+    assert "got one that is still in a WgradQueue: call backward_dw()" in guarded(model, optimizer, closure=closure)
+    model.experts.backward_dw()
+    optimizer.step()
+
+
+def test_an_optimizer_that_steps_from_the_dummy_of_another_owner_raises(make_layer):
+    layer = make_layer()
+    layer.attach(False)
+    fusedmlp.WgradQueue()
+    layer.backward(1)
+    with pytest.raises(RuntimeError, match=r"expected its gradient in .*; got one that is in main_grad"):
+        torch.optim.SGD(layer.params, lr=0.1).step()
+    for param in layer.params:
+        param.grad = param.main_grad
+    torch.optim.SGD(layer.params, lr=0.1).step()
+
+
+@pytest.mark.parametrize("attached", [True, False], ids=["main_grad", ".grad"])
+def test_a_delayed_gradient_is_refused_where_a_hook_would_step_before_it_is_there(attached):
+    model = Model(delay_wgrad=True)
+    weight = model.experts.fc1.weight
+    if attached:
+        weight.main_grad = torch.zeros_like(weight)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(_):
+        optimizer.step()
+        optimizer.zero_grad()
+
+    handle = weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(RuntimeError, match="fc1_weight: the parameter has a post-accumulate-grad hook, which backward"):
+        backward(model, 1)
+    with torch.no_grad():
+        model(next(batch(1)))
+    weight.skip_backward_post_hook = True  # as an owner does whose hook waits for backward_dw()
+    model(next(batch(1)))
+    del weight.skip_backward_post_hook
+    handle.remove()
+    backward(model, 1)
+    model.experts.backward_dw()

@@ -1,0 +1,183 @@
+"""Gradients that are float32 but for the steps of an optimizer: closures, scalers, steps that raise or clear."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from support.loops import (
+    CLOSURES,
+    DTYPES,
+    KEPT_IN_FP32,
+    Model,
+    assert_same,
+    backward,
+    batch,
+    set_grads,
+    sums,
+    twins,
+)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@KEPT_IN_FP32
+def test_a_grad_scaler(keep, dtype, fused):
+    """Scaled gradients exceed 65,504, the largest number of float16; unscaled ones do not, but for one step."""
+    scale = 2.0**24
+    make = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, fused=fused)  # 1e-8 is 0 in float16
+    (reference, expected), (model, optimizer) = twins(dtype, make)
+    keep(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10**6)
+    for step in range(4):
+        seeds, overflow = (2 * step, 2 * step + 1), step == 2
+        scaler.scale(torch.zeros(()))
+        optimizer.zero_grad()
+        for seed in seeds:
+            backward(model, seed)
+        for param in model.parameters():  # as if the loss had been scaled, and no activation had overflowed
+            param.grad.mul_(scaler.get_scale())
+        if overflow:
+            model.router.bias.grad[0] = torch.inf
+        before = copy.deepcopy(model.state_dict())
+        scaler.step(optimizer)
+        scaler.update()
+        if overflow:
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        else:
+            set_grads(reference, sums(reference, seeds))
+            expected.step()
+        assert scaler.get_scale() == (scale if step < 2 else scale / 2)
+        assert_same(model, reference, dtype)
+
+
+@KEPT_IN_FP32
+def test_a_gradient_that_overflows_float16_when_it_is_rounded_skips_a_fused_step(keep):
+    model = Model(torch.float16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    keep(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    backward(model, 1)
+    model.router.weight.grad.fill_(1e6)
+    before = copy.deepcopy(model.state_dict())
+    scaler.step(optimizer)
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+@torch.no_grad()
+def backward_loss(model, seed):
+    x, dy = batch(seed, model.router.weight.dtype)
+    return (model(x) * dy).sum()
+
+
+@KEPT_IN_FP32
+@DTYPES
+@CLOSURES
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_closure(by_name, make_optimizer, dtype, keep):
+    """Which L-BFGS runs several times in a step; its gradients are exact until it is over."""
+    (reference, expected), (model, optimizer) = twins(dtype, make_optimizer)
+    keep(model, optimizer)
+
+    def closure(model, optimizer, plain):
+        optimizer.zero_grad()
+        if plain:
+            loss = sum(backward_loss(model, seed) for seed in (1, 2))
+            set_grads(model, sums(model, (1, 2)))
+        else:
+            loss = sum(backward(model, seed) for seed in (1, 2))
+            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        return loss
+
+    for _ in range(2):
+        ours = partial(closure, model, optimizer, False)
+        optimizer.step(closure=ours) if by_name else optimizer.step(ours)
+        expected.step(partial(closure, reference, expected, True))
+    if dtype == torch.float32:
+        assert_same(model, reference, torch.bfloat16 if make_optimizer.func is torch.optim.LBFGS else dtype)
+    else:
+        assert all(p.isfinite().all() for p in model.parameters())
+        if make_optimizer.func is torch.optim.SGD:
+            assert_same(model, reference, dtype)
+
+
+class Checked(torch.optim.SGD):
+    """Looks at the gradients that it steps from."""
+
+    def step(self, closure):
+        loss = closure()
+        for group in self.param_groups:
+            assert all(p.grad.dtype == p.dtype for p in group["params"])
+        super().step()
+        return loss
+
+
+@KEPT_IN_FP32
+@DTYPES
+def test_gradients_are_rounded_for_the_step_alone_and_not_for_its_closure(dtype, keep):
+    model = Model(dtype)
+    optimizer = Checked(model.parameters(), lr=0.05)
+    keep(model, optimizer)
+
+    def closure():
+        before = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(grad.dtype == torch.float32 for grad in before)
+        return backward(model, 1)
+
+    for steps in (1, 2):
+        optimizer.step(closure)
+        assert len([p for p in model.parameters() if p.grad.dtype == torch.float32]) == 6, steps
+
+
+class Failing(torch.optim.SGD):
+    """Clears its gradients inside a step, as SAM does, or fails in one."""
+
+    def step(self, closure=None, clear=False, fail=False):
+        if fail:
+            raise ZeroDivisionError
+        if clear:
+            self.zero_grad()
+        else:
+            super().step(closure)
+
+
+@KEPT_IN_FP32
+@pytest.mark.parametrize("then", ["go on", "zero_grad", "step"])
+def test_after_a_step_that_raised_sums_are_those_of_float32(then, keep):
+    """In bf16 the sum of 64 gradients would be off by an eighth of one; the first one after it may be rounded."""
+    model, twin = (Model(torch.bfloat16) for _ in range(2))
+    optimizer, other = (Failing(m.parameters(), lr=0.0) for m in (model, twin))
+    keep(model, optimizer)
+    keep(twin, other)
+    for each in (model, twin):
+        for _ in range(64):
+            backward(each, 1)
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(fail=True)
+    for each, opt in ((model, optimizer), (twin, other)):
+        if then == "zero_grad":
+            opt.zero_grad()
+        elif then == "step":
+            opt.step()
+        backward(each, 3)
+        backward(each, 3)
+    for (name, param), want, one in zip(
+        model.named_parameters(), twin.parameters(), sums(Model(torch.bfloat16, "off"), [3]), strict=True
+    ):
+        assert param.grad.dtype == torch.float32, name
+        assert (param.grad - want.grad).abs().max() <= 2**-7 * one.abs().max(), name
+
+
+@KEPT_IN_FP32
+@DTYPES
+def test_gradients_that_a_step_cleared_stay_cleared(dtype, keep):
+    model = Model(dtype)
+    optimizer = Failing(model.parameters(), lr=0.0)
+    keep(model, optimizer)
+    backward(model, 1)
+    optimizer.step(clear=True)
+    assert all(p.grad is None for p in model.parameters())
+    backward(model, 2)
+    for param, want in zip(model.parameters(), sums(Model(dtype, "off"), [2]), strict=True):
+        torch.testing.assert_close(param.grad, want, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.05)
