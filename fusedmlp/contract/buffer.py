@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -14,8 +14,8 @@ from fusedmlp.contract.destination import grad_dtype
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.guard import guard_optimizers
-from fusedmlp.contract.lending import StepHooks, lend, reclaim, set_grad, unwrap, was_edited
-from fusedmlp.contract.overwrite import begin_step, mark_stale, refuse_queued
+from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim, set_grad, was_edited
+from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
 from fusedmlp.contract.parameter_state import GRADIENT, STALE, ZEROS, ParameterState, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
@@ -90,9 +90,10 @@ class MainGradBuffer:
     ) -> None:
         self.params = list(params)
         self._lent = False  # inside as_grad
+        self._with_optimizer = optimizer is not None
         self._check(dtype)
         if optimizer is not None:
-            _check_optimizer(optimizer, self.params)
+            check_optimizer(optimizer, self.params)
         sizes = [-(-param.numel() // _ALIGNMENT) * _ALIGNMENT for param in self.params]
         self._flat = torch.zeros(sum(sizes), dtype=dtype, device=self.params[0].device)
         parts = zip(self.params, self._flat.split(sizes), strict=True)
@@ -147,9 +148,18 @@ class MainGradBuffer:
         return zip(self.params, self._views, self._states, strict=True)
 
     @property
+    @torch.no_grad()
     def flat(self) -> Tensor:
-        """The buffer, 1-D; between views there may be padding, always zero."""
-        self._zero_stale()
+        """The buffer, 1-D, with all gradients of this step in it, to be read and edited in place.
+
+        Between views there may be padding: leave it zero. With an optimizer, every parameter that requires a gradient
+        has one from then on, if only of zeros, so that edits count.
+        """
+        if not self._lent:
+            self._gather()
+            for param, view, state in self._each():
+                if state.grad_is_main and param.requires_grad and param.grad is None:
+                    set_grad(param, view, view.dtype)
         return self._flat
 
     @flat.setter
@@ -181,19 +191,19 @@ class MainGradBuffer:
     def _absorb(self, what: str) -> None:
         """Move into `main_grad` what autograd left in `.grad`, so that norms and steps see all of the gradient."""
         self._refuse_now(what)
+        self._gather()
+
+    def _gather(self) -> None:
         for param, view, state in self._each():
             if param.grad is not None and not has_dummy_wgrad(param):
                 if state.grad_is_main:
                     reclaim(param, state)
+                    state.holds = GRADIENT if state.holds is STALE else state.holds
                     continue
                 view.copy_(param.grad) if state.holds is STALE else view.add_(param.grad)
                 param.grad, state.holds = None, GRADIENT
-        self._zero_stale()
-
-    @torch.no_grad()
-    def _zero_stale(self) -> None:
         for param, view, state in self._each():
-            if state.holds is STALE or (state.grad_is_main and param.grad is None):
+            if is_stale(param, state):
                 view.zero_()
                 state.holds = ZEROS
 
@@ -213,7 +223,7 @@ class MainGradBuffer:
                 `.grad` is a copy. Or gradients of these parameters are still in a `WgradQueue`.
         """
         self._absorb("as_grad()")
-        if self._states[0].grad_is_main:
+        if self._with_optimizer:
             yield
             return
         self._lent, lent = True, []
@@ -231,8 +241,9 @@ class MainGradBuffer:
             yield
         finally:
             self._lent = False
-            for each in lent:
-                _take_back(*each)
+            with ExitStack() as stack:  # each, even if one fails
+                for each in lent:
+                    stack.callback(_take_back, *each)
 
     def _refuse_now(self, what: str) -> None:
         """Raise where `main_grad` is not the gradient of this step: it is lent, incomplete, or not ours any more."""
@@ -241,12 +252,13 @@ class MainGradBuffer:
                 f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
             )
         refuse_queued(self._states, what)
+        memory = self._flat.untyped_storage().data_ptr()
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            if getattr(param, "main_grad", None) is not view:
+            if view.untyped_storage().data_ptr() != memory or getattr(param, "main_grad", None) is not view:
                 raise RuntimeError(
                     f"params[{i}]: expected the main_grad that this buffer gave it; got "
                     f"{'another' if hasattr(param, 'main_grad') else 'none'}, so that gradients go elsewhere (after "
-                    "detach(), torch.utils.swap_tensors or another owner, make a new MainGradBuffer)"
+                    "detach(), module.to() or another owner, make a new MainGradBuffer)"
                 )
 
     def detach(self) -> None:
@@ -254,7 +266,9 @@ class MainGradBuffer:
 
         With an optimizer, `.grad` stays too, rounded to the dtype of its parameter.
         """
-        self._zero_stale()
+        for param, view, state in self._each():
+            if is_stale(param, state):
+                view.zero_()
         if self._hooks is not None:
             self._hooks.remove()
         for param, _, state in self._each():
@@ -270,24 +284,12 @@ class MainGradBuffer:
 @torch.no_grad()
 def _take_back(param: Tensor, main_grad: Tensor, state: ParameterState) -> None:
     """When `as_grad` ends: let `main_grad` be what became of `.grad`."""
-    grad = param.grad
+    grad, lent = param.grad, state.lent
+    state.grad_is_main, state.lent, param.grad = False, None, None
     if grad is None:
         mark_stale(param, state)
-    elif grad is not main_grad and was_edited(state.lent, grad):
-        main_grad.copy_(grad)
-    state.grad_is_main, state.lent, param.grad = False, None, None
-
-
-def _check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
-    known = {id(param) for group in unwrap(optimizer).param_groups for param in group["params"]}
-    for i, param in enumerate(params):
-        if getattr(param, "_is_flat_param", False):  # FSDP1 reduces a .grad of another size than the parameter's
-            raise ValueError(
-                f"params[{i}]: expected a parameter that is whole; got a FlatParameter of FSDP1 (wrap with "
-                "use_orig_params=True, or step from .grad without a buffer)"
-            )
-        if id(param) not in known:
-            raise ValueError(
-                f"params[{i}]: expected a parameter of the optimizer; got one that none of its groups has, of shape "
-                f"{tuple(param.shape)}"
-            )
+    else:
+        if grad is not main_grad and was_edited(lent, grad):
+            main_grad.copy_(grad)
+        if state.holds is ZEROS:  # there may be something now
+            state.holds = GRADIENT

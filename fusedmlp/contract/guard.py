@@ -47,12 +47,14 @@ def _check(optimizer: Optimizer) -> None:
                 "backward_dw(), or queue.run(), before (queue.clear() to discard the step)"
             )
         lent = state.grad_is_main or state.lent is not None
-        if has_dummy_wgrad(param) or (state.buffer is not None and state.holds in (GRADIENT, UNSURE) and not lent):
+        if has_dummy_wgrad(param) or (
+            state.buffer is not None and state.holds in (GRADIENT, UNSURE, STEPPED) and not lent
+        ):
             raise RuntimeError(
                 f"{step}: expected its gradient in .grad; got one that is in main_grad, with "
                 f"{'a zero dummy' if param.grad is not None else 'nothing'} in .grad: step inside of "
                 "buffer.as_grad(), or make the buffer with MainGradBuffer(params, optimizer=optimizer)"
             )
-    for _, _, state in states:
-        if state.buffer is not None and state.holds in (GRADIENT, UNSURE):
+    for _, param, state in states:
+        if state.buffer is not None and param.grad is not None and (state.grad_is_main or state.lent is not None):
             state.holds = STEPPED

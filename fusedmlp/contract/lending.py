@@ -3,7 +3,7 @@
 Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` lets `.grad` be of that dtype, PyTorch casts what
 it adds, and a weight-gradient GEMM adds to it unrounded. Optimizers want gradients of the parameter's dtype, so that
 for the time of a step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). An edit of
-the copy is kept, a copy that was cleared is gone, and whatever comes after a step that raised reclaims too.
+the copy is kept, and a copy that was cleared is gone. After a step that raised, the next gradient or step reclaims.
 """
 
 from __future__ import annotations
@@ -144,6 +144,22 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
             "accumulate in a dtype of their own: see data_types.grad_accum_dtype of its configuration)"
         )
     return optimizer
+
+
+def check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
+    """Raise for parameters whose `.grad` no step of the optimizer takes, or which have none of their own."""
+    known = {id(param) for group in unwrap(optimizer).param_groups for param in group["params"]}
+    for i, param in enumerate(params):
+        if getattr(param, "_is_flat_param", False):  # FSDP1 reduces a .grad of another size than the parameter's
+            raise ValueError(
+                f"params[{i}]: expected a parameter that is whole; got a FlatParameter of FSDP1 (wrap with "
+                "use_orig_params=True, or step from .grad without a buffer)"
+            )
+        if id(param) not in known:
+            raise ValueError(
+                f"params[{i}]: expected a parameter of the optimizer; got one that none of its groups has, of shape "
+                f"{tuple(param.shape)}"
+            )
 
 
 def wrap_closure(

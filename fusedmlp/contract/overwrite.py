@@ -45,6 +45,11 @@ def mark_stale(param: Tensor, state: ParameterState) -> None:
         param.grad_added_to_main_grad = False
 
 
+def is_stale(param: Tensor, state: ParameterState) -> bool:
+    """Whether `main_grad` holds nothing of this step."""
+    return param.grad is None if state.grad_is_main else state.holds is STALE
+
+
 def refuse_queued(states: Sequence[ParameterState], what: str) -> None:
     """Raise if a gradient of these parameters is still in a queue, as it would come too late."""
     for i, state in enumerate(states):
@@ -71,20 +76,21 @@ def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -
 
 
 def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[ParameterState], recomputing: bool) -> None:
-    """Begin a step of a whole buffer, if this parameter has a gradient: otherwise that step has begun already."""
-    if state.holds in (STALE, ZEROS) or (state.grad_is_main and param.grad is None):
+    """Begin a step of a whole buffer, unless this parameter shows that it has begun already."""
+    stepped = [own for own in buffer if own.holds is STEPPED]
+    if state.holds is ZEROS or is_stale(param, state):
         state.holds = STALE
-        return
-    stepped = state.holds is STEPPED
-    if recomputing:
-        if stepped:
+        if not recomputing:  # another layer's gradient may be of the step before, in which this one's had none
+            begin_step(stepped)
+    elif recomputing:
+        if state.holds is STEPPED:
             raise RuntimeError(
                 "is_first_microbatch=True inside a backward: expected a step that had begun before, as other gradients "
                 "of this MainGradBuffer may have come in this backward; got one that begins there: call buffer.zero_() "
                 "or zero_grad() before the outer forward"
             )
-    elif stepped or torch.is_grad_enabled():
-        begin_step([own for own in buffer if own.holds is STEPPED] if stepped else buffer)
+    elif state.holds is STEPPED or torch.is_grad_enabled():
+        begin_step(stepped if state.holds is STEPPED else buffer)
     else:  # in an evaluation, amid a step
         state.holds = UNSURE
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destination import main_grad_of
+from fusedmlp.contract.destination import main_grad_of, refuse_tensor_hooks
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
@@ -38,7 +38,7 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     param = state.ref()
     if grad is None or param is None or not param.requires_grad:
         return None
-    in_grad = state.grad_is_main or state.lent is not None or grad.dtype != param.grad_dtype
+    in_grad = state.grad_is_main or state.lent is not None or param.grad_dtype not in (None, grad.dtype)
     if not in_grad and not hasattr(param, "grad_added_to_main_grad"):
         return None
     node = engine.current_node()
@@ -65,7 +65,7 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
     if reclaim(param, state) and state.grad_is_main:
         main_grad.zero_()
     state.holds = GRADIENT
-    if param.grad is None and grad.dtype != param.grad_dtype:
+    if param.grad is None and param.grad_dtype not in (None, grad.dtype):
         param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
 
@@ -107,6 +107,8 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     if not (overwrite or unknown) and (owner_adds or not added):
         remove_dummy_wgrad(param)
         return None
+    if next(reversed([*(param._backward_hooks or ())]), None) != state.catch.id:
+        refuse_tensor_hooks(param, ("a parameter", None))  # a hook that runs after this one would see zeros
     if not unknown:
         state.holds = GRADIENT
     engine.current_backward().join_stream(main_grad)

@@ -205,3 +205,81 @@ def test_a_closure_inside_as_grad_of_16_bit_weights_is_refused():
     with pytest.raises(RuntimeError, match=r"a backward inside as_grad\(\): expected weights in the"):
         with buffer.as_grad():
             optimizer.step(lambda: backward(model, 1))
+
+
+@pytest.mark.parametrize("with_optimizer", [True, False])
+def test_a_step_begins_for_all_where_the_first_layer_had_no_gradient_in_the_last(with_optimizer):
+    """Its flag is the only sign; the other parameters' gradients would count twice."""
+    model, other = Model(), torch.nn.Parameter(torch.ones(3))
+    params = [*model.parameters(), other]
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    buffer = fusedmlp.MainGradBuffer(params, optimizer=optimizer if with_optimizer else None)
+    for step in range(3):
+        y = model(next(iter(batch(step))), is_first_microbatch=True)
+        ((y.detach() if step == 1 else y).sum() + other.sum()).backward()
+        with buffer.as_grad():
+            assert torch.equal(other.grad, torch.ones(3)), step
+            optimizer.step()
+
+
+def test_flat_shows_plain_gradients_and_takes_edits():
+    param = torch.nn.Parameter(torch.zeros(64))
+    buffer = fusedmlp.MainGradBuffer([param])
+    param.sum().backward()
+    assert buffer.flat.sum() == 64
+    buffer.flat.mul_(0.5)
+    with buffer.as_grad():
+        assert (param.grad == 0.5).all()
+
+
+def test_a_plain_gradient_of_a_block_is_not_stepped_past():
+    param = torch.nn.Parameter(torch.zeros(4))
+    buffer, optimizer = fusedmlp.MainGradBuffer([param]), torch.optim.SGD([param], lr=1.0)
+    with buffer.as_grad():
+        param.sum().backward()
+    with pytest.raises(RuntimeError, match="got one that is in main_grad"):
+        optimizer.step()
+    with buffer.as_grad():
+        optimizer.step()
+    assert (param == -1).all()
+
+
+def test_a_hook_that_runs_after_the_catch_is_refused(make_layer):
+    layer = make_layer("linear")
+    fusedmlp.MainGradBuffer(layer.params)
+    layer.backward(1)
+    layer.params[0].register_hook(torch.zeros_like)
+    with pytest.raises(RuntimeError, match=r"a parameter: the parameter has a tensor hook \(register_hook\)"):
+        layer.params[0].sum().backward()
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16])
+def test_weights_whose_gradients_may_have_any_dtype(grad_dtype, make_layer):
+    layer = make_layer("linear", dtype=torch.bfloat16)
+    (param,) = layer.params
+    param.grad_dtype = grad_dtype
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    layer.backward(1)
+    buffer.zero_()
+    param.float().sum().backward()
+    with buffer.as_grad():
+        assert (param.grad == 1).all()
+
+
+def test_a_block_that_fails_to_end_leaves_nothing_attached():
+    table, weight = torch.nn.Embedding(4, 2, sparse=True), torch.nn.Parameter(torch.zeros(2))
+    params = [table.weight, weight]
+    buffer, optimizer = fusedmlp.MainGradBuffer(params), torch.optim.SGD(params, lr=1.0)
+
+    def block():
+        with buffer.as_grad():
+            optimizer.zero_grad()
+            table(torch.tensor([1])).sum().backward()
+
+    with pytest.raises(RuntimeError, match="sparse"):
+        block()
+    buffer.zero_()
+    weight.sum().backward()
+    with buffer.as_grad():
+        optimizer.step()
+    assert (weight == -1).all()

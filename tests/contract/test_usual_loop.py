@@ -200,3 +200,37 @@ def test_a_compiled_model(dtype, with_optimizer):
         with buffer.as_grad():
             optimizer.step()
         assert_same(model, reference, dtype)
+
+
+def test_a_gradient_that_was_set_by_hand_counts():
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    buffer = fusedmlp.MainGradBuffer([param], optimizer=optimizer)
+    for _ in range(2):
+        buffer.zero_()
+        param.grad = torch.full((4,), 3.0)
+        assert buffer.clip_norm_(1e9) == 6
+        assert buffer.flat.norm() == 6
+        optimizer.step()
+    assert (param == -6).all()
+
+
+def test_flat_is_where_other_ranks_gradients_can_come_from():
+    """Also for a parameter that got none here: an edit counts."""
+    param = torch.nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    buffer = fusedmlp.MainGradBuffer([param], optimizer=optimizer)
+    buffer.flat.add_(2)
+    optimizer.step()
+    assert (param == -2).all()
+
+
+def test_a_module_that_moves_takes_its_gradients_out_of_the_buffer():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    backward(model, 1)
+    model.bfloat16()
+    for use in (buffer.norm, lambda: buffer.clip_norm_(1.0), buffer.zero_):
+        with pytest.raises(RuntimeError, match=r"params\[0\]: expected the main_grad that this buffer gave it"):
+            use()

@@ -77,12 +77,12 @@ class Model:
                 self.plain[p] = None
 
     def _begin(self, p, grad_enabled):
-        if self.stale(p) or self.status[p] == "zeros":
+        begun = self.stale(p) or self.status[p] == "zeros"
+        if begun:
             self.status[p] = "stale"
-            return
-        if self.status[p] == "stepped" or grad_enabled:
+        if begun or self.status[p] == "stepped" or grad_enabled:
             stepped = [q for q, status in enumerate(self.status) if status == "stepped"]
-            which = stepped if self.status[p] == "stepped" else range(len(self.zeros))
+            which = stepped if begun or self.status[p] == "stepped" else range(len(self.zeros))
             if any(q in queued.params for queued in self.queue for q in which):
                 raise RuntimeError
             for q in which:
@@ -194,6 +194,8 @@ class Model:
                     self.grad[p] = self.main[p]
             elif queued.into == "grad" and self.grad[p] is not None:
                 self.grad[p] = self.grad[p] + queued.grads[p]
+                if self.grad_is_main:
+                    self.main[p] = self.grad[p]
 
     def remove_dummies(self, terms):
         for p in (p for term in terms for params in term.weights for p in params):
@@ -251,6 +253,8 @@ class Model:
                 raise Boom
             for p in fresh:
                 self.grad[p] = sum(queued.grads[p] for queued in batch)
+                if self.grad_is_main:
+                    self.main[p], self.status[p] = self.grad[p], "gradient"
             self.queue = [q for q in self.queue if q not in batch]
             gemms += 1
 
@@ -292,8 +296,8 @@ class Model:
 
     def step(self, zero_grad):
         """Inside `as_grad`."""
-        for p, status in enumerate(self.status):
-            self.status[p] = "stepped" if status in ("gradient", "unsure") else status
+        for p in range(len(self.zeros)):
+            self.status[p] = "stepped" if not self.grad_is_main or self.grad[p] is not None else self.status[p]
         if zero_grad:
             self.status, self.flag = ["stale"] * len(self.zeros), [False] * len(self.zeros)
         if zero_grad or not self.grad_is_main:
