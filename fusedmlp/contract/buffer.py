@@ -252,9 +252,9 @@ class MainGradBuffer:
                 f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
             )
         refuse_queued(self._states, what)
-        memory = self._flat.untyped_storage().data_ptr()
+        memory = self._flat.untyped_storage()._cdata
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
-            if view.untyped_storage().data_ptr() != memory or getattr(param, "main_grad", None) is not view:
+            if view.untyped_storage()._cdata != memory or getattr(param, "main_grad", None) is not view:
                 raise RuntimeError(
                     f"params[{i}]: expected the main_grad that this buffer gave it; got "
                     f"{'another' if hasattr(param, 'main_grad') else 'none'}, so that gradients go elsewhere (after "
