@@ -16,7 +16,7 @@ from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim, set_grad, was_edited
 from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
-from fusedmlp.contract.parameter_state import GRADIENT, STALE, ZEROS, ParameterState, state_of
+from fusedmlp.contract.parameter_state import GRADIENT, LENT, STALE, ZEROS, ParameterState, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
@@ -291,5 +291,5 @@ def _take_back(param: Tensor, main_grad: Tensor, state: ParameterState) -> None:
     else:
         if grad is not main_grad and was_edited(lent, grad):
             main_grad.copy_(grad)
-        if state.holds is ZEROS:  # there may be something now
-            state.holds = GRADIENT
+        if state.holds is ZEROS:
+            state.holds = LENT

@@ -11,7 +11,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.contract.lending import wrap_closure
-from fusedmlp.contract.parameter_state import GRADIENT, STEPPED, UNSURE, find_state
+from fusedmlp.contract.parameter_state import GRADIENT, LENT, STEPPED, UNSURE, find_state
 
 
 @cache
@@ -48,7 +48,7 @@ def _check(optimizer: Optimizer) -> None:
             )
         lent = state.grad_is_main or state.lent is not None
         if has_dummy_wgrad(param) or (
-            state.buffer is not None and state.holds in (GRADIENT, UNSURE, STEPPED) and not lent
+            state.buffer is not None and state.holds in (GRADIENT, LENT, UNSURE, STEPPED) and not lent
         ):
             raise RuntimeError(
                 f"{step}: expected its gradient in .grad; got one that is in main_grad, with "

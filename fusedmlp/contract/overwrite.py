@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, Place, has_main_grad, label, main_grad_of
 from fusedmlp.contract.lending import reclaim
-from fusedmlp.contract.parameter_state import GRADIENT, STALE, STEPPED, UNSURE, ZEROS, ParameterState, state_of
+from fusedmlp.contract.parameter_state import GRADIENT, LENT, STALE, STEPPED, UNSURE, ZEROS, ParameterState, state_of
 
 if TYPE_CHECKING:
     from fusedmlp.contract.route import Route
@@ -78,7 +78,7 @@ def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -
 def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[ParameterState], recomputing: bool) -> None:
     """Begin a step of a whole buffer, unless this parameter shows that it has begun already."""
     stepped = [own for own in buffer if own.holds is STEPPED]
-    if state.holds is ZEROS or is_stale(param, state):
+    if state.holds in (ZEROS, LENT) or is_stale(param, state):
         state.holds = STALE
         if not recomputing:  # another layer's gradient may be of the step before, in which this one's had none
             begin_step(stepped)

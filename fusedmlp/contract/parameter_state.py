@@ -30,12 +30,13 @@ class Holds(Enum):
 
     GRADIENT = "the gradient of this step; without a MainGradBuffer, whatever its owner has put there"
     ZEROS = "zeros, or what was written to it by hand: the next gradient adds"
+    LENT = "ZEROS, or what plain PyTorch added to it inside as_grad"
     STEPPED = "a gradient from which an optimizer has stepped: the next gradient adds, unless a step begins first"
     STALE = "the gradient of an earlier step: the next gradient overwrites it"
     UNSURE = "a gradient of this step, or STALE: a forward under no_grad had is_first_microbatch=True"
 
 
-GRADIENT, ZEROS, STEPPED, STALE, UNSURE = Holds  # looked up once, not for every parameter
+GRADIENT, ZEROS, LENT, STEPPED, STALE, UNSURE = Holds  # looked up once, not for every parameter
 
 
 class Lent(NamedTuple):

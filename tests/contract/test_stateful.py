@@ -185,7 +185,6 @@ class Steps(World, RuleBasedStateMachine):
             if ends:
                 self.model.step("zero_grad" in ends)
             elif not self.model.grad_is_main:
-                self.model.status = ["gradient" if s == "zeros" else s for s in self.model.status]
                 self.model.drop_grads()
             if failing:
                 raise Boom

@@ -283,3 +283,19 @@ def test_a_block_that_fails_to_end_leaves_nothing_attached():
     with buffer.as_grad():
         optimizer.step()
     assert (weight == -1).all()
+
+
+def test_a_block_that_clips_between_two_models_loses_nothing():
+    model, other = Model(), Model()
+    params = [*model.parameters(), *other.parameters()]
+    buffer = fusedmlp.MainGradBuffer(params)
+    for seed in (1, 2):
+        backward(model, seed, is_first_microbatch=True)
+        with buffer.as_grad():
+            torch.nn.utils.clip_grad_norm_(params, 1e9)
+        backward(other, seed, is_first_microbatch=True)
+        with buffer.as_grad():
+            for each in (model, other):
+                for param, want in zip(each.parameters(), sums(Model(accumulate="off"), [seed]), strict=True):
+                    torch.testing.assert_close(param.grad, want, rtol=1e-5, atol=1e-5)
+            torch.optim.SGD(params, lr=0.0).step()
