@@ -32,7 +32,7 @@ def _around(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raise before a wrong step; note of which gradients there is going to be a step. Reads nothing on the device."""
+    """Raise before a wrong step; mark the gradients that a right one takes. Reads nothing on the device."""
     states = [
         (f"param_groups[{i}]['params'][{j}]", param, state)
         for i, group in enumerate(optimizer.param_groups)
