@@ -93,12 +93,12 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
                 key = TracedKey(*row)
                 if key.param:
                     param, state = _checked_leaf(key, nodes.get(key.param), node, place)
-                    leaves.append((i, place, param, state))
+                    leaves.append((i, param, state))
                     overwrites[i] = takes_overwrite(param, state, place, bool(key.recomputes_first_microbatch))
                     if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
                         overwrites[i] = adopt_plain_gradient(param, state, overwrites[i])
         except BaseException:
-            for i, _, param, _ in leaves:
+            for i, param, _ in leaves:
                 if overwrites[i]:
                     give_back_overwrite(param)
             raise
@@ -117,7 +117,8 @@ def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, place: Place) -> t
             "torch.func transform, or a parameter frozen since forward (compile with accumulate_wgrad='off' for those)"
         )
     param, state = accumulate.variable, state_of(accumulate.variable)
-    if destination.existing_main_grad(param, state, place).data_ptr() != key.address:
+    destination.refuse_tensor_hooks(param, place)
+    if destination.existing_main_grad(param, place).data_ptr() != key.address:
         raise RuntimeError(
             f"{destination.label(place)}: expected the main_grad that the compiled forward saw; got another one since"
         )

@@ -28,7 +28,7 @@ _FLAGS = (
 
 
 def _flag(name: str, default: bool = False) -> bool:
-    value = os.environ.get(name, str(int(default)))
+    value = os.environ.get(name, "1" if default else "0")
     if value not in ("0", "1"):
         raise ValueError(f"{name}: expected 0 or 1; got {value!r}")
     return value == "1"

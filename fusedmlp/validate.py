@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.contract.destination import MODES, same_strides
+from fusedmlp.contract.destination import MODES, are_alike, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
 
@@ -61,7 +62,7 @@ def rows(name: str, x: object) -> Input:
 def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
     """A weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
     tensors, packed = _group(name, weight)
-    alike = not torch.compiler.is_compiling() and _are_alike(tensors)
+    alike = not torch.compiler.is_compiling() and are_alike(tensors)
     if not (alike and _is_kind(tensors[0], x, 3 if packed else 2)):
         _same_kind(name, tensors, x, 3 if packed else 2)
     for i, tensor in enumerate(() if alike else tensors):
@@ -207,7 +208,7 @@ def _group(name: str, value: object) -> tuple[list[Tensor], bool]:
         return [value], True
     if isinstance(value, Sequence | torch.nn.ParameterList):
         tensors = list(value)
-        if tensors and all(isinstance(t, Tensor) for t in tensors):
+        if tensors and all(map(isinstance, tensors, repeat(Tensor))):
             return tensors, False
     raise TypeError(f"{name}: expected a tensor or a sequence of one tensor per expert; got {_kind(value)}")
 
@@ -228,18 +229,6 @@ def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
                 f"{_autocast(x.tensor.device)}"
             )
         _same_device(label, tensor, x)
-
-
-def _are_alike(tensors: list[Tensor]) -> bool:
-    """Whether what is true of the first one's type, shape, strides, dtype and device is true of all."""
-    return len(tensors) == 1 or (
-        len({*map(type, tensors)})
-        == len({*map(Tensor.stride, tensors)})
-        == len({t.shape for t in tensors})
-        == len({t.dtype for t in tensors})
-        == len({t.device for t in tensors})
-        == 1
-    )
 
 
 def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, reduce
+from itertools import pairwise
 from operator import or_
 from typing import NamedTuple
 
@@ -35,27 +36,36 @@ class ExpertTensors(NamedTuple):
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
             return ExpertTensors(first, None, stride_e, strides, aligned, first, first.shape[0])
-        alike = len(set(map(Tensor.stride, group))) == 1
+        # Contiguous tensors of one shape, as nearly always, have the same strides.
+        alike = all(map(Tensor.is_contiguous, group)) or len(set(map(Tensor.stride, group))) == 1
         for e, tensor in enumerate(() if alike else group):
             if _strides(tensor) != strides:
                 raise ValueError(
                     f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
                 )
         addresses = tuple(map(Tensor.data_ptr, group))
-        aligned = reduce(or_, addresses) % 16 == 0
-        step = addresses[1] - addresses[0] if len(group) > 1 else first.numel() * size
-        first_address, count = addresses[0], len(group)
-        places = range(first_address, first_address + count * step, step) if step else [first_address] * count
-        even = addresses == tuple(places)
+        step, lowest, highest, aligned = _places(addresses, first.numel() * size)
         # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
         # graph that is captured could need a kernel that its warm-up did not compile.
         buffer = first.untyped_storage()
         start = buffer.data_ptr()
-        together = start <= min(addresses) and max(addresses) < start + buffer.nbytes()
-        if even and together and step % size == 0:
-            lowest = group[-1] if step < 0 else first
-            return ExpertTensors(first, None, step // size, strides, aligned, lowest, len(group))
+        together = start <= lowest and highest < start + buffer.nbytes()
+        if step is not None and together and step % size == 0:
+            own = group[-1] if step < 0 else first
+            return ExpertTensors(first, None, step // size, strides, aligned, own, len(group))
         return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first, len(group))
+
+
+@lru_cache(maxsize=1024)
+def _places(addresses: tuple[int, ...], step: int) -> tuple[int | None, int, int, bool]:
+    """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are aligned.
+
+    The `step` that is given is that of one address.
+    """
+    if len(addresses) > 1:
+        step = addresses[1] - addresses[0]
+    even = all(b - a == step for a, b in pairwise(addresses))
+    return step if even else None, min(addresses), max(addresses), reduce(or_, addresses) % 16 == 0
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.parameter_state import ParameterState, find_state
+from fusedmlp.contract.parameter_state import find_state
 
 Mode = Literal["auto", "main_grad", "grad", "off"]
 MODES = ("auto", "main_grad", "grad", "off")
+_SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
 Place = tuple[str, int | None]  # the weight's name, and which expert's the parameter is (None: it has all)
 
 
@@ -76,34 +77,36 @@ def of_one_kind(targets: list[Tensor | None]) -> list[Tensor | None]:
     return kept
 
 
-def existing_main_grad(param: Tensor, state: ParameterState, place: Place) -> Tensor:
-    """The `main_grad` of a parameter, if a GEMM may write to it.
-
-    One that was right stays right while it is the same tensor and nothing that `_check` looks at has changed since, as
-    `main_grad.data = ...` changes it. Where its memory lies is not among that.
-    """
+def existing_main_grad(param: Tensor, place: Place) -> Tensor:
+    """The `main_grad` of a parameter, if a GEMM may write to it."""
     target = main_grad_of(param)
     if target is None:
         raise no_main_grad(label(place))
-    hooks = param._backward_hooks
-    if hooks and (len(hooks) > 1 or state.catch is None):
-        refuse_tensor_hooks(param, place)
-    if type(target) is not Tensor:  # a FakeTensor's sizes can be symbols
-        _check(param, target, "main_grad", place)
-        return target
-    known, strides, dtype = state.checked
-    if (
-        known() is not target
-        or target.stride() != strides
-        or target.dtype is not dtype
-        or target.shape != param.shape
-        or target.device != param.device
-        or target.requires_grad
-        or (dtype is not torch.float32 and param.dtype is not dtype)
-    ):
-        _check(param, target, "main_grad", place)
-        state.checked = weakref.ref(target), target.stride(), target.dtype
+    _check(param, target, "main_grad", place)
     return target
+
+
+def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
+    """The `main_grad`s of all experts of one weight, if they are alike, as nearly always, and GEMMs may write to them.
+
+    None: `existing_main_grad` has to look at every one. Forward has found the parameters alike.
+    """
+    try:
+        targets = [param.main_grad for param in params if not hasattr(param, "__fsdp_param__")]  # type: ignore[attr-defined]
+    except AttributeError:
+        return None
+    if (
+        len(targets) < len(params)
+        or targets[0] is None
+        or not are_alike(targets)
+        or any(map(_REQUIRES_GRAD, targets[1:]))
+    ):
+        return None
+    try:
+        _check(params[0], targets[0], "main_grad", ("", None))
+    except (TypeError, ValueError):
+        return None
+    return targets
 
 
 def no_main_grad(what: str) -> RuntimeError:
@@ -199,6 +202,19 @@ def check_group(name: str, targets: Sequence[Tensor]) -> None:
                 f"{name}[{i}]: expected a gradient with the strides of expert 0's, {targets[0].stride()}; got "
                 f"{target.stride()}"
             )
+
+
+def are_alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether all tensors have the type, the shape, the dtype, the device and the strides of the first.
+
+    Strides of dimensions of size 1, which do not matter, may differ.
+    """
+    return len(tensors) == 1 or (
+        len(set(map(type, tensors))) == 1
+        and len(set(map(_SHAPE, tensors))) == 1
+        and engine.have_one_dtype_and_device(tensors)
+        and (all(map(Tensor.is_contiguous, tensors)) or len(set(map(Tensor.stride, tensors))) == 1)
+    )
 
 
 def same_strides(a: Tensor, b: Tensor) -> bool:

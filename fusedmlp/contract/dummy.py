@@ -19,7 +19,7 @@ def set_dummy_wgrad(param: Tensor, state: ParameterState, dense: bool) -> None:
         return
     dummy = state.dummy
     # Written to, or given other memory (`.grad.data = ...`, `module.to(...)`).
-    if dense or dummy is None or dummy._version or dummy.stride(0):
+    if dense or dummy is None or dummy._version or dummy.stride()[0]:
         dummy = _new_dummy(param, dense)
     try:
         param.grad = dummy

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from enum import Enum
+from operator import attrgetter
 from types import FrameType
 from typing import Any
 
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _will_execute = torch._C._will_engine_execute_node
+_VARIABLE, _REQUIRES_GRAD = attrgetter("variable"), attrgetter("requires_grad")
 
 _PLAIN: tuple[type[Tensor], ...] = (FakeTensor, FunctionalTensor)  # the compiler's own
 if torch.distributed.is_available():
@@ -42,6 +44,11 @@ def is_plain(tensor: Tensor) -> bool:
     or several times, and one that adds to a plain `main_grad` would then be wrong in silence.
     """
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, _PLAIN)
+
+
+def have_one_dtype_and_device(tensors: Sequence[Tensor]) -> bool:
+    """Whether dtype and device of all tensors are the same, asked with one call for all."""
+    return len(torch._C._group_tensors_by_device_and_dtype([[*tensors]], False)) == 1
 
 
 # The plan of the running backward
@@ -73,14 +80,14 @@ def engine_use(node: Any, current_node: Any) -> EngineUse:
 
 def accumulates_into(nodes: Sequence[Any]) -> list[Tensor] | None:
     """The parameters that all of these nodes accumulate into, in the running backward; None: some do not."""
-    if not all(type(node) is _AccumulateGrad for node in nodes):
+    if set(map(type, nodes)) != {_AccumulateGrad}:
         return None
     try:
         executed = all(map(_will_execute, nodes))
     except RuntimeError:  # a leaf whose gradient is captured
         return None
-    params = [node.variable for node in nodes]
-    return params if executed and all(param.requires_grad for param in params) else None
+    params = [*map(_VARIABLE, nodes)]
+    return params if executed and all(map(_REQUIRES_GRAD, params)) else None
 
 
 def _plans_something(node: Any) -> bool:

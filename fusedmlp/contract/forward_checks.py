@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_main_grad, label
-from fusedmlp.contract.parameter_state import ParameterState, release_interrupted, state_of
+from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_main_grad, label, refuse_tensor_hooks
+from fusedmlp.contract.parameter_state import ParameterState, find_state, release_interrupted, state_of, states_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
+_LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 _GRAD = "use accumulate_wgrad='grad' without delay, "
 # Reducers, and the advice for each.
 _DDP = "DistributedDataParallel", f"{_GRAD}or leave the parameter out of DDP and reduce main_grad yourself"
@@ -34,6 +37,9 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
     else:
         release_interrupted()
     reducers = find_reducers()
+    unhooked = reducers is None and not (delayed and any(map(_LATE_HOOKS, weights)))
+    if unhooked and all(map(_was_right, weights, states_of(weights, find_state), repeat(mode))):
+        return
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
@@ -49,15 +55,24 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 refuse_reducer(weight, state, reducers, place, delayed)
             if delayed and weight._post_accumulate_grad_hooks:
                 _refuse_late_hooks(weight, place)
-            # Asking Megatron-FSDP would allocate; one that was right before, and still is that one, backward checks.
-            known = state.checked[0]() is getattr(weight, "main_grad", state)
-            if mode == "main_grad" and not known and not hasattr(weight, "__fsdp_param__"):
-                existing_main_grad(weight, state, place)
+            if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
+                refuse_tensor_hooks(weight, place)
+                existing_main_grad(weight, place)
+            state.entered = mode
         elif to_main_grad and torch.is_grad_enabled() and not weight.is_leaf:
             raise RuntimeError(
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"
             )
+
+
+def _was_right(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:
+    """Whether a forward of this parameter has been checked before; backward checks what may have changed since."""
+    return (
+        state is not None
+        and state.entered == mode
+        and (state.catch is not None or not hasattr(weight, "grad_added_to_main_grad"))
+    )
 
 
 def _refuse_late_hooks(param: Tensor, place: Place) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,7 +52,7 @@ class ParameterState:
     """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
 
     # fmt: off
-    __slots__ = ("buffer", "catch", "checked", "compiled_in", "dummy", "fsdp2", "grad_is_main", "holds", "key",
+    __slots__ = ("buffer", "catch", "compiled_in", "dummy", "entered", "fsdp2", "grad_is_main", "holds", "key",
                  "lent", "overwritten_in", "plain", "queued", "ref")
     # fmt: on
 
@@ -65,10 +65,9 @@ class ParameterState:
         self.lent: Lent | None = None  # lending.py
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
         self.queued: weakref.WeakSet[Route] | None = None  # its gradients that wait in a queue
-        # destination.py: the main_grad that was found right last, its strides and its dtype
-        self.checked: tuple[Callable[[], Any], tuple[int, ...], Any] = (lambda: None, (), None)
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
+        self.entered = ""  # forward_checks.py: the mode of the last forward that was right
         self.fsdp2: bool | None = None  # forward_checks.py: whether FSDP2 gathers it, once that was asked
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
@@ -84,6 +83,13 @@ def find_state(param: Tensor) -> ParameterState | None:
     """The state of a parameter, if it has one."""
     state = _states.get(id(param))
     return state if state is not None and state.ref() is param else None
+
+
+def states_of(params: Sequence[Tensor], make: Callable[[Tensor], Any] | None = None) -> list[Any]:
+    """The states of parameters; of those without one, what `make` says (default: `state_of`)."""
+    make = make or state_of
+    states = [*map(_states.get, map(id, params))]
+    return [*map(make, params)] if None in states else states
 
 
 def state_of(param: Tensor) -> ParameterState:

@@ -35,8 +35,10 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
 
     Runs for gradients that somebody asked for too, which are none of our business.
     """
+    if grad is None:
+        return None
     param = state.ref()
-    if grad is None or param is None or not param.requires_grad:
+    if param is None or not param.requires_grad:
         return None
     in_grad = state.grad_is_main or state.lent is not None or param.grad_dtype not in (None, grad.dtype)
     if not in_grad and not hasattr(param, "grad_added_to_main_grad"):

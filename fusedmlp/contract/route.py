@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -19,11 +19,11 @@ from fusedmlp.contract.exclusion import Held, hold_others
 from fusedmlp.contract.forward_checks import find_reducers, refuse_reducer
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
-from fusedmlp.contract.parameter_state import GRADIENT, find_state, state_of
+from fusedmlp.contract.parameter_state import GRADIENT, find_state, state_of, states_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
 
-_count = itertools.count()
-_Leaf = tuple[int, Place, Tensor, Any]  # a parameter whose gradient is accumulated: its index and ParameterState too
+_orders = count()
+_Leaf = tuple[int, Tensor, Any]  # a parameter whose gradient is accumulated: its index, and its ParameterState
 
 
 @dataclass(eq=False)
@@ -59,15 +59,15 @@ class Route:
     def leaves(self) -> list[_Leaf]:
         """The parameters whose gradients are accumulated."""
         if self._leaves is None:
-            packed = len(self.params) == 1
             # Where nothing is to be remembered of a parameter, it can still be swapped for another.
-            state = state_of if self.mode == "main_grad" or self.delayed else find_state
-            self._leaves = [
-                (i, (self.name, None if packed else i), param, state(param))
-                for i, (param, use) in enumerate(zip(self.params, self.uses, strict=True))
-                if use is ACCUMULATE
-            ]
+            make = state_of if self.mode == "main_grad" or self.delayed else find_state
+            leaves = zip(count(), self.params, states_of(self.params, make))
+            self._leaves = [leaf for leaf, use in zip(leaves, self.uses, strict=True) if use is ACCUMULATE]
         return self._leaves
+
+    def place(self, i: int) -> Place:
+        """What errors call parameter `i`."""
+        return self.name, None if len(self.params) == 1 else i
 
     def open(self, latest: Route | None = None) -> None:
         """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter.
@@ -77,10 +77,8 @@ class Route:
         targets: list[Tensor | None] = [None] * len(self.params)
         if self.mode == "grad":
             targets = self._existing_grads()
-        for i, place, param, state in self.leaves if self.mode == "main_grad" else ():
-            targets[i] = destination.existing_main_grad(param, state, place)
-            if state.queued or state.compiled_in is not None:
-                refuse_other_writers(param, state, place, self, latest or self)
+        if self.mode == "main_grad":
+            targets = self._main_grads(latest or self)
         if len(set(map(id, self.params))) < len(self.params):
             ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
             self._shared = {i: ids.index(own) for i, own in enumerate(ids) if ids.index(own) < i}
@@ -97,39 +95,78 @@ class Route:
                 existing.new_empty_strided(existing.shape, existing.stride()) if target is None else target
                 for target in targets
             ]
-        destination.check_group(self.name, self.outs)
-        if self.delayed and self.mode == "main_grad":
-            self._overwrite(delayed=True)
+        if existing is None or self.mode != "main_grad":
+            destination.check_group(self.name, self.outs)
+        if False not in self._fused and True not in self.overwrites:
+            self.accumulate = True
+            return
         self.accumulate = any(fused and not over for fused, over in zip(self._fused, self.overwrites, strict=True))
-        if self.accumulate and (False in self._fused or True in self.overwrites):
+        if self.accumulate:
             for out, fused, over in zip(self.outs, self._fused, self.overwrites, strict=True):
                 if over or not fused:
                     out.zero_()
 
-    def _overwrite(self, *, delayed: bool) -> None:
-        """Find out which `main_grad` holds something stale.
+    def _find_main_grads(self) -> list[Tensor | None]:
+        """The `main_grad` of every parameter whose gradient is accumulated, checked."""
+        leaves = self.leaves
+        targets: list[Tensor | None] = [None] * len(self.params)
+        alike = destination.alike_main_grads(self.params) if len(leaves) == len(self.params) else None
+        if alike is not None:
+            targets[:] = alike
+        else:
+            for i, param, _ in leaves:
+                targets[i] = destination.existing_main_grad(param, self.place(i))
+            destination.check_group(self.name, [target for target in targets if target is not None])
+        for i, param, state in leaves:
+            hooks = param._backward_hooks
+            if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
+                destination.refuse_tensor_hooks(param, self.place(i))
+            elif not hooks and state.catch is not None:  # somebody cleared them
+                catch_plain_gradients(param, state)
+        return targets
+
+    def _main_grads(self, latest: Route) -> list[Tensor | None]:
+        """The same, where no other gradient gets lost; which of them is to be overwritten is known from now on."""
+        targets = self._find_main_grads()
+        for i, param, state in self.leaves:
+            if state.queued or state.compiled_in is not None:
+                refuse_other_writers(param, state, self.place(i), self, latest)
+            if not self.delayed or state.buffer is not None:
+                self._overwrite(i, param, state)
+        return targets
+
+    def _overwrite(self, i: int, param: Tensor, state: Any) -> None:
+        """Find out whether a `main_grad` holds something stale.
 
         Of a buffer's parameters, that is known when the GEMM runs: another gradient may have come before a delayed one.
         """
-        for i, place, param, state in self.leaves:
-            if (self.delayed and state.buffer is not None) is not delayed:
-                continue
-            if state.holds is not GRADIENT or state.grad_is_main or hasattr(param, "overwrite_main_grad"):
-                self.overwrites[i] = takes_overwrite(param, state, place, self.recomputes_first_microbatch)
-            if not delayed and param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
-                self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
+        if state.holds is not GRADIENT or state.grad_is_main or hasattr(param, "overwrite_main_grad"):
+            self.overwrites[i] = takes_overwrite(param, state, self.place(i), self.recomputes_first_microbatch)
+        if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
+            self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
+
+    def _check_delayed(self) -> None:
+        """Raise what `open` would raise if it was called now; see what is to be overwritten."""
+        if self.mode == "main_grad":
+            self._find_main_grads()
+        for i, param, state in self.leaves:
+            if self.mode == "grad":
+                destination.refuse_tensor_hooks(param, self.place(i))
+                destination.existing_grad(param, self.place(i))
+            elif state.buffer is None:
+                self._overwrite(i, param, state)
 
     def _existing_grads(self) -> list[Tensor | None]:
         """The `.grad` of every parameter that the GEMM adds to; other threads wait until it has."""
         targets: list[Tensor | None] = [None] * len(self.params)
-        for _, _, param, state in self.leaves:
+        for _, param, state in self.leaves:
             if state is not None and state.lent is not None:
                 reclaim(param, state)
-        leaves = [leaf for leaf in self.leaves if self.delayed or leaf[2].grad is not None]
-        self.held = hold_others([param for _, _, param, _ in leaves if self.delayed or param.is_cpu])
-        for i, place, param, _ in leaves:
+        leaves = [leaf for leaf in self.leaves if self.delayed or leaf[1].grad is not None]
+        self.held = hold_others([param for _, param, _ in leaves if self.delayed or param.is_cpu])
+        for i, param, _ in leaves:
             if self._may_add(param):
-                targets[i] = destination.existing_grad(param, place, returnable=not self.delayed)
+                targets[i] = destination.existing_grad(param, self.place(i), returnable=not self.delayed)
         return targets if self.delayed else destination.of_one_kind(targets)
 
     def _may_add(self, param: Tensor) -> bool:
@@ -149,15 +186,15 @@ class Route:
         ]
 
     def wait(self) -> None:
-        """In a queue from now on, for everybody to see."""
-        for _, _, _, state in self.leaves:
+        """Mark as queued."""
+        for _, _, state in self.leaves:
             if state.queued is None:
                 state.queued = weakref.WeakSet()
             state.queued.add(self)
 
     def leave(self) -> None:
         """In no queue any more."""
-        for _, _, _, state in self.leaves:
+        for _, _, state in self.leaves:
             if state.queued is not None:
                 state.queued.discard(self)
 
@@ -221,24 +258,16 @@ def route(
     elif mode == "grad" and not delayed and (routes.recorded or engine.inside_compiled_autograd()):
         mode = "off"  # PyTorch puts their sum in a new tensor, with a graph; its graph knows only what is returned
     overwrites = [False] * len(params)
-    order = routes[0].order if routes else next(_count)
+    order = routes[0].order if routes else next(_orders)
     result = Route(name, params, uses, mode, delayed, overwrites)
     result.order, result.recomputes_first_microbatch = order, recomputes_first_microbatch
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
-    reducers = find_reducers() if leaves else None
-    for _, place, param, state in leaves if reducers or delayed else ():
-        if reducers:
-            refuse_reducer(param, state, reducers, place, delayed)
-        if not delayed:
-            continue
-        if mode == "main_grad":  # what would fail when the queue runs
-            destination.existing_main_grad(param, state, place)
-        else:
-            destination.refuse_tensor_hooks(param, place)
-            destination.existing_grad(param, place)
-    if mode == "main_grad":
-        result._overwrite(delayed=False)
+    if leaves and (reducers := find_reducers()):
+        for i, param, state in leaves:
+            refuse_reducer(param, state, reducers, result.place(i), delayed)
+    if delayed:  # what would fail when the queue runs
+        result._check_delayed()
     if not delayed and uses.count(DROP) < len(uses):
         result.open()
     if mode == "main_grad":
@@ -252,10 +281,10 @@ def route(
 
 def mark_fused(leaves: Sequence[_Leaf]) -> None:
     """Tell owners, where they gave parameters the flag, that gradients go to main_grad; `leaves` are a route's."""
-    dense = environment.dense_dummy()
-    for _, _, param, state in leaves:
-        if hasattr(param, "grad_added_to_main_grad"):
-            param.grad_added_to_main_grad = True
-            set_dummy_wgrad(param, state, dense)
-            if state.catch is None:  # the attribute has come since forward
-                catch_plain_gradients(param, state)
+    flagged = [leaf for leaf in leaves if hasattr(leaf[1], "grad_added_to_main_grad")]
+    dense = bool(flagged) and environment.dense_dummy()
+    for _, param, state in flagged:
+        param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+        set_dummy_wgrad(param, state, dense)
+        if state.catch is None:  # the attribute has come since forward
+            catch_plain_gradients(param, state)

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
-from fusedmlp.contract import destination, parameter_state
+from fusedmlp.contract import destination
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -162,19 +162,62 @@ def test_a_main_grad_of_another_kind_in_the_same_memory_is_noticed(kind, delayed
     assert torch.equal(whole, held)
 
 
+KINDS_OF_ONE = {
+    "fewer rows": (lambda t: t[:3], r"main_grad of shape \(5, 4\); got \(3, 4\)"),
+    "transposed": (lambda t: t.view(4, 5), r"main_grad of shape \(5, 4\); got \(4, 5\)"),
+    "integers": (lambda t: t.view(torch.int32), r"main_grad in torch\.float32 or torch\.float32; got torch\.int32"),
+    "shared memory": (lambda t: t.as_strided((5, 4), (1, 1)), "main_grad whose elements each have memory of their own"),
+    "sparse": (lambda t: t.to_sparse(), "main_grad to be dense"),
+    "requires_grad": (lambda t: t.requires_grad_(), "main_grad with requires_grad=False"),
+    "gone": (lambda t: None, 'accumulate_wgrad="main_grad" expects a main_grad attribute'),
+}
+
+
+@pytest.mark.parametrize("expert", [0, 2])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("kind", KINDS_OF_ONE)
+def test_one_expert_whose_main_grad_is_another_since_the_last_step_is_named(kind, delayed, expert, make_layer):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue() if delayed else None
+    layer.attach(False)
+    layer.backward(1, accumulate_wgrad="main_grad")
+    change, message = KINDS_OF_ONE[kind]
+    held = [main.detach().clone() for main in layer.main_grads()]
+    target = layer.params[expert].main_grad
+    if kind in ("sparse", "gone"):
+        layer.params[expert].main_grad = change(target)
+    elif kind == "requires_grad":
+        change(target)
+    else:
+        target.data = change(target.detach())
+    with pytest.raises((RuntimeError, ValueError), match=rf"weight\[{expert}\]: (expected )?{message}"):
+        layer.backward(2, accumulate_wgrad="main_grad", wgrad_queue=queue)
+    layer.params[expert].main_grad = held[expert]
+    assert all(torch.equal(main, before) for main, before in zip(layer.main_grads(), held, strict=True))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_main_grads_that_are_gone_since_the_last_step_are_missed(packed, make_layer):
+    layer = make_layer("linear", packed=packed)
+    layer.attach(False)
+    layer.backward(1, accumulate_wgrad="main_grad")
+    for param in layer.params:
+        param.main_grad = None
+    with pytest.raises(RuntimeError, match='accumulate_wgrad="main_grad" expects a main_grad attribute'):
+        layer.backward(2, accumulate_wgrad="main_grad")
+
+
 @pytest.mark.parametrize("moved", ["main_grad", "parameter"])
 def test_a_main_grad_on_a_device_that_its_parameter_is_not_on_is_noticed(moved, monkeypatch):
     """Nothing can move to a GPU where there is none: one of the two only says that it did."""
     param = torch.nn.Parameter(torch.zeros(3, 5, 4))
     param.main_grad = target = torch.zeros(3, 5, 4)
-    state, own = parameter_state.ParameterState(param), torch.Tensor.device
-    for _ in range(2):
-        assert destination.existing_main_grad(param, state, ("weight", None)) is target
+    own = torch.Tensor.device
+    assert destination.existing_main_grad(param, ("weight", None)) is target
     on_gpu = target if moved == "main_grad" else param
     device = property(lambda t: torch.device("cuda") if t is on_gpu else own.__get__(t))
     monkeypatch.setattr(torch.Tensor, "device", device, raising=False)
     with pytest.raises(ValueError, match=r"weight: expected main_grad on (cpu; got cuda|cuda; got cpu)"):
-        destination.existing_main_grad(param, state, ("weight", None))
+        destination.existing_main_grad(param, ("weight", None))
 
 
 def test_a_main_grad_that_comes_to_require_grad_is_noticed(make_layer):

@@ -113,6 +113,9 @@ class Model:
             if inputs is not None and not edges:
                 continue
             if term.checkpointed:
+                stepped = {p for p, status in enumerate(self.status) if status == "stepped" and not self.stale(p)}
+                if term.first and self.buffer and term.mode == "auto" and any(stepped & {*ps} for ps in term.weights):
+                    raise RuntimeError  # a step that would begin inside this backward
                 self._run([(i, replace(term, checkpointed=False, recomputed=True))], fault, None)
                 continue
             if place == "before":
