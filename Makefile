@@ -17,7 +17,6 @@ FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow di
   msgpack torchao
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
-GRID ?=
 PART ?= 1/1
 ALSO := plan routing schedule beyond_int32 fused_microbatches
 PYTHON ?= python3
@@ -93,7 +92,7 @@ megatron: $(VENV)/.integrations $(MEGATRONS:%=megatron-%)
 	$(BIN)/python -m pytest tests/integrations/test_megatron.py
 
 megatron-%: $(VENV)/.integrations .megatron/%/.ready
-	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest $(GRID) tests/integrations/test_megatron.py
+	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest tests/integrations/test_megatron.py
 
 .megatron/%/.ready: $(READY)
 	rm -rf $(@D)

@@ -29,23 +29,56 @@ def keep_what_fsdp_adds_up(weights: Sequence[Tensor]) -> None:
     them with), `main_grad` outlives a micro-batch, and overwriting would lose those before.
 
     Raises:
-        RuntimeError: Megatron-FSDP would scale what earlier micro-batches left there again with every one.
+        RuntimeError: as `refuse_wrong_gradients`.
     """
     for weight in weights:
-        if not weight.requires_grad:
+        if weight.requires_grad:
+            refuse_wrong_gradients(weight)
+            if not weight._gbuf.is_data_distributed:  # type: ignore[attr-defined]
+                weight.overwrite_main_grad = False  # type: ignore[attr-defined]
+
+
+def refuse_wrong_gradients(weight: Tensor) -> None:
+    """Raise where Megatron-FSDP itself makes wrong gradients, however they come: plain autograd's are as wrong.
+
+    Raises:
+        RuntimeError: it has never gathered the weight, would add this rank's gradient to the reduced one, or would
+            scale what earlier micro-batches left in `main_grad` again with every one.
+    """
+    buffer: Any = weight._gbuf  # type: ignore[attr-defined]
+    strategy = buffer.ddp_config.data_parallel_sharding_strategy
+    if strategy == "no_shard":
+        return
+    if not hasattr(weight, "overwrite_main_grad"):
+        raise RuntimeError(
+            "fsdp_unit_modules: expected modules whose hooks run, so that Megatron-FSDP gathers their weights; got "
+            "experts with weights that it never gathered. Before megatron-core 0.19 it runs no hook of the module that "
+            "it wraps, so that this cannot be a unit: wrap a module around it"
+        )
+    if buffer.is_data_distributed:
+        return
+    for fsdp in _fsdps:
+        every = fsdp.param_and_grad_buffer
+        if weight not in every.param_to_param_group:
             continue
-        buffer: Any = weight._gbuf  # type: ignore[attr-defined]
-        if buffer.is_data_distributed:
+        if not hasattr(every, "mp_policy"):
+            raise RuntimeError(
+                "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, no_shard, or optim_grads or "
+                f"optim_grads_params with an expert data parallel size above 1; got {strategy} with a size of "
+                f"{buffer.data_parallel_group.size()}, where Megatron-FSDP of 0.16 adds a rank's own gradient to the "
+                "reduced one"
+            )
+        if strategy == "optim":
             continue
-        weight.overwrite_main_grad = False  # type: ignore[attr-defined]
-        if buffer.gradient_scaling_factor in (None, 1):
-            continue
-        for fsdp in _fsdps:
-            added = fsdp.microbatch_count > 0 and weight in fsdp.param_and_grad_buffer.param_to_param_group
-            if added and not fsdp.is_delay_grad_reduce:
-                raise RuntimeError(
-                    "data_parallel_sharding_strategy: expected no_shard or optim, one micro-batch, or "
-                    "calculate_per_token_loss, where experts have an expert data parallel size of 1; got "
-                    f"{fsdp.ddp_config.data_parallel_sharding_strategy}, under which Megatron-FSDP scales what "
-                    "earlier micro-batches left in main_grad again with every one"
-                )
+        if every.mp_policy.grad_comm_dtype not in (None, buffer.dtype):
+            raise RuntimeError(
+                f"megatron_fsdp_grad_comm_dtype: expected None or {buffer.dtype}, as main_grad is, with {strategy} "
+                f"where experts have an expert data parallel size of 1; got {every.mp_policy.grad_comm_dtype}, with "
+                "which Megatron-FSDP adds a rank's own gradient to the reduced one"
+            )
+        if fsdp.microbatch_count > 0 and buffer.gradient_scaling_factor not in (None, 1):
+            raise RuntimeError(
+                "data_parallel_sharding_strategy: expected no_shard or optim, one micro-batch, or "
+                f"calculate_per_token_loss, where experts have an expert data parallel size of 1; got {strategy}, "
+                "under which Megatron-FSDP scales what earlier micro-batches left in main_grad again with every one"
+            )

@@ -7,13 +7,16 @@ version of TransformerEngine: that only says that its layers know `get_main_grad
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import product
+from unittest import mock
 
+import pytest
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
+from megatron.core import package_info, parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.transformer.module import MegatronModule
@@ -22,9 +25,11 @@ from support.megatron_experts import Cell, Model, batch, config_of, expected_gra
 from support.tolerance import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from fusedmlp.integrations import megatron_fsdp
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 LEARNING_RATE = 0.1
+VERSION = package_info.VERSION[:2]
 HAS_DTYPES = hasattr(DistributedDataParallelConfig, "megatron_fsdp_grad_comm_dtype")  # since 0.17
 
 
@@ -46,21 +51,23 @@ class FsdpCell(Cell):
     """What Megatron-FSDP adds to the choices."""
 
     strategy: str = "optim_grads_params"
-    unit: str = "experts"  # the module whose parameters are gathered and released together; "all": the whole model
+    unit: str = "experts"  # whose parameters are gathered and released together: "experts", "layer" or "model"
     grad_comm_dtype: str = ""
     calculate_per_token_loss: bool = False  # sums over ranks instead of means
     recompute: str = ""  # "reentrant" or "non-reentrant": the experts run again in backward
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-if (
-    not HAS_DTYPES
-):  # after our step 0.16 has other weights than the reference, through plain autograd too: not understood
-    STRATEGIES = STRATEGIES[:1]
+NEVER_GATHERED = "fsdp_unit_modules: expected modules whose hooks run"
+NO_STORAGE = "out of bounds for storage of size 0"  # PyTorch's, of the dense layer before the experts
+ADDED_TO_OWN = "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, .* got {0.strategy} with"
+DTYPE_ADDED_TO_OWN = "megatron_fsdp_grad_comm_dtype: expected None or torch.float32, .* with {0.strategy} where"
+SCALED_AGAIN = "expected no_shard or optim, one micro-batch, or calculate_per_token_loss, .* got {0.strategy}, under"
 
 
 def cells(world_size):
-    """What decides where a gradient is kept, crossed; then other dtypes, gradients through autograd, recomputation."""
+    """What decides where a gradient is kept, crossed; then gradients through autograd, recomputation, other dtypes, the
+    whole model as one unit, and what is scaled again."""
     for strategy, micro, ep in product(STRATEGIES, (1, 3), (False, True)[:world_size]):
         for dtype, fp32 in (("float32", True), ("bfloat16", False), ("bfloat16", True))[: 1 if micro == 1 else None]:
             yield FsdpCell(
@@ -69,18 +76,22 @@ def cells(world_size):
                 grad_reduce_in_fp32=fp32,
                 dtype=dtype,
                 expert_parallel=ep,
-                unit="all" if fp32 else "experts",
+                unit="layer" if fp32 else "experts",
                 add_bias_linear=fp32,
                 calculate_per_token_loss=scales_again(strategy, micro, ep),
             )
     for strategy in STRATEGIES:
         yield FsdpCell(strategy=strategy, microbatches=3, gradient_accumulation_fusion=False)
-        if (
-            HAS_DTYPES and world_size > 1
-        ):  # on one rank Megatron-FSDP adds what it communicates in another dtype to itself
-            yield FsdpCell(strategy=strategy, microbatches=3, dtype="bfloat16", grad_comm_dtype="bfloat16")
         for recompute in ("reentrant", "non-reentrant"):
             yield FsdpCell(strategy=strategy, microbatches=3, recompute=recompute)
+        for ep in (False, True)[:world_size]:
+            if HAS_DTYPES:
+                other = {"dtype": "bfloat16", "grad_comm_dtype": "bfloat16"}
+                yield FsdpCell(strategy=strategy, microbatches=3, expert_parallel=ep, **other)
+            if strategy != "no_shard":
+                yield FsdpCell(strategy=strategy, expert_parallel=ep, unit="model")
+            if scales_again(strategy, 3, ep):
+                yield FsdpCell(strategy=strategy, expert_parallel=ep, microbatches=3)
 
 
 def scales_again(strategy, microbatches, expert_parallel):
@@ -88,8 +99,25 @@ def scales_again(strategy, microbatches, expert_parallel):
     return strategy.startswith("optim_grads") and microbatches > 1 and expert_parallel
 
 
+def refusal(cell):
+    """The words with which a cell is refused, if it is, as Megatron-FSDP of this version makes its gradients wrong."""
+    if cell.strategy == "no_shard":
+        return None
+    if cell.unit == "model" and VERSION < (0, 19):
+        released = cell.strategy == "optim_grads_params" and dist.get_world_size() > 1
+        return NO_STORAGE if released else NEVER_GATHERED
+    grads_are_sharded = cell.strategy != "optim" and not cell.expert_parallel and dist.get_world_size() > 1
+    if VERSION < (0, 17) and not grads_are_sharded:
+        return ADDED_TO_OWN
+    if cell.grad_comm_dtype and cell.strategy != "optim" and not grads_are_sharded:
+        return DTYPE_ADDED_TO_OWN
+    if scales_again(cell.strategy, cell.microbatches, cell.expert_parallel) and not cell.calculate_per_token_loss:
+        return SCALED_AGAIN
+    return None
+
+
 class Layer(MegatronModule):
-    """Megatron-FSDP knows experts by ".experts." in their parameters' names."""
+    """Below a model, as Megatron's layers are, and with experts that Megatron-FSDP knows by ".experts." in names."""
 
     def __init__(self, config, cell):
         super().__init__(config)
@@ -101,7 +129,18 @@ class Layer(MegatronModule):
         return checkpoint(self.mlp, x.requires_grad_(), probs, use_reentrant=self.recompute == "reentrant")
 
 
-def wrap(config, cell, layer):
+class Layers(MegatronModule):
+    """The model, of one layer."""
+
+    def __init__(self, config, cell):
+        super().__init__(config)
+        self.layer = Layer(config, cell)
+
+    def forward(self, x, probs):
+        return self.layer(x, probs)
+
+
+def wrap(config, cell, model):
     dtypes = {"grad_reduce_in_fp32": cell.grad_reduce_in_fp32}
     if HAS_DTYPES:
         dtypes = {
@@ -117,9 +156,9 @@ def wrap(config, cell, layer):
         gradient_reduce_div_fusion=False,  # gloo cannot scale while it reduces
         **dtypes,
     )
-    units = [{"experts": FusedGroupedMLP, "all": Layer}[cell.unit]]
+    units = [{"experts": FusedGroupedMLP, "layer": Layer, "model": Layers}[cell.unit]]
     return mcore_fsdp_adapter.FullyShardedDataParallel(
-        config, ddp_config, layer, fsdp_unit_modules=units, device=torch.device("cpu")
+        config, ddp_config, model, fsdp_unit_modules=units, device=torch.device("cpu")
     )
 
 
@@ -155,7 +194,7 @@ def landed(fsdp, cell):
                 else parallel_state.get_data_parallel_group()
             )
             dist.all_reduce(full, group=group)
-        result[name.removeprefix("mlp.")] = full
+        result[name.removeprefix("layer.mlp.")] = full
     return result
 
 
@@ -173,13 +212,13 @@ def run_cell(cell):
     torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
     config = config_of(cell)
     config.calculate_per_token_loss = cell.calculate_per_token_loss
-    layer = Layer(config, cell)
-    model = layer.mlp
+    layers = Layers(config, cell)
+    model = layers.layer.mlp
     with torch.no_grad():
         dist.broadcast(model.dense.weight, 0)
     main, dtype = {name: w.float() for name, w in weights_of(model).items()}, getattr(torch, cell.dtype)
     experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
-    fsdp = wrap(config, cell, layer)
+    fsdp = wrap(config, cell, layers)
     for _ in range(2):
         train_step(fsdp, cell)
         weights = {name: w.to(dtype) for name, w in main.items()}
@@ -193,10 +232,23 @@ def run_cell(cell):
         main = {name: w - scale * got[name] for name, w in main.items()}
 
 
+def check_refused(cell, words):
+    """Run it: it is refused, and without the refusal its gradients are wrong."""
+    with pytest.raises(RuntimeError, match=words.format(cell)):
+        run_cell(cell)
+    if words == NO_STORAGE or (words == NEVER_GATHERED and dist.get_world_size() == 1):
+        return  # not our refusal; a single rank has all of its weights
+    with (
+        mock.patch.object(megatron_fsdp, "refuse_wrong_gradients"),
+        pytest.raises(AssertionError, match=r"not finite|error .* allowed"),
+    ):
+        run_cell(cell)
+
+
 def run_all(quick):
-    """The cells that were run, what was wrong with which, and what is refused."""
+    """How many cells were run, and how many of them are refused; what was wrong with which; the refusal of a delay."""
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: buffers are stale
-    failures, count, every = {}, 0, list(cells(dist.get_world_size()))
+    failures, counts, every = {}, Counter(), list(cells(dist.get_world_size()))
     every = part(every, together=1) if quick else every
     for expert_parallel in (False, True):
         chosen = [c for c in every if c.expert_parallel == expert_parallel]
@@ -204,27 +256,20 @@ def run_all(quick):
             continue
         megatron_world.model_parallel(expert_model_parallel_size=2 if expert_parallel else 1)
         for cell in chosen:
-            count += 1
+            words = refusal(cell)
+            counts["cells"] += 1
+            counts["refused"] += words is not None
             try:
-                run_cell(cell)
-            except Exception as error:
+                run_cell(cell) if words is None else check_refused(cell, words)
+            except (Exception, pytest.fail.Exception) as error:
                 failures[str(cell)] = f"{type(error).__name__}: {error}"[:500]
-    return count, failures, refusals()
+    return counts, failures, refusal_of_a_delay()
 
 
-def refusals():
-    """What is raised where Megatron-FSDP would make a wrong gradient of a right one."""
-    megatron_world.model_parallel(expert_model_parallel_size=dist.get_world_size())
-    found = {}
-    for strategy in ("optim_grads", "optim_grads_params") if dist.get_world_size() == 2 else ():
-        try:
-            run_cell(FsdpCell(microbatches=3, expert_parallel=True, strategy=strategy))
-        except RuntimeError as error:
-            found[f"scaled again, {strategy}"] = str(error)
+def refusal_of_a_delay():
+    """The words with which delayed weight gradients are refused."""
     cell = FsdpCell(order="bw")
     config = config_of(cell)
-    try:
-        train_step(wrap(config, cell, Layer(config, cell)), cell)
-    except RuntimeError as error:
-        found["delayed"] = str(error)
-    return found
+    with pytest.raises(RuntimeError) as refused:
+        train_step(wrap(config, cell, Layers(config, cell)), cell)
+    return str(refused.value)
