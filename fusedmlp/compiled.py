@@ -174,7 +174,7 @@ class TracedCall(Call):
         outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
         uses = [engine.CAPTURE if node else engine.DROP for node in nodes]
         returned_none = [fused or not wanted] * len(weights)
-        return Route(name, weights, uses, self.mode, False, [], outs, fused, _fused=returned_none)
+        return Route(weights, [], 0, name, uses, self.mode, False, outs, fused, _fused=returned_none)
 
 
 def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]]:

@@ -10,7 +10,6 @@ owner hands the parameter a new `main_grad` for every backward, or more often, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,10 +17,17 @@ from torch import Tensor
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, Place, has_main_grad, label, main_grad_of
 from fusedmlp.contract.lending import reclaim
-from fusedmlp.contract.parameter_state import GRADIENT, LENT, STALE, STEPPED, UNSURE, ZEROS, ParameterState, state_of
-
-if TYPE_CHECKING:
-    from fusedmlp.contract.route import Route
+from fusedmlp.contract.parameter_state import (
+    GRADIENT,
+    LENT,
+    STALE,
+    STEPPED,
+    UNSURE,
+    ZEROS,
+    ParameterState,
+    Queued,
+    state_of,
+)
 
 
 def begin_step(states: Sequence[ParameterState]) -> None:
@@ -146,7 +152,7 @@ def give_back_overwrite(param: Tensor) -> None:
         state.holds = STALE
 
 
-def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *own: Route) -> None:
+def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *own: Queued) -> None:
     """Raise for a gradient that would be lost, as something else is going to write to its main_grad, or is doing so.
 
     Of those in a queue, an older one that overwrites; `own` are those that the gradient at hand is computed from. Of
@@ -165,6 +171,6 @@ def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *ow
         )
 
 
-def queued_overwrites(param: Tensor, state: ParameterState) -> list[Route]:
+def queued_overwrites(param: Tensor, state: ParameterState) -> list[Queued]:
     """The gradients in a queue that are going to overwrite main_grad."""
     return [route for route in state.queued or () if route.overwrites_param(param)]

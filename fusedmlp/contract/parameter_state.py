@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fusedmlp.contract.engine import Backward
-    from fusedmlp.contract.route import Route
+from fusedmlp.contract.engine import Backward
 
 # Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
 # to one main_grad at once, and one of the sums would be lost.
@@ -48,6 +47,21 @@ class Lent(NamedTuple):
     takes_gradients: bool  # a backward meanwhile takes it back; otherwise that backward is refused
 
 
+@dataclass(eq=False)
+class Queued:
+    """Gradients of the parameters of one weight, as those that come to the same `main_grad` later see them."""
+
+    params: list[Tensor]
+    overwrites: list[bool]  # per parameter: replaces what main_grad holds
+    order: int  # of the layer's backward
+
+    def overwrites_param(self, param: Tensor) -> bool:
+        """Whether it replaces what this parameter's main_grad holds."""
+        if True not in self.overwrites:  # as nearly always
+            return False
+        return any(own is param and over for own, over in zip(self.params, self.overwrites, strict=True))
+
+
 class ParameterState:
     """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
 
@@ -64,7 +78,7 @@ class ParameterState:
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
-        self.queued: weakref.WeakSet[Route] | None = None  # its gradients that wait in a queue
+        self.queued: weakref.WeakSet[Queued] | None = None  # its gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
         self.entered = ""  # forward_checks.py: the mode of the last forward that was right

@@ -19,7 +19,7 @@ from fusedmlp.contract.exclusion import Held, hold_others
 from fusedmlp.contract.forward_checks import find_reducers, refuse_reducer
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
-from fusedmlp.contract.parameter_state import GRADIENT, find_state, state_of, states_of
+from fusedmlp.contract.parameter_state import GRADIENT, Queued, find_state, state_of, states_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
 
 _orders = count()
@@ -27,7 +27,7 @@ _Leaf = tuple[int, Tensor, Any]  # a parameter whose gradient is accumulated: it
 
 
 @dataclass(eq=False)
-class Route:
+class Route(Queued):
     """Where the wgrad GEMM of one weight (packed: one tensor; else one per expert) writes in one backward.
 
     Run the GEMM into `outs`, adding to them if `accumulate`, and return `finish()` from backward. If `delayed`, queue
@@ -35,25 +35,16 @@ class Route:
     """
 
     name: str
-    params: list[Tensor]
     uses: list[EngineUse]
     mode: Mode  # resolved: never "auto"
     delayed: bool
-    overwrites: list[bool]  # per parameter: replace what main_grad holds
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
-    order: int = 0  # of the layer's backward
     recomputes_first_microbatch: bool = False  # see autograd.Call
     _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
     held: Held | None = None  # other threads, while the GEMM adds to `.grad`; to be released by whoever called `open()`
     _leaves: list[_Leaf] | None = None
-
-    def overwrites_param(self, param: Tensor) -> bool:
-        """Whether it replaces what this parameter's main_grad holds."""
-        if True not in self.overwrites:  # as nearly always
-            return False
-        return any(own is param and over for own, over in zip(self.params, self.overwrites, strict=True))
 
     @property
     def leaves(self) -> list[_Leaf]:
@@ -257,10 +248,9 @@ def route(
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
     elif mode == "grad" and not delayed and (routes.recorded or engine.inside_compiled_autograd()):
         mode = "off"  # PyTorch puts their sum in a new tensor, with a graph; its graph knows only what is returned
-    overwrites = [False] * len(params)
     order = routes[0].order if routes else next(_orders)
-    result = Route(name, params, uses, mode, delayed, overwrites)
-    result.order, result.recomputes_first_microbatch = order, recomputes_first_microbatch
+    result = Route(params, [False] * len(params), order, name, uses, mode, delayed)
+    result.recomputes_first_microbatch = recomputes_first_microbatch
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
     if leaves and (reducers := find_reducers()):

@@ -453,7 +453,7 @@ def test_a_queue_runs_outside_of_backward_on_a_gpu_too():
     with FakeTensorMode():
         param = torch.nn.Parameter(torch.empty(2, 3, 4, device="cuda"))
         param.main_grad = torch.zeros(2, 3, 4, device="cuda")
-        route = Route("weight", [param], [EngineUse.ACCUMULATE], "main_grad", True, [False])
+        route = Route([param], [False], 0, "weight", [EngineUse.ACCUMULATE], "main_grad", True)
         route.open()
     assert route.outs[0] is param.main_grad
     assert route.accumulate
