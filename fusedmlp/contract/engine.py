@@ -1,14 +1,12 @@
-"""What PyTorch is doing right now: the one file of the contract that asks PyTorch's private functions.
+"""The state of PyTorch's autograd engine, from its private functions; those about reducers are in `reducers.py`.
 
 `tests/contract/test_guards_of_use.py` fails when one of them changes.
 """
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
-import weakref
 from collections.abc import Sequence
 from enum import Enum
 from operator import attrgetter
@@ -19,8 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.nn.modules.module import register_module_module_registration_hook
-from torch.nn.parallel import DistributedDataParallel
 
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
@@ -248,70 +244,3 @@ def fail_when_differentiated(message: str, results: Sequence[Tensor], sources: S
     """`results` (one or more) with a graph: every way from them to `sources` raises when it is differentiated."""
     mark: Any = torch._C._functions.DelayedError(message.encode(), len(results) + len(sources))
     return list(mark(*results, *sources))[: len(results)]
-
-
-# Reducers of `.grad`: DistributedDataParallel, FSDP2, DeepSpeed
-
-_ddps: weakref.WeakKeyDictionary[DistributedDataParallel, set[int] | None] = weakref.WeakKeyDictionary()
-
-
-def _remember_ddp(parent: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
-    """PyTorch's hook, called when a module gets a submodule: a DDP gets the module that it wraps when it is made."""
-    if isinstance(parent, DistributedDataParallel):
-        _ddps.setdefault(parent, None)
-
-
-register_module_module_registration_hook(_remember_ddp)
-if torch.distributed.is_available() and torch.distributed.is_initialized():  # some may have been made before
-    _ddps.update({module: None for module in gc.get_objects() if issubclass(type(module), DistributedDataParallel)})
-
-
-def ddp_params() -> list[set[int]]:
-    """For each living `DistributedDataParallel`: the ids of the parameters that it reduces."""
-    running = DistributedDataParallel._get_active_ddp_module()
-    if running is not None and running not in _ddps:  # a copy, which no hook has seen
-        _ddps[running] = None
-    return [_params_of(ddp, ids) for ddp, ids in list(_ddps.items())] if _ddps else []
-
-
-def _params_of(ddp: DistributedDataParallel, ids: set[int] | None) -> set[int]:
-    if ids is None:  # it keeps the parameters that it was made with
-        ids = _ddps[ddp] = {id(param) for param in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
-    return ids
-
-
-def uses_fsdp2() -> bool:
-    """Whether some module went through FSDP2's `fully_shard`."""
-    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:  # nobody imported fully_shard
-        return False
-    from torch.distributed._composable_state import _module_state_mapping
-
-    return bool(_module_state_mapping)
-
-
-def fsdp2_params() -> list[Tensor]:
-    """The unsharded parameters of all modules that went through FSDP2's `fully_shard`.
-
-    Nothing is on such a parameter itself that says so; the private registry of FSDP2's states is asked.
-    """
-    from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
-    states: list[Any] = [state() for state in list(_module_state_mapping.values())]
-    params = []
-    for state in states:
-        if isinstance(state, FSDPState):
-            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                params += [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    return params
-
-
-def is_deepspeeds(param: Tensor) -> bool:
-    """Whether DeepSpeed's optimizer owns a parameter: its attributes, or its hook, which takes `.grad` away."""
-    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    return (
-        hasattr(param, "_hp_mapping")
-        or hasattr(param, "ds_id")
-        or any(getattr(hook, "__module__", "").startswith("deepspeed") for hook in hooks.values())
-    )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +13,9 @@ from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_main_grad, label, refuse_tensor_hooks
 from fusedmlp.contract.parameter_state import ParameterState, find_state, release_interrupted, state_of, states_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
+from fusedmlp.contract.reducers import find_reducers, refuse_reducer
 
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
-_GRAD = "use accumulate_wgrad='grad' without delay, "
-# Reducers, and the advice for each.
-_DDP = "DistributedDataParallel", f"{_GRAD}or leave the parameter out of DDP and reduce main_grad yourself"
-_FSDP2 = "FSDP2 (fully_shard)", f"{_GRAD}and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
-_DEEPSPEED = "DeepSpeed", "use accumulate_wgrad='auto' without main_grad and without delay"
 
 
 def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> None:
@@ -82,39 +75,3 @@ def _refuse_late_hooks(param: Tensor, place: Place) -> None:
             f"{label(place)}: the parameter has a post-accumulate-grad hook, which backward runs before its delayed "
             "gradient is computed; expected none (an optimizer in backward?), or a layer without delay"
         )
-
-
-class Reducers(NamedTuple):
-    """Reducers of `.grad` in this process."""
-
-    ddp_params: list[set[int]]  # of each DistributedDataParallel: ids
-    fsdp2: bool
-    deepspeed: bool
-
-
-def find_reducers() -> Reducers | None:
-    """Reducers that this process has; None: there are none, as nearly always under Megatron."""
-    found = Reducers(engine.ddp_params(), engine.uses_fsdp2(), "deepspeed" in sys.modules)
-    return found if any(found) else None
-
-
-def refuse_reducer(param: Tensor, state: ParameterState, reducers: Reducers, place: Place, delayed: bool) -> None:
-    """Raise if something reduces `.grad` of a parameter whose gradient goes to `main_grad`, or comes later."""
-    if state.fsdp2 is None and reducers.fsdp2:  # a parameter keeps its owner
-        state.fsdp2 = any(param is own for own in engine.fsdp2_params())
-    if state.fsdp2:
-        reducer, advice = _FSDP2
-    elif any(id(param) in ids for ids in reducers.ddp_params):
-        if not torch.compiler.is_compiling():  # which cannot trace it
-            gc.collect()  # a DDP that nobody holds any more reduces nothing
-        if not any(id(param) in ids for ids in engine.ddp_params()):
-            return
-        reducer, advice = _DDP
-    elif reducers.deepspeed and engine.is_deepspeeds(param):
-        reducer, advice = _DEEPSPEED
-    else:
-        return
-    raise RuntimeError(
-        f"{label(place)}: {reducer} reduces this parameter's .grad when backward ends, and would miss "
-        f"{'a delayed gradient' if delayed else 'one in main_grad'}; {advice}"
-    )

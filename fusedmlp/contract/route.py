@@ -16,11 +16,11 @@ from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.dummy import remove_dummy_wgrad, set_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
 from fusedmlp.contract.exclusion import Held, hold_others
-from fusedmlp.contract.forward_checks import find_reducers, refuse_reducer
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
 from fusedmlp.contract.parameter_state import GRADIENT, Queued, find_state, state_of, states_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
+from fusedmlp.contract.reducers import find_reducers, refuse_reducer
 
 _orders = count()
 _Leaf = tuple[int, Tensor, Any]  # a parameter whose gradient is accumulated: its index, and its ParameterState
