@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 
 import fusedmlp
-from fusedmlp.autograd import Call
+from fusedmlp.autograd.layers import Call
 
 SIZE, ROUND = 8, 20
 

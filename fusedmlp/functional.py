@@ -14,9 +14,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fusedmlp import autograd, compiled, validate
+from fusedmlp import validate
 from fusedmlp.activation import Activation
-from fusedmlp.autograd import Call
+from fusedmlp.autograd import compiled, layers
+from fusedmlp.autograd.layers import Call
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.engine import inside_backward
 from fusedmlp.contract.forward_checks import enter_forward
@@ -92,7 +93,7 @@ def grouped_mlp(
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     offsets = _offsets(counts, x, call.impl)
     rest = [x.contiguous(), offsets, probs, None, None, None]
-    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
+    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def moe_experts(
@@ -151,7 +152,7 @@ def moe_experts(
     routed = probs if torch.compiler.is_exporting() else probs.detach()
     order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
     rest = [hidden_states.contiguous(), order.plan, probs, order.tokens, order.rows, order.probs]
-    return _run(autograd.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
+    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
 
 
 def grouped_linear(
@@ -197,7 +198,7 @@ def grouped_linear(
     )
     # fmt: on
     tensors = [*experts.tensors, *biases[0], x.contiguous(), _offsets(counts, x, call.impl)]
-    return _run(autograd.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch)
+    return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch)
 
 
 def _mlp_arguments(

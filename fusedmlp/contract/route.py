@@ -40,7 +40,7 @@ class Route(Queued):
     delayed: bool
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
-    recomputes_first_microbatch: bool = False  # see autograd.Call
+    recomputes_first_microbatch: bool = False  # see autograd.layers.Call
     _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
     held: Held | None = None  # other threads, while the GEMM adds to `.grad`; to be released by whoever called `open()`
@@ -232,7 +232,7 @@ def route(
     `nodes` are the graph nodes that the gradients of `weights` flow to, `current_node` the one that makes them. The
     parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
     attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list. The route
-    is added to `routes`. The rest is as in `autograd.Call`.
+    is added to `routes`. The rest is as in `autograd.layers.Call`.
     """
     known = engine.accumulates_into(nodes)  # as nearly always
     if known is not None:

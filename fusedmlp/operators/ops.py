@@ -59,7 +59,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
         return getattr(_implementation(impl), name)(*arguments)
 
     def run_operator(*args: Any) -> Any:
-        with torch.no_grad():  # what is differentiable is so as a whole: see `derivatives.py`
+        with torch.no_grad():  # what is differentiable is so as a whole: see `autograd/operators.py`
             results = run(*args)
         if not isinstance(results, MLPGrads):
             return results

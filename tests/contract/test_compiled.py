@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp import compiled
+from fusedmlp.autograd import compiled
 
 ABSENT = None
 # Dynamo itself instantiates an autograd.Function while it traces one, and looks at .grad of every input.

@@ -3,9 +3,10 @@
 import sys
 from pathlib import Path
 
-from fusedmlp import autograd, contract, functional
+from fusedmlp import contract, functional
+from fusedmlp.autograd import layers
 
-FILES = {autograd.__file__, functional.__file__, *map(str, Path(contract.__file__).parent.glob("*.py"))}
+FILES = {layers.__file__, functional.__file__, *map(str, Path(contract.__file__).parent.glob("*.py"))}
 
 
 class Interrupted(BaseException):

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmlp import autograd
-from fusedmlp.autograd import Call
+from fusedmlp.autograd import layers
+from fusedmlp.autograd.layers import Call
 from fusedmlp.contract import destination, engine
 from fusedmlp.contract.destination import Mode, Place
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
@@ -45,7 +45,7 @@ class TracedKey(NamedTuple):
 
     param: int  # its id; 0 if it is frozen
     address: int  # of its main_grad, as the graph knows it
-    recomputes_first_microbatch: int  # see autograd.Call
+    recomputes_first_microbatch: int  # see layers.Call
 
 
 def _enter_forward(
@@ -182,11 +182,11 @@ def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]
     return [t for tensors in groups.values() for t in tensors], ",".join(groups), [*map(len, groups.values())]
 
 
-class _Linear(autograd.GroupedLinear):
+class _Linear(layers.GroupedLinear):
     jvp = torch.autograd.Function.jvp  # the tracer takes no other
 
 
-class _MLP(autograd.GroupedMLP):
+class _MLP(layers.GroupedMLP):
     jvp = torch.autograd.Function.jvp
 
 
@@ -230,7 +230,7 @@ class _NothingSaved:
 def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None], first_microbatch: bool) -> Tensor:
     """The layer inside a graph; `tensors` as its `autograd.Function` takes them.
 
-    A program that is exported holds the operators by themselves, and returns plain gradients: see `derivatives.py`.
+    A program that is exported holds the operators by themselves, and returns plain gradients: see `operators.py`.
 
     Raises:
         RuntimeError: what cannot be had in a graph: delayed weight gradients, Megatron-FSDP's buffers.
@@ -244,7 +244,7 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
             "call the layer outside of torch.compile"
         )
     if torch.compiler.is_exporting():
-        program: type[torch.autograd.Function] = autograd.GroupedMLP if call.activation else autograd.GroupedLinear
+        program: type[torch.autograd.Function] = layers.GroupedMLP if call.activation else layers.GroupedLinear
         output: Tensor = program.forward(_NothingSaved(), call, *tensors)
         return output
     targets = {name: _targets(name, group, call.mode) for name, group in groups.items()}

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp import derivatives
+from fusedmlp.autograd import operators
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, fresh_like
 from fusedmlp.contract.exclusion import release
@@ -24,7 +24,7 @@ from fusedmlp.contract.route import Route, Routes, route
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads, MLPOutput
 
-derivatives.register()
+operators.register()
 
 _Grads = tuple[Tensor | None, ...]
 
