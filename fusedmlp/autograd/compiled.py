@@ -15,7 +15,7 @@ the wgrad GEMM adds to what `zero_where_` wrote.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from fusedmlp.contract.forward_checks import enter_forward as check_forward
 from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_other_writers, takes_overwrite
 from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock, state_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient
-from fusedmlp.contract.route import Route, Routes, mark_fused
+from fusedmlp.contract.route import Route, mark_fused
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import Experts
 
@@ -151,30 +151,25 @@ enter_backward = register(
 zero_where_ = register("zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) -> ()", lambda *_: None, _zero_where_)
 
 
-@dataclass(frozen=True)
-class TracedCall(Call):
-    """A `Call` inside a graph; also outside, where without `fullgraph` the graph broke right before the layer."""
+class Traced(NamedTuple):
+    """The gradients of a `Call` inside a graph; also outside, if the graph broke right before the layer."""
 
-    main_grads: dict[str, list[Tensor]] = field(default_factory=dict)  # of the weights that are fused
-    keys: Tensor | None = None
+    main_grads: dict[str, list[Tensor]]  # of the weights that are fused
+    keys: Tensor | None
 
     def enter_backward(self, dy: Tensor) -> None:
-        """As `Call.enter_backward`; here `enter_backward` decides all."""
+        """As `Call.enter_backward`; here the operator decides all."""
         if self.keys is not None:
             outs, names, lengths = _flat(self.main_grads)
             zero_where_(outs, enter_backward(dy, outs, self.keys, names, lengths))
 
-    def edges(self, ctx: Any) -> list[list[Any]]:
-        """As `Call.edges`; what is not None is True."""
-        return self.split([need or None for need in ctx.needs_input_grad[1:]])
-
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route:
         """As `Call.route`; never delayed, and adding to `main_grad` wherever that is fused."""
         wanted, fused = True in nodes, name in self.main_grads
         outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
         uses = [engine.CAPTURE if node else engine.DROP for node in nodes]
         returned_none = [fused or not wanted] * len(weights)
-        return Route(weights, [], 0, name, uses, self.mode, False, outs, fused, _fused=returned_none)
+        return Route(weights, [], 0, name, uses, mode, False, outs, fused, _fused=returned_none)
 
 
 def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]]:
@@ -254,12 +249,7 @@ def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None
     if main_grads:
         fused = [weight for name in main_grads for weight in groups[name]]
         offsets, keys = enter_forward(offsets, fused, *_flat(main_grads), first_microbatch, grad_enabled)
-    # fmt: off
-    traced = TracedCall(
-        call.lengths, call.transposed, call.mode, None, False, call.impl, call.activation, main_grads=main_grads,
-        keys=keys,
-    )
-    # fmt: on
+    traced = replace(call, queue=None, traced=Traced(main_grads, keys))
     flat = [tensor for group in parameters for tensor in group]
     function: type[torch.autograd.Function] = _MLP if call.activation else _Linear
     y: Tensor = function.apply(traced, *flat, x, offsets, *rest)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.autograd import operators
+from fusedmlp.autograd.first_order import refuse_second_order
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, fresh_like
 from fusedmlp.contract.exclusion import release
@@ -40,6 +41,7 @@ class Call:
     recomputes_first_microbatch: bool  # a checkpoint's second forward of it
     impl: str
     activation: str = ""
+    traced: Any = None  # compiled.Traced, inside a graph
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """The groups that `lengths` counts, then a last one with the rest."""
@@ -54,14 +56,20 @@ class Call:
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
     def enter_backward(self, dy: Tensor) -> None:
-        """Before everything else in backward; here `route` decides all."""
+        """Before everything else in backward; outside of graphs `route` decides all."""
+        if self.traced is not None:
+            self.traced.enter_backward(dy)
 
     def edges(self, ctx: Any) -> list[list[Any]]:
-        """Per group and tensor: the graph node that its gradient flows to, or None if it gets none."""
+        """Per group and tensor: the node that its gradient flows to (True in a graph), or None if it gets none."""
+        if self.traced is not None:
+            return self.split([need or None for need in ctx.needs_input_grad[1:]])
         return self.split([node for node, _ in ctx.next_functions])
 
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
         """Where the gradient of `weights` goes; `ctx` is the node whose backward asks. Added to `routes`."""
+        if self.traced is not None:
+            return self.traced.route(name, weights, nodes, self.mode)  # type: ignore[no-any-return]
         return route(
             name,
             weights,
@@ -97,12 +105,7 @@ _LayerBackward = Callable[[Any, Sequence[Any], Tensor, Routes], _Grads]
 
 
 def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grads]:
-    """Run a backward `(ctx, saved tensors, dy, routes)` without recording it; abandon its `routes` if it fails.
-
-    Differentiating its results again is an error, never a silent zero, by whichever way. (With
-    `torch.autograd.function.once_differentiable` results are constants if the incoming gradient is one, as for
-    `y.sum()`, which would drop a gradient penalty's own gradient.)
-    """
+    """Run a backward `(ctx, saved tensors, dy, routes)` without recording it; abandon its `routes` if it fails."""
 
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
@@ -125,15 +128,7 @@ def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grad
             finally:
                 for done in routes:
                     release(done.held)
-        if not torch.is_grad_enabled():
-            return grads
-        sources = [tensor for tensor in (dy, *saved) if tensor is not None and tensor.requires_grad]
-        if not sources:
-            return grads
-        results = [grad for grad in grads if grad is not None]
-        message = "fusedmlp: double backward (create_graph=True, then differentiating the gradients) is not supported"
-        marked = iter(engine.fail_when_differentiated(message, results, sources) if results else ())
-        return tuple(None if grad is None else next(marked) for grad in grads)
+        return refuse_second_order(grads, (dy, *saved), "(create_graph=True, then differentiating the gradients)")
 
     return run
 
@@ -168,14 +163,11 @@ class GroupedLinear(torch.autograd.Function):
         dy = dy.contiguous()
         call.enter_backward(dy)
         route = call.route("weight", weight, weight_nodes, ctx, routes)
-        dx = None
-        if x_node is not None:
-            transposed = [w.transpose(-1, -2) for w in call.logical(weight)]
-            dx = ops.grouped_gemm(dy, transposed, [], offsets, call.impl)
         db = _bias_grads(bias, bias_nodes)
-        if route.outs or db:
-            dw = call.logical(route.outs)
-            ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], route.accumulate, call.impl)
+        need_dx, dw = x_node is not None, call.logical(route.outs)
+        dx = operators.linear_backward(
+            dy, x, call.logical(weight), offsets, dw, db, need_dx, route.accumulate, call.impl
+        )
         return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 

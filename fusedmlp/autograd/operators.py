@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fusedmlp.contract.engine import fail_when_differentiated
+from fusedmlp.autograd.first_order import refuse_second_order
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads
 
@@ -23,23 +23,13 @@ _Formula = Callable[..., _Grads]
 
 
 def _first_order_only(formula: _Formula) -> _Formula:
-    """Differentiating the results is an error: what is written into given tensors is not recorded."""
+    """Run a formula `(ctx, saved tensors, *gradients)` without recording it."""
 
     def run(ctx: Any, *grads: Any) -> _Grads:
         saved = ctx.saved_tensors  # once: a checkpoint does not make them twice
         with torch.no_grad():
             results = formula(ctx, saved, *grads)
-        if not torch.is_grad_enabled():
-            return results
-        sources = [t for t in (*grads, *saved) if t is not None and t.requires_grad]
-        leaves, spec = tree_flatten(results)
-        found = [leaf for leaf in leaves if leaf is not None]
-        if not sources or not found:
-            return results
-        message = "fusedmlp: double backward through an operator of torch.ops.fusedmlp is not supported"
-        marked = iter(fail_when_differentiated(message, found, sources))
-        final: _Grads = tree_unflatten([None if leaf is None else next(marked) for leaf in leaves], spec)
-        return final
+        return refuse_second_order(results, (*grads, *saved), "through an operator of torch.ops.fusedmlp")
 
     return run
 
@@ -73,15 +63,31 @@ def _returned(outputs: list[Tensor], group: Sequence[Tensor]) -> list[Tensor | N
     return [*outputs] if outputs else [None] * len(group)
 
 
+def linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    offsets: Tensor,
+    dw: list[Tensor],
+    db: list[Tensor],
+    need_dx: bool,
+    accumulate: bool,
+    impl: str,
+) -> Tensor | None:
+    """The backward of `ops.grouped_gemm`: fills `dw`, or adds to it, and `db`, each unless it is empty; returns dx."""
+    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if need_dx else None
+    if dw or db:
+        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, impl)
+    return dx
+
+
 @_first_order_only
 def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
     x, w, bias, offsets, impl = _inputs(ctx, saved)
     needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
-    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if needs_x else None
     dw, db = _outputs(w, needs_w), _outputs(bias, needs_bias)
-    if dw or db:
-        ops.grouped_wgrad_(dw, db, [dy], [x.contiguous()], [offsets], [], [], False, impl)
+    dx = linear_backward(dy, x.contiguous(), w, offsets, dw, db, needs_x, False, impl)
     return dx, _returned(dw, w), _returned(db, bias), None, None
 
 
