@@ -5,7 +5,14 @@ from pathlib import Path
 
 from fusedmlp import autograd, contract, functional
 
-FILES = {autograd.__file__, functional.__file__, *map(str, Path(contract.__file__).parent.glob("*.py"))}
+
+def _sources(module):
+    """Its file, or the files of its folder."""
+    path = Path(module.__file__)
+    return path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+
+
+FILES = {str(path) for module in (autograd, functional, contract) for path in _sources(module)}
 
 
 class Interrupted(BaseException):
