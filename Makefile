@@ -3,6 +3,7 @@
 # `make emulate` executes the compiled kernels of sm_80, sm_90 and sm_100, instruction by instruction, on the CPU.
 # `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
+# `make hashes` writes anew which code they are, the table with which `make kernels` compares.
 # `make megatron` runs its tests with that of .venv and every megatron-core named here; `make megatron-0.18.0` with one.
 # `make transformers` runs whole models with every older Transformers named here.
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
@@ -27,7 +28,7 @@ READY := $(VENV)/.ready
 # Not to be removed as intermediate files.
 .SECONDARY: $(MEGATRONS:%=.megatron/%/.ready)
 
-.PHONY: demo test test-all emulate lint docs bench kernels versions hub megatron transformers peers clean
+.PHONY: demo test test-all emulate lint docs bench kernels hashes versions hub megatron transformers peers clean
 
 demo: $(READY)
 	$(BIN)/python -m fusedmlp demo
@@ -71,6 +72,12 @@ kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	@for triton in '' $(TRITONS:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton $(BIN)/python -m fusedmlp kernels $(KERNELS) >.triton/kernels.txt \
 	    || { grep -v ' ok$$' .triton/kernels.txt; exit 1; }; \
+	done
+
+hashes: $(READY) $(TRITONS:%=.triton/%/.ready)
+	@for triton in '' $(TRITONS:%=.triton/%); do \
+	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton $(BIN)/python -m fusedmlp kernels --hashes --write >/dev/null \
+	    || exit 1; \
 	done
 
 # Another Triton in a folder that goes before .venv on the path; torch and the rest are .venv's.

@@ -131,7 +131,8 @@ def _add_kernels(commands: Commands) -> None:
         "registers, spilled bytes, shared memory, tensor-core and TMA instructions, and what a step of the loop that "
         "multiplies and what a tile costs. Needs no GPU. Exit status 1 if any kernel spills, has wgmma that ptxas "
         "serializes, needs more shared memory than its GPU has, or lacks the instructions that it should "
-        "have (GEMMs in exact fp32 need no tensor cores); 2 if kernels cannot be compiled in this process.",
+        "have (GEMMs in exact fp32 need no tensor cores), or is other code than the table of hashes has; 2 if kernels "
+        "cannot be compiled in this process.",
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; default: all of them")
     parser.add_argument(
@@ -141,6 +142,13 @@ def _add_kernels(commands: Commands) -> None:
     )
     parser.add_argument("--jobs", type=_positive, help="processes that compile; default: as many as there are cores")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.add_argument(
+        "--hashes",
+        action="store_true",
+        help="without ptxas: print the hash of every launch's PTX or assembly, and compare it with the table of hashes",
+    )
+    parser.add_argument("--write", action="store_true", help="for --hashes: write the table instead of comparing")
+    parser.add_argument("--table", type=Path, metavar="CSV", help="for --hashes: a table other than fusedmlp's own")
     parser.set_defaults(run=_kernels)
 
 
@@ -150,9 +158,13 @@ def _kernels(args: argparse.Namespace) -> int:
     if triton_interpret():  # before Triton is imported, which then prepares to interpret
         print("kernels: TRITON_INTERPRET=1 runs kernels on the CPU and cannot compile them; unset it", file=sys.stderr)
         return 2
+    if (args.write or args.table) and not args.hashes:
+        print("kernels: --write and --table are for --hashes", file=sys.stderr)
+        return 2
     from fusedmlp.static_proof import command
 
-    status: int = command.run(args.target, args.jobs, args.json, args.all_variants)
+    what = args.target, args.jobs, args.json, args.all_variants
+    status: int = command.run_hashes(*what, args.write, args.table) if args.hashes else command.run(*what)
     return status
 
 

@@ -1,6 +1,5 @@
 """What a user installs."""
 
-import ast
 import json
 import os
 import subprocess
@@ -8,8 +7,6 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
-from graphlib import TopologicalSorter
-from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -83,50 +80,6 @@ def test_the_layout():
     assert link.is_symlink()
     assert str(link.readlink()) == "../kernels"
     assert not (ROOT / "kernels" / "__init__.py").exists()
-
-
-def test_kernels_import_nothing_from_the_package():
-    for path in (ROOT / "kernels").glob("*.py"):
-        assert "fusedmlp" not in path.read_text(), path
-
-
-class _Imports(ast.NodeVisitor):
-    """Absolute names that a module imports: at its top, in functions, and by `import_module`; not for types alone."""
-
-    def __init__(self, package):
-        self.package, self.names = package, []
-
-    def visit_If(self, node):
-        for child in node.orelse if "TYPE_CHECKING" in ast.unparse(node.test) else ast.iter_child_nodes(node):
-            self.visit(child)
-
-    def visit_Import(self, node):
-        self.names += [alias.name for alias in node.names]
-
-    def visit_ImportFrom(self, node):
-        source = resolve_name("." * node.level + (node.module or ""), self.package)
-        self.names += [f"{source}.{alias.name}" for alias in node.names]
-
-    def visit_Call(self, node):
-        if "import_module" in ast.unparse(node.func) and isinstance(node.args[0], ast.Constant):
-            self.names.append(node.args[0].value)
-        self.generic_visit(node)
-
-
-def test_no_module_imports_itself_by_way_of_others():
-    """One that an import inside a function closes is a circle too."""
-    paths = {}
-    for path in [*(ROOT / "fusedmlp").rglob("*.py"), *(ROOT / "fusedmlp" / "kernels").glob("*.py")]:
-        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        paths[name.removesuffix(".__init__")] = path
-    graph = {}
-    for name, path in paths.items():
-        imports = _Imports(name if path.stem == "__init__" else name.rpartition(".")[0])
-        imports.visit(ast.parse(path.read_text(encoding="utf-8")))
-        # What is no module is a name inside the module before the last dot.
-        graph[name] = {n if n in paths else n.rpartition(".")[0] for n in imports.names} & paths.keys()
-    assert "fusedmlp.kernels.configs" in graph["fusedmlp.kernels.grouped_gemm"]
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
 
 
 def test_importing_needs_no_gpu_and_no_triton_and_warns_about_nothing():

@@ -43,9 +43,11 @@ def assemble(folder: Path) -> None:
 
 
 def _copy_package(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    for source in _KERNELS.glob("*.py"):
-        shutil.copy(source, folder / ("__init__.py" if source.name == "hub.py" else source.name))
+    for source in _KERNELS.rglob("*.py"):
+        target = folder / source.relative_to(_KERNELS)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
+    (folder / "hub.py").rename(folder / "__init__.py")
 
 
 if __name__ == "__main__":

@@ -3,5 +3,5 @@
 `cases` calls the `triton` implementation with every combination of optional inputs; `recorder` compiles what that
 launches for another GPU instead of running it; `resources` reads the compiler's reports, `cubin` and `assembly` its
 binaries and listings, in which `loops` and `main_loop` find what a step costs; `proof` judges them, but for what is
-`known`, and `budgets` keeps what each pass may cost.
+`known`. `budgets` keeps what each pass may cost, `hashes` which code each launch is.
 """

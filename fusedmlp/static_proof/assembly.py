@@ -1,4 +1,4 @@
-"""Instructions of a listing, with their kinds and the branches between them: SASS, PTX, and AMD's assembly.
+"""Instructions of a listing, with their kinds and the branches between them: SASS, PTX, and AMD's assembly; their hash.
 
 Sources: NVIDIA, "CUDA Binary Utilities" (what nvdisasm prints, and tables of instructions) and "PTX ISA"; AMD, "CDNA 3
 ISA"; LLVM, "User Guide for AMDGPU Backend".
@@ -6,6 +6,7 @@ ISA"; LLVM, "User Guide for AMDGPU Backend".
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable
 from typing import Literal, NamedTuple, cast
@@ -15,6 +16,11 @@ Kind = Literal["mma", "load", "store", "wait", "barrier"]
 _Branch = Callable[[str, str], tuple[str, bool] | None]  # of opcode and operands: label, and whether it is conditional
 
 _LABEL = re.compile(r"\s*([.$]?\w+):")
+# Source files, lines and the labels between them. PTX has its debug sections last, each in braces; in AMD's assembly
+# there is metadata between them.
+_LINE_INFORMATION = re.compile(r"\.(?:loc|file|cfi_\w+)\b|(?:\$L__|\.L)(?:tmp|func_begin|func_end)\d+:$")
+_SECTION = re.compile(r"\.(?:section|text|amdgpu_metadata)\b")
+_DEBUG_SECTION = re.compile(r'\.section\s+"?\.debug_')
 _SASS_TARGET = re.compile(r"(.*?)(0x[0-9a-f]+)$")
 
 
@@ -83,6 +89,18 @@ def gcn(source: str) -> list[Instruction]:
         return (operands, opcode != "s_branch") if opcode.startswith(("s_branch", "s_cbranch")) else None
 
     return _read(source, _GCN, branch)
+
+
+def hash_of(source: str, *, is_amd: bool) -> str:
+    """The first 16 hex digits of the SHA-256 of PTX, or of AMD's assembly, without comments and line information."""
+    code, skipping = [], False
+    for each in source.splitlines():
+        line = each.split(";" if is_amd else "//")[0].strip()
+        if _SECTION.match(line):
+            skipping = _DEBUG_SECTION.match(line) is not None
+        if line and not skipping and not _LINE_INFORMATION.match(line):
+            code.append(line)
+    return hashlib.sha256("\n".join(code).encode()).hexdigest()[:16]
 
 
 def _read(listing: str, language: _Language, branch: _Branch) -> list[Instruction]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from fusedmlp.kernels import configs
-from fusedmlp.static_proof import cases, cubin, known, main_loop, resources
+from fusedmlp.static_proof import assembly, cases, cubin, known, main_loop, resources
 from fusedmlp.static_proof.main_loop import MainLoop
 from fusedmlp.static_proof.recorder import Launch, recording
 from fusedmlp.static_proof.targets import TARGETS, Target
@@ -46,6 +46,7 @@ class Row:
     tma_instructions: int = 0
     main_loop: MainLoop | None = None  # None: no loop multiplies on tensor cores
     warnings: tuple[str, ...] = ()  # ptxas's, of wgmma
+    hash: str = ""  # of the PTX or assembly; empty if it does not compile
     problems: tuple[str, ...] = field(default=())
 
     @property
@@ -66,17 +67,22 @@ class Task(NamedTuple):
     target: str
     dtype: Dtype
     all_variants: bool = False
+    only_hashes: bool = False  # rows have nothing but a hash, for which ptxas need not run
+    one_variant: bool = False  # of each configuration, the first
 
 
-def tasks(targets: Sequence[str], all_variants: bool = False) -> list[Task]:
+def tasks(targets: Sequence[str], all_variants: bool = False, only_hashes: bool = False) -> list[Task]:
     """Everything to be proven for those targets, the longest first."""
-    return [Task(t, d, all_variants) for d in DTYPES for t in targets if not (d == "tf32" and TARGETS[t].is_amd)]
+    return [
+        Task(target, dtype, all_variants, only_hashes)
+        for dtype in DTYPES
+        for target in targets
+        if not (dtype == "tf32" and TARGETS[target].is_amd)
+    ]
 
 
-def prove(
-    targets: Sequence[str], jobs: int, all_variants: bool = False, progress: Callable[[Task], None] = lambda _: None
-) -> list[Row]:
-    """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the targets' tables.
+def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = lambda _: None) -> list[Row]:
+    """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the tasks' tables.
 
     Of each, the few variants of `cases.DEMANDING` or, much longer, `all_variants` that there are.
     """
@@ -91,7 +97,6 @@ def prove(
             except BrokenProcessPool:
                 return [Row("?", "?", *task[:2], problems=("the compiler ended its process",))]
 
-    wanted = tasks(targets, all_variants)
     done: dict[Task, list[Row]] = {}
     with ThreadPoolExecutor(jobs) as threads:
         futures = {threads.submit(run, task): task for task in wanted}
@@ -99,7 +104,7 @@ def prove(
             done[futures[future]] = future.result()
             progress(futures[future])
     found = [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
-    return [*found, *outdated(found)]
+    return found if any(task.only_hashes for task in wanted) else [*found, *outdated(found)]
 
 
 def outdated(rows: Sequence[Row]) -> Iterator[Row]:
@@ -122,7 +127,8 @@ def rows(task: Task) -> list[Row]:
     wanted = _wanted(task)
     for shape, with_tma, specialised, chosen in _settings(table, bits, task):
         for case, call in chosen.items():
-            with recording(target, shape, with_tma=with_tma, specialised=specialised, wanted=wanted) as launches:
+            options = {"with_tma": with_tma, "specialised": specialised, "binaries": not task.only_hashes}
+            with recording(target, shape, **options, wanted=wanted) as launches:
                 call(DTYPES[task.dtype])
             for launch in launches:
                 if launch.row:
@@ -176,7 +182,7 @@ def _wanted(task: Task) -> Callable[[Launch], bool]:
             return True
         what = launch.kernel if task.dtype == "fp16" else (launch.row, launch.tile)
         compiled[what] += 1
-        return launch.row is not None and compiled[what] <= _VARIANTS[task.dtype]
+        return launch.row is not None and compiled[what] <= (1 if task.one_variant else _VARIANTS[task.dtype])
 
     return wanted
 
@@ -184,7 +190,7 @@ def _wanted(task: Task) -> Callable[[Launch], bool]:
 def judge(launches: Sequence[tuple[Launch, str]], task: Task) -> list[Row]:
     """The rows of launches, each with the name of its case."""
     compiled = [launch.compiled for launch, _ in launches if not isinstance(launch.compiled, Exception)]
-    loops = dict(zip(map(id, compiled), main_loop.of(compiled), strict=True))
+    loops = {} if task.only_hashes else dict(zip(map(id, compiled), main_loop.of(compiled), strict=True))
     return [_row(launch, case, task, loops.get(id(launch.compiled))) for launch, case in launches]
 
 
@@ -193,6 +199,10 @@ def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
     if isinstance(launch.compiled, Exception):
         text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
         return Row(launch.kernel, config, *task[:2], problems=(f"does not compile: {text[:200]}",))
+    source, is_amd = resources.source(launch.compiled)
+    code = assembly.hash_of(source, is_amd=is_amd)
+    if task.only_hashes:
+        return Row(launch.kernel, config, *task[:2], hash=code)
     used = resources.of(launch.compiled)
     is_gemm = launch.kernel.startswith("grouped_") and not _sums_biases_alone(launch)
     warnings = cubin.warnings(launch.compiled, launch.log)
@@ -212,6 +222,7 @@ def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
         used.tma,
         loop,
         warnings,
+        code,
         tuple(found),
     )
 

@@ -65,6 +65,16 @@ class _AbsentGPU:
         return 0
 
 
+def _without_binary(*compiling: Any) -> tuple[str, str] | None:
+    """Triton's hook: called without arguments for a key in its caches, then with the stages of a compilation."""
+    if not compiling:
+        return "without binary", "without binary"
+    _, stages, *_ = compiling
+    if "cubin" in stages:
+        stages["cubin"] = lambda *_: b""
+    return None
+
+
 class _Table(dict[Any, Any]):
     """A tile table that notes what was last taken from it."""
 
@@ -82,12 +92,15 @@ def recording(
     *,
     with_tma: bool = True,
     specialised: bool = False,
+    binaries: bool = True,
     wanted: Callable[[Launch], bool] = lambda _: True,
 ) -> Iterator[list[Launch]]:
     """Launches inside are compiled for `target` with the tiles of `shape`, whatever the sizes of the tensors.
 
     Without `with_tma` launchers find no configuration that uses descriptors, as if the weights lay in no one buffer.
     `specialised`: kernels with a task for each warp are used where the table has them.
+    Without `binaries` NVIDIA's kernels are compiled to PTX and no further: ptxas takes longer than all before it. There
+    is no line information then, which changes what ptxas makes, but not the PTX.
     Launches that are not `wanted` are left out.
     """
     launches: list[Launch] = []
@@ -121,8 +134,12 @@ def recording(
         # How many programs a launch has changes nothing in a kernel.
         properties = SimpleNamespace(multi_processor_count=100)
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", return_value=properties))
-        stack.enter_context(knobs.nvidia.scope())
+        for scope in (knobs.compilation, knobs.nvidia, knobs.runtime):
+            stack.enter_context(scope.scope())
         knobs.nvidia.dump_ptxas_log = True
+        if not binaries:
+            knobs.compilation.disable_line_info = True
+            knobs.runtime.add_stages_inspection_hook = _without_binary
         stack.callback(driver.set_active, active)
         driver.set_active(_AbsentGPU(target))
         yield launches

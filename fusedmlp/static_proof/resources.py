@@ -28,10 +28,15 @@ class Resources(NamedTuple):
     tma: int  # instructions
 
 
+def source(compiled: Any) -> tuple[str, bool]:
+    """The PTX or the assembly of a `CompiledKernel`, and whether it is AMD's."""
+    is_amd = "amdgcn" in compiled.asm
+    return compiled.asm["amdgcn" if is_amd else "ptx"], is_amd
+
+
 def of(compiled: Any) -> Resources:
     """Resources of a `CompiledKernel`."""
-    is_amd = "amdgcn" in compiled.asm
-    assembly = compiled.asm["amdgcn" if is_amd else "ptx"]
+    assembly, is_amd = source(compiled)
     registers, spill = _amd(assembly) if is_amd else _nvidia(compiled.asm["cubin"])
     found = {kind: len(pattern.findall(assembly)) for kind, pattern in _TENSOR_CORE.items()}
     return Resources(

@@ -1,5 +1,7 @@
 """The kernels in the Hugging Face Hub's layout, loaded by its `kernels` package from a folder."""
 
+import shutil
+
 import pytest
 import torch
 from kernels import get_local_kernel
@@ -8,13 +10,13 @@ from support import forked
 from support.factory import wgrad_segment
 from support.tolerance import assert_close
 
-from fusedmlp.integrations.hub import assemble
+from fusedmlp.integrations import hub
 
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hub")
-    assemble(folder)
+    hub.assemble(folder)
     return folder
 
 
@@ -70,8 +72,25 @@ def test_grouped_wgrad_adds_what_float64_does(loaded, operands, accumulate):
 
 
 def test_every_import_within_the_kernels_is_relative(repository):
-    for path in (repository / "build" / "torch-cuda").glob("*.py"):
+    paths = list((repository / "build" / "torch-cuda").rglob("*.py"))
+    assert len(paths) >= 30
+    for path in paths:
         assert "fusedmlp" not in path.read_text(), path
+
+
+def test_files_in_folders_keep_their_places(tmp_path, monkeypatch):
+    kernels = tmp_path / "kernels"
+    for name in ("hub.py", "one.py", "a/one.py", "a/b/hub.py"):
+        (kernels / name).parent.mkdir(parents=True, exist_ok=True)
+        (kernels / name).write_text(name)
+    shutil.copy(hub._KERNELS / "build.toml", kernels)
+    monkeypatch.setattr(hub, "_KERNELS", kernels)
+    hub.assemble(tmp_path / "out")
+    copies = {"__init__.py": "hub.py", "one.py": "one.py", "a/one.py": "a/one.py", "a/b/hub.py": "a/b/hub.py"}
+    for package in ("torch-ext/fusedmlp_kernels", "build/torch-cuda"):
+        folder = tmp_path / "out" / package
+        found = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.py")}
+        assert found == copies
 
 
 def test_the_command_refuses_a_folder_that_holds_something(repository):

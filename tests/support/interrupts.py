@@ -3,10 +3,16 @@
 import sys
 from pathlib import Path
 
-from fusedmlp import contract, functional
-from fusedmlp.autograd import layers
+from fusedmlp import autograd, contract, functional
 
-FILES = {layers.__file__, functional.__file__, *map(str, Path(contract.__file__).parent.glob("*.py"))}
+
+def _sources(module):
+    """Its file, or the files of its folder."""
+    path = Path(module.__file__)
+    return path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+
+
+FILES = {str(path) for module in (autograd, functional, contract) for path in _sources(module)}
 
 
 class Interrupted(BaseException):
