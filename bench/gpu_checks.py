@@ -27,7 +27,7 @@ from torch.nn import Parameter
 
 import fusedmlp
 from fusedmlp.environment import triton_interpret
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 
 Counts = tuple[int, ...]
 LOADS: dict[str, Counts] = {

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.limits import measure, roofline
 from fusedmlp.limits.gpus import limit_ms
 from fusedmlp.limits.measure import Ceilings, Layer

@@ -1,14 +1,14 @@
 """The public names of the kernels. On the Hugging Face Hub this file is the package's `__init__.py`."""
 
-from .activation import Options
-from .combine import combine_
-from .expert_tensors import ExpertTensors
-from .grouped_dgrad_act import grouped_dgrad_act_
-from .grouped_fc1_act import grouped_fc1_act_
-from .grouped_gemm import grouped_gemm_
-from .grouped_wgrad import grouped_wgrad_
-from .plan import Schedule, plan_of_counts
-from .routing import route
+from .device.activation import Options
+from .dgrad_act.launch import grouped_dgrad_act_
+from .fc1_act.launch import grouped_fc1_act_
+from .gemm.launch import grouped_gemm_
+from .operands.expert_tensors import ExpertTensors
+from .routing.combine import combine_
+from .routing.order import route
+from .routing.plan import Schedule, plan_of_counts
+from .wgrad.launch import grouped_wgrad_
 
 __all__ = [
     "ExpertTensors",

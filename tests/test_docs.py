@@ -15,8 +15,9 @@ import torch
 
 import fusedmlp
 from fusedmlp.__main__ import main
-from fusedmlp.kernels import configs, schedule
-from fusedmlp.kernels.plan import Schedule
+from fusedmlp.kernels.device import tile_order
+from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.tiles import configs
 
 ROOT = Path(__file__).parents[1]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -233,16 +234,16 @@ def test_the_drawings_show_what_the_kernels_do():
     places = re.findall(r'class="mid place" data-tile="(\d) (\d)">(\d+)<', tiles)
     assert len(places) == owned * 4
     for m, n, place in places:
-        assert schedule.tile_at.fn(int(place), owned, 4, 3) == (int(m), int(n))
+        assert tile_order.tile_at.fn(int(place), owned, 4, 3) == (int(m), int(n))
 
     experts = plan.order.tolist()
     taken = re.findall(r'class="mid rank" data-expert="(\d)" data-program="(\d)">(\d+)<', order)
     for expert, _, tile in taken:
-        assert experts[schedule.wgrad_tile.fn(int(tile), 2, 2, 16)[0]] == int(expert)
+        assert experts[tile_order.wgrad_tile.fn(int(tile), 2, 2, 16)[0]] == int(expert)
     for program in range(3):
         own = [int(tile) for _, of, tile in taken if int(of) == program]
-        turns = range(schedule.num_turns.fn(experts[4] * 4, program, 3))
-        assert own == [schedule.place_at.fn(turn, program, 3) for turn in turns]
+        turns = range(tile_order.num_turns.fn(experts[4] * 4, program, 3))
+        assert own == [tile_order.place_at.fn(turn, program, 3) for turn in turns]
 
     tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
     assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue

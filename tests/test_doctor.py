@@ -10,7 +10,7 @@ from support import forked
 
 from fusedmlp import versions
 from fusedmlp.doctor import command, facts, selftest
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.operators import ops
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}

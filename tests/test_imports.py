@@ -23,6 +23,16 @@ TOOLS = [f"fusedmlp.{name}" for name in ("__main__", "demo", "doctor", "limits",
 # Imports that break a rule, and those without which there would be no circle.
 BENCH_OF_TESTS = {("bench.gpu_checks", "tests.emulator.cases"), ("bench.gpu_checks", "tests.emulator.layers")}
 CLOSING = BENCH_OF_TESTS
+UPWARDS = {
+    ("fusedmlp.kernels.launching.launcher", "fusedmlp.kernels.operands.descriptors"),
+    ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.operands.descriptors"),
+    ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.operands.expert_tensors"),
+    ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.tiles.configs"),
+    ("fusedmlp.kernels.launching.record", "fusedmlp.kernels.operands.descriptors"),
+    ("fusedmlp.kernels.launching.record", "fusedmlp.kernels.operands.expert_tensors"),
+    ("fusedmlp.kernels.tiles.configs", "fusedmlp.kernels.warp_specialized.gluon_compat"),
+    ("fusedmlp.kernels.tiles.tuned", "fusedmlp.kernels.launching.replay"),
+}
 
 
 def imported(source, package):
@@ -113,8 +123,8 @@ def test_every_import_of_a_source_is_seen(source, names):
 @pytest.mark.parametrize(
     "edge",
     [
-        ("fusedmlp.kernels.grouped_gemm", "fusedmlp.kernels.configs"),  # relative
-        ("fusedmlp.kernels.configs", "fusedmlp.kernels.gluon"),  # in a function
+        ("fusedmlp.kernels.gemm.launch", "fusedmlp.kernels.tiles.configs"),  # relative
+        ("fusedmlp.kernels.tiles.configs", "fusedmlp.kernels.warp_specialized.gluon_compat"),  # in a function
         ("fusedmlp", "fusedmlp.functional"),  # by the `__init__.py` of a folder
         ("tests.test_readme", "bench.figures"),
         ("tests.emulator.cases", "tests.support.passes.gemm"),  # as `support`
@@ -139,10 +149,21 @@ def test_kernels_import_torch_and_triton_and_do_not_name_the_package():
 
 @pytest.mark.parametrize(("one", "other"), [*permutations(PASSES, 2)])
 def test_passes_do_not_import_each_other(one, other):
-    def files(name):
-        return [f"fusedmlp.kernels.grouped_{name}{suffix}" for suffix in ("", "_specialised")]
+    assert crossing([f"fusedmlp.kernels.{one}"], [f"fusedmlp.kernels.{other}"]) == set()
 
-    assert crossing(files(one), files(other)) == set()
+
+def test_folders_of_kernels_import_those_that_come_later():
+    """In this order; launching is imported by passes, routing and itself alone."""
+    shared = ["routing", "warp_specialized", "device", "operands", "tiles", "launching"]
+    folders = {f"fusedmlp.kernels.{name}": place for place, name in enumerate(shared, start=1)}
+    folders |= {f"fusedmlp.kernels.{name}": 0 for name in PASSES}
+    upwards = set()
+    for name, other in edges():
+        here, there = (folders.get(".".join(each.split(".")[:3])) for each in (name, other))
+        low = here is not None and here > 1 and there == len(shared)
+        if here is not None and there is not None and (here > there or (low and here != there)):
+            upwards.add((name, other))
+    assert upwards == UPWARDS
 
 
 # `module -> functional -> autograd -> contract, operators -> kernels`, then what is around the library.

@@ -5,8 +5,8 @@ import json
 import pytest
 from support import forked
 
-from fusedmlp.kernels import configs
-from fusedmlp.kernels.configs import Tile
+from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles.configs import Tile
 from fusedmlp.limits import balance, model, rates, roofline, shapes
 from fusedmlp.limits.gpus import GPU, GPUS
 from fusedmlp.static_proof import budgets

@@ -9,7 +9,7 @@ from support.moe import Case, Inputs
 from support.tolerance import assert_close
 
 import fusedmlp
-from fusedmlp.kernels.plan import row_blocks, size_of_plan
+from fusedmlp.kernels.routing.plan import row_blocks, size_of_plan
 from fusedmlp.operators import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -40,7 +40,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(archives):
     names = set(zipfile.ZipFile(archives["wheel"]).namelist())
     package = {name for name in names if ".dist-info/" not in name}
     kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
-    assert "fusedmlp/kernels/grouped_wgrad.py" in kernels
+    assert "fusedmlp/kernels/wgrad/launch.py" in kernels
     assert package == _modules("fusedmlp") | kernels | {"fusedmlp/py.typed"}
 
 

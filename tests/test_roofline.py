@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from support import forked
 
-from fusedmlp.kernels import cost
+from fusedmlp.kernels.launching import cost
 from fusedmlp.limits import balance, measure, roofline, shapes
 from fusedmlp.limits.gpus import GPUS, limit_ms
 

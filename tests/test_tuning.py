@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fusedmlp import __main__ as cli
-from fusedmlp.kernels import configs, launches, tuned
-from fusedmlp.kernels.configs import Key
+from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.tiles import configs, tuned
+from fusedmlp.kernels.tiles.configs import Key
 from fusedmlp.tuning import tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")

@@ -87,7 +87,7 @@ def supported_versions() -> dict[str, str]:
 def _specialised() -> str:
     if versions.found("triton") is None:
         return "no: triton is not installed"
-    from fusedmlp.kernels import configs
+    from fusedmlp.kernels.tiles import configs
 
     missing = configs.gluon_missing()
     if missing:
@@ -101,7 +101,7 @@ def _specialised() -> str:
 
 
 def _architecture() -> str:
-    from fusedmlp.kernels import configs  # needs Triton
+    from fusedmlp.kernels.tiles import configs  # needs Triton
 
     return configs.architecture(torch.device("cuda", 0))
 

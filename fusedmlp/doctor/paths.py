@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.limits.measure import STEP
 from fusedmlp.operators import triton_impl
 from fusedmlp.static_proof.recorder import Launch, recording

@@ -12,7 +12,8 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fusedmlp.kernels import configs, schedule
+from fusedmlp.kernels.device import tile_order
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.limits.gpus import GPU, GPUS
 from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
 
@@ -31,8 +32,8 @@ def idle_share(costs: Sequence[float], processors: int, dealt_out: bool = False)
     busy_until = [0.0] * processors
     if dealt_out:
         for program in range(processors):
-            turns = range(schedule.num_turns.fn(len(costs), program, processors))
-            busy_until[program] = sum(costs[schedule.place_at.fn(turn, program, processors)] for turn in turns)
+            turns = range(tile_order.num_turns.fn(len(costs), program, processors))
+            busy_until[program] = sum(costs[tile_order.place_at.fn(turn, program, processors)] for turn in turns)
     else:
         for cost in costs:
             heapq.heapreplace(busy_until, busy_until[0] + cost)
@@ -63,7 +64,7 @@ def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, specia
     """Whether tiles of different costs go to programs in turns."""
     tile = tile_of(kernel, rows, gpu.architecture, specialised)
     programs = gpu.processors * tile.PER_SM
-    return kernel == "wgrad" and schedule.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
+    return kernel == "wgrad" and tile_order.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
 def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> configs.Tile:

@@ -1,7 +1,7 @@
 """What every pass takes by a model of its compiled code, beside its limit: what a change of a kernel would be worth.
 
-It rests on the table of `static_proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of `kernels/configs.py`
-and on the constants of `rates`. The time of a tile is
+It rests on the table of `static_proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of
+`kernels/tiles/configs.py` and on the constants of `rates`. The time of a tile is
 
     steps * max(tensor cores, L2, a warp's own way, arrival of loads) + bubble
 
@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fusedmlp.kernels.configs import Tile
+from fusedmlp.kernels.tiles.configs import Tile
 from fusedmlp.limits import balance, rates, roofline
 from fusedmlp.limits.gpus import GPU, GPUS, limit_ms
 from fusedmlp.limits.rates import Rates

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fusedmlp.kernels import cost
-from fusedmlp.kernels.launches import Launch
+from fusedmlp.kernels.launching import cost
+from fusedmlp.kernels.launching.launches import Launch
 from fusedmlp.limits.gpus import GPUS, limit_ms
 from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
 

@@ -119,7 +119,7 @@ def _is_watched(args: Sequence[Any], single: Sequence[int], lists: Sequence[int]
 def _fake_plan(like: Tensor, num_rows: int, num_experts: int, impl: str) -> Tensor:
     size = num_experts + 1
     if impl == "triton":
-        plan = import_module("fusedmlp.kernels.plan")
+        plan = import_module("fusedmlp.kernels.routing.plan")
         # Not what is kept of it: a compiler's symbols are no keys.
         size = plan.size_of_plan.__wrapped__(num_rows, num_experts, plan.row_blocks(like.device))
     return like.new_empty(size, dtype=torch.int32)
@@ -149,9 +149,9 @@ def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
 
 
 # counts [E] integers -> int32: the first row of every expert, then the end of the last, [E + 1]; of the triton
-# implementation, a plan that begins with those (kernels/plan.py). On a CPU wrong counts raise ValueError; on a GPU,
-# where reading them would synchronise, an assertion runs on the device and the rows are clamped to [0, num_rows], so
-# that nothing reads or writes out of bounds.
+# implementation, a plan that begins with those (kernels/routing/plan.py). On a CPU wrong counts raise ValueError; on a
+# GPU, where reading them would synchronise, an assertion runs on the device and the rows are clamped to [0, num_rows],
+# so that nothing reads or writes out of bounds.
 expert_offsets = _register(
     "expert_offsets(Tensor counts, SymInt num_rows, str impl) -> Tensor",
     lambda counts, num_rows, impl: _fake_plan(counts, num_rows, counts.shape[0], impl),

@@ -14,17 +14,18 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import configs, plan, routing, tuned
-from fusedmlp.kernels.activation import Options
-from fusedmlp.kernels.combine import combine_
-from fusedmlp.kernels.dprobs import Dprobs
-from fusedmlp.kernels.expert_tensors import ExpertTensors
-from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
-from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
-from fusedmlp.kernels.grouped_gemm import grouped_gemm_
-from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_ as launch_grouped_wgrad_
-from fusedmlp.kernels.plan import Schedule
-from fusedmlp.kernels.replay import remembered
+from fusedmlp.kernels.device.activation import Options
+from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
+from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
+from fusedmlp.kernels.gemm.dprobs import Dprobs
+from fusedmlp.kernels.gemm.launch import grouped_gemm_
+from fusedmlp.kernels.launching.replay import remembered
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.routing import order, plan
+from fusedmlp.kernels.routing.combine import combine_
+from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.tiles import configs, tuned
+from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 configs.SPECIALISED = environment.specialised(configs.SPECIALISED)
@@ -73,7 +74,7 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
 @remembered
 def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
     """`[T, K]` ids of any integer dtype to the order of rows, by expert."""
-    return Routing(*routing.route(top_k_index, probs, num_experts))
+    return Routing(*order.route(top_k_index, probs, num_experts))
 
 
 @_on_own_device

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from fusedmlp.kernels.cost import dgrad_act, fc1_act, gemm, wgrad
+from fusedmlp.kernels.launching.cost import dgrad_act, fc1_act, gemm, wgrad
 from fusedmlp.limits.gpus import limit_ms
 from fusedmlp.limits.shapes import LOADS, Shape
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import triton
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.static_proof import cases, main_loop
 from fusedmlp.static_proof.recorder import Launch, recording
 from fusedmlp.static_proof.targets import TARGETS

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import plan
+from fusedmlp.kernels.routing import plan
 from fusedmlp.operators import triton_impl
 
 Cases = dict[str, Callable[[torch.dtype], None]]

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.static_proof import assembly, cases, cubin, known, main_loop, resources
 from fusedmlp.static_proof.main_loop import MainLoop
 from fusedmlp.static_proof.recorder import Launch, recording

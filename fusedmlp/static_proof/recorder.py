@@ -19,7 +19,7 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.static_proof.targets import TARGETS, Target
 
 TableRow = tuple[str, configs.Path, int]

@@ -7,8 +7,8 @@ import sys
 from dataclasses import asdict, fields
 
 from fusedmlp import environment
-from fusedmlp.kernels import tuned
-from fusedmlp.kernels.configs import Tile
+from fusedmlp.kernels.tiles import tuned
+from fusedmlp.kernels.tiles.configs import Tile
 from fusedmlp.tuning.tuner import Found, Problem, tune
 
 

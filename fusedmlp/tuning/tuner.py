@@ -1,6 +1,6 @@
 """The search for faster tiles.
 
-The tables in `kernels/configs.py` need no tuning. For one GPU and shape there may be something better: from the
+The tables in `kernels/tiles/configs.py` need no tuning. For one GPU and shape there may be something better: from the
 table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
 accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
 or gives other results than the table's is not taken. Where the table also has a kernel with a task for each warp, that
@@ -18,8 +18,8 @@ import triton
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import configs, tuned
-from fusedmlp.kernels.configs import Key, Tile
+from fusedmlp.kernels.tiles import configs, tuned
+from fusedmlp.kernels.tiles.configs import Key, Tile
 from fusedmlp.operators import ops
 
 _CHOICES: dict[str, tuple[int, ...]] = {

@@ -16,7 +16,7 @@ from emulator import cases
 from emulator.driver import ORDERS, Launched
 from emulator.layers import emulated
 
-from fusedmlp.kernels import launches
+from fusedmlp.kernels.launching import launches
 
 TABLE = Path(__file__).with_name("budgets.csv")
 TOLERANCE = 0.02

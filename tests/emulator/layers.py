@@ -10,7 +10,7 @@ from unittest import mock
 from emulator import driver
 
 from fusedmlp import environment
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from emulator.driver import gpu
 
-from fusedmlp.kernels import activation
+from fusedmlp.kernels.device import activation
 
 SIZE = 512
 

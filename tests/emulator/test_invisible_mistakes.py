@@ -15,8 +15,8 @@ from emulator.mutations import LATE, SUBJECTS, described, noticed
 from support import factory
 from support.passes import gemm
 
-from fusedmlp.kernels import grouped_gemm
-from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.gemm import launch as gemm_launch
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -69,6 +69,6 @@ def test_weights_whose_addresses_are_said_to_be_aligned():
 def test_products_in_tf32_that_nobody_allowed():
     case = next(case for case in cases.cases() if case.id == "short-fp32-gemm packed")
     executed(case.run, "sm_90")
-    with mock.patch.object(grouped_gemm, "dot_precision", return_value="tf32"):
+    with mock.patch.object(gemm_launch, "dot_precision", return_value="tf32"):
         with pytest.raises(AssertionError):
             executed(case.run, "sm_90")

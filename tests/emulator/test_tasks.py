@@ -17,9 +17,10 @@ from support.factory import wgrad_segment
 from support.passes import dgrad_act, gemm, wgrad
 
 from fusedmlp import Activation
-from fusedmlp.kernels import configs, launches
-from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
-from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
+from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
+from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.operators.triton_impl import _options
 
 pytestmark = pytest.mark.usefixtures("poison")

@@ -7,14 +7,14 @@ import triton
 from support import experts as support
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels import routing
-from fusedmlp.kernels.combine import combine_
-from fusedmlp.kernels.expert_tensors import ExpertTensors
-from fusedmlp.kernels.grouped_dgrad_act import grouped_dgrad_act_
-from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
-from fusedmlp.kernels.grouped_gemm import grouped_gemm_
-from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
-from fusedmlp.kernels.plan import sizes_of_plan
+from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
+from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
+from fusedmlp.kernels.gemm.launch import grouped_gemm_
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.routing import order
+from fusedmlp.kernels.routing.combine import combine_
+from fusedmlp.kernels.routing.plan import sizes_of_plan
+from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 from fusedmlp.operators.triton_impl import _options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -142,7 +142,7 @@ if triton.knobs.runtime.interpret:  # for only the interpreter can be told which
         handle = triton.runtime.interpreter.TensorHandle
         monkeypatch.setattr(builder, "create_get_program_id", lambda axis: handle(place, triton.language.int32))
         counts = torch.zeros((part + 1) * (num_experts + 1), dtype=torch.int32)
-        routing._routing_counts_kernel[(1,)](ids, counts, ids.numel(), block, num_experts, bins, block)
+        order._routing_counts_kernel[(1,)](ids, counts, ids.numel(), block, num_experts, bins, block)
         found = counts.view(part + 1, -1)[part]
         assert torch.equal(found, ids[FAR:].bincount(minlength=num_experts + 1).int())
         counts[0] = FAR  # those of the first block are of expert 0, so that these come after 2**30 rows
@@ -153,8 +153,8 @@ if triton.knobs.runtime.interpret:  # for only the interpreter can be told which
         row_probs = torch.empty(FAR + 128, dtype=DTYPE)
         sizes = sizes_of_plan(num_experts, ())
         routed = (plan, tokens, rows, row_probs)
-        routing._routing_places_kernel[(1,)](
-            ids, probs, counts, *routed, ids.numel(), part + 1, block, 2, bins, routing._SUMMED, routing._CHUNK, **sizes
+        order._routing_places_kernel[(1,)](
+            ids, probs, counts, *routed, ids.numel(), part + 1, block, 2, bins, order._SUMMED, order._CHUNK, **sizes
         )
         expected = FAR + torch.arange(64) % 5 * 13 + torch.arange(64) // 5
         assert torch.equal(rows[FAR : FAR + 64].long(), expected)

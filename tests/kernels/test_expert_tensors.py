@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fusedmlp.kernels import expert_tensors
-from fusedmlp.kernels.expert_tensors import ExpertTensors, address_table
+from fusedmlp.kernels.operands import expert_tensors
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors, address_table
 
 
 def test_packed():

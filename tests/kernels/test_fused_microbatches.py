@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import fusedmlp
-from fusedmlp.kernels import launches
+from fusedmlp.kernels.launching import launches
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EXPERTS, HIDDEN, FFN = 3, 32, 16

@@ -7,7 +7,8 @@ from support.experts import INTERPRETED
 from support.factory import Case, Inputs
 from support.passes.dgrad_act import check, run
 
-from fusedmlp.kernels import descriptors, grouped_dgrad_act
+from fusedmlp.kernels.dgrad_act import launch as dgrad_act_launch
+from fusedmlp.kernels.operands import descriptors
 
 LOADS = {"ragged": (3, 0, 17, 1, 40), "single rows": (1, 0, 1, 1), "empty": (0, 0, 0), "last only": (0, 0, 33)}
 GPT_OSS = {"interleaved": True, "limit": 0.5, "alpha": 1.702, "linear_offset": 1.0}
@@ -31,7 +32,7 @@ def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch)
     by_tma = check(case)
     monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
     by_pointer = check(case, best="pointer")
-    monkeypatch.setattr(grouped_dgrad_act, "vectors_fit", lambda *_: False)
+    monkeypatch.setattr(dgrad_act_launch, "vectors_fit", lambda *_: False)
     unaligned = check(case, best="unaligned")
     if INTERPRETED:
         assert all(torch.equal(by_tma[name], by_pointer[name]) for name in ("dh", "a"))
@@ -53,7 +54,7 @@ def test_rows_gathered_by_index(kind, path, dtype, monkeypatch):
     if path != "gather":
         monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
     if path == "unaligned":
-        monkeypatch.setattr(grouped_dgrad_act, "vectors_fit", lambda *_: False)
+        monkeypatch.setattr(dgrad_act_launch, "vectors_fit", lambda *_: False)
     check(case, gathered=True, best=path)
 
 
@@ -96,7 +97,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(kind, monkeypatch):
         wider, wide_dh, wide_h = (a.new_full((a.shape[0], 8), float("nan")) for _ in range(3))
         wide_h[:, : dh.shape[1]] = h_of_dy[1]
         h_of_dy[1] = wide_h[:, : dh.shape[1]]
-        partial = grouped_dgrad_act.grouped_dgrad_act_(wide_dh[:, : dh.shape[1]], wider[:, :4], *h_of_dy, **kwargs)
+        partial = dgrad_act_launch.grouped_dgrad_act_(wide_dh[:, : dh.shape[1]], wider[:, :4], *h_of_dy, **kwargs)
         assert wider[:, 4:].isnan().all()
         assert wide_dh[:, dh.shape[1] :].isnan().all()
         a.copy_(wider[:, :4])

@@ -7,7 +7,8 @@ from support.experts import DEVICE, INTERPRETED
 from support.factory import Case, Inputs
 from support.passes.fc1_act import check, run
 
-from fusedmlp.kernels import descriptors, grouped_fc1_act
+from fusedmlp.kernels.fc1_act import launch as fc1_act_launch
+from fusedmlp.kernels.operands import descriptors
 
 pytestmark = pytest.mark.sparse
 LOADS = {"ragged": (3, 0, 17, 1, 40), "single rows": (1, 0, 1, 1), "empty": (0, 0, 0), "last only": (0, 0, 33)}
@@ -30,7 +31,7 @@ def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch)
     by_tma = check(case)
     monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
     by_pointer = check(case, best="pointer")
-    monkeypatch.setattr(grouped_fc1_act, "vectors_fit", lambda *_: False)
+    monkeypatch.setattr(fc1_act_launch, "vectors_fit", lambda *_: False)
     unaligned = check(case, best="unaligned")
     if INTERPRETED:
         assert all(torch.equal(by_tma[name], by_pointer[name]) for name in by_tma)
@@ -62,7 +63,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(monkeypatch):
     # F of 4: all rows are whole multiples of 16 bytes apart, gates and linear channels 8 bytes.
     def with_wider_rows(h, a, *args, **kwargs):
         wider = a.new_empty(a.shape[0], 8)
-        grouped_fc1_act.grouped_fc1_act_(h, wider[:, :4], *args, **kwargs)
+        fc1_act_launch.grouped_fc1_act_(h, wider[:, :4], *args, **kwargs)
         a.copy_(wider[:, :4])
 
     monkeypatch.setattr(passes.fc1_act, "grouped_fc1_act_", with_wider_rows)
@@ -95,7 +96,7 @@ def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     if path != "gather":
         monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
     if path == "unaligned":
-        monkeypatch.setattr(grouped_fc1_act, "vectors_fit", lambda *_: False)
+        monkeypatch.setattr(fc1_act_launch, "vectors_fit", lambda *_: False)
     gathered, _ = run(inputs, rows=rows, best=path)
     for key, tensor in permuted.items():
         torch.testing.assert_close(gathered[key], tensor)

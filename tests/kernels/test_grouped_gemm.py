@@ -8,8 +8,9 @@ from support.experts import DEVICE, INTERPRETED
 from support.factory import Case, Inputs
 from support.passes.gemm import check, run
 
-from fusedmlp.kernels import descriptors, grouped_gemm
-from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.gemm import launch as gemm_launch
+from fusedmlp.kernels.operands import descriptors
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 
 pytestmark = pytest.mark.sparse
 LOADS = {
@@ -29,7 +30,7 @@ def test_loads_and_layouts_on_every_path(load, layout, dtype, monkeypatch):
     _, by_tma = check(case)
     monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
     _, by_pointer = check(case, best="pointer")
-    monkeypatch.setattr(grouped_gemm, "vectors_fit", lambda *_: False)
+    monkeypatch.setattr(gemm_launch, "vectors_fit", lambda *_: False)
     _, unaligned = check(case, best="unaligned")
     if INTERPRETED:
         assert torch.equal(by_tma, by_pointer)

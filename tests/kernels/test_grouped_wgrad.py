@@ -9,10 +9,14 @@ from support.experts import DEVICE, INTERPRETED
 from support.factory import wgrad_segment
 from support.passes.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 
-from fusedmlp.kernels import configs, grouped_wgrad, launches, plan, segments
-from fusedmlp.kernels.configs import Tile
-from fusedmlp.kernels.expert_tensors import ExpertTensors
-from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
+from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.routing import plan
+from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles.configs import Tile
+from fusedmlp.kernels.wgrad import launch as wgrad_launch
+from fusedmlp.kernels.wgrad import segments
+from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 
 pytestmark = pytest.mark.sparse
 RAGGED = (17, 0, 1, 40)
@@ -173,7 +177,7 @@ def test_each_tile_may_have_a_program_of_its_own(dealt, accumulate, monkeypatch)
     one = wgrad_segment(RAGGED, device=DEVICE)
     order = plan.Schedule(one.offsets, one.dy.shape[0]).order
     assert order[:5].tolist() == [3, 0, 2, 1, 3]  # and three have rows
-    monkeypatch.setattr(grouped_wgrad, "deals_out", lambda tiles, programs: dealt)
+    monkeypatch.setattr(wgrad_launch, "deals_out", lambda tiles, programs: dealt)
     _, experts = main_grad("packed", 4, 40, 72)
     db = torch.full((4, 40), torch.nan, device=DEVICE)
     run(experts, [one], accumulate, packed=True, order=order, db=db)

@@ -15,7 +15,7 @@ import triton.language as tl
 from support import forked
 from support.grids import is_quick
 
-from fusedmlp.kernels.launcher import launch
+from fusedmlp.kernels.launching.launcher import launch
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / "tests" / "support" / name for name in ("direct_launches.py", "replays.py")]
@@ -49,8 +49,8 @@ def test_without_a_gpu(script, name):
 def test_recording_does_not_import_pytorchs_compiler():
     program = """if True:
         import sys, torch
-        from fusedmlp.kernels.recipe import Arguments
-        from fusedmlp.kernels.record import Recorder
+        from fusedmlp.kernels.launching.recipe import Arguments
+        from fusedmlp.kernels.launching.record import Recorder
         with Recorder(Arguments((), [], [], torch.device("cpu"))) as recorder:
             result = torch.empty(3)
         assert recorder.recipe(result).allocated == [((3,), torch.float32)]

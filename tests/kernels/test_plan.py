@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.experts import DEVICE
 
-from fusedmlp.kernels import configs, plan, routing
+from fusedmlp.kernels.routing import order, plan
+from fusedmlp.kernels.tiles import configs
 
 
 def tiles_of(offsets, num_rows, block):
@@ -58,7 +59,7 @@ def test_a_plan_of_first_rows(counts, padding):
 @given(st.lists(st.integers(-1, 12), min_size=1, max_size=400), st.integers(1, 12))
 def test_a_plan_of_routed_positions(ids, num_experts):
     ids = torch.tensor(ids)[:, None]
-    routed = routing.route(ids.to(DEVICE), torch.rand(ids.shape, device=DEVICE), num_experts)
+    routed = order.route(ids.to(DEVICE), torch.rand(ids.shape, device=DEVICE), num_experts)
     counts = [int((ids == e).sum()) for e in range(num_experts)]
     check(plan.Schedule(routed.plan, len(ids), num_experts), counts, len(ids))
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 
 
 def legacy(value):

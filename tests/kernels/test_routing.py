@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import tolerance
 
-from fusedmlp.kernels import launches, routing
-from fusedmlp.kernels.combine import combine_
+from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.routing import order
+from fusedmlp.kernels.routing.combine import combine_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poison")
@@ -25,7 +26,7 @@ def expected(ids, probs, num_experts):
 
 def check(ids, num_experts, dtype=torch.float32):
     probs = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = routing.route(ids.to(DEVICE), probs.to(DEVICE), num_experts)
+    found = order.route(ids.to(DEVICE), probs.to(DEVICE), num_experts)
     assert [t.dtype for t in found] == [torch.int32] * 3 + [dtype]
     found = found._replace(plan=found.plan[: num_experts + 1])
     for name, got, want in zip(found._fields, found, expected(ids, probs, num_experts), strict=True):
@@ -56,7 +57,7 @@ def test_dtypes_and_many_experts(dtype, num_experts):
 
 def test_more_blocks_than_are_summed_at_once_and_several_counts_a_block(monkeypatch):
     for name, value in (("_COUNTED", 16), ("_CHUNK", 16), ("_SUMMED", 64), ("_MOST_BLOCKS", 40)):
-        monkeypatch.setattr(routing, name, value)
+        monkeypatch.setattr(order, name, value)
     check(torch.randint(0, 5, (450, 5)), 5)  # blocks of 64 positions, 36 of them; counts of 8 at once
 
 
@@ -104,7 +105,7 @@ def test_tokens_that_choose_no_expert_are_zero():
 
 def test_least_traffic_is_reported():
     with launches.recording() as recorded:
-        routing.route(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
+        order.route(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
         combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
     assert recorded == [
         launches.Launch("route", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30, path="pointer"),

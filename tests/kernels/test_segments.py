@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedmlp.kernels import segments
+from fusedmlp.kernels.wgrad import segments
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from support import forked
 
-from fusedmlp.kernels import configs
-from fusedmlp.kernels.configs import Key
+from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles.configs import Key
 
 CPU = torch.device("cpu")
 KERNELS = ("fc1_act", "gemm", "dgrad_act", "wgrad")
@@ -105,7 +105,7 @@ if sys.argv[1] == "all":
     sys.modules["triton.experimental.gluon"] = None
 elif sys.argv[1] != "nothing":
     delattr(blackwell if "tcgen05" in sys.argv[1] else hopper, sys.argv[1])
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 print(configs.gluon_missing())
 """
 
@@ -127,7 +127,7 @@ def test_what_another_version_of_triton_lacks(what, said):
 
 _LAUNCHED = """
 import json, sys, torch
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 if sys.argv[1] == "without":
     configs.gluon_missing = lambda: "not there"
 from fusedmlp.static_proof import cases, recorder, targets

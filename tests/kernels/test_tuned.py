@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from fusedmlp.kernels import configs, tuned
-from fusedmlp.kernels.configs import Key, Tile
+from fusedmlp.kernels.tiles import configs, tuned
+from fusedmlp.kernels.tiles.configs import Key, Tile
 
 DEVICE = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_what_is_kept_is_read_again_and_extended(monkeypatch, tmp_path):
 def test_the_switch_loads_them(there, tmp_path):
     if there:
         tuned.save(tuned.tiles_file(tmp_path, DEVICE), {Key("gemm", "pointer", 32, "long"): Tile(16, 64, 32, 1, 1)})
-    code = "import fusedmlp.operators.triton_impl; from fusedmlp.kernels.configs import TUNED; print(len(TUNED))"
+    code = "import fusedmlp.operators.triton_impl; from fusedmlp.kernels.tiles.configs import TUNED; print(len(TUNED))"
     env = {"FUSEDMLP_TUNED": "1", "FUSEDMLP_CACHE": str(tmp_path), "PATH": "", "TRITON_INTERPRET": "1"}
     env["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.experts import DEVICE
 
-from fusedmlp.kernels import wgrad_plan
-from fusedmlp.kernels.expert_tensors import device_table
+from fusedmlp.kernels.operands.expert_tensors import device_table
+from fusedmlp.kernels.wgrad import steps
 
 loads = st.lists(st.lists(st.integers(0, 5), min_size=20, max_size=20), min_size=1, max_size=3)
 
@@ -20,10 +20,10 @@ def planned(segments, block):
     offsets = [offsets_of(counts) for counts in segments]
     num_experts = len(segments[0])
     if len(segments) == 1:
-        return wgrad_plan.wgrad_plan(offsets[0], num_experts)
+        return steps.wgrad_plan(offsets[0], num_experts)
     addresses = (*(t.data_ptr() for t in offsets), *[0] * 4 * len(offsets))
     table = device_table(addresses, offsets[0].device)
-    return wgrad_plan.wgrad_plan(offsets[0], num_experts, table, len(offsets), sum(map(sum, segments)), block)
+    return steps.wgrad_plan(offsets[0], num_experts, table, len(offsets), sum(map(sum, segments)), block)
 
 
 def check(segments, block):

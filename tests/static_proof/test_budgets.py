@@ -6,7 +6,7 @@ import pytest
 import triton
 from support import forked
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.static_proof import budgets
 
 GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_flight": None, "tile_stores": 2.0}

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from fusedmlp.kernels import configs
+from fusedmlp.kernels.tiles import configs
 from fusedmlp.static_proof import proof
 from fusedmlp.static_proof.recorder import recording
 from fusedmlp.static_proof.targets import TARGETS

@@ -1,4 +1,4 @@
-"""Checks of `kernels/launcher.py` on a driver that does nothing, for a process without the interpreter; see
+"""Checks of `kernels/launching/launcher.py` on a driver that does nothing, for a process without the interpreter; see
 `kernels/test_launcher.py`. Prints what each check raised, by its name.
 """
 
@@ -20,14 +20,15 @@ from triton.runtime.jit import JITFunction
 
 import fusedmlp
 from bench import host_cost, null_driver
-from fusedmlp.kernels import configs, launcher, recipe, replay
-from fusedmlp.kernels.descriptors import ragged_rows
-from fusedmlp.kernels.expert_tensors import ExpertTensors
-from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
-from fusedmlp.kernels.grouped_gemm import grouped_gemm_
-from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
-from fusedmlp.kernels.launcher import launch
-from fusedmlp.kernels.plan import Schedule
+from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
+from fusedmlp.kernels.gemm.launch import grouped_gemm_
+from fusedmlp.kernels.launching import launcher, recipe, replay
+from fusedmlp.kernels.launching.launcher import launch
+from fusedmlp.kernels.operands.descriptors import ragged_rows
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 from fusedmlp.operators.triton_impl import _options
 
 
@@ -384,8 +385,8 @@ def blackwell():
 
 
 def _specialised(name):
-    name = f"grouped_{name}_specialised"
-    return getattr(importlib.import_module(f"fusedmlp.kernels.{name}"), f"{name}_kernel")
+    module = importlib.import_module(f"fusedmlp.kernels.{name}.gluon_kernel")
+    return getattr(module, f"grouped_{name}_specialised_kernel")
 
 
 def check_rows_that_are_gathered_with_a_task_for_each_warp():

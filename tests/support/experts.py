@@ -3,8 +3,9 @@
 import torch
 import triton
 
-from fusedmlp.kernels import configs, plan
-from fusedmlp.kernels.expert_tensors import ExpertTensors
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.routing import plan
+from fusedmlp.kernels.tiles import configs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret  # else kernels are compiled: for a GPU, or for the emulator of one

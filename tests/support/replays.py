@@ -1,4 +1,4 @@
-"""Checks of `kernels/replay.py` on a driver that does nothing, for a process without the interpreter; see
+"""Checks of `kernels/launching/replay.py` on a driver that does nothing, for a process without the interpreter; see
 `kernels/test_launcher.py`. Prints what each check raised, by its name.
 """
 
@@ -14,7 +14,8 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 import fusedmlp
-from fusedmlp.kernels import configs, launcher, launches, recipe, replay, tuned
+from fusedmlp.kernels.launching import launcher, launches, recipe, replay
+from fusedmlp.kernels.tiles import configs, tuned
 from fusedmlp.operators import triton_impl
 
 E, H, F, R = 4, 64, 32, 48
@@ -46,7 +47,8 @@ class Launches(Patched):
             self.decided += 1
             return launch(*args, **options)
 
-        modules = "combine", "grouped_dgrad_act", "grouped_fc1_act", "grouped_gemm", "grouped_wgrad", "plan", "routing"
+        passes = [f"{name}.launch" for name in ("dgrad_act", "fc1_act", "gemm", "wgrad")]
+        modules = *passes, "routing.combine", "routing.order", "routing.plan"
         self._patches = [
             mock.patch.object(utils, "launch", spy),
             mock.patch.object(utils, "fill_tma_descriptor_tiled", spy_fill),
@@ -391,7 +393,7 @@ def check_the_oldest_is_forgotten():
 
 
 def check_after_a_hook_is_gone_launches_are_remembered():
-    from fusedmlp.kernels.grouped_gemm import _grouped_gemm_kernel
+    from fusedmlp.kernels.gemm.launch import _grouped_gemm_kernel
 
     arguments = forward_arguments()
     with mock.patch.object(_grouped_gemm_kernel, "pre_run_hooks", [lambda *_, **__: None]):
@@ -457,7 +459,7 @@ def check_hooks_and_recorders_see_launches():
     with launches.recording() as recorded:
         assert _decides(triton_impl.grouped_mlp, arguments)
     assert len(recorded) == 2
-    from fusedmlp.kernels.grouped_gemm import _grouped_gemm_kernel
+    from fusedmlp.kernels.gemm.launch import _grouped_gemm_kernel
 
     called = []
     with mock.patch.object(_grouped_gemm_kernel, "pre_run_hooks", [lambda *_, **__: called.append(1)]):

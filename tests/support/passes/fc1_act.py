@@ -8,8 +8,8 @@ from support.factory import Inputs
 from support.tolerance import assert_close
 
 import fusedmlp
-from fusedmlp.kernels import launches
-from fusedmlp.kernels.grouped_fc1_act import grouped_fc1_act_
+from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
+from fusedmlp.kernels.launching import launches
 from fusedmlp.operators.triton_impl import _options
 
 

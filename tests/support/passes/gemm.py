@@ -6,8 +6,8 @@ from support.experts import DEVICE
 from support.factory import Inputs
 from support.tolerance import assert_close
 
-from fusedmlp.kernels import launches
-from fusedmlp.kernels.grouped_gemm import grouped_gemm_
+from fusedmlp.kernels.gemm.launch import grouped_gemm_
+from fusedmlp.kernels.launching import launches
 
 
 def reference(inputs, dtype, *, bias, scale):

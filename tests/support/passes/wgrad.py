@@ -7,9 +7,9 @@ from support import experts as support
 from support import tolerance
 from support.experts import DEVICE
 
-from fusedmlp.kernels import launches
-from fusedmlp.kernels.expert_tensors import ExpertTensors
-from fusedmlp.kernels.grouped_wgrad import grouped_wgrad_
+from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 
 UNTOUCHED = 0.25  # what an owner's buffer holds around main_grad
 

@@ -1,0 +1,1 @@
+"""Device functions that several passes call: tiles, activations, the order of tiles."""

@@ -1,0 +1,249 @@
+"""Pass (3) with a task for each warp, for Hopper and Blackwell, long loads: order of tiles and equations are those of
+`dgrad_act/launch.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
+by registers here.
+
+One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one brings `h`, part by part of
+a tile's columns, into slots of its own; others multiply (`warp_specialized/partitions.py`). The epilogue finds `h` in
+its slot, writes `dh` over it and `a` beside, and TMA stores from there; no barrier of the whole block.
+
+Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was
+stored from it has been read. A slot is given back with the next part, so there are two at least.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from ..device import activation
+from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..warp_specialized.blackwell import multiply_tiles
+from ..warp_specialized.gluon_compat import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from ..warp_specialized.partitions import (
+    CONSUMER_REGISTERS,
+    GATHERING_REGISTERS,
+    GATHERING_WARPS,
+    PRODUCER_REGISTERS,
+    load_operands,
+    operands,
+    part,
+    product,
+)
+from ..warp_specialized.ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
+
+SLOTS = gl.constexpr(2)  # of a consumer
+
+
+@gluon.jit
+def _load_h(
+    h_desc,
+    tiles_ptr,
+    loop,
+    slots,
+    CHANNEL_STEP: gl.constexpr,
+    HALVES: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+):
+    """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
+    num_m, num_f = loop[0], loop[1]
+    h, _, full, empty = slots
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES * CHANNEL_STEP
+    ROWS: gl.constexpr = h.shape[1]
+    CONSUMERS: gl.constexpr = empty.shape[0] // SLOTS
+    BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
+    j = 0
+    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        _expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, 0)
+        for s in range(0, SUBTILES):
+            column = f_tile * BLOCK_F * CHANNEL_STEP + s * WIDTH
+            for c in gl.static_range(CONSUMERS):
+                at = c * SLOTS + j % SLOTS
+                mbarrier.wait(empty.index(at), (j // SLOTS & 1) ^ 1)
+                mbarrier.expect(full.index(at), BYTES)
+                if HALVES == 2:
+                    tma_load(h_desc, [wrap, end, row + c * ROWS, 0, column], full.index(at), h.index(2 * at))
+                    tma_load(h_desc, [wrap, end, row + c * ROWS, 1, column], full.index(at), h.index(2 * at + 1))
+                else:
+                    tma_load(h_desc, [wrap, end, row + c * ROWS, column], full.index(at), h.index(at))
+            j += 1
+
+
+@gluon.jit
+def _consume(
+    probs_ptr,
+    dh_desc,
+    a_desc,
+    partial_ptr,
+    tiles_ptr,
+    num_rows,
+    H,
+    loop,
+    slots,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    GATED: gl.constexpr,
+    CHANNEL_STEP: gl.constexpr,
+    CURVE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    HALVES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    num_m, num_f = loop[0], loop[1]
+    h, a, full, empty = slots
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    i = 0
+    j = 0
+    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        _expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
+        parts, i = product(i, H, loop, WHICH, BLOCK_F, SUBTILES, BLOCK_H, K_CONTIGUOUS, STAGES)
+        for s in gl.static_range(SUBTILES):
+            da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * BLOCK_F + s * WIDTH
+            if probs_ptr is not None and s == 0:
+                row_M, dprobs_M = row_numbers(da_MF, WHICH * ROWS), row_zeros(da_MF)
+                probs_M1 = load_for_rows(probs_ptr + first, da_MF, WHICH * ROWS, rows)
+            at = WHICH * SLOTS + j % SLOTS
+            # Of `h`, then of `dh`; the same buffer where there are no halves.
+            gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
+            mbarrier.wait(full.index(at), j // SLOTS & 1)
+            if CHANNEL_STEP == 2:
+                joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
+                h_MG = gates.load(joined.type.layout).to(gl.float32)
+                g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
+                g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same, by another name
+                l = gl.convert_layout(l, da_MF.type.layout, assert_trivial=True)
+            else:
+                g = gates.load(da_MF.type.layout).to(gl.float32)
+                l = linears.load(da_MF.type.layout).to(gl.float32)
+            if GATED:
+                act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
+            else:
+                act, by_gate = activation.curve(g, CURVE, ALPHA)
+            if probs_ptr is not None:
+                dprobs_M += gl.sum(da_MF * act, axis=1)
+                da_MF *= probs_M1
+                act *= probs_M1
+            if CHANNEL_STEP == 2:
+                gates.store(gl.reshape(gl.join(da_MF * by_gate, da_MF * by_linear), (ROWS, 2 * WIDTH)).to(h.dtype))
+            else:
+                gates.store((da_MF * by_gate).to(h.dtype))
+                if GATED:
+                    linears.store((da_MF * by_linear).to(h.dtype))
+            a.index(at).store(act.to(a.dtype))
+            fence_async_shared()
+            barrier()
+            if HALVES == 2:
+                tma_store(dh_desc, [wrap, end, row, 0, column], gates)
+                tma_store(dh_desc, [wrap, end, row, 1, column], linears)
+            else:
+                tma_store(dh_desc, [wrap, end, row, column * CHANNEL_STEP], gates)
+            tma_store(a_desc, [wrap, end, row, column], a.index(at))
+            # All stores but these have read their slot, that of the part before, which is given back.
+            tma_store_wait(HALVES + 1)
+            barrier()
+            mbarrier.arrive(empty.index(WHICH * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
+            j += 1
+        if probs_ptr is not None:
+            partial_M = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M
+            gl.store(partial_M, dprobs_M, mask=row_M < rows)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_rows"])
+def grouped_dgrad_act_specialised_kernel(
+    dy_desc,
+    rows_ptr,
+    w_desc,
+    probs_ptr,
+    h_desc,
+    dh_ptr,
+    dh_desc,
+    a_ptr,
+    a_desc,
+    partial_ptr,
+    tiles_ptr,
+    num_experts,
+    num_rows,
+    num_parts,
+    H,
+    F,
+    stride_h_r,
+    stride_a_r,
+    GATED: gl.constexpr,
+    CHANNEL_STEP: gl.constexpr,
+    CURVE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
+    gl.static_assert(BLOCK_M == 128)
+    gl.static_assert(SLOTS > 1)
+    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
+    slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
+    dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, ROWS, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty, sums)
+    GATHERED: gl.constexpr = rows_ptr is not None
+    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
+    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consume, (
+                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
+                gl.constexpr(0), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )),
+            (_consume, (
+                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
+                gl.constexpr(1), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
+            (load_operands, (
+                dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
+                REVERSED, K_CONTIGUOUS, 1, BLOCK_F, BLOCK_H, GROUP_M, STAGES,
+            )),
+            (_load_h, (h_desc, tiles_ptr, loop, slots, CHANNEL_STEP, HALVES, BLOCK_F, SUBTILES, GROUP_M)),
+        ],
+        [4 if CONSUMERS == 2 else 1, LOADING_WARPS, 1],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS, PRODUCER_REGISTERS],
+    )
+    # fmt: on
+    row_M1, column_1N = whole_rows(BLOCK_M)
+    zero_padding_at(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, row_M1, column_1N)
+    zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)
+    if probs_ptr is not None:
+        zero_padding_at(partial_ptr, tiles_ptr, num_parts, 1, num_rows, row_M1, column_1N)

@@ -1,0 +1,1 @@
+"""fc1 with the activation fused."""

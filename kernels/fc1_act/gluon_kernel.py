@@ -1,0 +1,178 @@
+"""Pass (1) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
+`fc1_act/launch.py`.
+
+One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply both channels of a
+tile's columns (`warp_specialized/partitions.py`), and `h` and `a` are stored while the next tile's operands arrive and,
+on the other warpgroup or in tensor memory, are multiplied: no barrier of the whole block. Halves of `h` leave one by
+one, and then `a`, from as many buffers in turn: HALVES + 1 of each consumer.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from ..device import activation
+from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..device.tiles import expert_base, load_bias_at, paired
+from ..warp_specialized.blackwell import multiply_tiles
+from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
+from ..warp_specialized.partitions import (
+    CONSUMER_REGISTERS,
+    GATHERING_REGISTERS,
+    GATHERING_WARPS,
+    PRODUCER_REGISTERS,
+    load_operands,
+    operands,
+    part,
+    product,
+)
+from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
+
+
+@gluon.jit
+def _consume(
+    bias_ptr,
+    bias_table_ptr,
+    stride_bias_e,
+    probs_ptr,
+    h_desc,
+    a_desc,
+    tiles_ptr,
+    H,
+    F,
+    loop,
+    h_out,
+    a_out,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    GATED: gl.constexpr,
+    CHANNEL_STEP: gl.constexpr,
+    CURVE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
+    COLUMNS: gl.constexpr = HALVES * BLOCK_F * CHANNEL_STEP
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    PARTS: gl.constexpr = HALVES * SUBTILES
+    num_m, num_f = loop[0], loop[1]
+    i = 0
+    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
+        parts, i = product(i, H, loop, WHICH, COLUMNS, PARTS, BLOCK_H, K_CONTIGUOUS, STAGES)
+        for s in gl.static_range(SUBTILES):
+            column = f_tile * BLOCK_F + s * WIDTH
+            h_MG = part(parts, s, PARTS, CONSUMERS)
+            l_MF = part(parts, SUBTILES + s, PARTS, CONSUMERS) if HALVES == 2 else h_MG
+            if bias_ptr is not None:
+                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+                column_1G = column_numbers(h_MG, column * CHANNEL_STEP)
+                h_MG += load_bias_at(bias, column_1G, F * CHANNEL_STEP)
+                if HALVES == 2:
+                    l_MF += load_bias_at(bias + F, column_1G, F)
+            h_MG, l_MF = paired(h_MG.to(h_out.dtype)), paired(l_MF.to(h_out.dtype))
+            buffer = h_out.index(WHICH * HALVES)
+            overwrite(buffer, h_MG, HALVES)
+            if HALVES == 2:
+                tma_store(h_desc, [wrap, end, row, 0, column], buffer)
+                overwrite(h_out.index(WHICH * HALVES + 1), l_MF, HALVES)
+                tma_store(h_desc, [wrap, end, row, 1, column], h_out.index(WHICH * HALVES + 1))
+            else:
+                tma_store(h_desc, [wrap, end, row, column * CHANNEL_STEP], buffer)
+            g, l = h_MG.to(gl.float32), l_MF.to(gl.float32)
+            if CHANNEL_STEP == 2:
+                g, l = gl.split(gl.reshape(g, (ROWS, WIDTH, 2)))
+            if GATED:
+                a = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)[0]
+            else:
+                a = activation.curve(g, CURVE, ALPHA)[0]
+            if probs_ptr is not None:
+                a *= load_for_rows(probs_ptr + first, a, WHICH * ROWS, rows)
+            overwrite(a_out.index(WHICH), a.to(a_out.dtype), HALVES)
+            tma_store(a_desc, [wrap, end, row, column], a_out.index(WHICH))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def grouped_fc1_act_specialised_kernel(
+    x_desc,
+    rows_ptr,
+    w_desc,
+    bias_ptr,
+    bias_table_ptr,
+    probs_ptr,
+    h_ptr,
+    h_desc,
+    a_ptr,
+    a_desc,
+    tiles_ptr,
+    num_experts,
+    H,
+    F,
+    stride_bias_e,
+    stride_h_r,
+    stride_a_r,
+    GATED: gl.constexpr,
+    CHANNEL_STEP: gl.constexpr,
+    CURVE: gl.constexpr,
+    ALPHA: gl.constexpr,
+    LIMIT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_F: gl.constexpr,
+    BLOCK_H: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Pass (1); arguments as of the Triton kernel."""
+    gl.static_assert(BLOCK_M == 128)
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
+    BLOCK_G: gl.constexpr = BLOCK_F * CHANNEL_STEP
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    COLUMNS: gl.constexpr = HALVES * BLOCK_G
+    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty, sums)
+    h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
+    GATHERED: gl.constexpr = rows_ptr is not None
+    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
+    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consume, (
+                bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
+                gl.constexpr(0), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )),
+            (_consume, (
+                bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
+                gl.constexpr(1), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
+                K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
+            (load_operands, (
+                x_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
+                REVERSED, K_CONTIGUOUS, HALVES, BLOCK_G, BLOCK_H, GROUP_M, STAGES,
+            )),
+        ],
+        [4 if CONSUMERS == 2 else 1, LOADING_WARPS],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS],
+    )
+    # fmt: on
+    row_M1, column_1N = whole_rows(BLOCK_M)
+    zero_padding_at(h_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, row_M1, column_1N)
+    zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)

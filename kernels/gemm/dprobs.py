@@ -1,0 +1,45 @@
+"""Gradients of routing probabilities, from what pass (3) leaves of each column tile: `dprobs[r] = sum_j partial[j, r]`.
+
+In fp32 and in the order of j, rounded once: the same bits every run. The programs of the next launch share the work.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..device.tiles import round_to
+
+
+class Dprobs(NamedTuple):
+    """What a launch is to add up, and where to."""
+
+    partial: Tensor  # [parts, R], fp32
+    rows: Tensor | None  # [R] integers: the row of every place in `out`
+    out: Tensor  # [R], of any floating dtype
+
+
+@triton.jit
+def sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr = 256):
+    """`dprobs[i] = sum_j partial[j, i]`, or of row `rows[i]`, for every i below `num_rows`."""
+    sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, BLOCK))
+
+
+@triton.jit
+def sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, numbers):
+    """`sum_partials` for so many i at once, numbered from 0."""
+    BLOCK: tl.constexpr = numbers.shape[0]
+    for start in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
+        place = start + numbers
+        mask, row = place < num_rows, place
+        if rows_ptr is not None:
+            row = tl.load(rows_ptr + place, mask=mask, other=0)
+        part_ptr = partial_ptr
+        sums = tl.load(part_ptr + row, mask=mask, other=0.0)
+        for _ in range(1, num_partials):
+            part_ptr += num_rows
+            sums += tl.load(part_ptr + row, mask=mask, other=0.0)
+        tl.store(dprobs_ptr + place, round_to(sums, dprobs_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,129 @@
+"""Passes (2) and (4) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
+`gemm/launch.py`.
+
+One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`), and what a tile
+became is stored while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied:
+no barrier of the whole block.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..device.tiles import expert_base, load_bias_at
+from ..warp_specialized.blackwell import multiply_tiles
+from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
+from ..warp_specialized.partitions import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
+from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
+from .dprobs import sum_partials_at
+
+# Of a consumer at most, for parts on their way out in turn, of which there are powers of two.
+BUFFERS = gl.constexpr(2)
+
+
+@gluon.jit
+def _consume(
+    bias_ptr,
+    bias_table_ptr,
+    stride_bias_e,
+    scale_ptr,
+    y_desc,
+    tiles_ptr,
+    N,
+    K,
+    loop,
+    out,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    K_CONTIGUOUS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = BLOCK_N // SUBTILES
+    TURNS: gl.constexpr = min(BUFFERS, SUBTILES)
+    num_m, num_n = loop[0], loop[1]
+    i = 0
+    for place in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
+        parts, i = product(i, K, loop, WHICH, BLOCK_N, SUBTILES, BLOCK_K, K_CONTIGUOUS, STAGES)
+        for s in gl.static_range(SUBTILES):
+            y_MN, column = part(parts, s, SUBTILES, CONSUMERS), n_tile * BLOCK_N + s * WIDTH
+            if bias_ptr is not None:
+                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+                bias_1N = load_bias_at(bias, column_numbers(y_MN, column), N)
+                if scale_ptr is not None:
+                    bias_1N = bias_1N * load_for_rows(scale_ptr + first, y_MN, WHICH * ROWS, rows)
+                y_MN += bias_1N
+            buffer = out.index(WHICH * TURNS + s % TURNS)
+            overwrite(buffer, y_MN.to(out.dtype), TURNS - 1)
+            tma_store(y_desc, [wrap, end, row, column], buffer)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_partials", "num_rows"])
+def grouped_gemm_specialised_kernel(
+    x_desc,
+    w_desc,
+    bias_ptr,
+    bias_table_ptr,
+    scale_ptr,
+    y_ptr,
+    y_desc,
+    partial_ptr,
+    rows_ptr,
+    dprobs_ptr,
+    tiles_ptr,
+    num_partials,
+    num_rows,
+    num_experts,
+    N,
+    K,
+    stride_bias_e,
+    stride_y_r,
+    K_CONTIGUOUS: gl.constexpr,
+    REVERSED: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Passes (2) and (4); arguments as of the Triton kernel."""
+    gl.static_assert(BLOCK_M == 128)
+    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, BLOCK_N, BLOCK_K, K_CONTIGUOUS, STAGES)
+    loop = (gl.load(tiles_ptr), gl.cdiv(N, BLOCK_N), x, w, full, empty, sums)
+    out = shared_tiles(y_desc.dtype, CONSUMERS * min(BUFFERS, SUBTILES), ROWS, BLOCK_N // SUBTILES)
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consume, (
+                bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K, loop, out,
+                gl.constexpr(0), CONSUMERS, K_CONTIGUOUS, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, GROUP_M, STAGES,
+            )),
+            (_consume, (
+                bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K, loop, out,
+                gl.constexpr(1), CONSUMERS, K_CONTIGUOUS, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, GROUP_M, STAGES,
+            )) if CONSUMERS == 2 else (multiply_tiles, (K, loop, BLOCK_K, K_CONTIGUOUS, STAGES)),
+            (load_operands, (
+                x_desc, None, w_desc, tiles_ptr, num_experts, K, loop,
+                REVERSED, K_CONTIGUOUS, 1, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
+            )),
+        ],
+        [4 if CONSUMERS == 2 else 1, 1],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+    )
+    # fmt: on
+    row_M1, column_1N = whole_rows(BLOCK_M)
+    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
+    if partial_ptr is not None:
+        numbers = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
+        sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, numbers)

@@ -1,0 +1,1 @@
+"""How kernels get tensors: experts' tensors, TMA descriptors, alignment."""

@@ -1,0 +1,112 @@
+"""Tensors of all experts as kernels take them: one base pointer and a stride, or a table of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from itertools import pairwise
+from operator import or_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class ExpertTensors(NamedTuple):
+    """What `tiles.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements."""
+
+    base: Tensor  # gives the dtype and, without a table, the address of expert 0
+    table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced in one buffer
+    stride_e: int
+    strides: tuple[int, ...]  # 1 where there is but one element
+    aligned: bool  # every expert starts at a multiple of 16 bytes
+    lowest: Tensor  # starts at the lowest address of all
+    num_experts: int
+
+    @staticmethod
+    def of(group: Sequence[Tensor], dim: int) -> ExpertTensors:
+        """Describe a packed tensor (one more dimension than `dim`) or a list of one tensor per expert.
+
+        Experts in a list may lie anywhere, in one buffer in any order (Megatron's, reversed) or each on its own,
+        but must agree in strides.
+        """
+        first, size = group[0], group[0].element_size()
+        strides = _strides(first)[-dim:]
+        if len(group) == 1 and first.dim() > dim:
+            stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
+            aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
+            return ExpertTensors(first, None, stride_e, strides, aligned, first, first.shape[0])
+        # Contiguous tensors of one shape, as nearly always, have the same strides.
+        alike = all(map(Tensor.is_contiguous, group)) or len(set(map(Tensor.stride, group))) == 1
+        for e, tensor in enumerate(() if alike else group):
+            if _strides(tensor) != strides:
+                raise ValueError(
+                    f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
+                )
+        addresses = tuple(map(Tensor.data_ptr, group))
+        step, lowest, highest, aligned = _places(addresses, first.numel() * size)
+        # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
+        # graph that is captured could need a kernel that its warm-up did not compile.
+        buffer = first.untyped_storage()
+        start = buffer.data_ptr()
+        together = start <= lowest and highest < start + buffer.nbytes()
+        if step is not None and together and step % size == 0:
+            own = group[-1] if step < 0 else first
+            return ExpertTensors(first, None, step // size, strides, aligned, own, len(group))
+        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first, len(group))
+
+
+@lru_cache(maxsize=1024)
+def _places(addresses: tuple[int, ...], step: int) -> tuple[int | None, int, int, bool]:
+    """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are aligned.
+
+    The `step` that is given is that of one address.
+    """
+    if len(addresses) > 1:
+        step = addresses[1] - addresses[0]
+    even = all(b - a == step for a, b in pairwise(addresses))
+    return step if even else None, min(addresses), max(addresses), reduce(or_, addresses) % 16 == 0
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides, without the arbitrary ones that PyTorch keeps for dimensions of size 1."""
+    if 1 not in tensor.shape:
+        return tensor.stride()
+    return tuple(stride if size != 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses as an int64 tensor on the device, kept for those that come again: parameters and their gradients.
+
+    While a CUDA graph is captured, nothing new is kept, for that memory belongs to the graph; and a copy on one
+    stream has not happened for another.
+    """
+    if device.type == "cpu":
+        return _kept_table(addresses, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return device_table(addresses, device)
+    return _kept_table(addresses, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@lru_cache(maxsize=1024)
+def _kept_table(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    return device_table(addresses, device)
+
+
+_read_by_graphs: list[Tensor] = []
+
+
+def device_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses (or coordinates) as a new int64 tensor, copied without waiting."""
+    if device.type == "cpu":
+        return torch.tensor(addresses, dtype=torch.int64)
+    pinned = _pinned(addresses)
+    if torch.cuda.is_current_stream_capturing():
+        _read_by_graphs.append(pinned)  # every replay copies from it again
+    return pinned.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _pinned(addresses: tuple[int, ...]) -> Tensor:
+    """The source of such copies, kept: to allocate pinned memory while a graph is captured may not be allowed."""
+    return torch.tensor(addresses, dtype=torch.int64).pin_memory()

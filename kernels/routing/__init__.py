@@ -1,0 +1,1 @@
+"""The order of rows by expert, the tiles of a load, and the sum over the experts of a token."""

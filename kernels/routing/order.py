@@ -1,0 +1,157 @@
+"""The order of routed rows: from the experts that every token chose, `id[i]` of flat position `i = t * K + k`, to
+
+    rows[i] = |{j : id[j] < id[i]}| + |{j < i : id[j] = id[i]}|,    slots = its inverse,
+
+and of every row its token, `slots[r] // K`, and its probability.
+
+That is a stable sort by counting, in two launches: every block of positions counts its ids; then every block adds up
+the counts of those before it and places its positions, beside programs that make the plan of the launches to come
+(`routing/plan.py`). No atomics on memory: the same bits every run. Ids outside `[0, E)` count as E, so rows of experts
+that are elsewhere come last, as padding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launching import cost, launches
+from ..launching.launcher import launch
+from ..tiles.configs import cdiv, power_of_2, row_blocks
+from .plan import groups_of_counts, num_plan_programs, size_of_plan, sizes_of_plan, write_plan
+
+# Positions that are counted at once, that are compared with each other at once, and counts that are added up at once.
+_COUNTED, _CHUNK, _SUMMED = 1024, 64, 4096
+# Blocks, of which each reads the counts of all: a block is longer where there would be more.
+_MOST_BLOCKS = 128
+
+
+class Routed(NamedTuple):
+    """Positions by expert, stable in their order; rows of no expert come last."""
+
+    plan: Tensor  # see plan.py
+    tokens: Tensor  # [R] int32: the token of every row
+    rows: Tensor  # [R] int32: the row of every flat position
+    probs: Tensor  # [R]: of every row
+
+
+@triton.jit
+def _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS: tl.constexpr):
+    """Experts of positions; E for ids that are none, E + 1 past the last position."""
+    inside = position < num_positions
+    ids = tl.load(ids_ptr + position, mask=inside, other=0).to(tl.int64)  # before any comparison: they may be of 8 bits
+    experts = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS)
+    return tl.where(inside, experts, NUM_EXPERTS + 1).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_positions", "block"])
+def _routing_counts_kernel(
+    ids_ptr, counts_ptr, num_positions, block, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, COUNTED: tl.constexpr
+):
+    first = tl.program_id(0).to(tl.int64) * block
+    bins = tl.arange(0, BINS)
+    counts = tl.zeros((BINS,), dtype=tl.int32)
+    for start in range(0, block, COUNTED):
+        position = first + start + tl.arange(0, COUNTED)
+        counts += tl.histogram(_load_experts(ids_ptr, position, num_positions, NUM_EXPERTS), BINS)
+    tl.store(counts_ptr + tl.program_id(0) * (NUM_EXPERTS + 1) + bins, counts, mask=bins <= NUM_EXPERTS)
+
+
+@triton.jit
+def _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SUMMED: tl.constexpr):
+    """`(counts of all blocks, of those before the part-th)`, `[BINS]`."""
+    BLOCK_B: tl.constexpr = max(1, SUMMED // BINS)
+    bins = tl.arange(0, BINS)
+    totals, before = tl.zeros((BINS,), dtype=tl.int32), tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, num_blocks, BLOCK_B):
+        blocks = first + tl.arange(0, BLOCK_B)
+        mask = (blocks < num_blocks)[:, None] & (bins <= NUM_EXPERTS)[None, :]
+        counts_BE = tl.load(counts_ptr + blocks[:, None] * (NUM_EXPERTS + 1) + bins[None, :], mask=mask, other=0)
+        totals += tl.sum(counts_BE, 0)
+        before += tl.sum(tl.where((blocks < part)[:, None], counts_BE, 0), 0)
+    return totals, before
+
+
+@triton.jit(do_not_specialize=["num_positions", "num_blocks", "block", "top_k"])
+def _routing_places_kernel(
+    ids_ptr,
+    probs_ptr,
+    counts_ptr,
+    plan_ptr,
+    tokens_ptr,
+    rows_ptr,
+    row_probs_ptr,
+    num_positions,
+    num_blocks,
+    block,
+    top_k,
+    BINS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    part = tl.program_id(0)
+    totals, before = _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS, BINS, SUMMED)
+    if part >= num_blocks:
+        g = tl.arange(0, BLOCK_G)
+        n_g = tl.where(g < NUM_EXPERTS, tl.gather(totals, tl.minimum(g, BINS - 1), 0), 0)
+        first_g, end_g = groups_of_counts(n_g, num_positions, NUM_EXPERTS, BLOCK_G)
+        write_plan(
+            part - num_blocks, first_g, end_g, plan_ptr, num_positions, NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E
+        )
+    else:
+        next_row = tl.cumsum(totals, 0) - totals + before  # of every expert
+        within = tl.arange(0, CHUNK)
+        first = part.to(tl.int64) * block
+        for start in range(0, tl.minimum(num_positions - first, block).to(tl.int32), CHUNK):
+            position = first + start + within
+            experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)
+            earlier = (experts[:, None] == experts[None, :]) & (within[None, :] < within[:, None])
+            row = tl.gather(next_row, experts, 0) + tl.sum(earlier.to(tl.int32), 1)
+            mask = position < num_positions
+            tl.store(rows_ptr + position, row, mask=mask)
+            tl.store(tokens_ptr + row.to(tl.int64), (position // top_k).to(tl.int32), mask=mask)
+            tl.store(row_probs_ptr + row.to(tl.int64), tl.load(probs_ptr + position, mask=mask, other=0.0), mask=mask)
+            next_row += tl.histogram(experts, BINS)
+
+
+def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
+    """Contiguous ids of any integer dtype, and probabilities of any dtype; `T * K < 2**31`."""
+    R, device = ids_TK.numel(), ids_TK.device
+    block = max(_COUNTED, power_of_2(cdiv(R, _MOST_BLOCKS)))
+    num_blocks, bins = max(1, cdiv(R, block)), power_of_2(num_experts + 2)
+    blocks = row_blocks(device)
+
+    def indices(size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
+
+    counts = indices(num_blocks * (num_experts + 1))
+    routed = Routed(indices(size_of_plan(R, num_experts, blocks)), indices(R), indices(R), probs_TK.new_empty(R))
+    launch(_routing_counts_kernel, (num_blocks,), ids_TK, counts, R, block, num_experts, bins, _COUNTED)
+    launch(
+        _routing_places_kernel,
+        (num_blocks + num_plan_programs(R, num_experts, blocks),),
+        ids_TK,
+        probs_TK,
+        counts,
+        *routed,
+        R,
+        num_blocks,
+        block,
+        max(1, ids_TK.shape[-1]),
+        bins,
+        _SUMMED,
+        _CHUNK,
+        **sizes_of_plan(num_experts, blocks),
+        num_warps=4,
+    )
+    launches.report("pointer", lambda: cost.route(R, num_experts, ids_TK.element_size(), probs_TK.element_size()))
+    return routed

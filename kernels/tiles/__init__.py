@@ -1,0 +1,1 @@
+"""Tile sizes by architecture, pass and format."""

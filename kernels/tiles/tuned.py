@@ -1,0 +1,60 @@
+"""The file of tiles tuned for one GPU and Triton version, by kernel, path, element size and shape class."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+
+from ..launching import replay
+from . import configs
+from .configs import Key, Tile
+
+
+def tiles_file(folder: Path, device: torch.device) -> Path:
+    """Where in `folder` tiles for this GPU and Triton are kept."""
+    name = "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return folder / f"{name.replace(' ', '-').replace('/', '-')}-triton-{triton.__version__}.json"
+
+
+def save(path: Path, tiles: dict[Key, Tile]) -> None:
+    """Keeps `tiles` in the file, beside what it holds for other keys."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = (read(path) if path.exists() else {}) | tiles
+    rows = [{"key": key._asdict(), "tile": asdict(tile)} for key, tile in kept.items()]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    partial.replace(path)  # a reader never sees half a file
+
+
+def read(path: Path) -> dict[Key, Tile]:
+    """The tiles in a file.
+
+    Raises:
+        ValueError: the file was not written by `save` of this version.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        return {Key(**row["key"]): Tile(**row["tile"]) for row in rows}
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: expected tiles as the tuner of this version writes them; got {error!r}") from error
+
+
+def load(path: Path) -> None:
+    """Launch with the tiles in a file, where it has some."""
+    use(read(path))
+
+
+def forget(key: Key) -> None:
+    """From now on launch as if that was not tuned."""
+    configs.TUNED.pop(key, None)
+    replay.forget()
+
+
+def use(tiles: dict[Key, Tile]) -> None:
+    """From now on launch with these."""
+    configs.TUNED.update(tiles)
+    replay.forget()

@@ -1,0 +1,1 @@
+"""What the Gluon kernels share: partitions of warps, the ring of stages, Hopper, Blackwell."""

@@ -1,0 +1,119 @@
+"""What kernels with a task for each warp share: a ring of stages of operands, which one task fills and others multiply.
+
+Of every stage there are two mbarriers. `full`: its operands have arrived (the producer arrives once, and TMA with the
+bytes). `empty`: they have been multiplied, by both consumers where two multiply. Step i of a program, counted over all
+its tiles, uses stage `i % STAGES` for the time `i // STAGES`, so each side waits for a parity and nobody counts
+anything else; a wait for parity 1 on a new mbarrier passes, so the first STAGES loads wait for nobody. The producer
+runs up to STAGES steps ahead, into the next tile's, while consumers still write the last one.
+
+docs/specialised.md derives why nothing waits for ever and nothing is overwritten that is still read. It rests on this:
+where a task arrives, one thread does, and the compiler has all its warps meet before (`bar.sync`).
+"""
+
+from .gluon_compat import barrier, fence_async_shared, gl, gluon, mbarrier, tma_store_wait
+
+
+@gluon.jit
+def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many, each of which waits for so many arrivals. Before they are used: `fence_async_shared`."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(made.index(i), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """`[COUNT, M, N]` of shared memory as TMA and products want it, swizzled as `Descriptor.checked` says to TMA."""
+    WIDTH: gl.constexpr = N * DTYPE.primitive_bitwidth // 8
+    layout: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=128 if WIDTH > 128 else WIDTH, element_bitwidth=DTYPE.primitive_bitwidth, rank=2
+    )
+    return gl.allocate_shared_memory(DTYPE, [COUNT, M, N], layout)
+
+
+@gluon.jit
+def begin_loads(i, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr):
+    """The producer's: waits until the stage of step i, which is returned, may be overwritten. It arrives at `full` by
+    `expect`, and so many bytes are waited for.
+    """
+    stage = i % STAGES
+    mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    return stage
+
+
+@gluon.jit
+def wait_for_operands(i, full, STAGES: gl.constexpr):
+    """Of those who multiply: waits for the operands of step i, whose stage is returned."""
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), i // STAGES & 1)
+    return stage
+
+
+@gluon.jit
+def rows_of_index(index_ptr, rows, ROWS: gl.constexpr):
+    """`[ROWS]` numbers from an index of so many `rows`, as `tma_gather` wants them: every thread of a warp has those of
+    all rows that the warp loads. Beyond the index they are -1, for which TMA brings zeros.
+    """
+    layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, gl.num_warps()], [1, 0]))
+    row_M = gl.arange(0, ROWS, layout)
+    return gl.load(index_ptr + row_M, mask=row_M < rows, other=-1).to(gl.int32)
+
+
+@gluon.jit
+def row_numbers(tile, row):
+    """`[M]` row numbers of a tile's elements, as the tile is spread over threads. Once for each thread and row: of
+    `[M, 1]` a thread would load and store one for each column that it has.
+    """
+    layout: gl.constexpr = tile.type.layout
+    return row + gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def column_numbers(tile, column):
+    """`[1, N]` column numbers of a tile's elements, as the tile is spread over threads."""
+    layout: gl.constexpr = tile.type.layout
+    return (column + gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout)))[None, :]
+
+
+@gluon.jit
+def load_for_rows(ptr, tile, row, rows):
+    """`[M, 1]` in fp32: a value for each of a tile's rows, which are those from `row` on; zeros from `rows` on."""
+    row_M = row_numbers(tile, row)
+    return gl.load(ptr + row_M, mask=row_M < rows, other=0.0).to(gl.float32)[:, None]
+
+
+@gluon.jit
+def row_zeros(tile):
+    """`[M]` zeros, one for each of a tile's rows, as the tile is spread over threads."""
+    layout: gl.constexpr = tile.type.layout
+    return gl.zeros((tile.shape[0],), gl.float32, gl.SliceLayout(1, layout))
+
+
+@gluon.jit
+def whole_rows(M: gl.constexpr):
+    """`([M, 1], [1, 64])` row and column numbers of tiles that all warps of the task write row by row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    rows = gl.arange(0, M, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, 64, gl.SliceLayout(0, layout))
+    return rows[:, None], columns[None, :]
+
+
+@gluon.jit
+def spread_by_rows(tile):
+    """The same tile, spread so that neighbouring threads have neighbouring columns, for accesses to global memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [4, 8], [gl.num_warps(), 1], [1, 0])
+    return gl.convert_layout(tile, layout)
+
+
+@gluon.jit
+def overwrite(buffer, tile, RUNNING: gl.constexpr):
+    """Waits until at most RUNNING of this consumer's stores still read, then writes a buffer, from which TMA may store:
+    one that comes again after RUNNING + 1 stores.
+    """
+    tma_store_wait(RUNNING)
+    barrier()  # of all threads, as those that store have waited
+    buffer.store(tile)
+    fence_async_shared()
+    barrier()

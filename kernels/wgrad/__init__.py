@@ -1,0 +1,1 @@
+"""The weight gradient, accumulated into main_grad."""

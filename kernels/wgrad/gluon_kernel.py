@@ -1,0 +1,260 @@
+"""wgrad with a task for each warp, for Hopper and Blackwell, long loads: the same tiles in the same order as
+`wgrad/launch.py`.
+
+One warp loads (TMA, `warp_specialized/ring.py`; where rows are gathered, four); others multiply, and a tile is added to
+`dw` while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied: no barrier of
+the whole block. TMA adds to an fp32 `dw`, or stores; at a table of addresses, or where 16 bits must be added, threads
+do.
+"""
+
+from triton.tools.ragged_tma import to_ragged_indices
+
+from ..device.tile_order import num_turns, place_at, wgrad_tile
+from ..device.tiles import column_subtiles, expert_base
+from ..warp_specialized.blackwell import multiply_tile, wait_for_sums
+from ..warp_specialized.gluon_compat import gl, gluon, tma_add, tma_gather, tma_load, tma_store, tma_store_wait
+from ..warp_specialized.hopper import finish, multiply, sums
+from ..warp_specialized.partitions import (
+    CONSUMER_REGISTERS,
+    GATHERING_REGISTERS,
+    GATHERING_WARPS,
+    PRODUCER_REGISTERS,
+    part,
+    stages_and_sums,
+)
+from ..warp_specialized.ring import (
+    begin_loads,
+    column_numbers,
+    overwrite,
+    row_numbers,
+    rows_of_index,
+    shared_tiles,
+    spread_by_rows,
+    wait_for_operands,
+)
+from .epilogue import add_at
+from .segments import load_step
+
+BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out in turn
+
+
+@gluon.jit
+def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
+    """`(first row, rows, steps)` of an expert; of several segments `(first step, steps, steps)`. An expert without rows
+    has one step of none, which overwrites with zeros; of several segments `wgrad/steps.py` lists it.
+    """
+    first_ptr = offsets_ptr if steps_ptr is None else steps_ptr
+    first = gl.load(first_ptr + expert)
+    size = gl.load(first_ptr + expert + 1) - first
+    return first, size, gl.maximum(gl.cdiv(size, BLOCK_R), 1) if steps_ptr is None else size
+
+
+@gluon.jit
+def _load(
+    left_desc,
+    left_rows_ptr,
+    right_desc,
+    right_rows_ptr,
+    rows_of,
+    loop,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = rows_of
+    turns, num_n, num_k, left, right, full, empty, _sums = loop
+    CONSUMERS: gl.constexpr = left.shape[0] // STAGES
+    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
+    BYTES: gl.constexpr = BLOCK_R * (BLOCK_N + BLOCK_K) * left.dtype.primitive_bitwidth // 8
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    for turn in range(0, turns):
+        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+        first, size, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, BLOCK_R)
+        n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
+        # Numbers of rows, and segments, are read one step ahead.
+        if left_rows_ptr is not None:
+            left_rows = rows_of_index(left_rows_ptr + first, size, BLOCK_R)
+        if right_rows_ptr is not None:
+            right_rows = rows_of_index(right_rows_ptr + first, size, BLOCK_R)
+        if steps_ptr is not None:
+            row, rows, left_base, right_base = load_step(steps_ptr, segments_ptr, first, num_segments, num_experts)
+        for step in range(0, steps):
+            stage = begin_loads(i, full, empty, BYTES, STAGES)
+            i += 1
+            arrived = full.index(stage)
+            if steps_ptr is None:
+                wrap, end, row = to_ragged_indices(first, size, step * BLOCK_R)
+                done = (step + 1) * BLOCK_R
+                if left_rows_ptr is not None:
+                    tma_gather(left_desc, left_rows, n, arrived, left.index(stage))
+                    left_rows = rows_of_index(left_rows_ptr + first + done, size - done, BLOCK_R)
+                else:
+                    for c in gl.static_range(CONSUMERS):
+                        place = [wrap, end, row, n + c * ROWS]
+                        tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
+                if right_rows_ptr is not None:
+                    tma_gather(right_desc, right_rows, k, arrived, right.index(stage))
+                    right_rows = rows_of_index(right_rows_ptr + first + done, size - done, BLOCK_R)
+                else:
+                    tma_load(right_desc, [wrap, end, row, k], arrived, right.index(stage))
+            else:
+                wrap, end, from_wrap = to_ragged_indices(row, rows, 0)
+                for c in gl.static_range(CONSUMERS):
+                    place = [wrap, end, left_base.to(gl.int32), from_wrap, n + c * ROWS]
+                    tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
+                tma_load(right_desc, [wrap, end, right_base.to(gl.int32), from_wrap, k], arrived, right.index(stage))
+                following = first + gl.minimum(step + 1, steps - 1)
+                row, rows, left_base, right_base = load_step(
+                    steps_ptr, segments_ptr, following, num_segments, num_experts
+                )
+
+
+@gluon.jit
+def _multiply(rows_of, loop, BLOCK_R: gl.constexpr, GROUP_N: gl.constexpr, STAGES: gl.constexpr):
+    """The task of the warp that multiplies for a single consumer. Tiles are looked up while products still run."""
+    offsets_ptr, _, steps_ptr, order_ptr, _, _ = rows_of
+    turns, num_n, num_k, left, right, full, empty, tile_sums = loop
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    for turn in range(0, turns):
+        rank, _, _ = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+        _, _, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, BLOCK_R)
+        i = multiply_tile(turn, i, steps, left, right, full, empty, tile_sums, True, False, STAGES)
+
+
+@gluon.jit
+def _consume(
+    dw_ptr,
+    dw_table_ptr,
+    dw_desc,
+    dw_sizes,
+    rows_of,
+    loop,
+    out,
+    WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    ACCUMULATE: gl.constexpr,
+    REVERSED: gl.constexpr,
+    DW_ALIGNED: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw_sizes
+    offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = rows_of
+    turns, num_n, num_k, left, right, full, empty, tile_sums = loop
+    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
+    WIDTH: gl.constexpr = BLOCK_K // SUBTILES
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    i = 0
+    for turn in range(0, turns):
+        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+        expert = gl.load(order_ptr + rank)
+        _, _, steps = _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R)
+        n, k = n_tile * BLOCK_N + WHICH * ROWS, k_tile * BLOCK_K
+        if CONSUMERS == 1:
+            parts = wait_for_sums(turn, tile_sums)
+        else:
+            acc_NK = sums(BLOCK_K)
+            for step in range(0, steps):
+                stage = wait_for_operands(i, full, STAGES)
+                left_NR = left.index(stage * CONSUMERS + WHICH).permute((1, 0))
+                acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, STAGES)
+                i += 1
+            parts = column_subtiles(finish(acc_NK, i, empty, STAGES), SUBTILES)
+        for s in gl.static_range(SUBTILES):
+            tile_NK = part(parts, s, SUBTILES, CONSUMERS)
+            if dw_desc is not None:
+                buffer = out.index(WHICH * BUFFERS + s % BUFFERS)
+                overwrite(buffer, tile_NK.to(out.dtype), BUFFERS - 1)
+                place = [num_experts - 1 - expert if REVERSED else expert, n, k + s * WIDTH]
+                if ACCUMULATE:
+                    tma_add(dw_desc, place, buffer)
+                else:
+                    tma_store(dw_desc, place, buffer)
+            else:
+                if CONSUMERS == 1:
+                    tile_NK = spread_by_rows(tile_NK)
+                row_N1, column_1K = row_numbers(tile_NK, n)[:, None], column_numbers(tile_NK, k + s * WIDTH)
+                dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
+                add_at(dw, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+    tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_segments", "num_experts"])
+def grouped_wgrad_specialised_kernel(
+    left_desc,
+    left_rows_ptr,
+    right_desc,
+    right_rows_ptr,
+    dw_ptr,
+    dw_table_ptr,
+    dw_desc,
+    offsets_ptr,
+    segments_ptr,
+    steps_ptr,
+    order_ptr,
+    num_segments,
+    num_experts,
+    N,
+    K,
+    stride_dw_e,
+    stride_dw_n,
+    stride_dw_k,
+    ACCUMULATE: gl.constexpr,
+    REVERSED: gl.constexpr,  # dw_desc starts at the last expert
+    DW_ALIGNED: gl.constexpr,  # every expert's address is a multiple of 16 bytes
+    CONSUMERS: gl.constexpr,
+    BLOCK_R: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    SUBTILES: gl.constexpr,
+    GROUP_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Passes (5) and (6) without biases; arguments as of the Triton kernel, operands by descriptors."""
+    gl.static_assert(BLOCK_N == 128)
+    gl.static_assert(SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
+    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
+    num_n, num_k = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    num_used = gl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
+    turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
+    left = shared_tiles(left_desc.dtype, STAGES * CONSUMERS, BLOCK_R, ROWS)
+    right = shared_tiles(right_desc.dtype, STAGES, BLOCK_R, BLOCK_K)
+    full, empty, tile_sums = stages_and_sums(CONSUMERS, BLOCK_K, STAGES)
+    out = full  # without a descriptor it is not used, but only a kernel's own argument can be None
+    if dw_desc is not None:
+        out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_K // SUBTILES)
+    rows_of = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
+    loop = (turns, num_n, num_k, left, right, full, empty, tile_sums)
+    dw_sizes = (N, K, stride_dw_e, stride_dw_n, stride_dw_k)
+    GATHERED: gl.constexpr = (left_rows_ptr is not None) or (right_rows_ptr is not None)
+    gl.static_assert((not GATHERED) or (CONSUMERS == 1 and steps_ptr is None))
+    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
+    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
+    # fmt: off
+    gl.warp_specialize(
+        [
+            (_consume, (
+                dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(0), CONSUMERS, ACCUMULATE,
+                REVERSED, DW_ALIGNED, BLOCK_R, BLOCK_N, BLOCK_K, SUBTILES, GROUP_N, STAGES,
+            )),
+            (_consume, (
+                dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(1), CONSUMERS, ACCUMULATE,
+                REVERSED, DW_ALIGNED, BLOCK_R, BLOCK_N, BLOCK_K, SUBTILES, GROUP_N, STAGES,
+            )) if CONSUMERS == 2 else (_multiply, (rows_of, loop, BLOCK_R, GROUP_N, STAGES)),
+            (_load, (
+                left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop,
+                BLOCK_R, BLOCK_N, BLOCK_K, GROUP_N, STAGES,
+            )),
+        ],
+        [4 if CONSUMERS == 2 else 1, LOADING_WARPS],
+        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS],
+    )
+    # fmt: on

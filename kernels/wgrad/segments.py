@@ -1,0 +1,108 @@
+"""Rows of an operand that lies in several segments (micro-batches), each at its own address, and how wgrad loads them.
+
+With descriptors there is one for all segments, made on the host, so that no program builds any. Like
+`triton.tools.ragged_tma`, it spans the whole address space, from the lowest segment: an extra dimension steps in
+units that divide the distances between segments, so a segment is one more coordinate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.ragged_tma import load_ragged, to_ragged_indices
+
+from ..operands.descriptors import Descriptor, fits_tensor, ragged_rows
+
+_MAX_COORDINATE = 0x7FFF0000
+_MAX_ROWS = 2**30
+
+NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros
+
+
+@triton.jit
+def load_rows_of(
+    desc, base, rows_ptr, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
+
+    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `rows_ptr`, only without: row r
+    lies at row `rows_ptr[r]` of `base`; indices beyond the group are not read.
+    """
+    if desc is None:
+        rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
+        columns = column + tl.arange(0, COLUMNS)
+        mask_R = rows < first + size
+        if rows_ptr is not None:
+            rows = tl.load(rows_ptr + rows, mask=mask_R, other=0).to(tl.int64)
+        mask = mask_R[:, None] & (columns < num_columns)[None, :]
+        tile = tl.load(base + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
+    elif base is None:
+        tile = load_ragged(desc, first, size, [start, column])
+    else:
+        wrap, end, row = to_ragged_indices(first, size, start)
+        tile = tl.reshape(desc.load([wrap, end, base, row, column]), (ROWS, COLUMNS))
+    return tile
+
+
+@triton.jit
+def load_step(steps_ptr, segments_ptr, step, num_segments, num_experts):
+    """A step of `wgrad/steps.py`: `(first row, rows from there on, left base, right base)`, as integers."""
+    step_ptr = steps_ptr + num_experts + 1 + 3 * step
+    left_ptr = segments_ptr + num_segments + tl.load(step_ptr)
+    return tl.load(step_ptr + 1), tl.load(step_ptr + 2), tl.load(left_ptr), tl.load(left_ptr + 2 * num_segments)
+
+
+@triton.jit
+def load_rows_of_step(
+    desc,
+    like_ptr,
+    places_ptr,
+    step,
+    base,
+    first,
+    size,
+    column,
+    num_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """`load_rows_of` from row `first` on of a segment at `base`, ALIGNED to 16 bytes; or rows at a step's `places`."""
+    if places_ptr is not None:
+        place_R = tl.load(places_ptr + step.to(tl.int64) * ROWS + tl.arange(0, ROWS))
+        columns = column + tl.arange(0, COLUMNS)
+        mask = (place_R > NOWHERE)[:, None] & (columns < num_columns)[None, :]
+        tile = tl.load(like_ptr + place_R[:, None] * VECTOR + columns[None, :], mask=mask, other=0.0)
+    elif desc is not None:
+        tile = load_rows_of(desc, base.to(tl.int32), None, first, size, 0, column, num_columns, ROWS, COLUMNS)
+    else:
+        base_ptr = base.to(tl.pointer_type(like_ptr.dtype.element_ty))
+        if ALIGNED:
+            base_ptr = tl.multiple_of(base_ptr, 16)
+        tile = load_rows_of(None, base_ptr, None, first, size, 0, column, num_columns, ROWS, COLUMNS)
+    return tile
+
+
+def one_descriptor(segments_RC: Sequence[Tensor], rows: int, columns: int) -> tuple[Descriptor, list[int]] | None:
+    """A descriptor of all segments, for tiles of `[rows, columns]`, and each segment's coordinate; None: impossible."""
+    filled = [t for t in segments_RC if t.shape[0] > 0]  # of the others nothing is read
+    if not filled or not all(fits_tensor(t) and t.shape[0] <= _MAX_ROWS for t in filled):
+        return None
+    if len(segments_RC) == 1:
+        return ragged_rows(filled[0], rows, columns), [0]
+    lowest = min(filled, key=Tensor.data_ptr)
+    distances = [t.data_ptr() - lowest.data_ptr() if t.shape[0] > 0 else 0 for t in segments_RC]
+    unit = gcd(2**20, *distances)  # bytes; at least 16, as every address is a multiple of that
+    if max(distances) // unit >= _MAX_COORDINATE:
+        return None
+    # The rows of a contiguous tensor are as far apart as it is wide, but if it has one row PyTorch keeps any stride.
+    stride = max(filled, key=len).stride(0)
+    shape = _MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]
+    strides = 2**34 - stride, stride, unit // lowest.element_size(), stride, 1
+    described = Descriptor(lowest.data_ptr(), shape, strides, ((1, 1, 1, rows, columns), lowest.dtype), lowest)
+    return described, [d // unit for d in distances]

@@ -1,0 +1,181 @@
+"""What wgrad needs to know of several segments, or of one load without a plan, made on the device by one launch.
+
+The order of experts, by falling number of rows, `[E + 1]`, as in a plan. Of several segments also the steps of every
+expert: its rows, BLOCK_R of one segment at a time, in the order of the segments. So the loop over an expert's rows is
+one loop, whatever the number of segments, and its loads run ahead over the end of one segment into the next. Of a
+gathered operand also where each row of each step lies: looked up one after the other, indices would not be pipelined.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..launching.launcher import launch
+from ..routing.plan import EXPERTS_PER_PROGRAM, sizes_of_plan, write_order
+from ..tiles.configs import cdiv
+from .segments import NOWHERE
+
+_BLOCK_T = 1024  # steps, or places of rows, that are written at once
+
+
+@triton.jit
+def _write_places(
+    places_ptr,
+    rows_like_ptr,
+    bases_ptr,
+    s,
+    num_segments,
+    step,
+    steps,
+    first,
+    end,
+    width,
+    UNIT: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Where the rows of so many steps from `step` on lie, in UNITs of bytes from segment 0; `width`: units of a row."""
+    distance = (tl.load(bases_ptr + s) - tl.load(bases_ptr)) // UNIT
+    rows_ptr = tl.load(bases_ptr + num_segments + s).to(tl.pointer_type(rows_like_ptr.dtype.element_ty))
+    places_ptr += step.to(tl.int64) * BLOCK_R
+    for start in range(0, steps * BLOCK_R, BLOCK_T):
+        at = start + tl.arange(0, BLOCK_T)
+        used = first + at < end
+        row = tl.load(rows_ptr + first + at, mask=used, other=0).to(tl.int64)
+        tl.store(places_ptr + at, tl.where(used, distance + row * width, NOWHERE), mask=at < steps * BLOCK_R)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _wgrad_plan_kernel(
+    offsets_ptr,
+    segments_ptr,
+    order_ptr,
+    steps_ptr,
+    left_places_ptr,
+    left_rows_ptr,
+    right_places_ptr,
+    right_rows_ptr,
+    num_segments,
+    left_width,
+    right_width,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    LEFT_UNIT: tl.constexpr,
+    RIGHT_UNIT: tl.constexpr,
+):
+    part = tl.program_id(0)
+    g = tl.arange(0, BLOCK_G)
+    mask = g < NUM_EXPERTS
+    rows_g, steps_g = tl.zeros((BLOCK_G,), tl.int32), tl.zeros((BLOCK_G,), tl.int32)
+    for s in range(0, 1 if segments_ptr is None else num_segments):
+        offsets = offsets_ptr
+        if segments_ptr is not None:
+            offsets = tl.load(segments_ptr + s).to(tl.pointer_type(tl.int32))
+        size_g = tl.load(offsets + g + 1, mask=mask, other=0) - tl.load(offsets + g, mask=mask, other=0)
+        rows_g += size_g
+        steps_g += tl.cdiv(size_g, BLOCK_R)
+    if part * BLOCK_E < NUM_EXPERTS:
+        write_order(part, rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+    if segments_ptr is not None:
+        # An expert without rows has one step of none: it may have to be overwritten with zeros.
+        step = tl.sum(tl.where(g < part, tl.maximum(steps_g, 1), 0), 0)
+        empty = tl.sum(tl.where(g == part, rows_g, 0), 0) == 0
+        tl.store(steps_ptr + part, step)
+        for s in range(0, num_segments):
+            offsets = tl.load(segments_ptr + s).to(tl.pointer_type(tl.int32))
+            first, end = tl.load(offsets + part), tl.load(offsets + part + 1)
+            steps = tl.cdiv(end - first, BLOCK_R) + (empty & (s == 0)).to(tl.int32)
+            for start in range(0, steps, BLOCK_T):
+                t = start + tl.arange(0, BLOCK_T)
+                row, step_ptr = first + t * BLOCK_R, steps_ptr + NUM_EXPERTS + 1 + 3 * (step + t)
+                tl.store(step_ptr, tl.zeros_like(t) + s, mask=t < steps)
+                tl.store(step_ptr + 1, row, mask=t < steps)
+                tl.store(step_ptr + 2, end - row, mask=t < steps)
+            if left_places_ptr is not None:
+                _write_places(
+                    *(left_places_ptr, left_rows_ptr, segments_ptr + num_segments, s, num_segments),
+                    *(step, steps, first, end, left_width, LEFT_UNIT, BLOCK_R, BLOCK_T),
+                )
+            if right_places_ptr is not None:
+                _write_places(
+                    *(right_places_ptr, right_rows_ptr, segments_ptr + 3 * num_segments, s, num_segments),
+                    *(step, steps, first, end, right_width, RIGHT_UNIT, BLOCK_R, BLOCK_T),
+                )
+            step += steps
+        tl.store(steps_ptr + part + 1, step)  # as the next program does
+
+
+class Gathered(NamedTuple):
+    """An operand whose rows are gathered."""
+
+    rows_like: Tensor
+    row_bytes: int
+    unit: int  # bytes, that divide those of a row and the distances between segments
+
+
+class WgradPlan(NamedTuple):
+    """Steps are int32: `[E + 1]` the experts' first ones, then of each its segment, first row, rows from there on."""
+
+    order: Tensor  # [E] int32 experts by falling number of rows, then how many have any
+    steps: Tensor | None
+    left_places: Tensor | None  # [steps, BLOCK_R] int64, in units from segment 0
+    right_places: Tensor | None
+
+
+def wgrad_plan(
+    offsets: Tensor,
+    num_experts: int,
+    segments: Tensor | None = None,
+    num_segments: int = 1,
+    num_rows: int = 0,
+    block_r: int = 1,
+    left: Gathered | None = None,
+    right: Gathered | None = None,
+) -> WgradPlan:
+    """Of one load, first rows `[E + 1]` or a plan, or of several segments.
+
+    `segments`, `[5, S]` int64: addresses of their first rows; bases of left operands, addresses of those' rows, bases
+    of right ones, addresses of those' rows. `num_rows`: of all together, at most.
+    """
+    order = torch.empty(num_experts + 1, dtype=torch.int32, device=offsets.device)
+    steps: Tensor | None = None
+    places: list[Tensor | None] = [None, None]
+    if segments is not None:
+        most = num_rows // block_r + (num_segments + 1) * num_experts
+        steps = torch.empty(num_experts + 1 + 3 * most, dtype=torch.int32, device=offsets.device)
+        places = [
+            torch.empty(most * block_r, dtype=torch.int64, device=offsets.device) if each else None
+            for each in (left, right)
+        ]
+    widths = [each.row_bytes // each.unit if each else 0 for each in (left, right)]
+    launch(
+        _wgrad_plan_kernel,
+        (cdiv(num_experts, EXPERTS_PER_PROGRAM) if segments is None else num_experts,),
+        offsets,
+        segments,
+        order,
+        steps,
+        places[0],
+        left.rows_like if left else None,
+        places[1],
+        right.rows_like if right else None,
+        num_segments,
+        *widths,
+        num_experts,
+        sizes_of_plan(num_experts, ())["BLOCK_G"],
+        EXPERTS_PER_PROGRAM,
+        block_r,
+        _BLOCK_T,
+        left.unit if left else 1,
+        right.unit if right else 1,
+        num_warps=8,
+    )
+    return WgradPlan(order, steps, *places)
