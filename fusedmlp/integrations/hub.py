@@ -43,10 +43,7 @@ def assemble(folder: Path) -> None:
 
 
 def _copy_package(folder: Path) -> None:
-    for source in _KERNELS.rglob("*.py"):
-        target = folder / source.relative_to(_KERNELS)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(source, target)
+    shutil.copytree(_KERNELS, folder, ignore=shutil.ignore_patterns("__pycache__", "build.toml"))
     (folder / "hub.py").rename(folder / "__init__.py")
 
 

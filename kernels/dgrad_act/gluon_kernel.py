@@ -1,5 +1,5 @@
 """Pass (3) with a task for each warp, for Hopper and Blackwell, long loads: order of tiles and equations are those of
-`dgrad_act/launch.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
+`triton_kernel.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
 by registers here.
 
 One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one brings `h`, part by part of

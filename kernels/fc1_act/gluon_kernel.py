@@ -1,5 +1,5 @@
 """Pass (1) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
-`fc1_act/launch.py`.
+`triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply both channels of a
 tile's columns (`warp_specialized/partitions.py`), and `h` and `a` are stored while the next tile's operands arrive and,

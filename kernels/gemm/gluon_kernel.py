@@ -1,5 +1,5 @@
 """Passes (2) and (4) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
-`gemm/launch.py`.
+`triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`), and what a tile
 became is stored while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied:

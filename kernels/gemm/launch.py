@@ -1,27 +1,9 @@
-"""Passes (2) and (4): `y[r, n] = sum_k x[r, k] w[e, n, k] + scale[r] bias[e, n]` for the expert e of row r.
-
-`dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over the tiles of a plan. With
-`dprobs`, the launch also adds up what pass (3) left of those, so that they need none of their own.
-"""
+"""Launch passes (2) and (4), the grouped GEMM: see `triton_kernel.py` and `gluon_kernel.py`."""
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from ..device.tile_order import load_tile, tile_at, zero_padding
-from ..device.tiles import (
-    column_subtiles,
-    dot,
-    expert_base,
-    load_bias,
-    load_rows,
-    load_weight,
-    round_to,
-    store_rows,
-    zeros,
-)
 from ..launching import cost, launches
 from ..launching.launcher import launch
 from ..operands import descriptors
@@ -29,83 +11,8 @@ from ..operands.alignment import vectors_fit
 from ..operands.expert_tensors import ExpertTensors
 from ..routing.plan import Schedule
 from ..tiles.configs import BY_DESCRIPTORS, cdiv, choose, consumers, dot_precision, num_programs, task_rows
-from .dprobs import Dprobs, sum_partials
-
-
-@triton.jit(do_not_specialize=["num_partials", "num_rows"])
-def _grouped_gemm_kernel(
-    x_ptr,
-    x_desc,
-    w_ptr,
-    w_desc,
-    w_table_ptr,
-    bias_ptr,
-    bias_table_ptr,
-    scale_ptr,
-    y_ptr,
-    y_desc,
-    partial_ptr,
-    rows_ptr,
-    dprobs_ptr,
-    tiles_ptr,
-    num_partials,
-    num_rows,
-    num_experts,
-    N,
-    K,
-    stride_x_r,
-    stride_w_e,
-    stride_w_n,
-    stride_w_k,
-    stride_bias_e,
-    stride_y_r,
-    K_CONTIGUOUS: tl.constexpr,
-    REVERSED: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, BLOCK_N)
-    tl.assume(K > 0)
-    WIDTH: tl.constexpr = BLOCK_N // SUBTILES
-    row_M1 = tl.arange(0, BLOCK_M)[:, None]
-    # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
-    for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
-        n, mask_M1 = n_tile * BLOCK_N, row_M1 < rows
-        x_M1 = x_ptr + (first + row_M1).to(tl.int64) * stride_x_r
-        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
-        w_e = num_experts - 1 - expert if REVERSED else expert
-
-        acc = zeros(BLOCK_M, BLOCK_N, num_m, FLATTEN)
-        for k in range(0, K, BLOCK_K):
-            x_MK = load_rows(x_desc, x_M1, first, rows, mask_M1, k, K, BLOCK_K)
-            w_KN = load_weight(w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, BLOCK_N, BLOCK_K, K_CONTIGUOUS)
-            acc = dot(x_MK, w_KN, acc, PRECISION)
-
-        y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
-        parts = column_subtiles(acc, SUBTILES)
-        for s in tl.static_range(SUBTILES):
-            y_MN = parts[s]
-            column = n + s * WIDTH
-            if bias_ptr is not None:
-                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                bias_1N = load_bias(bias, column, N, WIDTH)
-                if scale_ptr is not None:
-                    bias_1N = bias_1N * tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-                y_MN += bias_1N
-            y_MN = round_to(y_MN, y_ptr.dtype.element_ty)
-            store_rows(y_desc, y_M1, first, rows, mask_M1, column, N, y_MN)
-
-    zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, BLOCK_M, WIDTH)
-    if partial_ptr is not None:
-        sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows)
+from .dprobs import Dprobs
+from .triton_kernel import _grouped_gemm_kernel
 
 
 def grouped_gemm_(

@@ -1,5 +1,5 @@
 """wgrad with a task for each warp, for Hopper and Blackwell, long loads: the same tiles in the same order as
-`wgrad/launch.py`.
+`triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; where rows are gathered, four); others multiply, and a tile is added to
 `dw` while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied: no barrier of

@@ -1,0 +1,210 @@
+"""Pass (3): `da = dy @ fc2`, with the backward of `a = act(h) * p` in its epilogue (p: routing probability).
+
+With `g`, `l` the gate and linear parts of `h`, recomputed from it:
+    dh_g = p * da * d act / dg,    dh_l = p * da * d act / dl,    a = p * act
+    dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
+(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, which the
+next launch adds up (`gemm/dprobs.py`): no atomics, the same bits every run.
+
+With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. dy then comes
+by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there see
+`dgrad_act/gluon_kernel.py`).
+
+The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles; both halves of `dh` leave by
+one store. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device import activation
+from ..device.tile_order import load_tile, tile_at, zero_padding
+from ..device.tiles import (
+    column_subtiles,
+    dot,
+    expert_base,
+    load_bias,
+    load_rows,
+    load_weight,
+    round_to,
+    store_halves,
+    store_rows,
+    zeros,
+)
+
+
+@triton.jit
+def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
+    """A subtile of gates and one of linear channels from `h_M1` and `l_M1` on, where a row has `left` of either; one of
+    both where they are interleaved.
+    """
+    g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
+    l = g
+    if GATED and CHANNEL_STEP == 1:
+        l = load_rows(None, l_M1, 0, 0, mask_M1, 0, left, WIDTH)
+    return g, l
+
+
+@triton.jit
+def _bias_dprobs(
+    partial_ptr,
+    dy_ptr,
+    rows_ptr,
+    bias_ptr,
+    bias_table_ptr,
+    tiles_ptr,
+    H,
+    stride_dy_r,
+    stride_bias_e,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work. Also launched by itself."""
+    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    for m_tile in range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        mask_M1, dy_row_M1 = row_M1 < rows, first + row_M1
+        if rows_ptr is not None:
+            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
+        dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
+        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+        sums_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+        for k in tl.range(0, H, BLOCK_H, num_stages=3):  # without a dot, loads are pipelined on demand only
+            dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
+            sums_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
+        tl.store(partial_ptr + first + row_M1, tl.sum(sums_MH, axis=1, keep_dims=True), mask=mask_M1)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _grouped_dgrad_act_kernel(
+    dy_ptr,
+    dy_desc,
+    rows_ptr,
+    w_ptr,
+    w_desc,
+    w_table_ptr,
+    bias_ptr,
+    bias_table_ptr,
+    probs_ptr,
+    h_ptr,
+    dh_ptr,
+    dh_desc,
+    a_ptr,
+    a_desc,
+    partial_ptr,
+    tiles_ptr,
+    num_experts,
+    num_rows,
+    H,
+    F,
+    stride_dy_r,
+    stride_w_e,
+    stride_w_f,
+    stride_w_h,
+    stride_bias_e,
+    stride_h_r,
+    stride_a_r,
+    GATED: tl.constexpr,
+    CHANNEL_STEP: tl.constexpr,
+    CURVE: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
+    K_CONTIGUOUS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
+    WIDTH: tl.constexpr = BLOCK_F // SUBTILES
+    WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
+    # With descriptors rows, and halves of them, are whole multiples of 16 bytes: loads by pointers are vectors, too.
+    VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // CHANNEL_STEP
+    tl.assume(H > 0)
+    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
+    num_parts = num_f
+    if probs_ptr is not None and bias_ptr is not None:
+        # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
+        _bias_dprobs(
+            partial_ptr + num_f.to(tl.int64) * num_rows,
+            *(dy_ptr, rows_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e, BLOCK_M, BLOCK_H),
+        )
+        num_parts = num_f + 1
+    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        f, mask_M1 = f_tile * BLOCK_F, row_M1 < rows
+        dy_row_M1 = first + row_M1
+        if rows_ptr is not None:
+            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
+        dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
+        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
+        w_e = num_experts - 1 - expert if REVERSED else expert
+
+        da = zeros(BLOCK_M, BLOCK_F, num_m, FLATTEN)
+        for k in range(0, H, BLOCK_H):
+            dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
+            w_HF = load_weight(w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS)
+            da = dot(dy_MH, w_HF, da, PRECISION)
+
+        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
+        # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.
+        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * CHANNEL_STEP
+        l_M1, left = h_M1 + F, F - f
+        if VECTOR > 1:
+            h_M1, l_M1 = tl.multiple_of(h_M1, (16, 16)), tl.multiple_of(l_M1, (16, 16))
+            left = tl.multiple_of(left, VECTOR)
+        g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, GATED, CHANNEL_STEP)
+        dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
+        a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
+        dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+        if probs_ptr is not None:
+            probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+        parts = column_subtiles(da, SUBTILES)
+        for s in tl.static_range(SUBTILES):
+            da_MF = parts[s]
+            column = f + s * WIDTH
+            g, l = g_next.to(tl.float32), l_next.to(tl.float32)
+            if s + 1 < SUBTILES:
+                h_M1, l_M1, left = h_M1 + WIDTH_G, l_M1 + WIDTH, left - WIDTH
+                g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, GATED, CHANNEL_STEP)
+            if GATED and CHANNEL_STEP == 2:
+                g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
+            if GATED:
+                act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
+            else:
+                act, by_gate = activation.curve(g, CURVE, ALPHA)
+            if probs_ptr is not None:
+                # Not along axis 1: for sm_100, Triton 3.7.1 would look for another layout of `da`, and fail.
+                dprobs_M1 += tl.sum(tl.reshape(da_MF * act, (BLOCK_M, 1, WIDTH)), axis=2)
+                da_MF *= probs_M1
+                act *= probs_M1
+            dg_MF = round_to(da_MF * by_gate, dh_ptr.dtype.element_ty)
+            if GATED:
+                dl_MF = round_to(da_MF * by_linear, dh_ptr.dtype.element_ty)
+            if TWO:
+                store_halves(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF, dl_MF)
+            elif GATED:
+                dh_MG = tl.reshape(tl.join(dg_MF, dl_MF), (BLOCK_M, WIDTH_G))
+                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column * CHANNEL_STEP, F * CHANNEL_STEP, dh_MG)
+            else:
+                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF)
+            store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(act, a_ptr.dtype.element_ty))
+
+        if probs_ptr is not None:
+            partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
+            tl.store(partial_M1, dprobs_M1, mask=mask_M1)
+
+    zero_padding(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
+    zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
+    if probs_ptr is not None:
+        zero_padding(partial_ptr, tiles_ptr, num_parts, 1, num_rows, BLOCK_M, 4)
