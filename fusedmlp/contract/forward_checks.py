@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_main_grad, label, refuse_tensor_hooks
-from fusedmlp.contract.parameter_state import ParameterState, find_state, release_interrupted, state_of, states_of
+from fusedmlp.contract.parameter_state import ParameterState, find_states, release_interrupted, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 from fusedmlp.contract.reducers import find_reducers, refuse_reducer
 
@@ -31,7 +31,7 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         release_interrupted()
     reducers = find_reducers()
     unhooked = reducers is None and not (delayed and any(map(_LATE_HOOKS, weights)))
-    if unhooked and all(map(_was_right, weights, states_of(weights, find_state), repeat(mode))):
+    if unhooked and all(map(_was_right, weights, find_states(weights), repeat(mode))):
         return
     for i, weight in enumerate(weights):
         if not weight.requires_grad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -99,11 +99,15 @@ def find_state(param: Tensor) -> ParameterState | None:
     return state if state is not None and state.ref() is param else None
 
 
-def states_of(params: Sequence[Tensor], make: Callable[[Tensor], Any] | None = None) -> list[Any]:
-    """The states of parameters; of those without one, what `make` says (default: `state_of`)."""
-    make = make or state_of
-    states = [*map(_states.get, map(id, params))]
-    return [*map(make, params)] if None in states else states
+def find_states(params: Sequence[Tensor]) -> list[ParameterState | None]:
+    """`find_state` of each."""
+    return [*map(_states.get, map(id, params))]
+
+
+def states_of(params: Sequence[Tensor]) -> list[Any]:
+    """`state_of` each."""
+    states = find_states(params)
+    return [*map(state_of, params)] if None in states else states
 
 
 def state_of(param: Tensor) -> ParameterState:

@@ -18,7 +18,7 @@ from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
 from fusedmlp.contract.exclusion import Held, hold_others
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writers, takes_overwrite
-from fusedmlp.contract.parameter_state import GRADIENT, Queued, find_state, state_of, states_of
+from fusedmlp.contract.parameter_state import GRADIENT, Queued, find_states, states_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
 from fusedmlp.contract.reducers import find_reducers, refuse_reducer
 
@@ -51,8 +51,8 @@ class Route(Queued):
         """The parameters whose gradients are accumulated."""
         if self._leaves is None:
             # Where nothing is to be remembered of a parameter, it can still be swapped for another.
-            make = state_of if self.mode == "main_grad" or self.delayed else find_state
-            leaves = zip(count(), self.params, states_of(self.params, make))
+            find = states_of if self.mode == "main_grad" or self.delayed else find_states
+            leaves = zip(count(), self.params, find(self.params))
             self._leaves = [leaf for leaf, use in zip(leaves, self.uses, strict=True) if use is ACCUMULATE]
         return self._leaves
 
@@ -154,6 +154,8 @@ class Route(Queued):
             if state is not None and state.lent is not None:
                 reclaim(param, state)
         leaves = [leaf for leaf in self.leaves if self.delayed or leaf[1].grad is not None]
+        if not leaves:
+            return targets
         self.held = hold_others([param for _, param, _ in leaves if self.delayed or param.is_cpu])
         for i, param, _ in leaves:
             if self._may_add(param):
