@@ -79,7 +79,7 @@ def _enter_forward(
 def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: str, lengths: list[int]) -> Tensor:
     """Before a graph's backward adds a layer's gradients: check, set flags and dummies; which main_grads to zero first.
 
-    The graph is one node of the engine, and adds whoever asked for what: whatever it would be wrong for, raises.
+    The graph is one node of the engine, and always adds: a backward for which that would be wrong raises.
     """
     places = [
         (name, None if n == 1 else i) for name, n in zip(names.split(","), lengths, strict=True) for i in range(n)
@@ -152,13 +152,13 @@ zero_where_ = register("zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) 
 
 
 class Traced(NamedTuple):
-    """The gradients of a `Call` inside a graph; also outside, if the graph broke right before the layer."""
+    """Where the gradients of a traced `Call` go; stays with the call if the graph broke right before the layer."""
 
     main_grads: dict[str, list[Tensor]]  # of the weights that are fused
     keys: Tensor | None
 
     def enter_backward(self, dy: Tensor) -> None:
-        """As `Call.enter_backward`; here the operator decides all."""
+        """Run the operator that decides, and zero what is to be overwritten."""
         if self.keys is not None:
             outs, names, lengths = _flat(self.main_grads)
             zero_where_(outs, enter_backward(dy, outs, self.keys, names, lengths))

@@ -1,4 +1,4 @@
-"""Gradients that raise when they are differentiated again: what is written into given tensors is not recorded."""
+"""Makes a second differentiation of gradients raise: writes into given tensors are not recorded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Grads = TypeVar("_Grads")
 def refuse_second_order(grads: _Grads, sources: Sequence[Tensor | None], way: str) -> _Grads:
     """Under `create_graph=True`: the gradients, with a graph in which every way to `sources` raises.
 
-    Never a silent zero: with `torch.autograd.function.once_differentiable` results are constants if the incoming
-    gradient is one, as for `y.sum()`, which would drop a gradient penalty's own gradient.
+    A silent zero would be wrong: `torch.autograd.function.once_differentiable` makes results constants where the
+    incoming gradient is one, as for `y.sum()`, and a gradient penalty would lose its own gradient.
 
     Args:
         grads: what a backward returns: tensors and None, also in lists.

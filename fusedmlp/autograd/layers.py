@@ -56,7 +56,7 @@ class Call:
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
     def enter_backward(self, dy: Tensor) -> None:
-        """Before everything else in backward; outside of graphs `route` decides all."""
+        """Runs first in backward; does nothing outside of graphs, where `route` decides."""
         if self.traced is not None:
             self.traced.enter_backward(dy)
 

@@ -1,7 +1,7 @@
 """Derivatives of the operators by themselves, registered with `torch.library`.
 
 The layers of fusedmlp do not come here: their `autograd.Function`s run operators without recording them. A program of
-`torch.export` does, as it holds the operators alone, and so does who calls `torch.ops.fusedmlp` directly. Weights get
+`torch.export` does, as it holds the operators alone, and so do direct calls of `torch.ops.fusedmlp`. Weights get
 plain gradients then, which PyTorch accumulates: the gradient contract is the layers'.
 """
 
@@ -74,7 +74,7 @@ def linear_backward(
     accumulate: bool,
     impl: str,
 ) -> Tensor | None:
-    """The backward of `ops.grouped_gemm`: fills `dw`, or adds to it, and `db`, each unless it is empty; returns dx."""
+    """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
     dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if need_dx else None
     if dw or db:
         ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, impl)

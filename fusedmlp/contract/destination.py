@@ -87,9 +87,9 @@ def existing_main_grad(param: Tensor, place: Place) -> Tensor:
 
 
 def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
-    """The `main_grad`s of all experts of one weight, if they are alike, as nearly always, and GEMMs may write to them.
+    """The `main_grad`s of a weight's experts, if to check the first checks all.
 
-    None: `existing_main_grad` has to look at every one. Forward has found the parameters alike.
+    None: `existing_main_grad` has to check each.
     """
     try:
         targets = [param.main_grad for param in params if not hasattr(param, "__fsdp_param__")]  # type: ignore[attr-defined]
@@ -100,6 +100,7 @@ def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
         or targets[0] is None
         or not are_alike(targets)
         or any(map(_REQUIRES_GRAD, targets[1:]))
+        or len(set(map(_SHAPE, params))) > 1  # alike in forward, and one was changed since
     ):
         return None
     try:
@@ -126,6 +127,15 @@ def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
                 f"{label(place)}: the parameter has a tensor hook (register_hook), which would see None instead of the "
                 "gradient; use register_post_accumulate_grad_hook, or accumulate_wgrad='off'"
             )
+
+
+def refuse_late_hooks(param: Tensor, place: Place) -> None:
+    """Raise for a hook that backward runs before a delayed gradient is there; Megatron marks those that wait for it."""
+    if param._post_accumulate_grad_hooks and not getattr(param, "skip_backward_post_hook", False):
+        raise RuntimeError(
+            f"{label(place)}: the parameter has a post-accumulate-grad hook, which backward runs before its delayed "
+            "gradient is computed; expected none (an optimizer in backward?), or a layer without delay"
+        )
 
 
 def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:
@@ -190,13 +200,18 @@ def fresh_like(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def check_group(name: str, targets: Sequence[Tensor]) -> None:
-    """Of the experts of one weight: one GEMM writes all of them, so that dtype and strides must be the same."""
+    """Raise unless one GEMM can write all gradients of a weight's experts, which takes one dtype, shape and strides."""
     dtypes = {target.dtype for target in targets}
     if len(dtypes) > 1:
         raise ValueError(f"{name}: expected all experts to accumulate in one dtype; got {dtypes}")
-    if len(set(map(Tensor.stride, targets))) == 1:
+    if len(set(map(Tensor.stride, targets))) == 1 and len(set(map(_SHAPE, targets))) == 1:
         return
     for i, target in enumerate(targets):
+        if target.shape != targets[0].shape:
+            raise ValueError(
+                f"{name}[{i}]: expected a gradient of the shape of expert 0's, {tuple(targets[0].shape)}; got "
+                f"{tuple(target.shape)}"
+            )
         if not same_strides(target, targets[0]):
             raise ValueError(
                 f"{name}[{i}]: expected a gradient with the strides of expert 0's, {targets[0].stride()}; got "
@@ -205,16 +220,18 @@ def check_group(name: str, targets: Sequence[Tensor]) -> None:
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors have the type, the shape, the dtype, the device and the strides of the first.
-
-    Strides of dimensions of size 1, which do not matter, may differ.
-    """
-    return len(tensors) == 1 or (
-        len(set(map(type, tensors))) == 1
-        and len(set(map(_SHAPE, tensors))) == 1
-        and engine.have_one_dtype_and_device(tensors)
-        and (all(map(Tensor.is_contiguous, tensors)) or len(set(map(Tensor.stride, tensors))) == 1)
-    )
+    """Whether all tensors have the type, the shape, the dtype, the device and the strides of the first."""
+    if len(tensors) == 1:
+        return True
+    try:
+        return (
+            len(set(map(type, tensors))) == 1
+            and len(set(map(_SHAPE, tensors))) == 1
+            and len(set(map(Tensor.stride, tensors))) == 1
+            and engine.have_one_dtype_and_device(tensors)
+        )
+    except RuntimeError:  # sparse and opaque tensors have no strides
+        return False
 
 
 def same_strides(a: Tensor, b: Tensor) -> bool:

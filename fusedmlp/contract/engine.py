@@ -1,4 +1,4 @@
-"""The state of PyTorch's autograd engine, from its private functions; those about reducers are in `reducers.py`.
+"""Reads the state of PyTorch's autograd engine with private functions; `reducers.py` has those about reducers.
 
 `tests/contract/test_guards_of_use.py` fails when one of them changes.
 """
@@ -43,7 +43,7 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def have_one_dtype_and_device(tensors: Sequence[Tensor]) -> bool:
-    """Whether dtype and device of all tensors are the same, asked with one call for all."""
+    """Whether all tensors have one dtype and one device; one call asks for all."""
     return len(torch._C._group_tensors_by_device_and_dtype([[*tensors]], False)) == 1
 
 

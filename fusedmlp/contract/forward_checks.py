@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destination import Mode, Place, existing_main_grad, has_main_grad, label, refuse_tensor_hooks
+from fusedmlp.contract.destination import (
+    Mode,
+    existing_main_grad,
+    has_main_grad,
+    label,
+    refuse_late_hooks,
+    refuse_tensor_hooks,
+)
 from fusedmlp.contract.parameter_state import ParameterState, find_states, release_interrupted, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 from fusedmlp.contract.reducers import find_reducers, refuse_reducer
@@ -46,8 +53,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 continue
             if reducers:
                 refuse_reducer(weight, state, reducers, place, delayed)
-            if delayed and weight._post_accumulate_grad_hooks:
-                _refuse_late_hooks(weight, place)
+            if delayed:
+                refuse_late_hooks(weight, place)
             if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
                 refuse_tensor_hooks(weight, place)
                 existing_main_grad(weight, place)
@@ -60,18 +67,9 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
 
 
 def _was_right(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:
-    """Whether a forward of this parameter has been checked before; backward checks what may have changed since."""
-    return (
-        state is not None
-        and state.entered == mode
-        and (state.catch is not None or not hasattr(weight, "grad_added_to_main_grad"))
-    )
-
-
-def _refuse_late_hooks(param: Tensor, place: Place) -> None:
-    """Raise for a hook that backward runs before a delayed gradient is there; Megatron marks those that wait for it."""
-    if not getattr(param, "skip_backward_post_hook", False):
-        raise RuntimeError(
-            f"{label(place)}: the parameter has a post-accumulate-grad hook, which backward runs before its delayed "
-            "gradient is computed; expected none (an optimizer in backward?), or a layer without delay"
-        )
+    """Whether an earlier forward in this mode passed all checks. Backward repeats those whose answer can change."""
+    if state is None or state.entered != mode or not weight.is_leaf:
+        return False
+    if state.catch is None:
+        return not hasattr(weight, "grad_added_to_main_grad")
+    return state.catch.id in (weight._backward_hooks or ())

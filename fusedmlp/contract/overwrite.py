@@ -155,8 +155,8 @@ def give_back_overwrite(param: Tensor) -> None:
 def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *own: Queued) -> None:
     """Raise for a gradient that would be lost, as something else is going to write to its main_grad, or is doing so.
 
-    Of those in a queue, an older one that overwrites; `own` are those that the gradient at hand is computed from. Of
-    compiled graphs, whose backwards hold no lock, any in another backward.
+    In a queue that is an older gradient that overwrites; `own` are those from which the gradient at hand is computed. A
+    compiled graph, whose backward holds no lock, is one in any other backward.
     """
     if any(route not in own and (not own or route.order < own[-1].order) for route in queued_overwrites(param, state)):
         raise RuntimeError(

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -49,7 +50,7 @@ class Lent(NamedTuple):
 
 @dataclass(eq=False)
 class Queued:
-    """Gradients of the parameters of one weight, as those that come to the same `main_grad` later see them."""
+    """Record of a queued gradient, by which later gradients of the same `main_grad` are checked."""
 
     params: list[Tensor]
     overwrites: list[bool]  # per parameter: replaces what main_grad holds
@@ -66,12 +67,13 @@ class ParameterState:
     """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
 
     # fmt: off
-    __slots__ = ("buffer", "catch", "compiled_in", "dummy", "entered", "fsdp2", "grad_is_main", "holds", "key",
+    __slots__ = ("buffer", "catch", "compiled_in", "dummy", "entered", "fsdp2", "grad_is_main", "holds",
                  "lent", "overwritten_in", "plain", "queued", "ref")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
-        self.key, self.ref = id(param), weakref.ref(param, self._forget)
+        # The callback is C code alone: an interrupt inside of it would leave the state to another parameter of that id.
+        self.ref = weakref.ref(param, partial(_states.pop, id(param)))
         self.holds = GRADIENT  # overwrite.py
         self.plain: Tensor | None = None  # the sum of plain gradients that came while it was UNSURE
         self.buffer: list[ParameterState] | None = None  # all of its MainGradBuffer, whose steps begin together
@@ -81,13 +83,9 @@ class ParameterState:
         self.queued: weakref.WeakSet[Queued] | None = None  # its gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
-        self.entered = ""  # forward_checks.py: the mode of the last forward that was right
-        self.fsdp2: bool | None = None  # forward_checks.py: whether FSDP2 gathers it, once that was asked
+        self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
+        self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 gathers it, once that was asked
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
-
-    def _forget(self, _: object) -> None:
-        if _states.get(self.key) is self:
-            del _states[self.key]
 
 
 _states: dict[int, ParameterState] = {}  # by id
@@ -95,17 +93,16 @@ _states: dict[int, ParameterState] = {}  # by id
 
 def find_state(param: Tensor) -> ParameterState | None:
     """The state of a parameter, if it has one."""
-    state = _states.get(id(param))
-    return state if state is not None and state.ref() is param else None
+    return _states.get(id(param))
 
 
 def find_states(params: Sequence[Tensor]) -> list[ParameterState | None]:
-    """`find_state` of each."""
+    """The state of each parameter, if it has one."""
     return [*map(_states.get, map(id, params))]
 
 
 def states_of(params: Sequence[Tensor]) -> list[Any]:
-    """`state_of` each."""
+    """`state_of` each parameter."""
     states = find_states(params)
     return [*map(state_of, params)] if None in states else states
 
@@ -113,9 +110,6 @@ def states_of(params: Sequence[Tensor]) -> list[Any]:
 def state_of(param: Tensor) -> ParameterState:
     """The state of a parameter; a new one makes `torch.utils.swap_tensors` refuse it, as it has a weak reference."""
     state = _states.get(id(param))
-    if state is None or state.ref() is not param:
-        new = ParameterState(param)
-        state = _states.setdefault(id(param), new)  # another thread's, if that was faster
-        if state.ref() is not param:  # of a parameter that is gone
-            state = _states[id(param)] = new
+    if state is None:
+        state = _states.setdefault(id(param), ParameterState(param))  # another thread's, if that was faster
     return state

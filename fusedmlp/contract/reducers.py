@@ -1,4 +1,4 @@
-"""Owners that reduce `.grad` of a parameter over ranks, found by the parameter: DDP, FSDP2, DeepSpeed."""
+"""Finds the owner that reduces a parameter's `.grad` over ranks: DDP, FSDP2 or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _uses_fsdp2() -> bool:
 def _fsdp2_params() -> list[Tensor]:
     """The unsharded parameters of all modules that went through FSDP2's `fully_shard`.
 
-    Nothing is on such a parameter itself that says so; the private registry of FSDP2's states is asked.
+    The parameter itself has no mark, so this reads the private registry of FSDP2's states.
     """
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState

@@ -50,14 +50,14 @@ class Route(Queued):
     def leaves(self) -> list[_Leaf]:
         """The parameters whose gradients are accumulated."""
         if self._leaves is None:
-            # Where nothing is to be remembered of a parameter, it can still be swapped for another.
+            # A state has a weak reference, which forbids to swap the parameter: modes that remember nothing make none.
             find = states_of if self.mode == "main_grad" or self.delayed else find_states
             leaves = zip(count(), self.params, find(self.params))
             self._leaves = [leaf for leaf, use in zip(leaves, self.uses, strict=True) if use is ACCUMULATE]
         return self._leaves
 
     def place(self, i: int) -> Place:
-        """What errors call parameter `i`."""
+        """The name of parameter `i` in errors."""
         return self.name, None if len(self.params) == 1 else i
 
     def open(self, latest: Route | None = None) -> None:
@@ -69,7 +69,10 @@ class Route(Queued):
         if self.mode == "grad":
             targets = self._existing_grads()
         if self.mode == "main_grad":
-            targets = self._main_grads(latest or self)
+            targets = self._main_grads()
+            for i, param, state in self.leaves:
+                if state.queued or state.compiled_in is not None:
+                    refuse_other_writers(param, state, self.place(i), self, latest or self)
         if len(set(map(id, self.params))) < len(self.params):
             ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
             self._shared = {i: ids.index(own) for i, own in enumerate(ids) if ids.index(own) < i}
@@ -88,6 +91,11 @@ class Route(Queued):
             ]
         if existing is None or self.mode != "main_grad":
             destination.check_group(self.name, self.outs)
+        # Last, as a queue that runs again after an error would find it settled.
+        if self.mode == "main_grad":
+            for i, param, state in self.leaves:
+                if not self.delayed or state.buffer is not None:
+                    self._settle_overwrite(i, param, state)
         if False not in self._fused and True not in self.overwrites:
             self.accumulate = True
             return
@@ -97,7 +105,7 @@ class Route(Queued):
                 if over or not fused:
                     out.zero_()
 
-    def _find_main_grads(self) -> list[Tensor | None]:
+    def _main_grads(self) -> list[Tensor | None]:
         """The `main_grad` of every parameter whose gradient is accumulated, checked."""
         leaves = self.leaves
         targets: list[Tensor | None] = [None] * len(self.params)
@@ -112,40 +120,30 @@ class Route(Queued):
             hooks = param._backward_hooks
             if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
                 destination.refuse_tensor_hooks(param, self.place(i))
-            elif not hooks and state.catch is not None:  # somebody cleared them
-                catch_plain_gradients(param, state)
         return targets
 
-    def _main_grads(self, latest: Route) -> list[Tensor | None]:
-        """The same, where no other gradient gets lost; which of them is to be overwritten is known from now on."""
-        targets = self._find_main_grads()
-        for i, param, state in self.leaves:
-            if state.queued or state.compiled_in is not None:
-                refuse_other_writers(param, state, self.place(i), self, latest)
-            if not self.delayed or state.buffer is not None:
-                self._overwrite(i, param, state)
-        return targets
+    def _settle_overwrite(self, i: int, param: Tensor, state: Any) -> None:
+        """Settle whether the gradient overwrites `main_grad`, and in backward adopt a plain gradient.
 
-    def _overwrite(self, i: int, param: Tensor, state: Any) -> None:
-        """Find out whether a `main_grad` holds something stale.
-
-        Of a buffer's parameters, that is known when the GEMM runs: another gradient may have come before a delayed one.
+        A delayed gradient of a buffer's parameter is settled when its GEMM runs: another may have come before it.
         """
         if state.holds is not GRADIENT or state.grad_is_main or hasattr(param, "overwrite_main_grad"):
             self.overwrites[i] = takes_overwrite(param, state, self.place(i), self.recomputes_first_microbatch)
-        if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
+        in_backward = not self.delayed or state.buffer is None
+        if in_backward and param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
             self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
 
     def _check_delayed(self) -> None:
-        """Raise what `open` would raise if it was called now; see what is to be overwritten."""
+        """Raise now what would fail when the queue runs; settle overwrites outside of buffers."""
         if self.mode == "main_grad":
-            self._find_main_grads()
+            self._main_grads()
         for i, param, state in self.leaves:
+            destination.refuse_late_hooks(param, self.place(i))
             if self.mode == "grad":
                 destination.refuse_tensor_hooks(param, self.place(i))
                 destination.existing_grad(param, self.place(i))
             elif state.buffer is None:
-                self._overwrite(i, param, state)
+                self._settle_overwrite(i, param, state)
 
     def _existing_grads(self) -> list[Tensor | None]:
         """The `.grad` of every parameter that the GEMM adds to; other threads wait until it has."""
@@ -186,7 +184,7 @@ class Route(Queued):
             state.queued.add(self)
 
     def leave(self) -> None:
-        """In no queue any more."""
+        """Mark as no longer queued."""
         for _, _, state in self.leaves:
             if state.queued is not None:
                 state.queued.discard(self)
@@ -205,7 +203,7 @@ class Route(Queued):
         return left
 
     def abandon(self) -> None:
-        """The layer's backward failed, and its gradient has not arrived: who was to be overwritten still is."""
+        """After a backward of the layer that failed: a `main_grad` that was to be overwritten still is."""
         for param, over in zip(self.params, self.overwrites, strict=True):
             if over:
                 give_back_overwrite(param)
@@ -258,7 +256,7 @@ def route(
     if leaves and (reducers := find_reducers()):
         for i, param, state in leaves:
             refuse_reducer(param, state, reducers, result.place(i), delayed)
-    if delayed:  # what would fail when the queue runs
+    if delayed:
         result._check_delayed()
     if not delayed and uses.count(DROP) < len(uses):
         result.open()

@@ -39,7 +39,7 @@ def keep_what_fsdp_adds_up(weights: Sequence[Tensor]) -> None:
 
 
 def refuse_wrong_gradients(weight: Tensor) -> None:
-    """Raise where Megatron-FSDP itself makes wrong gradients, however they come: plain autograd's are as wrong.
+    """Raise where Megatron-FSDP makes wrong gradients, plain autograd's included.
 
     Raises:
         RuntimeError: it has never gathered the weight, would add this rank's gradient to the reduced one, or would
@@ -52,16 +52,16 @@ def refuse_wrong_gradients(weight: Tensor) -> None:
     if not hasattr(weight, "overwrite_main_grad"):
         raise RuntimeError(
             "fsdp_unit_modules: expected modules whose hooks run, so that Megatron-FSDP gathers their weights; got "
-            "experts with weights that it never gathered. Before megatron-core 0.19 it runs no hook of the module that "
-            "it wraps, so that this cannot be a unit: wrap a module around it"
+            "experts whose weights it never gathered (before megatron-core 0.19 the hooks of the module that it wraps "
+            "do not run: wrap another module around it)"
         )
     if buffer.is_data_distributed:
         return
     for fsdp in _fsdps:
-        every = fsdp.param_and_grad_buffer
-        if weight not in every.param_to_param_group:
+        buffers = getattr(fsdp, "param_and_grad_buffer", None)  # one whose constructor failed has none
+        if buffers is None or weight not in buffers.param_to_param_group:
             continue
-        if not hasattr(every, "mp_policy"):
+        if not hasattr(buffers, "mp_policy"):
             raise RuntimeError(
                 "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, no_shard, or optim_grads or "
                 f"optim_grads_params with an expert data parallel size above 1; got {strategy} with a size of "
@@ -70,10 +70,10 @@ def refuse_wrong_gradients(weight: Tensor) -> None:
             )
         if strategy == "optim":
             continue
-        if every.mp_policy.grad_comm_dtype not in (None, buffer.dtype):
+        if buffers.mp_policy.grad_comm_dtype not in (None, buffer.dtype):
             raise RuntimeError(
                 f"megatron_fsdp_grad_comm_dtype: expected None or {buffer.dtype}, as main_grad is, with {strategy} "
-                f"where experts have an expert data parallel size of 1; got {every.mp_policy.grad_comm_dtype}, with "
+                f"where experts have an expert data parallel size of 1; got {buffers.mp_policy.grad_comm_dtype}, with "
                 "which Megatron-FSDP adds a rank's own gradient to the reduced one"
             )
         if fsdp.microbatch_count > 0 and buffer.gradient_scaling_factor not in (None, 1):

@@ -36,8 +36,7 @@ class ExpertTensors(NamedTuple):
             stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
             aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
             return ExpertTensors(first, None, stride_e, strides, aligned, first, first.shape[0])
-        # Contiguous tensors of one shape, as nearly always, have the same strides.
-        alike = all(map(Tensor.is_contiguous, group)) or len(set(map(Tensor.stride, group))) == 1
+        alike = len(set(map(Tensor.stride, group))) == 1
         for e, tensor in enumerate(() if alike else group):
             if _strides(tensor) != strides:
                 raise ValueError(
@@ -58,9 +57,9 @@ class ExpertTensors(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _places(addresses: tuple[int, ...], step: int) -> tuple[int | None, int, int, bool]:
-    """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are aligned.
+    """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are multiples of 16.
 
-    The `step` that is given is that of one address.
+    A single address has the `step` that is given.
     """
     if len(addresses) > 1:
         step = addresses[1] - addresses[0]

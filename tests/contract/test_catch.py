@@ -102,17 +102,6 @@ def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, m
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2, 3), of_plain(layer)))
 
 
-def test_a_hook_that_somebody_removed_is_back_after_a_step(make_layer, assert_close):
-    layer = make_layer("linear", packed=False)
-    before = layer.attach(False)
-    layer.backward(1)
-    for param in layer.params:
-        param._backward_hooks.clear()
-    layer.backward(2)
-    plain(layer).backward()
-    assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2), of_plain(layer)))
-
-
 def test_gradients_do_not_pile_up_after_an_evaluation(make_layer, assert_close):
     """It may be long until the weights are fused again."""
     layer = make_layer("linear")
