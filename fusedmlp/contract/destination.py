@@ -87,7 +87,7 @@ def existing_main_grad(param: Tensor, place: Place) -> Tensor:
 
 
 def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
-    """The `main_grad`s of a weight's experts, if to check the first checks all.
+    """The `main_grad`s of a weight's experts, if they are alike and the first one is right.
 
     None: `existing_main_grad` has to check each.
     """

@@ -52,7 +52,7 @@ def of(rows: Iterable[Row]) -> Hashes:
 
 
 def read(triton: str, targets: Collection[str], table: Path = TABLE) -> Hashes:
-    """What a Triton's column of the table has for the targets; empty if there is no table yet."""
+    """Read the hashes of the targets from a Triton's column of the table; empty if there is no table yet."""
     rows = ((launch, hashes.get(triton)) for launch, hashes in _rows(table).items() if launch.target in targets)
     return {launch: found for launch, found in rows if found}
 

@@ -1,1 +1,1 @@
-"""How kernels are launched, remembered, and counted."""
+"""Launches of kernels: made, remembered, counted."""

@@ -1,1 +1,1 @@
-"""How kernels get tensors: experts' tensors, TMA descriptors, alignment."""
+"""Tensors as kernels get them: those of all experts, TMA descriptors, alignment."""

@@ -1,1 +1,1 @@
-"""What the Gluon kernels share: partitions of warps, the ring of stages, Hopper, Blackwell."""
+"""Code that the Gluon kernels share: partitions of warps, the ring of stages, Hopper, Blackwell."""

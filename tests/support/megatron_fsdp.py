@@ -66,8 +66,8 @@ SCALED_AGAIN = "expected no_shard or optim, one micro-batch, or calculate_per_to
 
 
 def cells(world_size):
-    """What decides where a gradient is kept, crossed; then gradients through autograd, recomputation, other dtypes, the
-    whole model as one unit, and what is scaled again."""
+    """Crossed: all that decides where a gradient is kept. Then autograd, recomputation, other dtypes, the whole model
+    as one unit, and what is scaled again."""
     for strategy, micro, ep in product(STRATEGIES, (1, 3), (False, True)[:world_size]):
         for dtype, fp32 in (("float32", True), ("bfloat16", False), ("bfloat16", True))[: 1 if micro == 1 else None]:
             yield FsdpCell(
@@ -246,7 +246,7 @@ def check_refused(cell, words):
 
 
 def run_all(quick):
-    """How many cells were run, and how many of them are refused; what was wrong with which; the refusal of a delay."""
+    """Counts of cells that were run and that are refused; errors by cell; the words that refuse a delay."""
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: buffers are stale
     failures, counts, every = {}, Counter(), list(cells(dist.get_world_size()))
     every = part(every, together=1) if quick else every
