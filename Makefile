@@ -35,7 +35,7 @@ demo: $(READY)
 
 test: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
-	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/emulator
+	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/emulation tests/ptx_emulator
 
 test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
@@ -44,18 +44,18 @@ test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 # TRITONS makes of the kernels with a task for each warp, as names of Gluon change (not layers of tokens or with experts
 # apart, for which other kernels run, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
-	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulator
+	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulation tests/ptx_emulator
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
 	for triton in $(TRITONS:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    tests/emulator/test_kernels.py -k 'specialised and bf16 and not moe and not apart' || exit 1; \
+	    tests/emulation/test_kernels.py -k 'specialised and bf16 and not moe and not apart' || exit 1; \
 	done
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run -Werror tests/emulator/machine/*.cpp tests/emulator/machine/*.h
+	$(BIN)/clang-format --dry-run -Werror tests/ptx_emulator/machine/*.cpp tests/ptx_emulator/machine/*.h
 
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
@@ -64,7 +64,7 @@ docs: $(READY)
 # newer torch warns of what is to come in PyTorch's own calls.
 versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(TRITONS:%=.triton/%/.ready)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
-	  tests/contract tests/test_compile.py tests/test_versions.py tests/kernels/test_routing.py
+	  tests/contract tests/api/test_compile.py tests/tools/test_versions.py tests/kernels/test_routing.py
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m fusedmlp doctor
 
 # Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.

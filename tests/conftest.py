@@ -1,6 +1,6 @@
 """Set-up for every test: kernels run under Triton's CPU interpreter unless there is a GPU.
 
-With `EMULATE=sm_90` they are compiled for that GPU, and what was compiled is executed by `tests/emulator`; with
+With `EMULATE=sm_90` they are compiled for that GPU, and what was compiled is executed by `tests/ptx_emulator`; with
 `EMULATE=sm_90:long` with its tiles for long loads.
 """
 
@@ -51,7 +51,7 @@ if EMULATE := os.environ.get("EMULATE"):
 
     @pytest.fixture(autouse=True, scope="session")
     def _emulated():
-        from emulator.layers import emulated
+        from emulation.layers import emulated
 
         target, _, shape = EMULATE.partition(":")
         with emulated(target, shape or None):

@@ -4,9 +4,9 @@ import threading
 
 import pytest
 import torch
+from contract.interrupts import interrupted
 from support.contract_model import Boom
 from support.grids import is_quick
-from support.interrupts import interrupted
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from contract.contract_world import World
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from support.contract_model import Boom, Fault
-from support.contract_world import World
 from support.grids import examples
 
 from fusedmlp.operators import ops

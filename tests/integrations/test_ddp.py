@@ -76,8 +76,8 @@ def test_table_of_the_docs_is_what_was_measured(table):
 
 
 def test_other_uses(tmp_path):
-    """Where the GEMMs write, checkpoints, uneven inputs, copies, frozen weights: asserted in `support/ddp_uses.py`."""
-    for found in launch("support.ddp_uses:run", 2, tmp_path):
+    """Where the GEMMs write, checkpoints, uneven inputs, copies, frozen weights: asserted in `ddp_uses.py`."""
+    for found in launch("integrations.ddp_uses:run", 2, tmp_path):
         expected = (
             r"wrap: expected DistributedDataParallel\(..., gradient_as_bucket_view=True\) over all parameters; got "
         )

@@ -1,4 +1,4 @@
-"""Distributed autograd, FAST mode, between two processes (`support/distributed_autograd.py` says what is checked)."""
+"""Distributed autograd, FAST mode, between two processes (`distributed_autograd.py` says what is checked)."""
 
 from support.systems import MODES, SYSTEMS
 from support.world import launch
@@ -6,7 +6,7 @@ from support.world import launch
 
 def test_gradients_are_in_their_context_and_nowhere_else(tmp_path):
     (contexts, failures), (_, failures_of_the_other) = launch(
-        "support.distributed_autograd:run", 2, tmp_path, str(tmp_path / "rpc")
+        "integrations.distributed_autograd:run", 2, tmp_path, str(tmp_path / "rpc")
     )
     assert contexts == 2 * 2 * len(MODES) * 2  # two at once, local and remote, packed and not
     assert failures == failures_of_the_other == {}

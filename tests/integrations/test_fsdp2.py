@@ -12,8 +12,8 @@ from support.world import launch
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
-    """What a cell is stands in `support/fsdp2_cells.py`."""
-    for names, failures in launch("support.fsdp2_cells:cells", world_size, tmp_path, is_quick()):
+    """What a cell is stands in `fsdp2_cells.py`."""
+    for names, failures in launch("integrations.fsdp2_cells:cells", world_size, tmp_path, is_quick()):
         assert len(names) == len(set(names)) == (10 if is_quick() else 34)
         assert failures == {}
 
@@ -31,7 +31,7 @@ MESSAGES = {
 
 
 def test_what_fsdp2_would_miss_is_refused(tmp_path):
-    (found,) = launch("support.fsdp2_cells:refusals", 1, tmp_path)
+    (found,) = launch("integrations.fsdp2_cells:refusals", 1, tmp_path)
     assert found.pop("a copy is not gathered") is None
     assert found.keys() == MESSAGES.keys()
     for name, message in MESSAGES.items():

@@ -9,7 +9,7 @@ from support.world import launch
 
 
 def test_no_hook_makes_pytorch_copy_a_weight_gradient(tmp_path):
-    for count, failures, held in launch("support.grad_stealing:run_all", 2, tmp_path, is_quick()):
+    for count, failures, held in launch("integrations.grad_stealing:run_all", 2, tmp_path, is_quick()):
         assert failures == {}
         assert count == (32 if is_quick() else 180)
         # What does: a hook that wants all gradients at once holds all but the last. Of 2 weights, or 2 of 3 experts.

@@ -1,4 +1,4 @@
-"""500 steps of the demo's model under DDP on two ranks; see `support/long_run.py`."""
+"""500 steps of the demo's model under DDP on two ranks; see `long_run.py`."""
 
 import pytest
 from support.world import launch
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.exhaustive
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Of rank 0. That gradients agree to rounding all along, at the same weights, is asserted in the ranks."""
-    return launch("support.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS)[0]
+    return launch("integrations.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS)[0]
 
 
 def test_losses_of_fused_and_plain_training_agree(runs):
@@ -37,7 +37,7 @@ def test_memory_is_flat(runs):
 def test_killed_in_the_middle_of_a_step_and_resumed(runs, tmp_path):
     """SIGKILL, then a new world from the last checkpoint: the same losses, bit for bit."""
     with pytest.raises(AssertionError):
-        launch("support.long_run:killed", 2, tmp_path, STEPS, str(tmp_path), KILL_AT)
-    for start, losses in launch("support.long_run:resumed", 2, tmp_path, STEPS, str(tmp_path), UNTIL):
+        launch("integrations.long_run:killed", 2, tmp_path, STEPS, str(tmp_path), KILL_AT)
+    for start, losses in launch("integrations.long_run:resumed", 2, tmp_path, STEPS, str(tmp_path), UNTIL):
         assert start == KILL_AT // 100 * 100
         assert losses == runs["fused"]["losses"][start:UNTIL]

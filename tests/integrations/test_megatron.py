@@ -82,9 +82,9 @@ def test_gradients_in_every_cell(world_size, tmp_path):
 @WORLDS
 def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
     """The same, with two steps of an optimizer; what a cell is, and which are refused, stands in
-    `support/megatron_fsdp.py`."""
+    `megatron_fsdp.py`."""
     numbers = next(row for since, row in FSDP_CELLS.items() if metadata.version("megatron-core") >= since)
-    for counts, failures, delayed in launch("support.megatron_fsdp:run_all", world_size, tmp_path, is_quick()):
+    for counts, failures, delayed in launch("integrations.megatron_fsdp:run_all", world_size, tmp_path, is_quick()):
         assert failures == {}
         assert (counts["cells"], counts["refused"]) == numbers["quick" if is_quick() else world_size]
         assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in delayed
@@ -99,7 +99,7 @@ def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):
 
 
 def test_config_and_state(tmp_path):
-    (found,) = launch("support.megatron_layers:config_and_state", 1, tmp_path)
+    (found,) = launch("integrations.megatron_layers:config_and_state", 1, tmp_path)
     assert found["honoured"] == 11
     assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
     assert found["state_dict_names"] == STATE_DICT
@@ -112,8 +112,8 @@ def test_config_and_state(tmp_path):
 
 @WORLDS
 def test_layers_and_checkpoints(world_size, tmp_path):
-    """Whole layers beside those with Megatron's sequential experts; see `support/megatron_layers.py`."""
-    for rank, found in enumerate(launch("support.megatron_layers:layers_and_checkpoints", world_size, tmp_path)):
+    """Whole layers beside those with Megatron's sequential experts; see `megatron_layers.py`."""
+    for rank, found in enumerate(launch("integrations.megatron_layers:layers_and_checkpoints", world_size, tmp_path)):
         assert found["layers"] == {1: 16, 2: 30}[world_size]
         assert found["checkpoints"] == {1: 6, 2: 24}[world_size]
         if rank == 1:

@@ -3,8 +3,8 @@
 import re
 
 import pytest
+from integrations.pipelining_cells import ONE, SCHEDULES
 from support.grids import is_quick
-from support.pipelining_cells import ONE, SCHEDULES
 from support.systems import MODES, SYSTEMS
 from support.two_ranks import by_torchrun, in_forked_processes
 from support.world import launch
@@ -18,9 +18,11 @@ MIXED = {
 
 
 def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
-    """What a cell is stands in `support/pipelining_cells.py`."""
+    """What a cell is stands in `pipelining_cells.py`."""
     failures, orders = {}, {schedule: {} for schedule in SCHEDULES}
-    for rank, (names, wrong, of_rank) in enumerate(launch("support.pipelining_cells:cells", 2, tmp_path, is_quick())):
+    for rank, (names, wrong, of_rank) in enumerate(
+        launch("integrations.pipelining_cells:cells", 2, tmp_path, is_quick())
+    ):
         assert len(names) == len(set(names)) == (9 if is_quick() else 51)
         failures |= {f"rank {rank}, {name}": messages for name, messages in wrong.items()}
         for schedule, stages in of_rank.items():

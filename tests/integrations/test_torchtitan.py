@@ -130,7 +130,7 @@ def test_frozen_experts_stay_frozen():
 
 def test_under_torchtitans_expert_and_tensor_parallelism(tmp_path):
     """Two ranks, against one process in float64; torchtitan shards the parameters, by the names of its own experts."""
-    for errors in launch("support.torchtitan_world:parallel", 2, tmp_path):
+    for errors in launch("integrations.torchtitan_world:parallel", 2, tmp_path):
         assert errors.keys() == {"expert", "tensor"}
         for kind, found in errors.items():
             assert len(found) == 9

@@ -83,7 +83,7 @@ def test_an_unknown_target_is_named():
 
 
 def found_in(name, target="sm_90"):
-    done = forked.run(str(ROOT / "tests" / "support" / "bad_kernels.py"), name, target)
+    done = forked.run(str(ROOT / "tests" / "kernels" / "bad_kernels.py"), name, target)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -18,7 +18,7 @@ from support.grids import is_quick
 from fusedmlp.kernels.launching.launcher import launch
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [ROOT / "tests" / "support" / name for name in ("direct_launches.py", "replays.py")]
+SCRIPTS = [ROOT / "tests" / "kernels" / name for name in ("direct_launches.py", "replays.py")]
 CHECKS = [
     (script, node.name.removeprefix("check_"))
     for script in SCRIPTS

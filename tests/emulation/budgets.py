@@ -1,0 +1,120 @@
+"""What one launch of each pass costs in executed instructions, traffic and waits: `python -m emulation.budgets`.
+
+Sizes are multiples of all tiles and the load is even, so that nothing is wasted at edges; the counters are those of the
+first order. `budgets.csv` holds what is allowed; the command writes it anew, and prints what changed.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from emulation import cases
+from emulation.layers import emulated
+from ptx_emulator.driver import ORDERS, Launched
+
+from fusedmlp.kernels.launching import launches
+
+TABLE = Path(__file__).with_name("budgets.csv")
+TOLERANCE = 0.02
+_SIZES = (512, 512)
+SPECIALISED = ", specialised"  # added to the names of passes whose warps have tasks of their own
+_WGRADS = ("wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
+_RAGGED = ("fc1_act", "gemm", "dgrad_act")
+_GATHERED = ("fc1_act gathered", "dgrad_act gathered", "wgrad gathered dy", "wgrad gathered x")
+COLUMNS = {
+    "instructions": ("instructions",),  # of warps
+    "mma": ("mma", "wgmma", "tcgen05_mma"),
+    "barriers": ("bar_sync",),
+    "mbarrier_waits": ("mbar_waits",),
+    "cp_async_bytes": ("cp_async_bytes",),
+    "tma_load_bytes": ("tma_load_bytes",),
+    "tma_store_bytes": ("tma_store_bytes",),
+    "global_sectors": ("global_load_sectors", "global_store_sectors"),  # of 32 bytes, beside TMA; cp.async included
+    "shared_conflicts": ("shared_load_conflicts", "shared_store_conflicts", "ldst_matrix_conflicts"),
+}
+
+
+def passes() -> dict[str, Callable[[torch.dtype], None]]:
+    """One launch of each."""
+    ragged = partial(cases._ragged, load="even", sizes=_SIZES)
+    wgrad = partial(cases._of_wgrad, ("even",), _SIZES)
+    segments = partial(cases._of_wgrad, ("even",) * 3, _SIZES)
+    fc1, dgrad = partial(ragged, cases.fc1_act.check), partial(ragged, cases.dgrad_act.check)
+    gpt_oss = {"options": cases.GPT_OSS, "bias": True}
+    return {
+        "fc1_act": fc1(),
+        "fc1_act gathered": fc1(gathered=True),
+        "fc1_act gpt_oss": fc1(**gpt_oss),
+        "gemm": ragged(partial(cases.gemm.check, bias=False)),
+        "gemm in_out": ragged(partial(cases.gemm.check, bias=False), layout="in_out"),
+        "dgrad_act": dgrad(),
+        "dgrad_act gathered": dgrad(gathered=True),
+        "dgrad_act gpt_oss": dgrad(**gpt_oss),
+        "wgrad": wgrad(),
+        "wgrad overwrite": wgrad(accumulate=False),
+        "wgrad of bf16": wgrad(grad=torch.bfloat16),
+        "wgrad bias": wgrad(bias=True),
+        "wgrad gathered dy": wgrad(gathered="dy"),
+        "wgrad gathered x": wgrad(gathered="x"),
+        "wgrad scattered": wgrad(where="scattered"),
+        "wgrad segments": segments(),
+        "wgrad segments gathered x": segments(gathered="x"),
+    }
+
+
+def measure(target: str, name: str) -> dict[str, int]:
+    """Counters of a pass, in bf16 with tiles for long loads, and the bytes that its equation asks for."""
+    name, specialised, _ = name.partition(SPECIALISED)
+    check = passes()[name]
+    torch.manual_seed(0)
+    options = {"orders": ORDERS[:1], "specialised": bool(specialised)}
+    with emulated(target, "long", **options) as launched, launches.recording() as asked:
+        check(torch.bfloat16)
+    (launch,) = (each for each in launched if "grouped" in each.kernel)
+    return {**_row(launch), "asked_bytes": sum(each.bytes for each in asked)}
+
+
+def _row(launch: Launched) -> dict[str, int]:
+    return {name: sum(launch.counters[key] for key in keys) for name, keys in COLUMNS.items()}
+
+
+def everything() -> Iterator[tuple[str, str]]:
+    """`(GPU, pass)`."""
+    yield from ((target, name) for target in ("sm_80", "sm_90") for name in passes())
+    yield from (("sm_90", name + SPECIALISED) for name in (*_RAGGED, *_WGRADS))
+    yield from (("sm_100", name) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
+    yield from (("sm_100", name + SPECIALISED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
+
+
+def allowed() -> dict[tuple[str, str], dict[str, int]]:
+    """The committed table."""
+    with TABLE.open() as file:
+        return {
+            (row["gpu"], row["pass"]): {name: int(row[name]) for name in (*COLUMNS, "asked_bytes")}
+            for row in csv.DictReader(file)
+        }
+
+
+def main() -> None:
+    """Write the table."""
+    before = allowed() if TABLE.exists() else {}
+    with TABLE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["gpu", "pass", *COLUMNS, "asked_bytes"])
+        for target, name in everything():
+            row = measure(target, name)
+            writer.writerow([target, name, *row.values()])
+            file.flush()
+            old = before.get((target, name), {})
+            changes = ", ".join(
+                f"{key} {old.get(key)} -> {value}" for key, value in row.items() if old.get(key) != value
+            )
+            print(f"{target} {name}: {changes or 'as before'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Compiled kernels with one instruction weakened: every weaker one is noticed, or known to be needless."""
+
+import re
+
+import pytest
+from emulation.layers import emulated
+from emulation.mutations import KINDS, LATE, SUBJECTS, described, noticed
+from support.grids import is_quick
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+BEGUN_ANEW = "tcgen05 sum begun anew or not"
+SM_100_BY_TASKS = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered")
+MOST = 3  # places of a kind in a kernel: the first, the last and some between
+# Places that may be changed and nothing is wrong, or nothing that a late order shows.
+NEEDLESS = {
+    # Before the sums' own copy of a tile: what it overwrites was read before the barrier at the end of the last step.
+    ("sm_80_wgrad", "bar.sync removed"): 1,
+    # After a loop whose last step has waited for all.
+    **{(f"sm_90_{name}", "wgmma wait one short"): 1 for name in ("matmul", "gemm", "dgrad", "wgrad", "wgrad_gathered")},
+    # After the sums' loop: what is still on its way goes where nobody looks before the next wait.
+    ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
+    # Of the last columns of a tile, which lie outside of dw or y.
+    ("sm_90_wgrad", "TMA coordinate"): 1,
+    ("sm_100_wgrad", "TMA coordinate"): 1,
+    ("sm_100_gemm", "TMA coordinate"): 1,
+    # Around the zeros that sums hold before the first tile: nobody used them before, and all warps meet after.
+    ("sm_100_wgrad", "bar.sync removed"): 1,
+    ("sm_100_wgrad", "mbarrier wait removed"): 1,
+    # The same; and where a wait for sums to be read becomes one for the products of the tile before, which come so late
+    # here that those sums were read.
+    ("sm_100_wgrad", "mbarrier wait for another stage"): 2,
+    # Where tasks have warps of their own: after mbarriers are made, as a barrier of the block follows; before all tasks
+    # meet, or wait for operands; and in dgrad before a warp writes dh where it alone has read h.
+    **{(f"sm_90_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")},
+    **{(f"sm_90_{name}_by_tasks", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad")},
+    ("sm_90_dgrad_act_by_tasks", "bar.sync removed"): 3,
+    # Of the last columns of a tile, as above: of these nothing is stored, either.
+    ("sm_90_dgrad_act_by_tasks", "TMA coordinate"): 1,
+    ("sm_90_wgrad_by_tasks", "TMA coordinate"): 1,
+    ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
+    # On sm_100 the same, and around the address of tensor memory, which nobody overwrites; all sums of a tile are given
+    # back with its last part, before which the others are used.
+    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_BY_TASKS},
+    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_BY_TASKS},
+    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_BY_TASKS},
+    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
+    # Of columns outside, as above.
+    ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,
+    ("sm_100_wgrad_by_tasks", "TMA coordinate"): 1,
+    ("sm_100_wgrad_gathered_by_tasks", "TMA coordinate"): 1,
+    ("sm_100_wgrad_gathered_by_tasks", "TMA gathered row"): 2,
+    # The first product of a tile, whose sums are zeros before it as well.
+    **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
+}
+# Their stores take turns between two buffers, and each waits for both.
+TWO_BUFFERS = {
+    (subject, "bulk store wait one short") for subject in ("sm_90_dgrad", "sm_90_fc1_gathered", "sm_100_fc1_gathered")
+}
+CP_ASYNC = "cp.async wait one short"
+# Where sums are read and multiplied by the same warps, a use of what was read is as good as a wait.
+OF_TASKS = {"mbarrier arrival removed", "tcgen05 wait for loads removed"}
+
+
+def kinds_of(subject):
+    if subject.startswith("sm_80"):
+        return ["bar.sync removed", CP_ASYNC]
+    of_others = "tcgen05" if subject.startswith("sm_90") else "wgmma"
+    by_tasks = subject.endswith("by_tasks")
+    return [
+        kind
+        for kind in KINDS
+        if of_others not in kind
+        and (kind != CP_ASYNC or ("gathered" in subject and not by_tasks))
+        and (kind != "TMA gathered row" or subject.endswith("gathered_by_tasks"))
+        and (kind not in OF_TASKS or by_tasks)
+        and (kind != "tcgen05 wait for stores removed" or not by_tasks)  # nothing is stored there
+    ]
+
+
+CELLS = [
+    pytest.param(
+        subject,
+        kind,
+        id=f"{subject}-{kind}",
+        marks=[] if subject.endswith("matmul") and kind != "TMA coordinate" else [pytest.mark.exhaustive],
+    )
+    for subject in SUBJECTS
+    for kind in kinds_of(subject)
+    if (subject, kind) not in TWO_BUFFERS
+]
+
+
+def some(places):
+    """In a quick run the first one."""
+    if is_quick() or len(places) <= MOST:
+        return places[: 1 if is_quick() else MOST]
+    return [places[i * (len(places) - 1) // (MOST - 1)] for i in range(MOST)]
+
+
+@pytest.mark.parametrize(("subject", "kind"), CELLS)
+def test_a_weaker_instruction_is_noticed(subject, kind):
+    places = SUBJECTS[subject].places(kind)
+    assert places
+    missed = [line + 1 for line in some(places) if not SUBJECTS[subject].notices(kind, line)]
+    assert len(missed) <= NEEDLESS.get((subject, kind), 0), f"not noticed in PTX lines {missed}"
+
+
+# The tensor maps of a GEMM are those of x, w and y in this order; Triton gives all of them the widest swizzle.
+MAPS = {
+    "swizzle of 64 bytes": {"swizzle": lambda _: 2},
+    "no swizzle": {"swizzle": lambda _: 0},
+    "box of one row less": {"box": lambda box: [*box[:1], box[1] - 1, *box[2:]]},
+    "half as wide a box": {"box": lambda box: [box[0] // 2, *box[1:]]},
+    "stride of 16 bytes more": {"strides": lambda strides: [strides[0] + 16, *strides[1:]]},
+    "address of 16 bytes more": {"address": lambda address: address + 16},
+}
+
+
+@pytest.mark.parametrize("tensor", ["x", "w", "y"])
+@pytest.mark.parametrize(
+    "change", [pytest.param(c, marks=[pytest.mark.exhaustive] * (i > 0)) for i, c in enumerate(MAPS)]
+)
+def test_another_tensor_map_is_noticed(change, tensor):
+    with described("xwy".index(tensor), **MAPS[change]):
+        assert noticed(SUBJECTS["sm_90_gemm"].run)
+
+
+def test_a_right_run_is_not():
+    """Nor are two, of which the second finds everything compiled."""
+    for _ in range(2):
+        assert not noticed(SUBJECTS["sm_90_gemm"].run)
+
+
+def test_subjects_are_what_their_names_say():
+    for target in ("sm_80", "sm_90", "sm_100"):
+        ptx = SUBJECTS[f"{target}_matmul"].right().ptx
+        assert re.search(rf"\.target {target}a?\b", ptx)
+        assert ("cp.async.bulk.tensor" in ptx) == (target != "sm_80")
+        assert ("wgmma" in ptx, "tcgen05" in ptx) == (target == "sm_90", target == "sm_100")
+    assert LATE.races
+    with emulated("sm_90", "long"):
+        pass

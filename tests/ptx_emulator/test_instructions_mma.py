@@ -1,0 +1,96 @@
+"""mma.sync of every shape and type, whose fragments are laid out here as the PTX ISA draws them."""
+
+import numpy as np
+import pytest
+from ptx_emulator.library import EmulationError
+from ptx_emulator.ptx import brains, halves, run_ptx
+
+LANE = np.arange(32)
+GROUP, INSIDE = LANE // 4, LANE % 4  # "groupID" and "threadID_in_group"
+
+
+def pack(values, kind):
+    """Registers: of halves two in each, the first one low; fp32's own bits for tf32."""
+    if kind == "tf32":
+        return np.asarray(values, np.float32).view(np.uint32)
+    pairs = (brains(values.tolist()) if kind == "bf16" else halves(values)).astype(np.uint32)
+    return pairs[..., ::2] | pairs[..., 1::2] << 16
+
+
+def fragment_a(a, kind):
+    """`[lane, register]`: rows groupID and groupID + 8, columns in eights (fours of tf32)."""
+    depth = a.shape[1]
+    if kind == "tf32":
+        where = [(GROUP + 8 * (i % 2), INSIDE + 4 * (i // 2)) for i in range(depth // 2)]
+    else:
+        where = [(GROUP + 8 * (i // 2 % 2), 2 * INSIDE + i % 2 + 8 * (i // 4)) for i in range(depth // 2)]
+    return pack(np.stack([a[row, column] for row, column in where], 1), kind)
+
+
+def fragment_b(b, kind):
+    depth = b.shape[0]
+    if kind == "tf32":
+        where = [INSIDE + 4 * i for i in range(depth // 4)]
+    else:
+        where = [2 * INSIDE + i % 2 + 8 * (i // 2) for i in range(depth // 4)]
+    return pack(np.stack([b[row, GROUP] for row in where], 1), kind)
+
+
+def fragment_c(c):
+    return np.stack([c[GROUP + 8 * (i // 2), 2 * INSIDE + i % 2] for i in range(4)], 1)
+
+
+SHAPES = [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4)]
+
+
+def product(a, b, c, kind, depth, target="sm_80"):
+    """What the instruction makes of matrices, as `[lane, 4]`."""
+    operands = [fragment_a(a, kind), fragment_b(b, kind), fragment_c(c).astype(np.float32)]
+    names, body = iter(range(100)), ""
+    registers = []
+    for i, operand in enumerate(operands):
+        count = operand.shape[1]
+        registers.append([f"%r{next(names) + 10}" for _ in range(count)])
+        body += f"mad.wide.u32 %d0, %lane, {4 * count}, %a{i};"
+        body += "".join(f"ld.global.b32 {name}, [%d0+{4 * j}];" for j, name in enumerate(registers[-1]))
+    lists = ["{" + ", ".join(names) + "}" for names in registers]
+    body += f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {{%f0, %f1, %f2, %f3}}, {', '.join(lists)};"
+    body += "mad.wide.u32 %d0, %lane, 16, %a3; st.global.v4.b32 [%d0], {%f0, %f1, %f2, %f3};"
+    out = np.zeros((32, 4), np.float32)
+    run_ptx(body, *operands, out, target=target)
+    return out
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(("kind", "depth"), SHAPES, ids=[f"{kind}_k{depth}" for kind, depth in SHAPES])
+def test_product(kind, depth, target):
+    rng = np.random.default_rng(depth)
+    a, b, c = (rng.integers(-9, 10, shape).astype(np.float32) for shape in ((16, depth), (depth, 8), (16, 8)))
+    np.testing.assert_array_equal(product(a, b, c, kind, depth, target), fragment_c(a @ b + c))
+
+
+def test_sums_are_kept_in_fp32():
+    a, b = np.full((16, 16), 2.0**-12, np.float32), np.full((16, 8), 2.0**-8, np.float32)
+    got = product(a, b, np.ones((16, 8), np.float32), "f16", 16)
+    assert (got == 1 + 2**-16).all()
+
+
+def test_tf32_ignores_thirteen_bits():
+    a, b, c = np.full((16, 8), 1 + 2.0**-10 + 2.0**-11, np.float32), np.eye(8, dtype=np.float32), np.zeros((16, 8))
+    assert (product(a, b, c, "tf32", 8) == 1 + 2**-10).all()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "mma.sync.aligned.m16n8k16.row.col.f16.f16.f16.f16 {%r1, %r2}, {%r1, %r2, %r3, %r4}, {%r5, %r6}, {%r7, %r8};",
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, {%r5, %r6}, "
+        "{%r1, %r2, %r3, %r4};",
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1, %r2, %r3, %r4}, {%r1, %r2}, {%r5}, "
+        "{%r1, %r2, %r3, %r4};",
+    ],
+    ids=["f16_sums", "s8", "registers"],
+)
+def test_what_is_not_known_is_an_error_that_names_its_line(line):
+    with pytest.raises(EmulationError, match=r"PTX line \d+: mma"):
+        run_ptx(line)

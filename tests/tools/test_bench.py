@@ -1,0 +1,157 @@
+"""The comparisons and their report, on one tiny layer; and that a peer with wrong numbers is not timed."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from support import forked
+
+from bench import checks, peers, recording
+from bench.layers import TINY, Layer
+from fusedmlp.report import page, results
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The folder that the command writes."""
+    folder = tmp_path_factory.mktemp("report")
+    # What pytest-xdist tells its workers would have pytest-benchmark think that it runs in one.
+    told = {name: "" for name in os.environ if name.startswith("PYTEST_XDIST")}
+    done = forked.run("-m", "fusedmlp", "bench", "--report", str(folder), "--tiny", cwd=ROOT, **told)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_one_command_makes_the_page(report):
+    html = (report / "index.html").read_text(encoding="utf-8")
+    assert html.count("<svg") == 4
+    for name in ("grouped_mm", "loop over experts", "Transformers eager", "fusedmlp moe_experts"):
+        assert name in html
+    assert "transformer_engine is not installed" in html
+
+
+def test_every_row_was_checked_and_has_its_figures(report):
+    found = results.load(report / "results.csv")
+    table = found.table
+    assert found.about["device"] == "cpu"
+    assert set(found.missing.who) == {"TransformerEngine", "Liger", "SonicMoE", "QuACK"}
+    assert table.groupby("what").who.count().to_dict() == {
+        **{
+            f"{what}, {level}": 2 * 3
+            for what in ("forward", "backward")
+            for level in ("sorted rows", "whole layer of tokens")
+        },
+        "wgrad of fc1": 2 * 4,
+        **{f"idea: {idea}": 2 * 2 for idea in _ideas()},
+    }
+    assert (table.ms > 0).all()
+    checked = table[~table.what.str.startswith("idea")]
+    assert (checked.error <= checked.allowed).all()
+    assert (table[table.who == "fusedmlp"].speedup == 1).all()
+    slower = table[table.who == "grouped_mm"].iloc[0]
+    ours = table[(table.what == slower.what) & (table.dtype == slower["dtype"]) & (table.who == "fusedmlp")].iloc[0]
+    assert slower.speedup == pytest.approx(slower.ms / ours.ms)
+    assert table.of_limit.notna().sum() == len(checked)
+
+
+def _ideas():
+    from bench.bench_ideas import IDEAS
+
+    return IDEAS
+
+
+def test_backward_allocates_no_weight_gradient(report):
+    table = results.load(report / "results.csv").table
+    backward = table[(table.what == "backward, sorted rows") & (table.dtype == "float32")].set_index("who")
+    assert backward.largest_bytes["grouped_mm"] >= 4 * TINY[0].E * 2 * TINY[0].F * TINY[0].H
+    assert backward.peak_bytes["fusedmlp"] < backward.peak_bytes["grouped_mm"]
+
+
+def test_a_saved_table_gives_the_same_page(report, tmp_path):
+    found = results.load(report / "results.csv")
+    results.save(found, tmp_path / "again.csv")
+    assert (tmp_path / "again.csv").read_text() == (report / "results.csv").read_text()
+    assert page.render(found) == (report / "index.html").read_text(encoding="utf-8")
+
+
+def test_turns_are_compared_one_by_one(report):
+    """A machine that is slow in one turn is so for everybody."""
+    table = results.load(report / "results.csv").table
+    turns = [table.assign(turn=turn, ms=table.ms * slow) for turn, slow in enumerate((1, 5, 2))]
+    shuffled = pd.concat(turns).sample(frac=1, random_state=0).drop(columns="speedup")
+    together = results.over_turns(results.with_speedups(shuffled))
+    keys = [*results.LAYER, "what", "who"]
+    together, table = (t.set_index(keys).sort_index() for t in (together, table))
+    pd.testing.assert_series_equal(together.speedup, table.speedup)
+    pd.testing.assert_series_equal(together.ms, 2 * table.ms)
+    assert (together.rounds == 3 * table.rounds).all()
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return Layer(TINY[0], "quarter empty", torch.float32, "cpu")
+
+
+def _checked(layer, peer):
+    layer.buffer.zero_()
+    for _ in range(2):
+        layer.reset()
+        y = peer.forward(layer)
+        peer.backward(layer, y)
+    return checks.check(layer, peer.level, y, peer.name, times=2)
+
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
+def test_peers_are_right(peer, layer, monkeypatch):
+    """Those for GPUs too, where they are installed and the interpreter runs them."""
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "0")
+    if peer.missing("cuda"):
+        assert "is not installed" in peer.missing("cuda")
+    else:
+        assert max(_checked(layer, peer).relative().values()) < 1e-5
+
+
+class _Overwriting(peers.Peer):
+    def backward(self, layer, y):
+        y.backward(layer.dy_RH)
+        for weight in layer.weights:
+            weight.main_grad.copy_(weight.grad)
+            weight.grad = None
+
+
+def test_peers_with_wrong_numbers_are_found(layer):
+    grouped_mm = next(peer for peer in peers.PEERS if peer.name == "grouped_mm")
+    scaled = replace(grouped_mm, forward=lambda layer: 1.001 * grouped_mm.forward(layer))
+    with pytest.raises(AssertionError, match="grouped_mm on tiny, quarter empty, float32: errors"):
+        _checked(layer, scaled)
+    with pytest.raises(AssertionError, match="dfc1"):
+        _checked(layer, _Overwriting("overwriting", "rows", grouped_mm.forward))
+    dh = torch.randn(layer.shape.R, 2 * layer.shape.F)
+    for peer in peers.WGRADS[:4]:
+        layer.buffer.flat.zero_()
+        peer.run(layer, dh)
+        peer.run(layer, dh)
+        if peer.overwrites:
+            checks.check_wgrad(layer, dh, peer.name, times=1)
+        with pytest.raises(AssertionError, match="dfc1"):
+            checks.check_wgrad(layer, dh, peer.name, times=3)
+
+
+def test_not_a_number_is_an_error(layer):
+    nan = replace(peers.FUSED_ROWS, forward=lambda layer: peers.FUSED_ROWS.forward(layer) * float("nan"))
+    with pytest.raises(AssertionError, match="inf"):
+        _checked(layer, nan)
+
+
+def test_saved_bytes_and_allocations_are_counted():
+    x = torch.randn(1000, requires_grad=True)
+    assert recording.saved_bytes(lambda: (2 * x).exp().sum(), (x,)) == 4000  # the result of exp
+    used = recording.footprint(lambda: torch.ones(500) + torch.ones(250).sum())
+    assert used.largest_bytes == 2000
+    assert 4000 <= used.peak_bytes <= 6100
+    assert used.ops > 3

@@ -1,0 +1,115 @@
+"""The program for GPU machines, tried without one: steps run, failures and hangs do not stop the others."""
+
+import csv
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import forked
+from support.grids import is_quick
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments, interpret="0"):
+    environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+def test_everything_runs_on_tiny_shapes(tmp_path):
+    names = ["timings-tiny"] if is_quick() else ["cases", "bf16", "fp16", "sync", "graph", "repeat", "timings-tiny"]
+    only = ["--only", *names] if is_quick() else []
+    done = forked.run("-m", "bench.gpu", "--out", str(tmp_path), "--device", "cpu", *only, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"log.txt", "timings.csv"}
+    log = (tmp_path / "log.txt").read_text()
+    assert re.findall(r"^== (.*): ok$", log, re.MULTILINE) == names
+    with (tmp_path / "timings.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["what"] for row in rows} >= {
+        "dense product",
+        "copy",
+        "forward",
+        "backward",
+        "forward + backward",
+        "grouped_mm forward + backward",
+    }
+    assert {row["load"] for row in rows} == {"", "even", "zipf", "quarter empty"}
+    assert all(math.isfinite(float(row["ms"])) for row in rows if row["load"])  # backward's is a difference
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
+def test_the_checks_pass_on_interpreted_kernels(step):
+    done = run("bench.gpu_checks", step, "--device", "cpu", "--small", interpret="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok" in done.stdout
+
+
+def in_bench(code):
+    return forked.run("-c", f"from bench import gpu, gpu_checks\n{code}", cwd=ROOT)
+
+
+def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
+    done = in_bench(
+        "import sys; from pathlib import Path\n"
+        "def step(name, code, seconds): return gpu.Step(name, (sys.executable, '-c', code), seconds)\n"
+        "gpu.steps = lambda device, out: [\n"
+        "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 300),\n"
+        "    step('hang', 'import time; time.sleep(60)', 1),\n"
+        "    step('good', 'print(5)', 300)]\n"
+        f"sys.exit(gpu.main(['--out', {str(tmp_path)!r}]))"
+    )
+    assert done.returncode == 1
+    for text in ("bad: exit status 3", "FAIL because", "hang: stopped after 1 s", "good: ok"):
+        assert text in done.stdout, done.stdout + done.stderr
+
+
+def test_no_step_starts_without_time(tmp_path):
+    done = run("bench.gpu", "--out", str(tmp_path), "--device", "cpu", "--minutes", "0")
+    assert done.returncode == 1
+    assert "bf16: no time left" in done.stdout
+
+
+@pytest.mark.exhaustive
+def test_a_wrong_result_is_a_failure():
+    done = in_bench(
+        "import torch\n"
+        "run = gpu_checks.Layer.run\n"
+        "def wrong(self, impl):\n"
+        "    results = run(self, impl)\n"
+        "    results['fc2'] = results['fc2'] * 1.05\n"
+        "    return results\n"
+        "gpu_checks.Layer.run = wrong\n"
+        "gpu_checks.numerics(torch.bfloat16, 'cpu', True)"
+    )
+    assert done.returncode == 1
+    assert "FAIL torch.bfloat16 add, ragged: AssertionError: fc2" in done.stdout
+
+
+@pytest.mark.parametrize(("switch", "kernels"), [("0", "default"), ("1", "specialised")])
+def test_rows_say_which_kernels_they_are_of(switch, kernels):
+    code = "from bench import gpu_timings; print(gpu_timings.machine('cpu')['kernels'])"
+    done = forked.run("-c", code, cwd=ROOT, FUSEDMLP_SPECIALISED=switch)
+    assert done.stdout.strip() == kernels, done.stderr
+
+
+def test_both_kinds_of_kernels_run_next_to_each_other():
+    done = in_bench("from pathlib import Path\nprint(*[step.name for step in gpu.steps('cuda', Path('.'))])")
+    names = done.stdout.split()
+    for one in ("cases", "bf16", "timings-qwen3-30b-8k", "timings-sonic-c"):
+        assert names[names.index(one) + 1] == f"{one}-specialised"
+
+
+def test_the_memory_checker_sees_every_tensor_by_itself():
+    done = in_bench(
+        "from pathlib import Path\n"
+        "gpu.shutil.which = lambda name: '/bin/' + name\n"
+        "step, = [s for s in gpu.steps('cuda', Path('.')) if s.name.startswith('memcheck')]\n"
+        "print(*step.command)"
+    )
+    assert done.stdout.startswith("env PYTORCH_NO_CUDA_MEMORY_CACHING=1 /bin/compute-sanitizer --tool memcheck")

@@ -1,0 +1,251 @@
+"""The pages: built strictly, every block of Python run, every command known to the command line or the Makefile."""
+
+import html
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import torch
+
+import fusedmlp
+from fusedmlp.__main__ import main
+from fusedmlp.kernels.device import tile_order
+from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.tiles import configs
+
+ROOT = Path(__file__).parents[2]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+# Why a command of a page is not run here: every other one is.
+NOT_RUN = {
+    "make demo": "test_demo.py runs the demo, in fewer steps",
+    "make test": "this is it",
+    "make lint": ".ci/run runs it",
+    "make hub": "tests/integrations/test_hub.py",
+    "python -m pytest": "it is part of this run",
+    "make bench": "test_bench.py runs what it runs, on a tiny layer",
+    "make kernels": ".ci/run runs it",
+    "make emulate": ".ci/run runs it",
+    "make peers": ".ci/run runs a third of it",
+    "EMULATE=": "as `make emulate` does",
+    ".ci/run": "runs this",
+    "torchrun --nproc-per-node 2 examples/zero_bubble.py": "tests/integrations/test_pipelining.py",
+    "python -m fusedmlp doctor": "test_doctor.py",
+    "python -m fusedmlp kernels": "tests/kernels/test_compile.py, and .ci/run",
+}
+
+
+def blocks(page, language):
+    """Text of the code blocks of a page in one language, without their indentation."""
+    found = re.findall(rf"^( *)```{language}\b[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S)
+    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
+
+
+# What a page takes for granted, as code before its first block; `folder` is an empty one.
+GIVEN = {
+    "compile": """
+        import warnings
+        import torch
+        import fusedmlp
+        warnings.simplefilter("ignore", DeprecationWarning)  # Dynamo's own, and inductor's
+        x, tokens_per_expert = torch.randn(6, 64), torch.tensor([1, 0, 2, 0, 0, 3, 0, 0])
+        """,
+    "ddp": """
+        import torch
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self, experts):
+                super().__init__()
+                self.experts = experts
+        """,
+    "fsdp2": """
+        import torch
+        import fusedmlp
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = torch.nn.ModuleList(fusedmlp.GroupedMLP(2, 8, 16, accumulate_wgrad="grad") for _ in "ab")
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x, [4, 2])
+                return x
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        steps = torch.randn(2, 2, 6, 8, dtype=torch.bfloat16)
+        def loss(model, batch):
+            return model(batch).float().square().mean()
+        """,
+    "pipelining": """
+        import torch
+        import fusedmlp
+        torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        module, index, num_stages, device = torch.nn.Linear(2, 2), 0, 1, torch.device("cpu")
+        """,
+    "transformers": """
+        import torch
+        from accelerate import Accelerator
+        from support import transformers_models, transformers_training
+        from transformers import Trainer, TrainingArguments
+        model, data = transformers_models.build("mixtral", "fusedmlp").bfloat16(), transformers_training.texts()
+        arguments = TrainingArguments(str(folder), max_steps=1, report_to="none", use_cpu=True, disable_tqdm=True)
+        accelerator, optimizer = Accelerator(cpu=True), torch.optim.AdamW(model.parameters())
+        """,
+    "hub": """
+        from pathlib import Path
+        import torch
+        from fusedmlp.integrations import hub
+        hub.assemble(folder / "build" / "hub")
+        x, w, dy = torch.randn(8, 16), torch.randn(2, 32, 16), torch.randn(8, 32)
+        y, offsets, w.main_grad = torch.empty(8, 32), torch.tensor([0, 3, 8], dtype=torch.int32), torch.zeros_like(w)
+        """,
+}
+# Blocks, by page and place, that cannot run here.
+NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays the same step
+EDITS = {
+    "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would hold for other tests
+    "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
+    "compile": ("dynamic=True", 'dynamic=True, backend="aot_eager"'),  # inductor: tests/api/test_compile.py
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+def test_python_blocks_run(page, tmp_path, monkeypatch):
+    """Those of one page follow each other, as a reader types them."""
+    monkeypatch.chdir(tmp_path)
+    names = {"__name__": "__main__", "folder": tmp_path}
+    exec(dedent(GIVEN.get(page.stem, "")), names)
+    try:
+        for place, block in enumerate(blocks(page, "python")):
+            if (page.stem, place) not in NEEDS_A_GPU:
+                exec(compile(block.replace(*EDITS.get(page.stem, ("", ""))), page.name, "exec"), names)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def extended(tmp_path):
+    """A copy of the repository with the patches of extending.md."""
+    for name in ("fusedmlp", "kernels", "tests", "bench", "pyproject.toml"):
+        copy = partial(shutil.copytree, symlinks=True) if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, tmp_path / name)
+    patch = "".join(blocks(ROOT / "docs" / "extending.md", "diff"))
+    done = subprocess.run(["git", "apply", "-"], input=patch, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return tmp_path
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("-m pytest -q tests/api/test_numerics.py -k mish", "3 passed"),
+        ("-m fusedmlp doctor --target sm_103", "on sm_103, which is not here"),
+    ],
+)
+def test_what_the_walkthroughs_add_works(command, shown, extended):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    environment["PYTHONPATH"] = str(extended)
+    command = [sys.executable, "-P", *command.split()]
+    done = subprocess.run(command, cwd=extended, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert shown in done.stdout
+
+
+def _commands():
+    for page in PAGES:
+        for block in blocks(page, "(?:sh|bash|console)"):
+            for line in block.replace("\\\n", " ").splitlines():
+                command = line.split(" #")[0].strip()
+                if command and not any(command.startswith(known) for known in NOT_RUN):
+                    yield pytest.param(command, id=f"{page.stem}: {command}")
+
+
+@pytest.mark.parametrize("command", list(_commands()))
+def test_commands_run(command, monkeypatch, capsys):
+    start = "python -m fusedmlp "
+    assert command.startswith(start), f"{command}: neither run here nor in NOT_RUN with a reason"
+    assert main(command.removeprefix(start).split()) == 0
+    assert capsys.readouterr().out
+
+
+def test_every_public_name_is_in_the_reference():
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    for name in set(fusedmlp.__all__) - {"__version__"}:
+        assert f"::: fusedmlp.{name}\n" in page
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The built site's folder."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", ".mkdocs.yml", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_the_site_builds_strictly(site):
+    errors = (site / "errors" / "index.html").read_text(encoding="utf-8")
+    assert "expected main_grad on all experts or on none" in errors
+    switches = (site / "switches" / "index.html").read_text(encoding="utf-8")
+    assert "FUSEDMLP_DENSE_DUMMY" in switches
+    reference = (site / "api" / "index.html").read_text(encoding="utf-8")
+    assert "grad_added_to_main_grad" in reference
+
+
+# What a window of 1280 pixels has room for beside both columns of navigation: 656 pixels, of 8.2 a character.
+CODE_COLUMNS = 80
+
+
+def test_no_code_is_wider_than_its_column(site):
+    """Blocks of pages, signatures and examples of docstrings, as built; the README's, as written."""
+    wide, seen = [], 0
+    for page in sorted(site.rglob("*.html")):
+        for block in re.findall(r"<pre\b.*?</pre>", page.read_text(encoding="utf-8"), re.DOTALL):
+            lines = html.unescape(re.sub(r"<[^>]+>", "", block)).splitlines()
+            seen += len(lines)
+            wide += [f"{page.parent.name}: {line}" for line in lines if len(line) > CODE_COLUMNS]
+    for block in re.findall(r"^```.*?^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+        wide += [f"README: {line}" for line in block.splitlines() if len(line) > CODE_COLUMNS]
+    assert seen > 300
+    assert not wide, "\n".join(wide)
+
+
+def test_the_drawings_show_what_the_kernels_do():
+    tiles, order, epilogue = (
+        (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
+        for name in ("tiles", "wgrad_order", "wgrad_epilogue")
+    )
+    offsets = torch.tensor([0, 300, 300, 428, 628], dtype=torch.int32, device=DEVICE)
+    plan = Schedule(offsets, 668)
+    (owned, used, _), *listed = plan.tiles(128)[: 3 * (1 + plan.max_tiles(128))].view(-1, 3).tolist()
+    assert f"here {owned} tiles of experts, {used} in all" in tiles
+    cells = [4 if cell == "padding" else int(cell) for cell in re.findall(r'class="list mid">(\w+)<', tiles)]
+    assert cells == [number for i, tile in enumerate(listed[:used]) for number in (i, *tile)]
+    places = re.findall(r'class="mid place" data-tile="(\d) (\d)">(\d+)<', tiles)
+    assert len(places) == owned * 4
+    for m, n, place in places:
+        assert tile_order.tile_at.fn(int(place), owned, 4, 3) == (int(m), int(n))
+
+    experts = plan.order.tolist()
+    taken = re.findall(r'class="mid rank" data-expert="(\d)" data-program="(\d)">(\d+)<', order)
+    for expert, _, tile in taken:
+        assert experts[tile_order.wgrad_tile.fn(int(tile), 2, 2, 16)[0]] == int(expert)
+    for program in range(3):
+        own = [int(tile) for _, of, tile in taken if int(of) == program]
+        turns = range(tile_order.num_turns.fn(experts[4] * 4, program, 3))
+        assert own == [tile_order.place_at.fn(turn, program, 3) for turn in turns]
+
+    tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
+    assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue
+    assert f"{tile.BLOCK_K // tile.SUBTILES} columns" in epilogue
+    assert epilogue.count("passing subtile") == tile.SUBTILES

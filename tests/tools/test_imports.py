@@ -1,0 +1,211 @@
+"""Which files may import which: every import counts, in functions and under TYPE_CHECKING, too.
+
+What must change yet is listed by name, and each list holds exactly what there is: it shrinks with the work.
+"""
+
+import ast
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from importlib.util import resolve_name
+from itertools import permutations
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# The least number of files under each: a rule about files that have moved away would hold for none.
+FOLDERS = {"fusedmlp": 60, "kernels": 30, "bench": 15, "tests": 150, "examples": 3}
+
+PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
+TOOLS = [f"fusedmlp.{name}" for name in ("__main__", "demo", "doctor", "limits", "report", "static_proof", "tuning")]
+
+# Imports that break a rule.
+BENCH_OF_TESTS = {("bench.gpu_checks", "tests.emulation.cases"), ("bench.gpu_checks", "tests.emulation.layers")}
+UPWARDS = {
+    ("fusedmlp.kernels.launching.launcher", "fusedmlp.kernels.operands.descriptors"),
+    ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.operands.descriptors"),
+    ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.operands.expert_tensors"),
+    ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.tiles.configs"),
+    ("fusedmlp.kernels.launching.record", "fusedmlp.kernels.operands.descriptors"),
+    ("fusedmlp.kernels.launching.record", "fusedmlp.kernels.operands.expert_tensors"),
+    ("fusedmlp.kernels.tiles.configs", "fusedmlp.kernels.warp_specialized.gluon_compat"),
+    ("fusedmlp.kernels.tiles.tuned", "fusedmlp.kernels.launching.replay"),
+}
+
+
+def imported(source, package):
+    """Names that a module of the package imports anywhere: of modules, or of what is in them."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            yield from (resolve_name(each.value, package) for each in node.args[:1] if isinstance(each, ast.Constant))
+
+
+def modules():
+    """Paths by name; `kernels/` by that under which it is imported, `fusedmlp.kernels`."""
+    found = {}
+    for folder, least in FOLDERS.items():
+        paths = list((ROOT / folder).rglob("*.py"))
+        assert len(paths) >= least, f"{folder}: expected at least {least} files; got {len(paths)}"
+        for path in paths:
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(("fusedmlp", *parts) if folder == "kernels" else parts)
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def graph():
+    """For each module, which of the others it imports, and names of all else."""
+    paths = modules()
+    ours, others = {}, {}
+    for name, path in paths.items():
+        package = name if path.stem == "__init__" else name.rpartition(".")[0]
+        # `tests/` is on the path of tests and of `bench.gpu`, and a script's folder on the script's.
+        prefixes = ("", "tests.", *([f"{package}."] if under(name, "tests") else []))
+        ours[name], others[name] = set(), set()
+        for wanted in imported(path.read_text(encoding="utf-8"), package):
+            found = next(filter(None, (_module(paths, prefix + wanted) for prefix in prefixes)), None)
+            (others if found is None else ours)[name].add(found or wanted)
+        ours[name].discard(name)
+    return ours, others
+
+
+def _module(paths, name):
+    """The module that the name is of, or is in."""
+    while name and name not in paths:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def edges():
+    return {(name, other) for name, others in graph()[0].items() for other in others}
+
+
+def under(name, *prefixes):
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def crossing(importers, forbidden, exempt=()):
+    """Imports from modules under `importers`, but for those under `exempt`, of modules under `forbidden`."""
+    for prefixes in (importers, forbidden):
+        missing = [prefix for prefix in prefixes if not any(under(name, prefix) for name in graph()[0])]
+        assert not missing, f"expected modules under {missing}; got none"
+    return {
+        (name, other)
+        for name, other in edges()
+        if under(name, *importers) and not under(name, *exempt) and under(other, *forbidden)
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import a.b as c, d", ["a.b", "d"]),
+        ("from a import b, c", ["a.b", "a.c"]),
+        ("from . import b\nfrom .c import d\nfrom ..e import f", ["p.e.f", "p.q.b", "p.q.c.d"]),
+        ("def f():\n    import a", ["a"]),
+        ("if TYPE_CHECKING:\n    from a import b", ["a.b"]),
+        ("try:\n    import a\nexcept ImportError:\n    class C:\n        import b", ["a", "b"]),
+        ("importlib.import_module('a.b')\nimport_module('.c', __package__)\nimport_module(name)", ["a.b", "p.q.c"]),
+    ],
+)
+def test_every_import_of_a_source_is_seen(source, names):
+    assert sorted(imported(source, "p.q")) == names
+
+
+@pytest.mark.parametrize(
+    "edge",
+    [
+        ("fusedmlp.kernels.gemm.launch", "fusedmlp.kernels.tiles.configs"),  # relative
+        ("fusedmlp.kernels.tiles.configs", "fusedmlp.kernels.warp_specialized.gluon_compat"),  # in a function
+        ("fusedmlp", "fusedmlp.functional"),  # by the `__init__.py` of a folder
+        ("tests.tools.test_readme", "bench.figures"),
+        ("tests.emulation.cases", "tests.support.passes.gemm"),  # as `support`
+        ("tests.kernels.replays", "tests.kernels.direct_launches"),  # by a script
+    ],
+    ids="-".join,
+)
+def test_imports_of_every_kind_are_seen(edge):
+    assert edge in edges()
+
+
+def test_kernels_import_torch_and_triton_and_do_not_name_the_package():
+    allowed = {"torch", "triton", *sys.stdlib_module_names}
+    ours, others = graph()
+    kernels = {name: path for name, path in modules().items() if under(name, "fusedmlp.kernels")}
+    assert len(kernels) >= FOLDERS["kernels"]
+    for name, path in kernels.items():
+        assert "fusedmlp" not in path.read_text(encoding="utf-8"), path
+        assert all(under(other, "fusedmlp.kernels") for other in ours[name]), name
+        assert {other.split(".")[0] for other in others[name]} <= allowed, name
+
+
+@pytest.mark.parametrize(("one", "other"), [*permutations(PASSES, 2)])
+def test_passes_do_not_import_each_other(one, other):
+    assert crossing([f"fusedmlp.kernels.{one}"], [f"fusedmlp.kernels.{other}"]) == set()
+
+
+def test_folders_of_kernels_import_those_that_come_later():
+    """In this order; launching is imported by passes, routing and itself alone."""
+    shared = ["routing", "warp_specialized", "device", "operands", "tiles", "launching"]
+    folders = {f"fusedmlp.kernels.{name}": place for place, name in enumerate(shared, start=1)}
+    folders |= {f"fusedmlp.kernels.{name}": 0 for name in PASSES}
+    upwards = set()
+    for name, other in edges():
+        here, there = (folders.get(".".join(each.split(".")[:3])) for each in (name, other))
+        low = here is not None and here > 1 and there == len(shared)
+        if here is not None and there is not None and (here > there or (low and here != there)):
+            upwards.add((name, other))
+    assert upwards == UPWARDS
+
+
+# `module -> functional -> autograd -> contract, operators -> kernels`, then what is around the library.
+@pytest.mark.parametrize(
+    ("importers", "forbidden", "exempt", "known"),
+    [
+        (["fusedmlp.functional"], ["fusedmlp.module"], [], set()),
+        (["fusedmlp.autograd"], ["fusedmlp.module", "fusedmlp.functional"], [], set()),
+        (["fusedmlp.contract"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], [], set()),
+        (["fusedmlp.operators"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], [], set()),
+        (["fusedmlp.operators"], ["fusedmlp.contract"], [], set()),
+        (["fusedmlp"], TOOLS, TOOLS, set()),
+        (["fusedmlp"], ["bench", "tests", "examples"], [], set()),
+        (["bench"], ["tests"], [], BENCH_OF_TESTS),
+        (["examples"], ["bench", "tests"], [], set()),
+    ],
+    ids=lambda value: "+".join(value).replace("fusedmlp.", "") if isinstance(value, list) else None,
+)
+def test_imports_run_one_way(importers, forbidden, exempt, known):
+    assert crossing(importers, forbidden, exempt) == known
+
+
+def _circle(imports):
+    """The modules of one, or None."""
+    imports_of = {}
+    for name, other in imports:
+        imports_of.setdefault(name, set()).add(other)
+    try:
+        TopologicalSorter(imports_of).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def _circles(imports):
+    """A circle of files, and one of folders, in which the files at the top of a package count each as one."""
+
+    def folder(name):
+        return ".".join(name.split(".")[: 2 if under(name, "fusedmlp", "tests") else 1])
+
+    between = {(folder(name), folder(other)) for name, other in imports}
+    return [found for found in (_circle(imports), _circle({(a, b) for a, b in between if a != b})) if found]
+
+
+def test_there_is_no_circle_of_files_or_folders():
+    assert _circles(edges()) == []

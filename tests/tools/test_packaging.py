@@ -1,0 +1,91 @@
+"""What a user installs."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fusedmlp
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(*command, **options):
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory):
+    """The sdist, and the wheel that is made from it."""
+    out = tmp_path_factory.mktemp("dist")
+    _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT)
+    (sdist,), (wheel,) = out.glob("*.tar.gz"), out.glob("*.whl")
+    return {"sdist": sdist, "wheel": wheel}
+
+
+def _modules(folder):
+    files = (path for kind in ("py", "toml", "csv") for path in (ROOT / folder).rglob(f"*.{kind}"))
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(archives):
+    names = set(zipfile.ZipFile(archives["wheel"]).namelist())
+    package = {name for name in names if ".dist-info/" not in name}
+    kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
+    assert "fusedmlp/kernels/wgrad/launch.py" in kernels
+    assert package == _modules("fusedmlp") | kernels | {"fusedmlp/py.typed"}
+
+
+def test_the_sdist_holds_what_the_wheel_is_made_of(archives):
+    with tarfile.open(archives["sdist"]) as archive:
+        names = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
+    kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
+    rest = {"fusedmlp/py.typed", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert names == _modules("fusedmlp") | kernels | rest
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_each_works_in_a_clean_environment(kind, archives, tmp_path):
+    """Of its own but for the libraries that it depends on."""
+    _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
+    python = tmp_path / "env" / "bin" / "python"
+    site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment |= {"TRITON_INTERPRET": "0", "PYTHONSAFEPATH": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    environment["CXX"] = "none"  # without a compiler the doctor skips one step
+    _run(*pip, "--no-build-isolation", archives[kind], env=environment)
+    where = _run(
+        python, "-W", "error", "-c", "import fusedmlp; print(fusedmlp.__file__)", env=environment, cwd=tmp_path
+    )
+    assert Path(where.strip()) == site / "fusedmlp" / "__init__.py"
+    report = json.loads(_run(python, "-m", "fusedmlp", "doctor", "--json", env=environment, cwd=tmp_path))
+    assert report["machine"]["fusedmlp"] == fusedmlp.__version__
+    assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
+    assert not (site / "kernels").exists()
+
+
+def test_the_layout():
+    link = ROOT / "fusedmlp" / "kernels"
+    assert link.is_symlink()
+    assert str(link.readlink()) == "../kernels"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_importing_needs_no_gpu_and_no_triton_and_warns_about_nothing():
+    code = (
+        "import sys, fusedmlp; assert 'fusedmlp.operators.triton_impl' not in sys.modules; print(fusedmlp.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

@@ -1,0 +1,56 @@
+"""The README says what is true: its example runs as pasted, and all figures are those of the committed results."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import figures
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def test_it_is_read_in_five_minutes():
+    assert len(README.splitlines()) <= 120
+
+
+def test_every_link_leads_somewhere():
+    links = re.findall(r"\]\(([^)]*)\)", README)
+    assert len(links) > 10
+    for link in links:
+        assert (ROOT / link).is_file(), link
+
+
+def test_the_example_runs_as_pasted(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len([line for line in example.splitlines() if line]) <= 20
+    script = tmp_path / "example.py"
+    script.write_text(example)
+    done = subprocess.run([sys.executable, "-W", "error", str(script)], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    norms = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(norms) == 3
+    assert all(0 < norm <= 1 for norm in norms)
+
+
+@pytest.mark.parametrize("page", figures.FIGURES)
+def test_every_figure_comes_from_committed_results(page):
+    assert figures.render(page) == (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_every_picture_comes_from_committed_results():
+    for name, svg in figures.pictures().items():
+        assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == svg + "\n", name
+
+
+def test_every_switch_that_a_page_names_exists():
+    from fusedmlp import environment
+
+    pages = [README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))]
+    switches = set(re.findall(r"\b(?:FUSEDMLP|TRITON)_[A-Z_]+", "\n".join(pages)))
+    assert len(switches) > 2
+    for switch in switches:
+        assert f"`{switch}`" in environment.__doc__
