@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.layers import Layer
 from bench.peers import Level
 
-_ROUNDINGS = 2  # in units of eps, as in tests/support/tolerance.py
+_ROUNDINGS = 2  # in units of eps, as in bench/cases/tolerance.py
 
 
 class Errors:

@@ -1,6 +1,6 @@
 """Checks of the kernels on a real GPU, one per process: `python -m bench.gpu_checks STEP [--device cpu]`.
 
-    cases        passes by themselves, as the emulator executes them at every commit (tests/emulation/cases.py)
+    cases        passes by themselves, as the emulator executes them at every commit (bench/cases/cases.py)
     all-cases    every pass and path so, which takes a while
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
     sync         the same under PyTorch's sync debug mode "error"
@@ -241,8 +241,9 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
 def passes(device: str, small: bool, everything: bool = False) -> None:
     """The emulator's cases; on a GPU they check the emulator, too. All failures are reported."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from emulation import cases, layers
+    from emulation import layers
 
+    from bench.cases import cases
     from fusedmlp.operators import triton_impl  # noqa: F401  which reads the switches
 
     failures = 0

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import factory, moe, reference
 from support.grids import seeds
-from support.tolerance import assert_close
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.library import opcheck
 from torch.profiler import profile
 
 import fusedmlp
+from bench.cases import factory, moe, reference
+from bench.cases.tolerance import assert_close
 
 # Dynamo itself instantiates an autograd.Function while it traces one.
 pytestmark = [

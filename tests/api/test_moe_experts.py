@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from support import moe
-from support.factory import GATED, UNGATED
 from support.grids import seeds
-from support.moe import Case, Inputs
-from support.tolerance import assert_close
 
 import fusedmlp
+from bench.cases import moe
+from bench.cases.factory import GATED, UNGATED
+from bench.cases.moe import Case, Inputs
+from bench.cases.tolerance import assert_close
 from fusedmlp.kernels.routing.plan import row_blocks, size_of_plan
 from fusedmlp.operators import ops
 

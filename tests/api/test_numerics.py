@@ -5,12 +5,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import factory, reference
-from support.factory import Case, Inputs
 from support.grids import examples, seeds
-from support.tolerance import assert_close
 
 import fusedmlp
+from bench.cases import factory, reference
+from bench.cases.factory import Case, Inputs
+from bench.cases.tolerance import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("torch", "triton")

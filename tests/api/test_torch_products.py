@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from support import factory, reference
-from support.factory import Case, Inputs
-from support.tolerance import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.cases import factory, reference
+from bench.cases.factory import Case, Inputs
+from bench.cases.tolerance import assert_close
 from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_impl, torch_products
 from fusedmlp.operators.torch_products import Rows

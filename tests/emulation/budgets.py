@@ -12,10 +12,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from emulation import cases
 from emulation.layers import emulated
 from ptx_emulator.driver import ORDERS, Launched
 
+from bench.cases import cases
 from fusedmlp.kernels.launching import launches
 
 TABLE = Path(__file__).with_name("budgets.csv")

@@ -11,9 +11,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from emulation import cases, layers
+from emulation import layers
 from ptx_emulator import driver, known_kernels, library
 from ptx_emulator.library import EmulationError, Order
+
+from bench.cases import cases
 
 _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r\d+)\], (%r\d+);"
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"

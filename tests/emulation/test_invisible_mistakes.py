@@ -9,12 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-from emulation import cases
 from emulation.layers import emulated
 from emulation.mutations import LATE, SUBJECTS, described, noticed
-from support import factory
-from support.passes import gemm
 
+from bench.cases import cases, factory, gemm
 from fusedmlp.kernels.gemm import launch as gemm_launch
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 

@@ -1,8 +1,9 @@
 """The project's compiled kernels, executed instruction by instruction, in three orders that must give the same bits."""
 
 import pytest
-from emulation import cases
 from emulation.layers import emulated
+
+from bench.cases import cases
 
 # Of sm_100, where few instructions come from other sources than of sm_90: every pass; all of TF32 wgrad, and what wgrad
 # does by warps with tasks of their own.

@@ -8,14 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulation import cases
 from emulation.layers import emulated
 from ptx_emulator.library import Order
-from support import experts, factory
-from support.experts import DEVICE
-from support.factory import wgrad_segment
-from support.passes import dgrad_act, gemm, wgrad
 
+from bench.cases import cases, dgrad_act, experts, factory, gemm, wgrad
+from bench.cases.experts import DEVICE
+from bench.cases.factory import wgrad_segment
 from fusedmlp import Activation
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_

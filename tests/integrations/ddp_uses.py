@@ -6,11 +6,11 @@ import pickle
 import torch
 import torch.distributed as dist
 from support.ddp_cells import Model, batch, packed_grads, reference, state
-from support.tolerance import assert_close
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from bench.cases.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 from fusedmlp.operators import ops
 

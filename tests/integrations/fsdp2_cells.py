@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from support import tolerance
 from support.grids import part
 from support.small_moe import EXPERTS, batch, initial, plain_output, stacked
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fusedmlp
+from bench.cases import tolerance
 from fusedmlp.integrations import fsdp2
 
 MICRO_BATCHES, STEPS, MAX_NORM = 3, 2, 0.2

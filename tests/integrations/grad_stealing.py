@@ -8,11 +8,11 @@ import torch.distributed as dist
 from support.allocations import copies_and_allocations
 from support.ddp_cells import Model, batch, packed_grads, reference, state
 from support.grids import part
-from support.tolerance import assert_close
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from bench.cases.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 from fusedmlp.operators import ops
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-from support.tolerance import assert_close
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.cases.tolerance import assert_close
 from fusedmlp.demo.model import LanguageModel, ModelConfig
 from fusedmlp.demo.train import text
 from fusedmlp.integrations.ddp import grads_in_buckets

@@ -22,9 +22,9 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.transformer.module import MegatronModule
 from support.grids import part
 from support.megatron_experts import Cell, Model, batch, config_of, expected_grads, reduced, weights_of
-from support.tolerance import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from bench.cases.tolerance import assert_close
 from fusedmlp.integrations import megatron_fsdp
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from support import grids, tolerance
+from support import grids
 from support.small_moe import EXPERTS, H, Model, plain_output, stacked
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _merge_bw
 
 import fusedmlp
+from bench.cases import tolerance
 
 PARTS, STEPS, RATE = 4, 2, 0.1
 LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # of every micro-batch

@@ -7,9 +7,9 @@ import torch
 from kernels import get_local_kernel
 from kernels._rust import Build
 from support import forked
-from support.factory import wgrad_segment
-from support.tolerance import assert_close
 
+from bench.cases.factory import wgrad_segment
+from bench.cases.tolerance import assert_close
 from fusedmlp.integrations import hub
 
 

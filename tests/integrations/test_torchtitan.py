@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from support import torchtitan_moe as layers
-from support.tolerance import assert_close
 from support.world import launch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -15,6 +14,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
+from bench.cases.tolerance import assert_close
 from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
 
 # torchtitan's router asks for float32 by way of autocast, which the CPU's does not have.

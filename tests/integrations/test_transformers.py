@@ -12,11 +12,11 @@ import torch
 from support import forked
 from support import transformers_models as models
 from support import transformers_training as training
-from support.tolerance import bound
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import fusedmlp
+from bench.cases.tolerance import bound
 from fusedmlp import Activation
 from fusedmlp.integrations import transformers_activation
 from fusedmlp.integrations.transformers import register

@@ -6,9 +6,10 @@ import pytest
 import torch
 from support import transformers_models as models
 from support import transformers_training as training
-from support.tolerance import assert_close
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.utils import counters
+
+from bench.cases.tolerance import assert_close
 
 # Dynamo itself instantiates an autograd.Function while it traces one; inductor imports what torch deprecates.
 pytestmark = [

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import triton
-from support import experts as support
 
+from bench.cases import experts as support
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_

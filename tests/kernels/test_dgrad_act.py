@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support import experts, passes
-from support.experts import INTERPRETED
-from support.factory import Case, Inputs
-from support.passes.dgrad_act import check, run
 
+from bench.cases import dgrad_act, experts
+from bench.cases.dgrad_act import check, run
+from bench.cases.experts import INTERPRETED
+from bench.cases.factory import Case, Inputs
 from fusedmlp.kernels.dgrad_act import launch as dgrad_act_launch
 from fusedmlp.kernels.operands import descriptors
 
@@ -104,7 +104,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(kind, monkeypatch):
         dh.copy_(wide_dh[:, : dh.shape[1]])
         return partial
 
-    monkeypatch.setattr(passes.dgrad_act, "grouped_dgrad_act_", with_wider_rows)
+    monkeypatch.setattr(dgrad_act, "grouped_dgrad_act_", with_wider_rows)
     name, options = ACTIVATIONS[kind]
     case = Case(
         (5, 18, 0, 1), 3, H=40, F=4, activation=name, options=options, layout="in_out", bias=True, dtype=torch.bfloat16

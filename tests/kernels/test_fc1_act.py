@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from support import experts, passes
-from support.experts import DEVICE, INTERPRETED
-from support.factory import Case, Inputs
-from support.passes.fc1_act import check, run
 
+from bench.cases import experts, fc1_act
+from bench.cases.experts import DEVICE, INTERPRETED
+from bench.cases.factory import Case, Inputs
+from bench.cases.fc1_act import check, run
 from fusedmlp.kernels.fc1_act import launch as fc1_act_launch
 from fusedmlp.kernels.operands import descriptors
 
@@ -66,7 +66,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(monkeypatch):
         fc1_act_launch.grouped_fc1_act_(h, wider[:, :4], *args, **kwargs)
         a.copy_(wider[:, :4])
 
-    monkeypatch.setattr(passes.fc1_act, "grouped_fc1_act_", with_wider_rows)
+    monkeypatch.setattr(fc1_act, "grouped_fc1_act_", with_wider_rows)
     check(Case((5, 18, 0, 1), 3, H=40, F=4, dtype=torch.bfloat16), best="unaligned")
 
 

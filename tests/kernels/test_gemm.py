@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from support import experts
-from support.experts import DEVICE, INTERPRETED
-from support.factory import Case, Inputs
-from support.passes.gemm import check, run
 
+from bench.cases import experts
+from bench.cases.experts import DEVICE, INTERPRETED
+from bench.cases.factory import Case, Inputs
+from bench.cases.gemm import check, run
 from fusedmlp.kernels.gemm import launch as gemm_launch
 from fusedmlp.kernels.operands import descriptors
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.experts import DEVICE
 
+from bench.cases.experts import DEVICE
 from fusedmlp.kernels.routing import order, plan
 from fusedmlp.kernels.tiles import configs
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import tolerance
 
+from bench.cases import tolerance
 from fusedmlp.kernels.launching import launches
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_

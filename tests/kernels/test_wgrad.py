@@ -5,10 +5,10 @@ from typing import get_args
 
 import pytest
 import torch
-from support.experts import DEVICE, INTERPRETED
-from support.factory import wgrad_segment
-from support.passes.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 
+from bench.cases.experts import DEVICE, INTERPRETED
+from bench.cases.factory import wgrad_segment
+from bench.cases.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 from fusedmlp.kernels.launching import launches
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.routing import plan

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.experts import DEVICE
 
+from bench.cases.experts import DEVICE
 from fusedmlp.kernels.operands.expert_tensors import device_table
 from fusedmlp.kernels.wgrad import steps
 

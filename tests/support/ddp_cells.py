@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.allocations import copies_and_allocations
-from support.tolerance import assert_close
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
+from bench.cases.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 
 EXPERTS, HIDDEN, FFN, ROWS, STEPS = 3, 16, 24, 5, 4

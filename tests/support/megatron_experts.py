@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.grids import part
-from support.tolerance import assert_close
 
+from bench.cases.tolerance import assert_close
 from fusedmlp.contract import dummy, route
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 

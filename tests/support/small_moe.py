@@ -6,11 +6,11 @@ Micro-batches differ from rank to rank; in some, a rank has no tokens, and one e
 from __future__ import annotations
 
 import torch
-from support import reference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from bench.cases import reference
 
 H, F, EXPERTS, PADDING = 6, 4, 3, 1
 # By rank and micro-batch, the same in every step. Expert 1 never gets a token.

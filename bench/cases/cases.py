@@ -1,6 +1,6 @@
 """Every pass and path at sizes of several compiled tiles: what the emulator executes, and a GPU when there is one.
 
-Each case compares with float64 by the one tolerance rule (support/tolerance.py), knows the path that it should take,
+Each case compares with float64 by the one tolerance rule (`tolerance.py`), knows the path that it should take,
 and poisons what must not be read.
 """
 
@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from support import factory, moe, reference, tolerance
-from support.experts import DEVICE
-from support.factory import wgrad_segment
-from support.passes import dgrad_act, fc1_act, gemm, wgrad
+
+from bench.cases import dgrad_act, factory, fc1_act, gemm, moe, reference, tolerance, wgrad
+from bench.cases.experts import DEVICE
+from bench.cases.factory import wgrad_segment
 
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}

@@ -4,11 +4,11 @@ import random
 from dataclasses import dataclass, field
 
 import torch
-from support.factory import GATED, UNGATED
-from support.reference import activate
 from torch.nn import Parameter
 
 import fusedmlp
+from bench.cases.factory import GATED, UNGATED
+from bench.cases.reference import activate
 
 WEIGHTS, BIASES = ("fc1", "fc2"), ("bias1", "bias2")
 MODES = ("main_grad", "overwrite", "grad", "no grad yet", "off")

@@ -1,13 +1,13 @@
 """The backward of fc2 and of the activation by itself: results against float64, on the path that it should take."""
 
 import torch
-from support import experts
-from support import reference as oracle
-from support.experts import DEVICE
-from support.factory import Inputs
-from support.tolerance import assert_close
 
 import fusedmlp
+from bench.cases import experts
+from bench.cases import reference as oracle
+from bench.cases.experts import DEVICE
+from bench.cases.factory import Inputs
+from bench.cases.tolerance import assert_close
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.launching import launches
 from fusedmlp.operators.triton_impl import _options

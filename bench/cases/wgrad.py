@@ -3,10 +3,10 @@
 import dataclasses
 
 import torch
-from support import experts as support
-from support import tolerance
-from support.experts import DEVICE
 
+from bench.cases import experts as support
+from bench.cases import tolerance
+from bench.cases.experts import DEVICE
 from fusedmlp.kernels.launching import launches
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_

@@ -1,11 +1,11 @@
 """The M-ragged GEMM by itself: a case's result against float64, on the path that it should take."""
 
 import torch
-from support import experts
-from support.experts import DEVICE
-from support.factory import Inputs
-from support.tolerance import assert_close
 
+from bench.cases import experts
+from bench.cases.experts import DEVICE
+from bench.cases.factory import Inputs
+from bench.cases.tolerance import assert_close
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
 from fusedmlp.kernels.launching import launches
 
