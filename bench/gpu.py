@@ -64,9 +64,9 @@ class Outcome:
 def steps(device: str, out: Path) -> list[Step]:
     """What runs, in order; limits leave room for compiling kernels the first time."""
 
-    def check(name: str, seconds: float, *prefix: str, size: tuple[str, ...] = ()) -> Step:
+    def check(name: str, seconds: float, *prefix: str, size: tuple[str, ...] = (), step: str = "") -> Step:
         command = (*prefix, sys.executable, "-m", "bench.gpu_checks", name, "--device", device, *size)
-        return Step("-".join(["memcheck"] * bool(prefix) + [name]), command, seconds)
+        return Step(step or name, command, seconds)
 
     def timing(shape: str) -> Step:
         options = ("--csv", str(out / "timings.csv"), "--device", device)
@@ -77,14 +77,15 @@ def steps(device: str, out: Path) -> list[Step]:
 
     small = ("--small",) if device == "cpu" else ()
     checks = [check(name, 90, size=small) for name in ("bf16", "fp16", "sync", "graph", "repeat")]
-    checks.insert(0, check("cases", 180, size=small))
+    interpreted = ("env", "TRITON_INTERPRET=1") if device == "cpu" else ()
+    checks.insert(0, check("cases", 180, *interpreted, size=small))
     shapes = SHAPES if device == "cuda" else ("tiny",)
     memcheck = []
     if device == "cuda" and (tool := shutil.which("compute-sanitizer")):
         # One allocation for each tensor: what runs over its end would else land in PyTorch's cached block, unseen.
         uncached = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
         prefix = (*uncached, tool, "--tool", "memcheck", "--error-exitcode", "9", "--launch-timeout", "60")
-        memcheck = [check("small", 90, *prefix, size=("--small",))]
+        memcheck = [check("small", 90, *prefix, size=("--small",), step="memcheck-small")]
     timings = [timing(shape) for shape in shapes]
     if device == "cuda":  # what no table has is passed over, and the default kernels run again
         timings = [each for one in timings for each in (one, specialised(one))]

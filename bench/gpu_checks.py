@@ -8,8 +8,8 @@
     repeat       the same bits every run
     small        one small step, for compute-sanitizer
 
-On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves; the
-cases run on the emulator.
+On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves; cases
+need the interpreter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -239,24 +238,19 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
 
 
 def passes(device: str, small: bool, everything: bool = False) -> None:
-    """The emulator's cases; on a GPU they check the emulator, too. All failures are reported."""
-    sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-    from emulation import layers
-
-    from bench.cases import cases
+    """The cases that the emulator executes, too, which a GPU so checks. All failures are reported."""
+    from bench.cases import cases, tiles
     from fusedmlp.operators import triton_impl  # noqa: F401  which reads the switches
 
+    if device == "cpu" and not triton_interpret():
+        raise SystemExit("cases: expected a GPU, or TRITON_INTERPRET=1, with which they are interpreted")
     failures = 0
     for case in cases.cases():
         if not (everything or (case.quick and (not small or case.id.startswith("short-bf16")))):
             continue
-        if device == "cpu":
-            context = layers.emulated("sm_90", case.shape, descriptors=case.descriptors)
-        else:
-            architecture = configs.architecture(torch.device(device))
-            context = layers.tiles(architecture, case.shape, descriptors=case.descriptors)
+        architecture = configs.architecture(torch.device(device))
         try:
-            with context:
+            with tiles.of(architecture, case.shape, descriptors=case.descriptors):
                 case.run()
             print(f"ok   {case.id}", flush=True)
         except Exception as error:

@@ -21,7 +21,6 @@ PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 TOOLS = [f"fusedmlp.{name}" for name in ("__main__", "demo", "doctor", "limits", "report", "static_proof", "tuning")]
 
 # Imports that break a rule.
-BENCH_OF_TESTS = {("bench.gpu_checks", "tests.emulation.layers")}
 UPWARDS = {
     ("fusedmlp.kernels.launching.launcher", "fusedmlp.kernels.operands.descriptors"),
     ("fusedmlp.kernels.launching.recipe", "fusedmlp.kernels.operands.descriptors"),
@@ -66,8 +65,8 @@ def graph():
     ours, others = {}, {}
     for name, path in paths.items():
         package = name if path.stem == "__init__" else name.rpartition(".")[0]
-        # `tests/` is on the path of tests and of `bench.gpu`, and a script's folder on the script's.
-        prefixes = ("", "tests.", *([f"{package}."] if under(name, "tests") else []))
+        # `tests/` is on the path of tests, and a script's folder on the script's.
+        prefixes = ("", *(["tests.", f"{package}."] if under(name, "tests") else []))
         ours[name], others[name] = set(), set()
         for wanted in imported(path.read_text(encoding="utf-8"), package):
             found = next(filter(None, (_module(paths, prefix + wanted) for prefix in prefixes)), None)
@@ -167,22 +166,29 @@ def test_folders_of_kernels_import_those_that_come_later():
 
 # `module -> functional -> autograd -> contract, operators -> kernels`, then what is around the library.
 @pytest.mark.parametrize(
-    ("importers", "forbidden", "exempt", "known"),
+    ("importers", "forbidden", "exempt"),
     [
-        (["fusedmlp.functional"], ["fusedmlp.module"], [], set()),
-        (["fusedmlp.autograd"], ["fusedmlp.module", "fusedmlp.functional"], [], set()),
-        (["fusedmlp.contract"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], [], set()),
-        (["fusedmlp.operators"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], [], set()),
-        (["fusedmlp.operators"], ["fusedmlp.contract"], [], set()),
-        (["fusedmlp"], TOOLS, TOOLS, set()),
-        (["fusedmlp"], ["bench", "tests", "examples"], [], set()),
-        (["bench"], ["tests"], [], BENCH_OF_TESTS),
-        (["examples"], ["bench", "tests"], [], set()),
+        (["fusedmlp.functional"], ["fusedmlp.module"], []),
+        (["fusedmlp.autograd"], ["fusedmlp.module", "fusedmlp.functional"], []),
+        (["fusedmlp.contract"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], []),
+        (["fusedmlp.operators"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], []),
+        (["fusedmlp.operators"], ["fusedmlp.contract"], []),
+        (["fusedmlp"], TOOLS, TOOLS),
+        (["fusedmlp"], ["bench", "tests", "examples"], []),
+        (["bench"], ["tests"], []),
+        (["examples"], ["bench", "tests"], []),
     ],
     ids=lambda value: "+".join(value).replace("fusedmlp.", "") if isinstance(value, list) else None,
 )
-def test_imports_run_one_way(importers, forbidden, exempt, known):
-    assert crossing(importers, forbidden, exempt) == known
+def test_imports_run_one_way(importers, forbidden, exempt):
+    assert crossing(importers, forbidden, exempt) == set()
+
+
+def test_the_emulator_imports_nothing_of_the_project():
+    ours = {name: others for name, others in graph()[0].items() if under(name, "tests.ptx_emulator")}
+    assert len(ours) >= 25
+    for name, others in ours.items():
+        assert all(under(other, "tests.ptx_emulator") for other in others), name
 
 
 def _circle(imports):
@@ -208,4 +214,4 @@ def _circles(imports):
 
 
 def test_there_is_no_circle_of_files_or_folders():
-    assert _circles(edges() - BENCH_OF_TESTS) == []
+    assert _circles(edges()) == []
