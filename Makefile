@@ -92,7 +92,7 @@ hashes: $(READY) $(TRITONS:%=.triton/%/.ready)
 	rm -rf $(@D)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) torch==$* || \
 	  { echo "versions: torch $*, that of tests/requirements-newest.txt, cannot be installed: see above"; exit 1; }
-	$(BIN)/python tests/support/cuda_stand_ins.py $(@D)/torch/lib
+	$(BIN)/python tests/cuda_stand_ins.py $(@D)/torch/lib
 	@touch $@
 
 megatron: $(VENV)/.integrations $(MEGATRONS:%=megatron-%)

@@ -4,13 +4,15 @@
 """
 
 import re
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from api.no_reads import no_reads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
 
 import fusedmlp
 from fusedmlp import functional
@@ -26,6 +28,22 @@ WAYS = {  # the mode; whether a queue fuses micro-batches, None without a queue;
     "grad, fused queue": ("grad", True, True),
     "off": ("off", None, False),
     "off, queue": ("off", False, False),
+}
+# Methods of tensors, and operators, that read on the host.
+METHODS = (
+    *("item", "tolist", "numpy", "cpu", "to"),
+    *("__bool__", "__int__", "__index__", "__float__", "__array__", "__contains__"),
+)
+OPERATORS = {
+    "_local_scalar_dense",  # of item(), bool(), float()
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "repeat_interleave",
+    "equal",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
 }
 
 
@@ -88,6 +106,54 @@ class Layer:
 def device_counts(monkeypatch):
     """Row counts on the CPU are treated as a GPU's."""
     monkeypatch.setattr(functional, "_offsets", lambda counts, x, impl: ops.expert_offsets(counts, x.shape[0], impl))
+
+
+class _NoReads(TorchDispatchMode):
+    """Operators that wait for a GPU, also inside our own, which `torch.library` otherwise hides from a mode."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.split("::")[1]
+        if function.namespace == "fusedmlp":
+            *arguments, impl = args
+            with self:
+                return getattr(ops._implementation(impl), name)(*arguments)
+        indices = [t for argument in args if isinstance(argument, list | tuple) for t in argument]
+        by_mask = name.startswith("index") and any(getattr(t, "dtype", None) == torch.bool for t in indices)
+        if name in OPERATORS or by_mask:
+            raise AssertionError(f"{name} reads a tensor on the host")
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_reads():
+    """Python inside that would wait for a GPU raises, as nothing but kernels may read values of tensors."""
+    launching = False
+
+    def refused(name, method):
+        def run(tensor, *args, **kwargs):
+            if not launching and (name != "to" or "cpu" in [a for a in args if isinstance(a, str)]):
+                raise AssertionError(f"{name} reads a tensor on the host")
+            return method(tensor, *args, **kwargs)
+
+        return run
+
+    def launch(*args, **kwargs):
+        nonlocal launching
+        launching = True
+        try:
+            with _disable_current_modes():
+                return run_kernel(*args, **kwargs)
+        finally:
+            launching = False
+
+    run_kernel = InterpretedFunction.run
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(InterpretedFunction, "run", launch)
+        for name in METHODS:  # on a CPU some are no operators
+            patch.setattr(torch.Tensor, name, refused(name, getattr(torch.Tensor, name)))
+        stack.enter_context(_NoReads())
+        yield
 
 
 @pytest.mark.usefixtures("device_counts")

@@ -1,15 +1,17 @@
 """A step in which something fails, at every place and every line, and the next one: see docs/errors_in_backward.md."""
 
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from contract.interrupts import interrupted
 from support.contract_model import Boom
 from support.grids import is_quick
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp import autograd, contract, functional
 from fusedmlp.contract.parameter_state import accumulation_lock
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
@@ -151,6 +153,48 @@ def other_threads_can_run():
     thread.start()
     thread.join()
     return bool(free)
+
+
+def _sources(module):
+    """Its file, or the files of its folder."""
+    path = Path(module.__file__)
+    return path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
+
+
+# Those that handle gradients.
+FILES = {str(path) for module in (autograd, functional, contract) for path in _sources(module)}
+
+
+class Interrupted(BaseException):
+    """Like KeyboardInterrupt."""
+
+
+def interrupted(call, line, kept):
+    """Run `call` and raise at the given line that those files execute in it, from 0; whether it got there.
+
+    The exception goes to the list `kept`, unless Python swallows it (in `__del__`).
+    """
+    executed = 0
+
+    def trace(frame, event, _):
+        nonlocal executed
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line":
+            executed += 1
+            if executed > line:
+                raise Interrupted
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupted as error:
+        kept.append(error)
+    finally:
+        sys.settrace(before)
+    return executed > line
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
