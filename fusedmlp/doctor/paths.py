@@ -13,12 +13,13 @@ from torch import Tensor
 
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.tiles import configs
-from fusedmlp.limits.measure import STEP
 from fusedmlp.operators import triton_impl
 from fusedmlp.static_proof.recorder import Launch, recording
 from fusedmlp.static_proof.targets import TARGETS
 
 WEIGHTS = ("packed", "separate", "megatron")
+# Kernels of a step in the order of their launches, by the names that `bench --roofline` gives them.
+STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
 _EXPERTS, _ROWS = 3, 64
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import fusedmlp
+from fusedmlp.limits import roofline
 from fusedmlp.limits.gpus import limit_ms
 from fusedmlp.limits.shapes import LOADS, SHAPES, Shape
 
-# Kernels of a step in the order of their launches, by the names that `roofline.passes` gives them.
-STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
+STEP = (*roofline.FORWARD, *roofline.BACKWARD)  # kernels of a step in the order of their launches
 _WAIT = 8_000_000  # cycles: about 4 ms
 
 

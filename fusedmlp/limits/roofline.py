@@ -44,7 +44,7 @@ def passes(shape: Shape, rows: list[int]) -> dict[str, Launch]:
     return costs
 
 
-# Passes of one training step, for the limit of the whole: the sum of its passes'.
+# Passes of one training step in the order of their launches; the limit of the whole is the sum of its passes'.
 FORWARD = ("fc1_act", "fc2")
 BACKWARD = ("dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
 
