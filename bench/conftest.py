@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from bench import layers, recording
-from fusedmlp.limits.shapes import LOADS
+from bench.cpu import layers, recording
+from bench.limits.shapes import LOADS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _missing: list[dict[str, str]] = []
@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     recording.keep_freed_memory()
     if DEVICE == "cuda":
-        config.option.benchmark_timer = "bench.recording.Stamp"
+        config.option.benchmark_timer = "bench.cpu.recording.Stamp"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

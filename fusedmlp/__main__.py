@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedmlp.static_proof.targets import TARGETS
+from fusedmlp.doctor.targets import TARGETS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -161,7 +162,7 @@ def _kernels(args: argparse.Namespace) -> int:
     if (args.write or args.table) and not args.hashes:
         print("kernels: --write and --table are for --hashes", file=sys.stderr)
         return 2
-    from fusedmlp.static_proof import command
+    command = import_module("bench.proof.command")
 
     what = args.target, args.jobs, args.json, args.all_variants
     status: int = command.run_hashes(*what, args.write, args.table) if args.hashes else command.run(*what)
@@ -194,12 +195,13 @@ def _add_bench(commands: Commands) -> None:
 def _bench(args: argparse.Namespace) -> int:
     if args.report is not None:
         try:
-            from fusedmlp.report import command as report
+            report = import_module("bench.report.command")
         except ModuleNotFoundError as error:
             print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
             return 2
-        return report.run(args.report, args.results, args.tiny, args.json)
-    from fusedmlp.limits import command
+        status: int = report.run(args.report, args.results, args.tiny, args.json)
+        return status
+    command = import_module("bench.limits.command")
 
     if args.model:
         command.run("model", args.json, args.budgets, args.specialised)
@@ -211,7 +213,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _budgets(argument: str) -> Path:
     path = Path(argument)
     if not path.is_file() or not path.read_text(encoding="utf-8").startswith("gpu,pass,"):
-        raise argparse.ArgumentTypeError(f"expected a table like fusedmlp/static_proof/budgets.csv; got {argument}")
+        raise argparse.ArgumentTypeError(f"expected a table like bench/proof/budgets.csv; got {argument}")
     return path
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
+from fusedmlp.doctor.recorder import Launch, recording
+from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.tiles import configs
 from fusedmlp.operators import triton_impl
-from fusedmlp.static_proof.recorder import Launch, recording
-from fusedmlp.static_proof.targets import TARGETS
 
 WEIGHTS = ("packed", "separate", "megatron")
 # Kernels of a step in the order of their launches, by the names that `bench --roofline` gives them.

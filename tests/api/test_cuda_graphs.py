@@ -1,6 +1,6 @@
 """What capturing a step needs, as far as a CPU can show it: nothing depends on values that the host would read.
 
-`python -m bench.gpu_checks graph` captures and replays on a GPU.
+`python -m bench.gpu.checks graph` captures and replays on a GPU.
 """
 
 import re

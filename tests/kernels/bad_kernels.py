@@ -7,10 +7,10 @@ import torch
 import triton
 import triton.language as tl
 
+from bench.proof import proof
+from fusedmlp.doctor.recorder import recording
+from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.tiles import configs
-from fusedmlp.static_proof import proof
-from fusedmlp.static_proof.recorder import recording
-from fusedmlp.static_proof.targets import TARGETS
 
 
 @triton.jit

@@ -19,7 +19,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import fusedmlp
-from bench import host_cost, null_driver
+from bench.host import cost as host_cost
+from bench.host import null_driver
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
 from fusedmlp.kernels.launching import launcher, recipe, replay

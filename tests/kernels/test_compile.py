@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 from support import forked
 
+from bench.proof import cases, proof, resources
+from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.tiles import configs
-from fusedmlp.static_proof import cases, proof, resources
-from fusedmlp.static_proof.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -158,7 +158,7 @@ def test_limits_are_those_of_the_chips():
 
 def test_a_configuration_that_nothing_launches_is_a_failing_row():
     code = (
-        "from fusedmlp.kernels.tiles import configs; from fusedmlp.static_proof import cases, proof;"
+        "from fusedmlp.kernels.tiles import configs; from bench.proof import cases, proof;"
         "configs.TABLES['sm_90'] = configs.TABLES['sm_90'] | "
         "{('unheard_of', 'pointer', 16): configs.TABLES['sm_90']['gemm', 'pointer', 16]};"
         "cases.DEMANDING = {};"

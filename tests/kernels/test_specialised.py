@@ -130,7 +130,8 @@ import json, sys, torch
 from fusedmlp.kernels.tiles import configs
 if sys.argv[1] == "without":
     configs.gluon_missing = lambda: "not there"
-from fusedmlp.static_proof import cases, recorder, targets
+from bench.proof import cases
+from fusedmlp.doctor import recorder, targets
 names = []
 def note(launch):
     names.append([launch.kernel, launch.path])

@@ -9,9 +9,9 @@ import pytest
 import torch
 from support import forked
 
-from bench import checks, peers, recording
-from bench.layers import TINY, Layer
-from fusedmlp.report import page, results
+from bench.cpu import checks, peers, recording
+from bench.cpu.layers import TINY, Layer
+from bench.report import page, results
 
 ROOT = Path(__file__).parents[2]
 
@@ -60,7 +60,7 @@ def test_every_row_was_checked_and_has_its_figures(report):
 
 
 def _ideas():
-    from bench.bench_ideas import IDEAS
+    from bench.cpu.bench_ideas import IDEAS
 
     return IDEAS
 

@@ -45,24 +45,24 @@ def test_everything_runs_on_tiny_shapes(tmp_path):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
 def test_the_checks_pass_on_interpreted_kernels(step):
-    done = run("bench.gpu_checks", step, "--device", "cpu", "--small", interpret="1")
+    done = run("bench.gpu.checks", step, "--device", "cpu", "--small", interpret="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ok" in done.stdout
 
 
 def in_bench(code):
-    return forked.run("-c", f"from bench import gpu, gpu_checks\n{code}", cwd=ROOT)
+    return forked.run("-c", f"from bench.gpu import checks, steps\n{code}", cwd=ROOT)
 
 
 def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
     done = in_bench(
         "import sys; from pathlib import Path\n"
-        "def step(name, code, seconds): return gpu.Step(name, (sys.executable, '-c', code), seconds)\n"
-        "gpu.steps = lambda device, out: [\n"
+        "def step(name, code, seconds): return steps.Step(name, (sys.executable, '-c', code), seconds)\n"
+        "steps.steps = lambda device, out: [\n"
         "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 300),\n"
         "    step('hang', 'import time; time.sleep(60)', 1),\n"
         "    step('good', 'print(5)', 300)]\n"
-        f"sys.exit(gpu.main(['--out', {str(tmp_path)!r}]))"
+        f"sys.exit(steps.main(['--out', {str(tmp_path)!r}]))"
     )
     assert done.returncode == 1
     for text in ("bad: exit status 3", "FAIL because", "hang: stopped after 1 s", "good: ok"):
@@ -79,13 +79,13 @@ def test_no_step_starts_without_time(tmp_path):
 def test_a_wrong_result_is_a_failure():
     done = in_bench(
         "import torch\n"
-        "run = gpu_checks.Layer.run\n"
+        "run = checks.Layer.run\n"
         "def wrong(self, impl):\n"
         "    results = run(self, impl)\n"
         "    results['fc2'] = results['fc2'] * 1.05\n"
         "    return results\n"
-        "gpu_checks.Layer.run = wrong\n"
-        "gpu_checks.numerics(torch.bfloat16, 'cpu', True)"
+        "checks.Layer.run = wrong\n"
+        "checks.numerics(torch.bfloat16, 'cpu', True)"
     )
     assert done.returncode == 1
     assert "FAIL torch.bfloat16 add, ragged: AssertionError: fc2" in done.stdout
@@ -93,13 +93,13 @@ def test_a_wrong_result_is_a_failure():
 
 @pytest.mark.parametrize(("switch", "kernels"), [("0", "default"), ("1", "specialised")])
 def test_rows_say_which_kernels_they_are_of(switch, kernels):
-    code = "from bench import gpu_timings; print(gpu_timings.machine('cpu')['kernels'])"
+    code = "from bench.gpu import timings; print(timings.machine('cpu')['kernels'])"
     done = forked.run("-c", code, cwd=ROOT, FUSEDMLP_SPECIALISED=switch)
     assert done.stdout.strip() == kernels, done.stderr
 
 
 def test_both_kinds_of_kernels_run_next_to_each_other():
-    done = in_bench("from pathlib import Path\nprint(*[step.name for step in gpu.steps('cuda', Path('.'))])")
+    done = in_bench("from pathlib import Path\nprint(*[step.name for step in steps.steps('cuda', Path('.'))])")
     names = done.stdout.split()
     for one in ("cases", "bf16", "timings-qwen3-30b-8k", "timings-sonic-c"):
         assert names[names.index(one) + 1] == f"{one}-specialised"
@@ -108,8 +108,8 @@ def test_both_kinds_of_kernels_run_next_to_each_other():
 def test_the_memory_checker_sees_every_tensor_by_itself():
     done = in_bench(
         "from pathlib import Path\n"
-        "gpu.shutil.which = lambda name: '/bin/' + name\n"
-        "step, = [s for s in gpu.steps('cuda', Path('.')) if s.name.startswith('memcheck')]\n"
+        "steps.shutil.which = lambda name: '/bin/' + name\n"
+        "step, = [s for s in steps.steps('cuda', Path('.')) if s.name.startswith('memcheck')]\n"
         "print(*step.command)"
     )
     assert done.stdout.startswith("env PYTORCH_NO_CUDA_MEMORY_CACHING=1 /bin/compute-sanitizer --tool memcheck")

@@ -6,8 +6,8 @@ import pytest
 import triton
 from support import forked
 
+from bench.proof import budgets
 from fusedmlp.kernels.tiles import configs
-from fusedmlp.static_proof import budgets
 
 GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_flight": None, "tile_stores": 2.0}
 
@@ -17,12 +17,12 @@ GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_fligh
     "target", [pytest.param(t, marks=[] if t == "sm_90" else pytest.mark.exhaustive) for t in budgets.TARGET_NAMES]
 )
 def test_passes_cost_what_the_table_allows(target):
-    code = f"import json; from fusedmlp.static_proof import budgets; print(json.dumps(budgets.measure({target!r})))"
+    code = f"import json; from bench.proof import budgets; print(json.dumps(budgets.measure({target!r})))"
     done = forked.run("-c", code)
     assert done.returncode == 0, done.stderr
     worse, different = budgets.changes(budgets.allowed(target), json.loads(done.stdout))
     assert worse == []
-    assert different == [], "`python -m fusedmlp.static_proof.budgets` writes it into the table"
+    assert different == [], "`python -m bench.proof.budgets` writes it into the table"
 
 
 def test_every_pass_is_in_the_table():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fusedmlp.static_proof import cubin, known, proof
+from bench.proof import cubin, known, proof
 
 LOG = """ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
 ptxas info    : Compiling entry function '_grouped_fc1_act_kernel' for 'sm_90a'

@@ -107,7 +107,7 @@ GIVEN = {
         """,
 }
 # Blocks, by page and place, that cannot run here.
-NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu_checks.py captures and replays the same step
+NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
 EDITS = {
     "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would hold for other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),

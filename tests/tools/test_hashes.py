@@ -7,15 +7,15 @@ import pytest
 import triton
 from support import forked
 
+from bench.proof import assembly, hashes, proof
+from bench.proof.hashes import Launch
 from fusedmlp.__main__ import main
-from fusedmlp.static_proof import assembly, hashes, proof
-from fusedmlp.static_proof.hashes import Launch
-from fusedmlp.static_proof.targets import TARGETS
+from fusedmlp.doctor.targets import TARGETS
 
 # One variant of each configuration, in 16-bit: `make kernels` compares every launch, with every Triton.
 _COMPILE = """
 import json, sys
-from fusedmlp.static_proof import hashes, proof
+from bench.proof import hashes, proof
 rows = proof.rows(proof.Task(sys.argv[1], "bf16", only_hashes=True, one_variant=True))
 print(json.dumps({"problems": [row.problems for row in rows if row.problems], "found": [*hashes.of(rows).items()]}))
 """
@@ -82,7 +82,8 @@ SOURCES = {
 _COMPILE_SOURCES = """
 import importlib, json, sys
 import torch
-from fusedmlp.static_proof import assembly, recorder, resources, targets
+from bench.proof import assembly, resources
+from fusedmlp.doctor import recorder, targets
 sys.path.insert(0, sys.argv[1])
 found = []
 for binaries in (False, True):

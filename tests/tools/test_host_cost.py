@@ -1,4 +1,4 @@
-"""`bench.host_cost` for a moment: its rows and columns, and what it says without a compiler."""
+"""`bench.host` for a moment: its rows and columns, and what it says without a compiler."""
 
 import json
 from importlib.util import find_spec
@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from support import forked
 
-from bench import null_driver
+from bench.host import null_driver
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found():
-    done = forked.run("-m", "bench.host_cost", "--json", "--seconds", "0", cwd=ROOT)
+    done = forked.run("-m", "bench.host", "--json", "--seconds", "0", cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout)
 
@@ -48,7 +48,7 @@ def test_what_is_counted(found):
 
 
 def test_the_bare_kernel_has_as_many_arguments_as_our_largest():
-    from bench import host_cost
+    from bench.host import cost as host_cost
     from fusedmlp.kernels.dgrad_act import launch as dgrad_act_launch
     from fusedmlp.kernels.fc1_act import launch as fc1_act_launch
     from fusedmlp.kernels.gemm import launch as gemm_launch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusedmlp.static_proof import assembly, loops, main_loop
+from bench.proof import assembly, loops, main_loop
 
 
 def sass(text, end=" ;"):

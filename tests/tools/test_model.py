@@ -5,12 +5,12 @@ import json
 import pytest
 from support import forked
 
+from bench.limits import balance, model, rates, roofline, shapes
+from bench.limits.gpus import GPU, GPUS
+from bench.proof import budgets
+from bench.proof.main_loop import MainLoop
 from fusedmlp.kernels.tiles import configs
 from fusedmlp.kernels.tiles.configs import Tile
-from fusedmlp.limits import balance, model, rates, roofline, shapes
-from fusedmlp.limits.gpus import GPU, GPUS
-from fusedmlp.static_proof import budgets
-from fusedmlp.static_proof.main_loop import MainLoop
 
 H100 = GPUS[0]
 TILE = Tile(128, 256, 64, 8, 4, PER_SM=1)
@@ -316,4 +316,4 @@ def test_what_is_no_table_is_refused(tmp_path, content):
         other.write_text(content)
     done = _bench("--budgets", other)
     assert done.returncode == 2
-    assert f"expected a table like fusedmlp/static_proof/budgets.csv; got {other}" in done.stderr
+    assert f"expected a table like bench/proof/budgets.csv; got {other}" in done.stderr

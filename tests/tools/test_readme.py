@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import figures
+from bench.report import figures
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from support import forked
 
+from bench.limits import balance, measure, roofline, shapes
+from bench.limits.gpus import GPUS, limit_ms
 from fusedmlp.kernels.launching import cost
-from fusedmlp.limits import balance, measure, roofline, shapes
-from fusedmlp.limits.gpus import GPUS, limit_ms
 
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 H100 = GPUS[0]

@@ -81,17 +81,17 @@ def test_the_switch_is_set_by_bench_gpu_alone():
         for path in (ROOT / folder).rglob("*.py")
         if "FUSEDMLP_UNSUPPORTED_VERSIONS" in path.read_text(encoding="utf-8")
     }
-    assert mentions == {"bench/gpu.py", "fusedmlp/environment.py", "fusedmlp/versions.py"}
+    assert mentions == {"bench/gpu/steps.py", "fusedmlp/environment.py", "fusedmlp/versions.py"}
     assert not environment.unsupported_versions()
 
 
 _PROGRAM = """
 import sys
 from pathlib import Path
-from bench import gpu
+from bench.gpu import steps
 code = "import os; print(os.environ['FUSEDMLP_UNSUPPORTED_VERSIONS'])"
-gpu.steps = lambda device, out: [gpu.Step("one", (sys.executable, "-c", code), 60)]
-sys.exit(gpu.main(sys.argv[1:]))
+steps.steps = lambda device, out: [steps.Step("one", (sys.executable, "-c", code), 60)]
+sys.exit(steps.main(sys.argv[1:]))
 """
 
 

@@ -1,0 +1,172 @@
+"""Who is compared: ways to run one layer's forward and backward that end with the gradients in fp32 `main_grad`.
+
+A peer takes sorted rows ("rows") or tokens and their experts ("tokens"). Those whose gradients come in `.grad` are
+followed by the `main_grad.add_` that fusedmlp does without. `missing` says why a peer cannot run here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fusedmlp
+from bench.cpu.layers import Layer
+from fusedmlp.operators import ops
+
+Level = Literal["rows", "tokens"]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to run a layer."""
+
+    name: str
+    level: Level
+    forward: Callable[[Layer], Tensor]
+    missing: Callable[[str], str] = lambda _: ""  # by device; empty: it can run
+    adds: bool = True  # whether its gradients come in .grad
+
+    def backward(self, layer: Layer, y: Tensor) -> None:
+        """From the output's gradient to `main_grad`."""
+        y.backward(layer.dy_RH if self.level == "rows" else layer.dy_TH)
+        if self.adds:
+            for weight in layer.weights:
+                weight.main_grad.add_(weight.grad)
+                weight.grad = None
+
+
+def _fused_rows(layer: Layer) -> Tensor:
+    return fusedmlp.grouped_mlp(layer.x_RH, layer.fc1, layer.fc2, layer.counts, probs=layer.probs_R)
+
+
+def _fused_tokens(layer: Layer) -> Tensor:
+    return fusedmlp.moe_experts(layer.x_TH, layer.top_k_index, layer.top_k_weights, layer.fc1, layer.fc2)
+
+
+def _grouped_mm(layer: Layer) -> Tensor:
+    gate, linear = F.grouped_mm(layer.x_RH, layer.fc1.mT, offs=layer.ends).chunk(2, dim=-1)
+    a = (F.silu(gate) * linear * layer.probs_R.unsqueeze(1)).to(layer.dtype)
+    return F.grouped_mm(a, layer.fc2.mT, offs=layer.ends)
+
+
+def _loop(layer: Layer) -> Tensor:
+    outputs = []
+    parts = zip(layer.x_RH.split(layer.rows), layer.probs_R.split(layer.rows), layer.fc1, layer.fc2, strict=True)
+    for x, probs, fc1, fc2 in parts:
+        gate, linear = (x @ fc1.T).chunk(2, dim=-1)
+        a = (F.silu(gate) * linear * probs.unsqueeze(1)).to(layer.dtype)
+        outputs.append(a @ fc2.T)
+    return torch.cat(outputs)
+
+
+def _transformers(implementation: str) -> Callable[[Layer], Tensor]:
+    def forward(layer: Layer) -> Tensor:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        shape = layer.shape
+        config = Qwen3MoeConfig(hidden_size=shape.H, moe_intermediate_size=shape.F, num_experts=shape.E)
+        config._experts_implementation = implementation
+        with torch.device("meta"):
+            module = Qwen3MoeExperts(config)
+        module.gate_up_proj, module.down_proj = layer.fc1, layer.fc2
+        return module(layer.x_TH, layer.top_k_index, layer.top_k_weights.to(layer.dtype))
+
+    return forward
+
+
+def _liger(layer: Layer) -> Tensor:
+    from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
+
+    index = layer.top_k_index.to(torch.int32)
+    return LigerFusedMoEFunction.apply(layer.x_TH, *layer.weights, index, layer.top_k_weights)
+
+
+def _transformer_engine(layer: Layer) -> Tensor:
+    """Its GroupedLinear layers, which add into main_grad themselves; PyTorch's activation between them."""
+    te = __import__("transformer_engine.pytorch").pytorch
+    shape = layer.shape
+
+    def linear(weight: Tensor, x: Tensor) -> Tensor:
+        options = {"bias": False, "params_dtype": layer.dtype, "device": layer.device}
+        module = te.GroupedLinear(shape.E, *weight.shape[:0:-1], fuse_wgrad_accumulation=True, **options)
+        for e in range(shape.E):
+            parameter = getattr(module, f"weight{e}")
+            parameter.data, parameter.main_grad = weight.detach()[e], weight.main_grad[e]
+        return module(x, layer.rows)
+
+    gate, up = linear(layer.fc1, layer.x_RH).chunk(2, dim=-1)
+    a = (F.silu(gate) * up * layer.probs_R.unsqueeze(1)).to(layer.dtype)
+    return linear(layer.fc2, a)
+
+
+def _needs(module: str, gpu: bool = True) -> Callable[[str], str]:
+    def missing(device: str) -> str:
+        if find_spec(module) is None:
+            return f"{module} is not installed"
+        return "needs a GPU" if gpu and device == "cpu" else ""
+
+    return missing
+
+
+FUSED_ROWS = Peer("fusedmlp", "rows", _fused_rows, adds=False)
+FUSED_TOKENS = Peer("fusedmlp moe_experts", "tokens", _fused_tokens, adds=False)
+PEERS = (
+    FUSED_ROWS,
+    Peer("grouped_mm", "rows", _grouped_mm),
+    Peer("loop over experts", "rows", _loop),
+    Peer("TransformerEngine", "rows", _transformer_engine, _needs("transformer_engine"), adds=False),
+    FUSED_TOKENS,
+    Peer("Transformers grouped_mm", "tokens", _transformers("grouped_mm"), _needs("transformers", gpu=False)),
+    Peer("Transformers eager", "tokens", _transformers("eager"), _needs("transformers", gpu=False)),
+    Peer("Liger", "tokens", _liger, _needs("liger_kernel")),
+    Peer("SonicMoE", "tokens", _transformers("sonicmoe"), _needs("sonicmoe")),
+)
+
+
+# The gradient of fc1 alone, from its operands: `run(layer, dh_RG)` leaves it in main_grad.
+Wgrad = Callable[[Layer, Tensor], None]
+
+
+def _fused_wgrad(layer: Layer, dh_RG: Tensor, accumulate: bool = True) -> None:
+    impl = "torch" if layer.device == "cpu" else "triton"
+    offsets = F.pad(layer.ends, (1, 0))
+    operands = [dh_RG], [layer.x_RH.detach()], [offsets]
+    ops.grouped_wgrad_([layer.fc1.main_grad], [], *operands, [], [], accumulate, impl)
+
+
+def _overwriting_wgrad(layer: Layer, dh_RG: Tensor) -> None:
+    _fused_wgrad(layer, dh_RG, accumulate=False)
+
+
+def _grouped_mm_wgrad(layer: Layer, dh_RG: Tensor) -> None:
+    layer.fc1.main_grad.add_(F.grouped_mm(dh_RG.T, layer.x_RH.detach(), offs=layer.ends))
+
+
+def _loop_wgrad(layer: Layer, dh_RG: Tensor) -> None:
+    for main_grad, dh, x in zip(
+        layer.fc1.main_grad, dh_RG.split(layer.rows), layer.x_RH.detach().split(layer.rows), strict=True
+    ):
+        main_grad.add_(dh.T @ x)
+
+
+def _quack_wgrad(layer: Layer, dh_RG: Tensor) -> None:
+    from quack.gemm_interface import gemm_add_inplace
+
+    gemm_add_inplace(dh_RG.T, layer.x_RH.detach(), layer.fc1.main_grad, cu_seqlens_k=F.pad(layer.ends, (1, 0)))
+
+
+WGRADS = (
+    SimpleNamespace(name="fusedmlp", run=_fused_wgrad, missing=lambda _: "", overwrites=False),
+    SimpleNamespace(name="fusedmlp, overwriting", run=_overwriting_wgrad, missing=lambda _: "", overwrites=True),
+    SimpleNamespace(name="grouped_mm", run=_grouped_mm_wgrad, missing=lambda _: "", overwrites=False),
+    SimpleNamespace(name="loop over experts", run=_loop_wgrad, missing=lambda _: "", overwrites=False),
+    SimpleNamespace(name="QuACK", run=_quack_wgrad, missing=_needs("quack"), overwrites=False),
+)

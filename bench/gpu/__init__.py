@@ -1,0 +1,1 @@
+"""What needs a GPU: checks of the kernels and times, in one command."""

@@ -1,0 +1,11 @@
+"""`python -m bench.host`: what a layer costs the host on a GPU; see `cost.py`."""
+
+import os
+
+# Before anything imports triton.
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
+
+from bench.host.cost import main
+
+main()

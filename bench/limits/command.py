@@ -1,0 +1,86 @@
+"""`python -m fusedmlp bench`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from bench.limits import measure, roofline
+from bench.limits.gpus import GPUS
+
+
+def run(
+    what: Literal["roofline", "schedule", "model"],
+    as_json: bool,
+    before: Path | None = None,
+    specialised: bool = False,
+) -> None:
+    """Print the rows of one report; for the model, `before`: an older table of budgets to compare with, `specialised`:
+    kernels with a task for each warp, compared with the others.
+    """
+    if what == "model":
+        from bench.limits import model  # needs Triton
+
+        rows, text = list(model.rows(before, specialised)), model_line
+        compared = str(before) if before else "the kernels that are the default" if specialised else ""
+        header = "\n".join(_about_model(rows, compared))
+    elif what == "schedule":
+        from bench.limits import balance  # needs Triton
+
+        rows, text = list(balance.rows()), schedule_line
+        header = "shape, load, pass, GPU: tiles, tiles per multiprocessor, idle share of its time"
+    else:
+        rows, text = list(roofline.rows()), roofline_line
+        header = f"shape, load, pass: GFLOP, MB, limit in ms on {', '.join(gpu.name for gpu in GPUS)}"
+        if torch.cuda.is_available():
+            rows = list(measure.beside_limits(rows))
+            header += "; measured ms, and the share of the limit that this GPU's own ceilings set"
+    if as_json:
+        print(json.dumps(rows, indent=1))
+    else:
+        print_rows(header, rows, text)
+
+
+def _about_model(rows: Iterable[dict[str, Any]], before: str) -> Iterator[str]:
+    within = {row["gpu"]: row["within"] for row in rows}
+    shares = ", ".join(f"{gpu} {share:.0%}" for gpu, share in within.items())
+    yield f"A model, not a measurement; by the uncertainty of its constants alone, times may be off by: {shares}"
+    for gpu in GPUS:
+        if gpu.name not in within:
+            yield f"{gpu.name} is left out: no facts of such kernels for {gpu.architecture}"
+    columns = "us, TFLOP/s, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
+    yield f"shape, load, pass, GPU: {columns}" + (f"; us by {before}, times faster now" if before else "")
+
+
+def print_rows(header: str, rows: Iterable[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
+    """A title and one line per row."""
+    print(header)
+    for row in rows:
+        print(text(row))
+
+
+def roofline_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    limits = " ".join(f"{row['limit_ms'][gpu.name]:8.3f}" for gpu in GPUS)
+    measured = f"  {row['ms']:8.3f} {row['of_limit']:5.2f}" if "ms" in row else ""
+    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<21}"
+    return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {limits}{measured}"
+
+
+def schedule_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
+    return f"{name}{row['tiles']:8} {row['tiles_per_processor']:8.1f} {row['idle']:6.1%}"
+
+
+def model_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
+    line = f"{name}{row['us']:9.1f} {row['tflops']:7.1f} {row['of_limit']:6.1%}"
+    tile = f" {row['step_cycles']:7.0f} {row['bubble_cycles']:7.0f} {row['bound']:<7}" if "bound" in row else " " * 24
+    before = f" {row['us_before']:9.1f} {row['us_before'] / row['us']:6.2f}" if "us_before" in row else ""
+    return (line + tile + before).rstrip()

@@ -1,0 +1,148 @@
+"""Times on a GPU: its ceilings, every pass of a step, and the step, by CUDA events."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import groupby
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+import fusedmlp
+from bench.limits import roofline
+from bench.limits.gpus import limit_ms
+from bench.limits.shapes import LOADS, SHAPES, Shape
+
+STEP = (*roofline.FORWARD, *roofline.BACKWARD)  # kernels of a step in the order of their launches
+_WAIT = 8_000_000  # cycles: about 4 ms
+
+
+class Ceilings(NamedTuple):
+    """Measured rates."""
+
+    flops: float  # FLOP/s of a dense bf16 product
+    bandwidth: float  # bytes/s of a copy, read and written
+
+
+class Layer:
+    """A gated layer with fp32 main_grad, and the rows that it is run on."""
+
+    def __init__(self, shape: Shape, rows: list[int], device: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        torch.manual_seed(0)
+        E, H, F, R = shape.E, shape.H, shape.F, sum(rows)
+        options: dict[str, Any] = {"dtype": dtype, "device": device}
+        self.x = torch.randn(R, H, **options, requires_grad=True)
+        self.dy = torch.randn(R, H, **options)
+        self.probs = torch.rand(R, device=device, requires_grad=True)
+        self.fc1 = nn.Parameter(torch.randn(E, 2 * F, H, **options) * H**-0.5)
+        self.fc2 = nn.Parameter(torch.randn(E, H, F, **options) * F**-0.5)
+        self.counts = torch.tensor(rows, device=device)
+        self.buffer = fusedmlp.MainGradBuffer([self.fc1, self.fc2])
+
+    def forward(self, overwrite: bool = False) -> Tensor:
+        """One forward; `overwrite` is the first micro-batch of a step."""
+        return fusedmlp.grouped_mlp(
+            self.x, self.fc1, self.fc2, self.counts, probs=self.probs, is_first_microbatch=overwrite
+        )
+
+    def step(self, overwrite: bool = False) -> None:
+        """Forward and backward, which adds into main_grad, or overwrites it."""
+        self.reset()
+        self.forward(overwrite).backward(self.dy)
+
+    def reset(self) -> None:
+        """Drop the gradients of the last step; main_grad stays."""
+        for tensor in (self.x, self.probs, self.fc1, self.fc2):
+            tensor.grad = None
+
+
+def time_ms(run: Callable[[], object], repetitions: int = 20) -> float:
+    """Median of the device's time for one run, each with an L2 cache full of something else.
+
+    The GPU waits before each, so that launches queue up and the host's time does not count.
+    """
+    run()
+    flush = torch.empty(512 * 2**20, dtype=torch.int8, device="cuda")
+    times: list[float] = []
+    for _ in range(repetitions):
+        flush.zero_()
+        torch.cuda._sleep(_WAIT)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def ceilings() -> Ceilings:
+    """Of this GPU, now: a product of random bf16 matrices, and a copy of 4 GiB."""
+    n = 8192
+    a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    product = time_ms(lambda: a @ b)
+    source = torch.empty(2**32, dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = time_ms(lambda: target.copy_(source))
+    return Ceilings(2 * n**3 / (product / 1e3), 2 * source.numel() / (copy / 1e3))
+
+
+@contextmanager
+def kernel_times() -> Iterator[list[tuple[str, Callable[[], float]]]]:
+    """Collects `(name, function that returns its ms)` of every grouped kernel launched inside, in order."""
+    from triton.runtime.jit import JITFunction  # there is no Triton without Linux
+
+    found: list[tuple[str, Callable[[], float]]] = []
+    launch: Any = JITFunction.run
+
+    def timed(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        result = launch(kernel, *args, **kwargs)
+        end.record()
+        found.append((kernel.fn.__name__, lambda: start.elapsed_time(end)))
+        return result
+
+    with mock.patch.object(JITFunction, "run", timed):
+        yield found
+
+
+def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, float]:
+    """Median ms of every pass of a step. The GPU first waits, so that launches queue up and no gap is timed."""
+    step()
+    samples: dict[str, list[float]] = {name: [] for name in STEP}
+    for _ in range(repetitions):
+        torch.cuda._sleep(_WAIT)
+        with kernel_times() as launches:
+            step()
+        torch.cuda.synchronize()
+        times = [ms() for name, ms in launches if name.startswith("_grouped_")]
+        for name, ms in zip(STEP, times, strict=True):
+            samples[name].append(ms)
+    return {name: statistics.median(times) for name, times in samples.items()}
+
+
+def beside_limits(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Rows of `roofline.rows` with `ms` and `of_limit`, the share of the limit by ceilings measured in this run.
+
+    Passes of `moe_experts` alone are not measured, and stay as they are.
+    """
+    ceiling = ceilings()
+    shapes = {shape.name: shape for shape in SHAPES}
+    for (shape, load), group in groupby(rows, lambda row: (row["shape"], row["load"])):
+        layer = Layer(shapes[shape], LOADS[load](shapes[shape]), "cuda")
+        times = pass_times(layer.step)
+        overwriting = pass_times(partial(layer.step, overwrite=True))
+        times |= {f"{name}, overwrite": overwriting[name] for name in STEP if name.startswith("wgrad")}
+        del layer
+        torch.cuda.empty_cache()
+        for row in group:
+            if row["pass"] in times:
+                limit = limit_ms(row["flops"], row["bytes"], *ceiling)
+                row = row | {"ms": times[row["pass"]], "of_limit": limit / times[row["pass"]]}
+            yield row

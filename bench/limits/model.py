@@ -1,0 +1,210 @@
+"""What every pass takes by a model of its compiled code, beside its limit: what a change of a kernel would be worth.
+
+It rests on the table of `proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of
+`kernels/tiles/configs.py` and on the constants of `rates`. The time of a tile is
+
+    steps * max(tensor cores, L2, a warp's own way, arrival of loads) + bubble
+
+A warp's own way through a step is the instructions of all warps on four schedulers, its waits and its barriers; where
+no MMA is left in flight, the tensor cores stand still meanwhile. The bubble is what a tile costs beside its steps:
+instructions, stores and waits for them, barriers, and, unless steps and tiles are one loop, the way to its first
+operands. Multiprocessors take tiles as in `balance`. No pass is faster than its bytes go through memory.
+
+Not in it: launches, power, conflicts of shared memory's banks, what misses L2, what misses the instruction cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.limits import balance, rates, roofline
+from bench.limits.gpus import GPU, GPUS, limit_ms
+from bench.limits.rates import Rates
+from bench.limits.shapes import LOADS, SHAPES, Shape, even
+from bench.proof import budgets
+from bench.proof.main_loop import MainLoop
+from fusedmlp.kernels.tiles.configs import Tile
+
+_BF16 = 2  # bytes
+
+
+class Kernel(NamedTuple):
+    """What neither the table nor a tile says."""
+
+    widths: int  # of the tile, that its accumulator is wide
+    stored: int  # bytes that leave for each element of the accumulator
+    trips: int  # loads from L2, one after another, before a tile's first operands can be loaded
+    joined: bool  # whether steps and tiles are one loop, in tables written before they had that column
+
+
+KERNELS = {
+    "fc1_act": Kernel(widths=2, stored=3, trips=1, joined=True),  # gate and linear part; for two of them an activation
+    "gemm": Kernel(widths=1, stored=2, trips=1, joined=True),
+    "dgrad_act": Kernel(widths=1, stored=6, trips=1, joined=False),  # two gradients and an activation
+    "wgrad": Kernel(widths=1, stored=4, trips=2, joined=False),  # the expert of a tile, its rows
+}
+SPECIALISED = "_specialised"  # what the table adds to the name of a kernel with a task for each warp
+TOTALS = {
+    "forward": roofline.FORWARD,
+    "backward": roofline.BACKWARD,
+    "both": roofline.FORWARD + roofline.BACKWARD,
+}
+
+
+class Cost(NamedTuple):
+    """Of a tile that has its multiprocessor for itself, in cycles."""
+
+    step: float
+    bound: str  # by what a step is
+    bubble: float
+    start: float  # until a program's first step, where it is no part of the bubble
+    apart: bool = False  # other warps have the bubble, under the next tile's steps
+
+
+class Time(NamedTuple):
+    """Of a pass."""
+
+    us: float
+    bound: str  # by what it, or most of a tile, is
+    cost: Cost
+
+
+def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]:
+    """Of each kernel with its tiles for long loads; none if the table has no rows of that architecture."""
+    found: dict[str, dict[str, Any]] = budgets.allowed(architecture, table)
+    for kernel, costs in found.items():
+        if costs["joined"] is None:
+            costs["joined"] = kernel.endswith(SPECIALISED) or KERNELS[kernel].joined
+    return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
+
+
+def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
+    """Of a tile of one kernel; with a task for each warp, by two warpgroups that multiply, or by one warp that does and
+    those that store.
+    """
+    kernel, specialised, _ = kernel.partition(SPECIALISED)
+    about = KERNELS[kernel]
+    rows, columns, depth = tile.BLOCK_M, about.widths * tile.BLOCK_N, tile.BLOCK_K
+    if kernel == "wgrad":
+        rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
+    warps = 2 * tile.num_warps if specialised and fact.joined != 2 else tile.num_warps
+    cycles = warps / (4 * rate.issue)  # for an instruction of every warp
+    tensor = 2 * rows * columns * depth / rate.tensor
+    own = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
+    ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
+    ways = {
+        "tensor": tensor,
+        "L2": _BF16 * (rows + columns) * depth / rate.l2,
+        "issue": own + (tensor if fact.mma_in_flight == 0 else 0),
+        "arrival": rate.first_load / ahead if ahead else rate.first_load + own + tensor,
+    }
+    bound = max(ways, key=lambda way: ways[way])
+    # A store waits until the one before has left its buffer, as fast as L2 takes it; the last leaves unwaited for.
+    waited = about.stored * rows * columns * (1 - 1 / max(fact.tile_stores, 1))
+    bubble = fact.tile_instructions * cycles + waited / rate.l2
+    bubble += fact.tile_stores * rate.store + fact.tile_waits * rate.store_wait + fact.tile_barriers * rate.barrier
+    start = about.trips * rate.trip + rate.first_load
+    if fact.joined:
+        return Cost(ways[bound], bound, bubble, start, fact.joined == 2)
+    return Cost(ways[bound], bound, bubble + start, 0.0)
+
+
+def tile_steps(kernel: str, tile: Tile, rows: Sequence[int], N: int, K: int) -> list[tuple[int, int]]:
+    """Steps of a tile, and how many such tiles come next, in the order of work; N and K as in `balance.passes`."""
+    if kernel == "wgrad":
+        per_expert = -(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K)
+        return [(-(-n // tile.BLOCK_M), per_expert) for n in sorted(rows, reverse=True) if n]
+    num_tiles = sum(-(-n // tile.BLOCK_M) for n in rows) * -(-N // tile.BLOCK_N)
+    return [(-(-K // (KERNELS[kernel].widths * tile.BLOCK_K)), num_tiles)]
+
+
+def cycles(
+    cost: Cost, steps: Sequence[tuple[int, int]], tile: Tile, processors: int, *, persistent: bool = True
+) -> float:
+    """Until the last multiprocessor is done. Programs that share one multiply under each other's bubbles; one that is
+    not `persistent` has one tile.
+    """
+    programs = max(tile.PER_SM, 1)
+    costs: list[float] = []
+    for n, count in steps:
+        own = n * cost.step
+        whole = max(own, cost.bubble) if cost.apart and persistent else own + cost.bubble
+        costs += [max(own, (whole if persistent else whole + cost.start) / programs)] * count
+    busy = sum(costs) / (processors * (1 - balance.idle_share(costs, processors, persistent)))
+    return busy + cost.start if persistent else busy
+
+
+def passes(
+    gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates, specialised: bool = False
+) -> dict[str, Time]:
+    """Every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: of those with a task for each warp."""
+    least, times = roofline.passes(shape, list(rows)), {}
+    for name, (kernel, N, K) in balance.passes(shape).items():
+        tile = balance.tile_of(kernel, rows, gpu.architecture, specialised)
+        own = kernel + SPECIALISED if specialised and kernel + SPECIALISED in by else kernel
+        cost = tile_cost(own, by[own], tile, rate)
+        steps = tile_steps(kernel, tile, rows, N, K)
+        persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, specialised)
+        compute = cycles(cost, steps, tile, gpu.processors, persistent=persistent) / rate.clock
+        memory = least[name].bytes / (gpu.bandwidth * rate.memory)
+        times[name] = Time(1e6 * max(compute, memory), "memory" if memory > compute else cost.bound, cost)
+    return times
+
+
+def uncertainty(gpu: GPU) -> float:
+    """Of the time of all passes of all shapes with even loads, as a share: what `rates` says, taken as independent."""
+    by = facts(gpu.architecture)
+
+    def total(off: str | None) -> float:
+        rate = rates.of(gpu.architecture, off)
+        return sum(time.us for shape in SHAPES for time in passes(gpu, shape, even(shape), by, rate).values())
+
+    base = total(None)
+    return math.hypot(*(total(name) / base - 1 for name in Rates._fields))
+
+
+def modelled() -> list[GPU]:
+    """GPUs whose kernels the table has, and rates are known of."""
+    return [gpu for gpu in GPUS if facts(gpu.architecture) and gpu.architecture in rates.RATES]
+
+
+def rows(before: Path | None = None, specialised: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
+
+    `specialised`: of the GPUs that have kernels with a task for each warp, those, compared with the others.
+    """
+    for gpu in modelled():
+        by, rate, within = facts(gpu.architecture), rates.of(gpu.architecture), uncertainty(gpu)
+        if specialised and not any(name.endswith(SPECIALISED) for name in by):
+            continue
+        old = facts(gpu.architecture, before) if before else by if specialised else {}
+        for shape in SHAPES:
+            for load, count in LOADS.items():
+                loads = count(shape)
+                least, times = roofline.passes(shape, loads), passes(gpu, shape, loads, by, rate, specialised)
+                times_before = passes(gpu, shape, loads, old, rate) if old else {}
+                for name, parts in ({name: (name,) for name in times} | TOTALS).items():
+                    flops = sum(least[part].flops for part in parts)
+                    us = sum(times[part].us for part in parts)
+                    limits = (limit_ms(least[p].flops, least[p].bytes, gpu.bf16_flops, gpu.bandwidth) for p in parts)
+                    limit_us = 1e3 * sum(limits)
+                    row = {
+                        "gpu": gpu.name,
+                        "shape": shape.name,
+                        "load": load,
+                        "pass": name,
+                        "us": us,
+                        "within": within,
+                        "tflops": flops / us / 1e6,
+                        "limit_us": limit_us,
+                        "of_limit": limit_us / us,
+                    }
+                    if name in times:
+                        cost = times[name].cost
+                        row |= {"bound": times[name].bound, "step_cycles": cost.step, "bubble_cycles": cost.bubble}
+                    if times_before:
+                        row["us_before"] = sum(times_before[part].us for part in parts)
+                    yield row

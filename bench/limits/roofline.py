@@ -1,0 +1,66 @@
+"""FLOPs, least bytes and limit times of every pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.limits.gpus import GPUS, limit_ms
+from bench.limits.shapes import LOADS, SHAPES, Shape
+from fusedmlp.kernels.launching import cost
+from fusedmlp.kernels.launching.launches import Launch
+
+_BF16, _FP32, _INT64 = 2, 4, 8  # bytes
+
+
+def passes(shape: Shape, rows: list[int]) -> dict[str, Launch]:
+    """Every pass of a gated bf16 layer with routing probabilities and fp32 main_grad; letters as in `functional.py`.
+
+    Where the shape says how many tokens there are, also what `moe_experts` runs: passes that gather rows from them,
+    routing, and combining, once in forward and once in backward.
+    """
+    H, F, G = shape.H, shape.F, 2 * shape.F
+    costs = {
+        "fc1_act": cost.fc1_act(rows, H, F, _BF16),
+        "fc2": cost.gemm(rows, H, F, _BF16),
+        "dgrad_act": cost.dgrad_act(rows, H, F, _BF16),
+        "dx": cost.gemm(rows, H, G, _BF16),
+    }
+    for suffix, accumulate in (("", True), (", overwrite", False)):
+        costs |= {
+            f"wgrad fc2{suffix}": cost.wgrad(rows, H, F, _BF16, _FP32, accumulate=accumulate),
+            f"wgrad fc1{suffix}": cost.wgrad(rows, G, H, _BF16, _FP32, accumulate=accumulate),
+        }
+    if (top_k := shape.R // shape.most) > 1:
+        T = shape.most
+        costs |= {
+            "route": cost.route(shape.R, shape.E, _INT64, _FP32),
+            "fc1_act, gathered": cost.fc1_act(rows, H, F, _BF16, tokens=T),
+            "dgrad_act, gathered": cost.dgrad_act(rows, H, F, _BF16, tokens=T),
+            "wgrad fc2, gathered": cost.wgrad(rows, H, F, _BF16, _FP32, accumulate=True, dy_tokens=T),
+            "wgrad fc1, gathered": cost.wgrad(rows, G, H, _BF16, _FP32, accumulate=True, x_tokens=T),
+            "combine": cost.combine(T, top_k, H, _BF16),
+        }
+    return costs
+
+
+# Passes of one training step in the order of their launches; the limit of the whole is the sum of its passes'.
+FORWARD = ("fc1_act", "fc2")
+BACKWARD = ("dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
+
+
+def rows() -> Iterator[dict[str, Any]]:
+    """One row per shape, load and pass; limits in ms by GPU."""
+    for shape in SHAPES:
+        for load, count in LOADS.items():
+            for name, launch in passes(shape, count(shape)).items():
+                yield {
+                    "shape": shape.name,
+                    "load": load,
+                    "pass": name,
+                    "flops": launch.flops,
+                    "bytes": launch.bytes,
+                    "limit_ms": {
+                        gpu.name: limit_ms(launch.flops, launch.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
+                    },
+                }

@@ -1,0 +1,115 @@
+"""What compiled kernels may cost a step and a tile: `python -m bench.proof.budgets` writes the table anew.
+
+One launch of each pass, and of its kernel with a task for each warp where there is one, with packed weights,
+`main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long loads, as the Triton of
+`constraints.txt` compiles it.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from bench.proof import cases, main_loop
+from fusedmlp.doctor.recorder import Launch, recording
+from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.kernels.tiles import configs
+
+TABLE = Path(__file__).with_name("budgets.csv")
+TARGET_NAMES = ("sm_80", "sm_90", "sm_100")
+TRITON = "3.7.1"
+TOLERANCE = 0.02  # of a number of instructions; compilers schedule a few more or less after any change
+_PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
+_MORE_IS_BETTER = ("mma_in_flight", "loads_in_flight", "joined")
+
+Costs = dict[str, float | None]
+
+
+def measure(target: str) -> dict[str, Costs]:
+    """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
+    costs = _measure(target, _PASSES)
+    by_tasks = [name for name in _PASSES if (name, "specialised", 16) in configs.TABLES[target]]
+    return costs | _measure(target, by_tasks, "_specialised") if by_tasks else costs
+
+
+def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, Costs]:
+    kernels = {f"grouped_{name}{suffix}" for name in passes}
+
+    def wanted(launch: Launch) -> bool:
+        first = launch.kernel in kernels
+        kernels.discard(launch.kernel)
+        return first
+
+    with recording(TARGETS[target], "long", specialised=bool(suffix), wanted=wanted) as launches:
+        cases.CORE["main_grad"](torch.bfloat16)
+    loops = main_loop.of([launch.compiled for launch in launches])
+    found = dict(zip((launch.kernel for launch in launches), loops, strict=True))
+    costs: dict[str, Costs] = {}
+    for name in (f"{name}{suffix}" for name in passes):
+        loop = found[f"grouped_{name}"]
+        if loop is None:
+            raise RuntimeError(f"{name} for {target}: expected a loop that multiplies; found none")
+        costs[name] = loop._asdict()
+    return costs
+
+
+def allowed(target: str, table: Path = TABLE) -> dict[str, Costs]:
+    """The committed table, or another; None for a column that one older than the column lacks."""
+    with table.open(encoding="utf-8") as file:
+        return {
+            row["pass"]: {name: float(row[name]) if row.get(name) else None for name in main_loop.MainLoop._fields}
+            for row in csv.DictReader(file)
+            if row["gpu"] == target
+        }
+
+
+def changes(before: Mapping[str, Costs], after: Mapping[str, Costs]) -> tuple[list[str], list[str]]:
+    """What is worse and what is only different, as text."""
+    worse: list[str] = []
+    different: list[str] = []
+    for name, costs in after.items():
+        for what, now in costs.items():
+            old = before.get(name, {}).get(what)
+            slack = TOLERANCE * (old or 0) if what.endswith("instructions") else 0
+            if now == old or (now is not None and old is not None and abs(now - old) <= slack):
+                continue
+            (worse if _is_worse(what, old, now) else different).append(f"{name}: {what} {_text(old)} -> {_text(now)}")
+    return worse, different
+
+
+def _is_worse(what: str, old: float | None, now: float | None) -> bool:
+    if old is None or now is None or what == "mma":
+        return False  # another way to multiply or to load: the other numbers tell
+    return now < old if what in _MORE_IS_BETTER else now > old
+
+
+def _text(number: float | None) -> str:
+    return "-" if number is None else f"{number:g}"
+
+
+def main() -> int:
+    """Write the table and print what it changes."""
+    if triton.__version__ != TRITON:
+        print(f"budgets: expected Triton {TRITON}; got {triton.__version__}", file=sys.stderr)
+        return 2
+    measured = {target: measure(target) for target in TARGET_NAMES}
+    for target, costs in measured.items():
+        worse, different = changes(allowed(target) if TABLE.exists() else {}, costs)
+        for line in [f"worse: {line}" for line in worse] + different or ["as before"]:
+            print(f"{target} {line}")
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["gpu", "pass", *main_loop.MainLoop._fields])
+        for target, costs in measured.items():
+            for name, numbers in costs.items():
+                writer.writerow([target, name, *("" if n is None else f"{n:g}" for n in numbers.values())])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

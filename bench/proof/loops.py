@@ -1,0 +1,145 @@
+"""The loop that multiplies, the way through it within a tile, and what a tile costs beside.
+
+Loops are natural loops: A. Aho, M. Lam, R. Sethi, J. Ullman, "Compilers", 9.6.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from bench.proof.assembly import Instruction, Kind
+
+_ENDS = ("EXIT", "RET", "ret", "exit", "s_endpgm")
+
+
+class Loop(NamedTuple):
+    """Places in a listing. Past `end` is only what compilers set apart, as it hardly ever runs: a wait's second try."""
+
+    head: int
+    end: int  # the last branch to the head
+    body: frozenset[int]
+
+
+def loops(code: Sequence[Instruction]) -> list[Loop]:
+    """All of them, one for each head: what can come back to it, and no way into it but by its head."""
+    starts, successors = _blocks(code)
+    predecessors: list[list[int]] = [[] for _ in starts]
+    for block, following in enumerate(successors):
+        for each in following:
+            predecessors[each].append(block)
+    ends = [*starts[1:], len(code)]
+    found: dict[int, set[int]] = {}
+    for head, before in enumerate(predecessors):
+        entered = _reached(successors, 0, head) if before else set()
+        if back := [block for block in before if block not in entered]:
+            found[head] = {head}.union(*(_reached(predecessors, block, head) for block in back))
+    result = []
+    for head, body in found.items():
+        places = frozenset(place for block in body for place in range(starts[block], ends[block]))
+        last = max(ends[block] - 1 for block in body if head in successors[block])
+        # LLVM may print the end of a loop before its head, and sets nothing apart.
+        result.append(Loop(starts[head], last if last >= starts[head] else max(places), places))
+    return result
+
+
+def _blocks(code: Sequence[Instruction]) -> tuple[list[int], list[list[int]]]:
+    """Where straight lines of code start, and which may follow which."""
+    starts = {0, *(each.target for each in code if each.target is not None)}
+    starts |= {place + 1 for place, each in enumerate(code) if each.target is not None or _ends(each)}
+    ordered = sorted(start for start in starts if start < len(code))
+    number = {start: block for block, start in enumerate(ordered)}
+    successors: list[list[int]] = []
+    for _, end in pairwise([*ordered, len(code)]):
+        last = code[end - 1]
+        falls = not _ends(last) and (last.target is None or last.conditional)
+        following = {last.target, end if falls else None}
+        successors.append([number[place] for place in following if place in number])
+    return ordered, successors
+
+
+def _ends(each: Instruction) -> bool:
+    return each.opcode.startswith(_ENDS) and not each.conditional
+
+
+def _reached(following: Sequence[Sequence[int]], start: int, without: int) -> set[int]:
+    """Blocks on ways from `start` that avoid another."""
+    reached: set[int] = set()
+    waiting = [start]
+    while waiting:
+        block = waiting.pop()
+        if block != without and block not in reached:
+            reached.add(block)
+            waiting.extend(following[block])
+    return reached
+
+
+def multiplying(code: Sequence[Instruction]) -> Loop | None:
+    """Of the innermost loops that multiply the one with the most MMAs: others are remainders of an unrolled one."""
+    products = {loop: count([code[place] for place in loop.body], "mma") for loop in loops(code)}
+    found = [loop for loop, mma in products.items() if mma]
+    innermost = [loop for loop in found if not any(other.body < loop.body for other in found)]
+    return max(innermost, key=lambda loop: (products[loop], -loop.head), default=None)
+
+
+def steady(code: Sequence[Instruction], loop: Loop) -> list[int]:
+    """Places that a step within a tile goes through; empty if no way is found.
+
+    A branch out of the loop, past its end or back within it is not taken (a wait succeeds). One forward is taken unless
+    it leaps over MMAs or over loads of operands, which are the part of a warp in the step. Where there are stores is
+    the epilogue of a tile, whatever it loads.
+    """
+    path: list[int] = []
+    place = loop.head
+    while len(path) < len(loop.body):
+        path.append(place)
+        target, following = code[place].target, place + 1
+        if target is not None:
+            leaps = place < target <= loop.end and not _is_work(code[following:target])
+            leaves = following not in loop.body
+            if target == loop.head or not code[place].conditional or leaves or (target in loop.body and leaps):
+                following = target
+        if following == loop.head:
+            return path
+        place = following
+        if place not in loop.body:
+            break
+    return []
+
+
+def _is_work(part: Sequence[Instruction]) -> bool:
+    kinds = {each.kind for each in part}
+    return "mma" in kinds or ("load" in kinds and "store" not in kinds)
+
+
+def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int], apart: bool = False) -> list[Instruction]:
+    """What a tile costs beside its steps: its prologue and its epilogue, each instruction once.
+
+    That is the rest of the loop over tiles, the innermost with stores (one over segments has none), or, where every
+    tile has a program of its own, of the kernel. Where there are stores in the loop that multiplies, the compiler has
+    made one of steps and tiles. If other warps than those that multiply store (`apart`), it is their loop over tiles,
+    the largest beside the other that has stores.
+    """
+    others = [other for other in loops(code) if apart and not other.body & loop.body and stores(code, other)]
+    if others:
+        tiles, steps = max(others, key=lambda other: len(other.body)), frozenset[int]()
+    elif stores(code, loop):
+        tiles, steps = loop, frozenset(path)
+    else:
+        around = [other for other in loops(code) if loop.body < other.body and stores(code, other)]
+        whole = Loop(0, len(code) - 1, frozenset(range(len(code))))
+        tiles, steps = min(around, key=lambda other: len(other.body), default=whole), loop.body
+    return [code[place] for place in sorted(tiles.body - steps) if place <= tiles.end]
+
+
+def stores(code: Sequence[Instruction], loop: Loop) -> bool:
+    """Whether a loop has stores. One that multiplies then is of steps and tiles, and loads run ahead across both: a
+    tile's first under the stores of the one before.
+    """
+    return any(code[place].kind == "store" for place in loop.body)
+
+
+def count(code: Sequence[Instruction], kind: Kind) -> int:
+    """How many instructions are of that kind."""
+    return sum(each.kind == kind for each in code)

@@ -1,0 +1,256 @@
+"""One row per kernel that a launch can need, and what is wrong with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from bench.proof import assembly, cases, cubin, known, main_loop, resources
+from bench.proof.main_loop import MainLoop
+from fusedmlp.doctor.recorder import Launch, recording
+from fusedmlp.doctor.targets import TARGETS, Target
+from fusedmlp.kernels.tiles import configs
+
+Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
+DTYPES: dict[Dtype, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
+}
+TENSOR_MEMORY_COLUMNS = 512
+# How many variants of each configuration stand for all; of fp16, which needs what bf16 needs, one of each kernel.
+_VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel. Bytes: `spill_bytes` of one thread, `shared_bytes` of one block."""
+
+    kernel: str
+    config: str
+    target: str
+    dtype: str
+    registers: int = 0
+    spill_bytes: int = 0
+    shared_bytes: int = 0
+    tensor_core_instructions: int = 0
+    tma_instructions: int = 0
+    main_loop: MainLoop | None = None  # None: no loop multiplies on tensor cores
+    warnings: tuple[str, ...] = ()  # ptxas's, of wgmma
+    hash: str = ""  # of the PTX or assembly; empty if it does not compile
+    problems: tuple[str, ...] = field(default=())
+
+    @property
+    def ok(self) -> bool:
+        """Whether the kernel is fit to ship."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as `--json` prints it."""
+        row = asdict(self) | {"main_loop": self.main_loop and self.main_loop._asdict(), "ok": self.ok}
+        del row["problems"]
+        return row
+
+
+class Task(NamedTuple):
+    """What one worker process compiles."""
+
+    target: str
+    dtype: Dtype
+    all_variants: bool = False
+    only_hashes: bool = False  # rows have nothing but a hash, for which ptxas need not run
+    one_variant: bool = False  # of each configuration, the first
+
+
+def tasks(targets: Sequence[str], all_variants: bool = False, only_hashes: bool = False) -> list[Task]:
+    """Everything to be proven for those targets, the longest first."""
+    return [
+        Task(target, dtype, all_variants, only_hashes)
+        for dtype in DTYPES
+        for target in targets
+        if not (dtype == "tf32" and TARGETS[target].is_amd)
+    ]
+
+
+def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = lambda _: None) -> list[Row]:
+    """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the tasks' tables.
+
+    Of each, the few variants of `cases.DEMANDING` or, much longer, `all_variants` that there are.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # so that every process starts with Triton imported
+
+    def run(task: Task) -> list[Row]:
+        # A process of its own: the compiler ends its process when it fails an assertion.
+        with ProcessPoolExecutor(1, mp_context=context) as process:
+            try:
+                return process.submit(rows, task).result()
+            except BrokenProcessPool:
+                return [Row("?", "?", *task[:2], problems=("the compiler ended its process",))]
+
+    done: dict[Task, list[Row]] = {}
+    with ThreadPoolExecutor(jobs) as threads:
+        futures = {threads.submit(run, task): task for task in wanted}
+        for future in as_completed(futures):
+            done[futures[future]] = future.result()
+            progress(futures[future])
+    found = [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
+    return found if any(task.only_hashes for task in wanted) else [*found, *outdated(found)]
+
+
+def outdated(rows: Sequence[Row]) -> Iterator[Row]:
+    """A failing row for each known warning of the rows' targets that no row has."""
+    had = {(row.target, row.kernel, code) for row in rows for code in row.warnings}
+    for (target, kernel), codes in known.WARNINGS.items():
+        for code in sorted(codes):
+            if target in {row.target for row in rows} and (target, kernel, code) not in had:
+                yield Row(kernel, "all", target, "all", problems=(f"{code} is known, and no variant has it",))
+
+
+def rows(task: Task) -> list[Row]:
+    """Compile one target's kernels for one dtype; a kernel that several cases launch is one row, named by the first."""
+    torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high" if task.dtype == "tf32" else "highest")
+    target, table = TARGETS[task.target], configs.TABLES[task.target]
+    bits = 8 * DTYPES[task.dtype].itemsize
+    found: dict[str, tuple[Launch, str]] = {}
+    unused = {(row, tile) for row, by_shape in table.items() if row[2] == bits for tile in by_shape.values()}
+    wanted = _wanted(task)
+    for shape, with_tma, specialised, chosen in _settings(table, bits, task):
+        for case, call in chosen.items():
+            options = {"with_tma": with_tma, "specialised": specialised, "binaries": not task.only_hashes}
+            with recording(target, shape, **options, wanted=wanted) as launches:
+                call(DTYPES[task.dtype])
+            for launch in launches:
+                if launch.row:
+                    unused.discard((launch.row, table[launch.row][shape]))
+                key = getattr(launch.compiled, "hash", None) or repr((launch.kernel, launch.tile, case))
+                if key not in found:
+                    found[key] = launch, case
+    if task.dtype == "fp16":  # its configurations are those of bf16
+        unused.clear()
+    unreached = [
+        Row(row[0], f"{row[1]} {tile}", *task[:2], problems=("no launch uses this configuration",))
+        for row, tile in sorted(unused, key=str)
+    ]
+    return [*judge(list(found.values()), task), *unreached]
+
+
+def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.ShapeClass, bool, bool, cases.Cases]]:
+    """`(shape class, whether descriptors can be used, whether warps have tasks of their own, cases)` that between them
+    use the whole table.
+    """
+    own = {row: tiles for row, tiles in table.items() if row[2] == bits}
+    specialised = any(path == "specialised" for _, path, _ in own) and not configs.gluon_missing()
+    shapes: list[configs.ShapeClass] = ["long"]
+    if any(tiles["short"] != tiles["long"] for tiles in own.values() if "short" in tiles):
+        shapes.append("short")
+    if not task.all_variants:
+        for shape in shapes:
+            yield shape, True, False, cases.DEMANDING
+        if specialised:
+            yield "long", True, True, cases.SPECIALISED
+        return
+    all_cases = cases.DEMANDING | cases.CORE
+    if task.dtype in ("bf16", "fp32"):
+        all_cases = all_cases | cases.VARIATIONS
+    if task.dtype == "bf16":
+        all_cases = all_cases | cases.ONCE
+    for shape in shapes:
+        yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
+        if any(path in configs.BY_DESCRIPTORS for _, path, _ in own):
+            yield shape, False, False, cases.CORE
+    if specialised:
+        yield "long", True, True, all_cases
+
+
+def _wanted(task: Task) -> Callable[[Launch], bool]:
+    """Which launches to compile; what has no row, schedules in integers, is the same for all dtypes."""
+    compiled: Counter[Any] = Counter()
+
+    def wanted(launch: Launch) -> bool:
+        if task.all_variants or (launch.row is None and task.dtype == "bf16"):
+            return True
+        what = launch.kernel if task.dtype == "fp16" else (launch.row, launch.tile)
+        compiled[what] += 1
+        return launch.row is not None and compiled[what] <= (1 if task.one_variant else _VARIANTS[task.dtype])
+
+    return wanted
+
+
+def judge(launches: Sequence[tuple[Launch, str]], task: Task) -> list[Row]:
+    """The rows of launches, each with the name of its case."""
+    compiled = [launch.compiled for launch, _ in launches if not isinstance(launch.compiled, Exception)]
+    loops = {} if task.only_hashes else dict(zip(map(id, compiled), main_loop.of(compiled), strict=True))
+    return [_row(launch, case, task, loops.get(id(launch.compiled))) for launch, case in launches]
+
+
+def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
+    config = f"{launch.path} {launch.tile}; {case}"
+    if isinstance(launch.compiled, Exception):
+        text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
+        return Row(launch.kernel, config, *task[:2], problems=(f"does not compile: {text[:200]}",))
+    source, is_amd = resources.source(launch.compiled)
+    code = assembly.hash_of(source, is_amd=is_amd)
+    if task.only_hashes:
+        return Row(launch.kernel, config, *task[:2], hash=code)
+    used = resources.of(launch.compiled)
+    is_gemm = launch.kernel.startswith("grouped_") and not _sums_biases_alone(launch)
+    warnings = cubin.warnings(launch.compiled, launch.log)
+    allowed = known.WARNINGS.get((task.target, launch.kernel), frozenset())
+    found = [f"{code}: wgmma serialized" for code in warnings if code not in allowed]
+    if is_gemm and used.tensor_core and loop is None:
+        found.append("no loop that multiplies")
+    found += problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)
+    return Row(
+        launch.kernel,
+        config,
+        *task[:2],
+        used.registers,
+        used.spill,
+        used.shared,
+        sum(used.tensor_core.values()),
+        used.tma,
+        loop,
+        warnings,
+        code,
+        tuple(found),
+    )
+
+
+def _sums_biases_alone(launch: Launch) -> bool:
+    """Whether it is a wgrad without a right operand."""
+    right = [value for name, value in launch.arguments.items() if name in ("right_ptr", "right_desc")]
+    return launch.kernel.startswith("grouped_wgrad") and all(value is None for value in right)
+
+
+def problems(
+    used: resources.Resources, target: Target, dtype: Dtype, path: configs.Path, *, is_gemm: bool
+) -> Iterator[str]:
+    """Why a kernel is not fit to ship. GEMMs in exact fp32 may do without tensor cores, which have no such mode."""
+    if used.spill:
+        yield f"spills {used.spill} bytes a thread"
+    if used.shared > target.shared_bytes:
+        yield f"shared memory {used.shared:,} over {target.shared_bytes:,} bytes"
+    if used.tensor_memory > TENSOR_MEMORY_COLUMNS:
+        yield f"tensor memory {used.tensor_memory} over {TENSOR_MEMORY_COLUMNS} columns"
+    if is_gemm and dtype != "fp32" and not used.tensor_core:
+        yield "a GEMM without tensor-core instructions"
+    if is_gemm and target.name == "sm_90" and dtype in ("bf16", "fp16") and "wgmma" not in used.tensor_core:
+        yield "a 16-bit GEMM without wgmma"
+    if path in configs.BY_DESCRIPTORS and target.has_tma and not used.tma:
+        yield "descriptors without TMA instructions"
+
+
+def default_jobs() -> int:
+    """As many processes as this one may use cores."""
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,197 @@
+"""Write the figures in README.md and docs/ from the committed results, so that none is typed.
+
+    python -m bench.report.figures
+
+Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
+`python -m bench.cpu.overhead --json`, `python -m bench.cpu.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
+`cpu_settings.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
+(`transformers_tests.json`). In a page, each figure's text stands
+between `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.cpu import settings as bench_settings
+from bench.report import results
+from bench.report.pictures import PICTURES
+from bench.report.pictures import demo as draw_demo
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results"
+
+
+def _load(name: str) -> Any:
+    return json.loads((RESULTS / f"cpu_{name}.json").read_text())
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def demo() -> str:
+    """The demo's table and how far its loss curves are apart."""
+    results = _load("demo")
+    columns = results["columns"]
+    cells = {
+        "final training loss, nats/byte": [f"{c['final_loss']:.4f}" for c in columns.values()],
+        "held-out loss, nats/byte": [f"{c['held_out_loss']:.4f}" for c in columns.values()],
+        "ms per step, median": [f"{c['ms']:.1f}" for c in columns.values()],
+        "peak weight-gradient memory, bytes": [f"{c['step']['peak_bytes']:,}" for c in columns.values()],
+        "AccumulateGrad copies of expert weights per step": [str(c["step"]["copies"]) for c in columns.values()],
+        "AccumulateGrad adds to expert weights per step": [str(c["step"]["adds"]) for c in columns.values()],
+    }
+    losses = results["losses"]
+    plain, fused, control = (losses[name] for name in ("plain", "fused", "control"))
+    difference = [abs(f - p) for f, p in zip(fused, plain, strict=True)]
+    drift = max(abs(c - p) for c, p in zip(control, plain, strict=True))
+    quiet = next((step for step, d in enumerate(difference) if d > 1e-5), len(difference))
+    steps = len(difference)
+    early = f"within {max(difference[:quiet]):.1e} for the first {quiet} steps and " if quiet < steps else ""
+    text = (
+        f"The loss curves agree to rounding: {early}within {max(difference):.1e} nats/byte for all {steps} steps. "
+        "Training amplifies rounding: sending the one token whose choice of experts was closest the other way, in "
+        f"every layer and micro-batch, moves the same curve by up to {drift:.1e}."
+    )
+    table = _table(["", *columns], [[name, *values] for name, values in cells.items()])
+    return f"{table}\n\n{text}"
+
+
+def demo_in_short() -> str:
+    """The same in one sentence."""
+    results = _load("demo")
+    plain, fused = (results["losses"][name] for name in ("plain", "fused"))
+    difference = max(abs(f - p) for f, p in zip(fused, plain, strict=True))
+    before, after = (f"{column['step']['peak_bytes'] / 1e6:.1f}" for column in results["columns"].values())
+    return (
+        f"In the demo, {len(fused)} steps of a small byte-level language model, the losses with and without fusion "
+        f"stay within {difference:.1e} nats/byte of each other, and weight gradients take at most {after} MB "
+        f"instead of {before} MB."
+    )
+
+
+def _benchmarks() -> results.Results:
+    return results.load(RESULTS / "cpu_benchmarks.csv")
+
+
+def comparison() -> str:
+    """Every peer's times over ours, and the memory that backward allocates."""
+    table = _benchmarks().table
+    per_row = (table.peak_bytes / table.R / 1024).where(table.what.str.startswith("backward"))
+    rows = []
+    for level in ("sorted rows", "whole layer of tokens"):
+        for who in dict.fromkeys(table[table.what == f"backward, {level}"].who):
+            own = table[table.who == who]
+            times = [_spread(own[own.what == f"{what}, {level}"].speedup) for what in ("forward", "backward")]
+            if who in results.OURS:
+                times = ["1", "1"]
+            memory = [f"{per_row[own.index][own['dtype'] == dtype].median():.1f}" for dtype in ("float32", "bfloat16")]
+            rows.append([level, who, *times, *memory])
+    header = ["takes", "", "forward, times ours", "backward, times ours", "KiB a row, fp32", "KiB a row, bf16"]
+    return _table(header, rows)
+
+
+def _spread(values: pd.Series) -> str:
+    return f"{values.median():.2f} ({values.min():.2f} to {values.max():.2f})"
+
+
+def machine() -> str:
+    """Where and when that was measured, and over what."""
+    found = _benchmarks()
+    layers = found.table[results.LAYER].drop_duplicates()
+    about = found.about
+    return (
+        f"Median (smallest to largest) over {len(layers)} layers: {', '.join(layers['name'].unique())}; "
+        f"{', '.join(layers['load'].unique())} loads; {' and '.join(layers['dtype'].unique())}. {about['threads']} "
+        f"threads, torch {about['torch']}, {about['date']}."
+    )
+
+
+def settings() -> str:
+    """Peers' times over ours, with other threads and allocation."""
+    header = ["threads", "allocation", "beside", "forward, times ours", "backward, times ours"]
+    return _table(header, bench_settings.summary(_load("settings")))
+
+
+def overhead() -> str:
+    """The Python cost of a step."""
+    rows = [
+        [name, f"{row['us']:.0f}", f"{row['contract_us']:.0f}" if row["contract_us"] else "-"]
+        for name, row in _load("overhead").items()
+    ]
+    return _table(["forward and backward of a tiny layer", "us", "of these the gradient contract"], rows)
+
+
+def host_cost() -> str:
+    """What a step on a GPU costs the host."""
+    counts = ("launches", "operators", "descriptors", "allocations")
+    header = ["forward and backward", "us", "of these forward", "launches", "of PyTorch", "descriptors", "allocations"]
+    rows = [
+        [
+            name,
+            *(f"{row['us'][part]:.0f}" for part in ("both", "forward")),
+            *(str(row[what]["both"]) for what in counts),
+        ]
+        for name, row in json.loads((RESULTS / "host_cost.json").read_text()).items()
+    ]
+    return _table(header, rows)
+
+
+def transformers_tests() -> str:
+    """What Transformers' own tests say, by architecture."""
+    found = json.loads((RESULTS / "transformers_tests.json").read_text())
+    rows = [
+        [
+            name,
+            row["experts"],
+            *(str(row[who]["passed"]) for who in ("grouped_mm", "fusedmlp")),
+            str(len(row["different"])),
+            str(len(row["fail either way"])),
+        ]
+        for name, row in found["architectures"].items()
+    ]
+    seconds = sum(row[who]["seconds"] for row in found["architectures"].values() for who in ("grouped_mm", "fusedmlp"))
+    about = f"Transformers {found['transformers']}, torch {found['torch']}, on two cores; {seconds} seconds."
+    header = ["", "experts", "passed with `grouped_mm`", "passed with fusedmlp", "worse with it", "fail either way"]
+    return f"{_table(header, rows)}\n\n{about}"
+
+
+FIGURES = {
+    "README.md": (comparison, machine, demo_in_short),
+    "docs/index.md": (demo_in_short,),
+    "docs/transformers.md": (transformers_tests,),
+    "docs/benchmarks.md": (demo, comparison, machine, settings, host_cost, overhead),
+}
+
+
+def render(page: str) -> str:
+    """One of those pages with every figure as the results have it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for figure in FIGURES[page]:
+        name = figure.__name__
+        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
+        replacement = figure().replace("\\", r"\\")
+        text, count = re.subn(pattern, rf"\g<1>{replacement}\g<2>", text, flags=re.DOTALL)
+        if count != 1:
+            raise ValueError(f"{page}: expected one <!-- {name} --> ... <!-- /{name} -->; got {count}")
+    return text
+
+
+def pictures() -> dict[str, str]:
+    """SVG text by file name."""
+    table = _benchmarks().table
+    return {f"{name}.svg": draw(table) for name, draw in PICTURES.items()} | {"demo.svg": draw_demo(_load("demo"))}
+
+
+if __name__ == "__main__":
+    for name in FIGURES:
+        (ROOT / name).write_text(render(name), encoding="utf-8")
+    for name, svg in pictures().items():
+        (ROOT / "docs" / "pictures" / name).write_text(svg + "\n", encoding="utf-8")

@@ -1,0 +1,99 @@
+"""Results of `pytest bench --benchmark-json FILE` as a table: one row per layer, measurement and peer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from bench.limits.gpus import limit_ms
+from bench.limits.shapes import LOADS, Shape
+from fusedmlp.kernels.launching.cost import dgrad_act, fc1_act, gemm, wgrad
+
+OURS = ("fusedmlp", "fusedmlp moe_experts")
+LAYER = ["name", "E", "H", "F", "R", "load", "dtype"]  # what one layer is
+
+
+@dataclass(frozen=True)
+class Results:
+    """The table, and what is true of the whole run."""
+
+    table: pd.DataFrame
+    about: dict[str, Any]  # device, device_name, threads, torch, date
+    missing: pd.DataFrame  # who could not run, and why
+
+
+def load(path: Path) -> Results:
+    """Read a file that pytest-benchmark wrote, or a table that `save` wrote."""
+    if path.suffix == ".csv":
+        lines = path.read_text(encoding="utf-8").splitlines()
+        notes = json.loads(lines[0].removeprefix("# "))
+        return Results(pd.read_csv(path, comment="#"), notes["about"], pd.DataFrame(notes["missing"]))
+    document = json.loads(path.read_text(encoding="utf-8"))
+    run = document["fusedmlp"]
+    rows = [_row(benchmark, run["ceilings"]) for benchmark in document["benchmarks"]]
+    table = with_speedups(pd.DataFrame(rows))
+    about = {key: run[key] for key in ("device", "device_name", "threads", "torch")}
+    about["date"] = document["datetime"][:10]
+    return Results(over_turns(table), about, pd.DataFrame(run["missing"], columns=["who", "why"]))
+
+
+def save(results: Results, path: Path) -> None:
+    """A CSV whose first line, a comment, holds what is true of the whole run."""
+    notes = {"about": results.about, "missing": results.missing.to_dict("records")}
+    path.write_text(f"# {json.dumps(notes)}\n{results.table.to_csv(index=False)}", encoding="utf-8")
+
+
+def _row(benchmark: dict[str, Any], ceilings: dict[str, dict[str, float]]) -> dict[str, Any]:
+    info, stats = benchmark["extra_info"], benchmark["stats"]
+    ms = 1e3 * stats["median"]
+    row = {key: info[key] for key in (*LAYER, "what", "who", "turn")}
+    row |= {"ms": ms, "iqr_ms": 1e3 * stats["iqr"], "rounds": stats["rounds"]}
+    ceiling = ceilings[info["dtype"]]
+    limit = _limit(info, ceiling["flops"], ceiling["bandwidth"])
+    row |= {"limit_ms": limit, "of_limit": limit / ms if limit else None}
+    for key in ("peak_bytes", "saved_bytes", "largest_bytes", "ops", "error", "allowed"):
+        row[key] = info.get(key)
+    return row
+
+
+def _limit(info: dict[str, Any], flops: float, bandwidth: float) -> float | None:
+    """Sum of the limits of the passes, without routing and combining; None where there is no such sum."""
+    shape = Shape(*(info[key] for key in ("name", "E", "H", "F", "R", "most")))
+    rows, itemsize = LOADS[info["load"]](shape), 4 if info["dtype"] == "float32" else 2
+    H, F, G = shape.H, shape.F, 2 * shape.F
+    what = info["what"].split(",")[0]
+    launches = {
+        "forward": [fc1_act(rows, H, F, itemsize), gemm(rows, H, F, itemsize)],
+        "backward": [
+            dgrad_act(rows, H, F, itemsize),
+            gemm(rows, H, G, itemsize),
+            wgrad(rows, H, F, itemsize, 4, accumulate=True),
+            wgrad(rows, G, H, itemsize, 4, accumulate=True),
+        ],
+        "wgrad of fc1": [wgrad(rows, G, H, itemsize, 4, accumulate="overwriting" not in info["who"])],
+    }.get(what)
+    if launches is None:
+        return None
+    return sum(limit_ms(launch.flops, launch.bytes, flops, bandwidth) for launch in launches)
+
+
+def with_speedups(table: pd.DataFrame) -> pd.DataFrame:
+    """`speedup`: the peer's time over ours, in the same group and turn."""
+    keys = [*LAYER, "what", "turn"]
+    ours = table[table.who.isin([*OURS, "with"])].set_index(keys).ms.rename("ours_ms")
+    table = table.join(ours, on=keys)
+    table["speedup"] = table.ms / table.ours_ms
+    return table.drop(columns="ours_ms")
+
+
+def over_turns(table: pd.DataFrame) -> pd.DataFrame:
+    """One row for all turns of a measurement: their medians, and how many rounds they were in all."""
+    timed = ("ms", "iqr_ms", "of_limit", "speedup")
+    how = {name: "median" if name in timed else "sum" if name == "rounds" else "first" for name in table.columns}
+    keys = [*LAYER, "what", "who"]
+    how = {name: function for name, function in how.items() if name not in (*keys, "turn")}
+    return table.groupby(keys, sort=False, as_index=False).agg(how)
