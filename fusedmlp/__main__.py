@@ -1,7 +1,7 @@
 """`python -m fusedmlp COMMAND`.
 
 A command is one function that adds its parser and sets `run`, which takes the parsed arguments and returns the
-exit status. It imports what it needs when it runs.
+exit status. It imports what it needs when it runs; that of `kernels` and `bench` lies in a clone of the repository.
 """
 
 from __future__ import annotations
@@ -162,6 +162,8 @@ def _kernels(args: argparse.Namespace) -> int:
     if (args.write or args.table) and not args.hashes:
         print("kernels: --write and --table are for --hashes", file=sys.stderr)
         return 2
+    if not _has_bench("kernels"):
+        return 2
     command = import_module("bench.proof.command")
 
     what = args.target, args.jobs, args.json, args.all_variants
@@ -193,6 +195,8 @@ def _add_bench(commands: Commands) -> None:
 
 
 def _bench(args: argparse.Namespace) -> int:
+    if not _has_bench("bench"):
+        return 2
     if args.report is not None:
         try:
             report = import_module("bench.report.command")
@@ -208,6 +212,21 @@ def _bench(args: argparse.Namespace) -> int:
     else:
         command.run("roofline" if args.roofline else "schedule", args.json)
     return 0
+
+
+def _has_bench(command: str) -> bool:
+    """Whether this is a clone of the repository, which has `bench/`, and make it importable; otherwise say so."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "proof" / "command.py").is_file():
+        print(
+            f"{command}: expected a clone of fusedmlp's repository, whose bench/ it runs; got an installed package, in "
+            f"{root}. In a clone: python -m fusedmlp {command}",
+            file=sys.stderr,
+        )
+        return False
+    if str(root) not in sys.path:  # an editable install finds fusedmlp alone
+        sys.path.insert(0, str(root))
+    return True
 
 
 def _budgets(argument: str) -> Path:

@@ -99,7 +99,7 @@ def table(rows: Sequence[proof.Row]) -> str:
             row.tma_instructions,
             *_numbers(row.main_loop),
             row.config,
-            _verdict(row),
+            "; ".join(row.problems) or "ok",
         )
         for row in rows
     ]
@@ -113,12 +113,6 @@ def _aligned(lines: Sequence[tuple[Any, ...]]) -> str:
 
 def _numbers(loop: MainLoop | None) -> Iterator[str]:
     return ("-" if number is None else f"{number:g}" for number in loop or [None] * len(_LOOP))
-
-
-def _verdict(row: proof.Row) -> str:
-    if row.problems:
-        return "; ".join(row.problems)
-    return f"{', '.join(row.warnings)} known; ok" if row.warnings else "ok"
 
 
 class _Progress:

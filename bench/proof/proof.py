@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bench.proof import assembly, cases, cubin, known, main_loop, resources
+from bench.proof import assembly, cases, cubin, main_loop, resources
 from bench.proof.main_loop import MainLoop
 from fusedmlp.doctor.recorder import Launch, recording
 from fusedmlp.doctor.targets import TARGETS, Target
@@ -103,17 +103,7 @@ def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = 
         for future in as_completed(futures):
             done[futures[future]] = future.result()
             progress(futures[future])
-    found = [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
-    return found if any(task.only_hashes for task in wanted) else [*found, *outdated(found)]
-
-
-def outdated(rows: Sequence[Row]) -> Iterator[Row]:
-    """A failing row for each known warning of the rows' targets that no row has."""
-    had = {(row.target, row.kernel, code) for row in rows for code in row.warnings}
-    for (target, kernel), codes in known.WARNINGS.items():
-        for code in sorted(codes):
-            if target in {row.target for row in rows} and (target, kernel, code) not in had:
-                yield Row(kernel, "all", target, "all", problems=(f"{code} is known, and no variant has it",))
+    return [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
 
 
 def rows(task: Task) -> list[Row]:
@@ -206,8 +196,7 @@ def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
     used = resources.of(launch.compiled)
     is_gemm = launch.kernel.startswith("grouped_") and not _sums_biases_alone(launch)
     warnings = cubin.warnings(launch.compiled, launch.log)
-    allowed = known.WARNINGS.get((task.target, launch.kernel), frozenset())
-    found = [f"{code}: wgmma serialized" for code in warnings if code not in allowed]
+    found = [f"{code}: wgmma serialized" for code in warnings]
     if is_gemm and used.tensor_core and loop is None:
         found.append("no loop that multiplies")
     found += problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)

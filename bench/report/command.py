@@ -16,12 +16,6 @@ def run(folder: Path, measured: Path | None, tiny: bool, as_json: bool) -> int:
     """Write `index.html` and `results.csv` into the folder; the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     if measured is None:
-        if not (ROOT / "bench" / "conftest.py").exists():
-            print(
-                "bench --report: expected a clone of the repository, whose bench/ it runs; or --results",
-                file=sys.stderr,
-            )
-            return 2
         measured = folder / "benchmarks.json"
         command = [sys.executable, "-m", "pytest", "bench", "--benchmark-only", f"--benchmark-json={measured}"]
         command += ["--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name"] + ["--tiny"] * tiny

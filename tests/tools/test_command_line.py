@@ -3,8 +3,11 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -24,3 +27,13 @@ def test_a_reader_who_has_read_enough_ends_it_quietly(arguments, unbuffered):
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 141
+
+
+def test_what_lies_in_bench_is_found_from_any_folder(tmp_path):
+    """As with an editable install, which finds fusedmlp alone."""
+    (tmp_path / "fusedmlp").symlink_to(ROOT / "fusedmlp")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "error"}
+    command = [sys.executable, "-m", "fusedmlp", "bench", "--schedule"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("shape, load, pass, GPU")

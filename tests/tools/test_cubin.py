@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench.proof import cubin, known, proof
+from bench.proof import cubin
 
 LOG = """ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
 ptxas info    : Compiling entry function '_grouped_fc1_act_kernel' for 'sm_90a'
@@ -46,15 +46,3 @@ def test_the_log_of_the_compilation_is_enough():
     compiled = SimpleNamespace(asm={"ptx": "wgmma.mma_async"})  # of nothing else is anything asked
     assert cubin.warnings(compiled, LOG) == ("C7510", "C7515")
     assert cubin.warnings(SimpleNamespace(asm={"amdgcn": ""}), "") == ()
-
-
-def test_a_known_warning_that_nothing_has_fails(monkeypatch):
-    monkeypatch.setattr(known, "WARNINGS", {("sm_90", "grouped_gemm"): frozenset({"C7515"})})
-    with_it = proof.Row("grouped_gemm", "", "sm_90", "bf16", warnings=("C7515",))
-    without = proof.Row("grouped_gemm", "", "sm_90", "bf16")
-    elsewhere = proof.Row("grouped_gemm", "", "sm_100", "bf16")
-    assert list(proof.outdated([without, with_it])) == []
-    assert list(proof.outdated([elsewhere])) == []
-    (row,) = proof.outdated([without, elsewhere])
-    assert not row.ok
-    assert "C7515" in row.problems[0]

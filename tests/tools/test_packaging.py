@@ -73,6 +73,16 @@ def test_each_works_in_a_clean_environment(kind, archives, tmp_path):
     assert report["machine"]["fusedmlp"] == fusedmlp.__version__
     assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
     assert not (site / "kernels").exists()
+    assert not (site / "bench").exists()
+    for command in ("kernels --target sm_90", "bench --roofline"):
+        done = subprocess.run(
+            [python, "-m", "fusedmlp", *command.split()], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
+        name = command.split()[0]
+        assert done.returncode == 2
+        assert (
+            f"{name}: expected a clone of fusedmlp's repository, whose bench/ it runs; got an installed" in done.stderr
+        )
 
 
 def test_the_layout():
