@@ -78,13 +78,3 @@ def check(layer: Layer, level: Level, y: Tensor, who: str, times: int) -> Errors
         errors.add(name, actual, expected[name], low[name])
     errors.verify(f"{who} on {layer}")
     return errors
-
-
-def check_wgrad(layer: Layer, dh_RG: Tensor, who: str, times: int) -> Errors:
-    """The gradient of fc1 alone, `times` runs from a zero `main_grad`."""
-    errors = Errors(layer.dtype)
-    parts = zip(layer.fc1.main_grad, dh_RG.split(layer.rows), layer.x_RH.detach().split(layer.rows), strict=True)
-    for main_grad, dh, x in parts:
-        errors.add("dfc1", main_grad / times, dh.double().T @ x.double(), dh.T @ x)
-    errors.verify(f"{who} on {layer}")
-    return errors

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor
 
 import fusedmlp
 from bench.cpu.layers import Layer
-from fusedmlp.operators import ops
 
 Level = Literal["rows", "tokens"]
 
@@ -107,7 +105,9 @@ def _transformer_engine(layer: Layer) -> Tensor:
     return linear(layer.fc2, a)
 
 
-def _needs(module: str, gpu: bool = True) -> Callable[[str], str]:
+def needs(module: str, gpu: bool = True) -> Callable[[str], str]:
+    """Why a peer cannot run on a device, if its module is not installed or runs on GPUs alone."""
+
     def missing(device: str) -> str:
         if find_spec(module) is None:
             return f"{module} is not installed"
@@ -122,51 +122,10 @@ PEERS = (
     FUSED_ROWS,
     Peer("grouped_mm", "rows", _grouped_mm),
     Peer("loop over experts", "rows", _loop),
-    Peer("TransformerEngine", "rows", _transformer_engine, _needs("transformer_engine"), adds=False),
+    Peer("TransformerEngine", "rows", _transformer_engine, needs("transformer_engine"), adds=False),
     FUSED_TOKENS,
-    Peer("Transformers grouped_mm", "tokens", _transformers("grouped_mm"), _needs("transformers", gpu=False)),
-    Peer("Transformers eager", "tokens", _transformers("eager"), _needs("transformers", gpu=False)),
-    Peer("Liger", "tokens", _liger, _needs("liger_kernel")),
-    Peer("SonicMoE", "tokens", _transformers("sonicmoe"), _needs("sonicmoe")),
-)
-
-
-# The gradient of fc1 alone, from its operands: `run(layer, dh_RG)` leaves it in main_grad.
-Wgrad = Callable[[Layer, Tensor], None]
-
-
-def _fused_wgrad(layer: Layer, dh_RG: Tensor, accumulate: bool = True) -> None:
-    impl = "torch" if layer.device == "cpu" else "triton"
-    offsets = F.pad(layer.ends, (1, 0))
-    operands = [dh_RG], [layer.x_RH.detach()], [offsets]
-    ops.grouped_wgrad_([layer.fc1.main_grad], [], *operands, [], [], accumulate, impl)
-
-
-def _overwriting_wgrad(layer: Layer, dh_RG: Tensor) -> None:
-    _fused_wgrad(layer, dh_RG, accumulate=False)
-
-
-def _grouped_mm_wgrad(layer: Layer, dh_RG: Tensor) -> None:
-    layer.fc1.main_grad.add_(F.grouped_mm(dh_RG.T, layer.x_RH.detach(), offs=layer.ends))
-
-
-def _loop_wgrad(layer: Layer, dh_RG: Tensor) -> None:
-    for main_grad, dh, x in zip(
-        layer.fc1.main_grad, dh_RG.split(layer.rows), layer.x_RH.detach().split(layer.rows), strict=True
-    ):
-        main_grad.add_(dh.T @ x)
-
-
-def _quack_wgrad(layer: Layer, dh_RG: Tensor) -> None:
-    from quack.gemm_interface import gemm_add_inplace
-
-    gemm_add_inplace(dh_RG.T, layer.x_RH.detach(), layer.fc1.main_grad, cu_seqlens_k=F.pad(layer.ends, (1, 0)))
-
-
-WGRADS = (
-    SimpleNamespace(name="fusedmlp", run=_fused_wgrad, missing=lambda _: "", overwrites=False),
-    SimpleNamespace(name="fusedmlp, overwriting", run=_overwriting_wgrad, missing=lambda _: "", overwrites=True),
-    SimpleNamespace(name="grouped_mm", run=_grouped_mm_wgrad, missing=lambda _: "", overwrites=False),
-    SimpleNamespace(name="loop over experts", run=_loop_wgrad, missing=lambda _: "", overwrites=False),
-    SimpleNamespace(name="QuACK", run=_quack_wgrad, missing=_needs("quack"), overwrites=False),
+    Peer("Transformers grouped_mm", "tokens", _transformers("grouped_mm"), needs("transformers", gpu=False)),
+    Peer("Transformers eager", "tokens", _transformers("eager"), needs("transformers", gpu=False)),
+    Peer("Liger", "tokens", _liger, needs("liger_kernel")),
+    Peer("SonicMoE", "tokens", _transformers("sonicmoe"), needs("sonicmoe")),
 )

@@ -57,7 +57,7 @@ def _readable(rows: pd.DataFrame) -> pd.DataFrame:
     table = rows[[*LAYER, "who"]].copy()
     table["ms"] = rows.ms.map("{:.2f}".format)
     table["+- (IQR)"] = rows.iqr_ms.map("{:.2f}".format)
-    table["times ours"] = rows.speedup.map("{:.2f}".format)
+    table["times ours"] = rows.speedup.map("{:.2f}".format, na_action="ignore")
     for heading, column, scale, form in (
         ("of limit", "of_limit", 1, "{:.2f}"),
         ("peak MiB", "peak_bytes", 2**20, "{:.1f}"),

@@ -74,6 +74,9 @@ def _limit(info: dict[str, Any], flops: float, bandwidth: float) -> float | None
             wgrad(rows, H, F, itemsize, 4, accumulate=True),
             wgrad(rows, G, H, itemsize, 4, accumulate=True),
         ],
+        "fc1_act": [fc1_act(rows, H, F, itemsize)],
+        "gemm of fc2": [gemm(rows, H, F, itemsize)],
+        "dgrad_act": [dgrad_act(rows, H, F, itemsize)],
         "wgrad of fc1": [wgrad(rows, G, H, itemsize, 4, accumulate="overwriting" not in info["who"])],
     }.get(what)
     if launches is None:

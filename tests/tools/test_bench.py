@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support import forked
 
-from bench.cpu import checks, peers, recording
+from bench.cpu import checks, passes, peers, recording
 from bench.cpu.layers import TINY, Layer
 from bench.report import page, results
 
@@ -33,27 +34,32 @@ def test_one_command_makes_the_page(report):
     for name in ("grouped_mm", "loop over experts", "Transformers eager", "fusedmlp moe_experts"):
         assert name in html
     assert "transformer_engine is not installed" in html
+    assert ">nan<" not in html  # not where fusedmlp has no time of its own
 
 
 def test_every_row_was_checked_and_has_its_figures(report):
     found = results.load(report / "results.csv")
     table = found.table
     assert found.about["device"] == "cpu"
-    assert set(found.missing.who) == {"TransformerEngine", "Liger", "SonicMoE", "QuACK"}
+    assert set(found.missing.who) == {"TransformerEngine", "Liger", "SonicMoE", "QuACK"} | {
+        f"fusedmlp, {what}" for what in ("fc1_act", "dgrad_act")
+    }
     assert table.groupby("what").who.count().to_dict() == {
         **{
             f"{what}, {level}": 2 * 3
             for what in ("forward", "backward")
             for level in ("sorted rows", "whole layer of tokens")
         },
+        "gemm of fc2": 2 * 3,
         "wgrad of fc1": 2 * 4,
+        **dict.fromkeys(("fc1_act", "dgrad_act"), 2 * 2),  # on a CPU those of peers
         **{f"idea: {idea}": 2 * 2 for idea in _ideas()},
     }
     assert (table.ms > 0).all()
     checked = table[~table.what.str.startswith("idea")]
     assert (checked.error <= checked.allowed).all()
     assert (table[table.who == "fusedmlp"].speedup == 1).all()
-    slower = table[table.who == "grouped_mm"].iloc[0]
+    slower = table[(table.who == "grouped_mm") & (table.what == "gemm of fc2")].iloc[0]
     ours = table[(table.what == slower.what) & (table.dtype == slower["dtype"]) & (table.who == "fusedmlp")].iloc[0]
     assert slower.speedup == pytest.approx(slower.ms / ours.ms)
     assert table.of_limit.notna().sum() == len(checked)
@@ -131,15 +137,39 @@ def test_peers_with_wrong_numbers_are_found(layer):
         _checked(layer, scaled)
     with pytest.raises(AssertionError, match="dfc1"):
         _checked(layer, _Overwriting("overwriting", "rows", grouped_mm.forward))
-    dh = torch.randn(layer.shape.R, 2 * layer.shape.F)
-    for peer in peers.WGRADS[:4]:
-        layer.buffer.flat.zero_()
-        peer.run(layer, dh)
-        peer.run(layer, dh)
-        if peer.overwrites:
-            checks.check_wgrad(layer, dh, peer.name, times=1)
-        with pytest.raises(AssertionError, match="dfc1"):
-            checks.check_wgrad(layer, dh, peer.name, times=3)
+
+
+PASSES = [import_module(f"bench.cpu.bench_{name}").PASS for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")]
+WAYS = [pytest.param(one, way, id=f"{one.what}-{way.name}") for one in PASSES for way in one.ways]
+
+
+@pytest.mark.parametrize(("one", "way"), WAYS)
+def test_ways_to_run_a_pass_are_right(one, way, layer):
+    """Our kernels, too, which are interpreted here."""
+    if why := way.missing("cpu"):
+        assert "is not installed" in why
+    else:
+        assert max(passes.check(one, layer, way).relative().values()) < 1e-5
+
+
+@pytest.mark.parametrize("one", PASSES, ids=lambda one: one.what)
+def test_a_way_with_wrong_numbers_is_found(one, layer):
+    way = one.ways[0]
+    for name in passes.check(one, layer, way).found:
+
+        def results(*args, name=name):
+            right = one.results(*args)
+            return right | {name: 1.001 * right[name]}
+
+        with pytest.raises(AssertionError, match=f"fusedmlp on tiny, quarter empty, float32: errors.*{name}"):
+            passes.check(one._replace(results=results), layer, way)
+
+
+def test_a_wgrad_that_overwrites_where_it_should_add_is_found(layer):
+    wgrad = PASSES[-1]
+    (way,) = (way for way in wgrad.ways if way.overwrites)
+    with pytest.raises(AssertionError, match="dfc1"):
+        passes.check(wgrad, layer, way._replace(overwrites=False))
 
 
 def test_not_a_number_is_an_error(layer):
