@@ -1,7 +1,5 @@
 """Activations as device functions. `c` is the scalar curve, `g` the gate, `l` the linear part:
 `act = c(min(g, LIMIT)) * (clamp(l, -LIMIT, LIMIT) + OFFSET)`, or `c(g)` where there is no linear part.
-
-CURVE is "sigmoid" (`x * sigmoid(ALPHA * x)`), "gelu", "gelu_tanh", "relu" or "relu2"; LIMIT is None for no clamp.
 """
 
 from typing import NamedTuple
@@ -15,6 +13,24 @@ _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 _SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 _GELU_CUBIC = tl.constexpr(0.044715)
 _LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Options(NamedTuple):
+    """An activation, as the constexpr `ACT` of kernels."""
+
+    GATED: bool
+    CHANNEL_STEP: int  # 2 where gate and linear channels alternate
+    CURVE: str  # "sigmoid" (`x * sigmoid(ALPHA * x)`), "gelu", "gelu_tanh", "relu" or "relu2"
+    ALPHA: float
+    LIMIT: float | None  # None: no clamp
+    OFFSET: float
+
+
+# Not a property: a kernel's key in Triton's cache has the source of this, and would not have that of a property.
+@triton.constexpr_function
+def halves(act: Options) -> int:
+    """2 where a row of `h` is a half of gates and a half of linear channels, else 1."""
+    return 2 if act.GATED and act.CHANNEL_STEP == 1 else 1
 
 
 @triton.jit
@@ -65,27 +81,23 @@ def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
 
 
 @triton.jit
-def gated(g, l, CURVE: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, OFFSET: tl.constexpr):
-    """`(act, d act / dg, d act / dl)`. A value equal to its limit still passes a gradient, as in torch.clamp."""
+def activate(g, l, ACT: tl.constexpr):
+    """`(act, d act / dg, d act / dl)`, fp32; without a linear part, `l` and the last one mean nothing.
+
+    A value equal to its limit still passes a gradient, as in torch.clamp.
+    """
     g_slope = 1.0
     l_slope = 1.0
-    if LIMIT is not None:
-        g_slope = tl.where(g <= LIMIT, 1.0, 0.0)
-        l_slope = tl.where(tl.abs(l) <= LIMIT, 1.0, 0.0)
+    if ACT.GATED and ACT.LIMIT is not None:
+        g_slope = tl.where(g <= ACT.LIMIT, 1.0, 0.0)
+        l_slope = tl.where(tl.abs(l) <= ACT.LIMIT, 1.0, 0.0)
         # Not tl.minimum, which on a GPU turns NaN into the limit.
-        g = tl.where(g > LIMIT, LIMIT, g)
-        l = tl.where(l > LIMIT, LIMIT, tl.where(l < -LIMIT, -LIMIT, l))
-    c, slope = curve(g, CURVE, ALPHA)
-    m = l + OFFSET if OFFSET != 0 else l  # adding 0 is an instruction: it makes 0 of -0
-    return c * m, slope * m * g_slope, c * l_slope
-
-
-class Options(NamedTuple):
-    """The constexprs that kernels take, in their order."""
-
-    GATED: bool
-    CHANNEL_STEP: int  # 2 where gate and linear channels alternate
-    CURVE: str
-    ALPHA: float
-    LIMIT: float | None
-    OFFSET: float
+        g = tl.where(g > ACT.LIMIT, ACT.LIMIT, g)
+        l = tl.where(l > ACT.LIMIT, ACT.LIMIT, tl.where(l < -ACT.LIMIT, -ACT.LIMIT, l))
+    c, slope = curve(g, ACT.CURVE, ACT.ALPHA)
+    if ACT.GATED:
+        m = l + ACT.OFFSET if ACT.OFFSET != 0 else l  # adding 0 is an instruction: it makes 0 of -0
+        act, by_gate, by_linear = c * m, slope * m * g_slope, c * l_slope
+    else:
+        act, by_gate, by_linear = c, slope, slope
+    return act, by_gate, by_linear

@@ -46,8 +46,7 @@ def _load_h(
     tiles_ptr,
     loop,
     slots,
-    CHANNEL_STEP: gl.constexpr,
-    HALVES: gl.constexpr,
+    ACT: gl.constexpr,
     BLOCK_F: gl.constexpr,
     SUBTILES: gl.constexpr,
     GROUP_M: gl.constexpr,
@@ -55,7 +54,8 @@ def _load_h(
     """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
     num_m, num_f = loop[0], loop[1]
     h, _, full, empty = slots
-    WIDTH: gl.constexpr = BLOCK_F // SUBTILES * CHANNEL_STEP
+    HALVES: gl.constexpr = activation.halves(ACT)
+    WIDTH: gl.constexpr = BLOCK_F // SUBTILES * ACT.CHANNEL_STEP
     ROWS: gl.constexpr = h.shape[1]
     CONSUMERS: gl.constexpr = empty.shape[0] // SLOTS
     BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
@@ -65,7 +65,7 @@ def _load_h(
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, 0)
         for s in range(0, SUBTILES):
-            column = f_tile * BLOCK_F * CHANNEL_STEP + s * WIDTH
+            column = f_tile * BLOCK_F * ACT.CHANNEL_STEP + s * WIDTH
             for c in gl.static_range(CONSUMERS):
                 at = c * SLOTS + j % SLOTS
                 mbarrier.wait(empty.index(at), (j // SLOTS & 1) ^ 1)
@@ -91,14 +91,8 @@ def _consume(
     slots,
     WHICH: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    GATED: gl.constexpr,
-    CHANNEL_STEP: gl.constexpr,
-    CURVE: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
+    ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
-    HALVES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_F: gl.constexpr,
     BLOCK_H: gl.constexpr,
@@ -108,6 +102,7 @@ def _consume(
 ):
     num_m, num_f = loop[0], loop[1]
     h, a, full, empty = slots
+    HALVES: gl.constexpr = activation.halves(ACT)
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     i = 0
@@ -126,7 +121,7 @@ def _consume(
             # Of `h`, then of `dh`; the same buffer where there are no halves.
             gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
             mbarrier.wait(full.index(at), j // SLOTS & 1)
-            if CHANNEL_STEP == 2:
+            if ACT.CHANNEL_STEP == 2:
                 joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
                 h_MG = gates.load(joined.type.layout).to(gl.float32)
                 g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
@@ -135,19 +130,16 @@ def _consume(
             else:
                 g = gates.load(da_MF.type.layout).to(gl.float32)
                 l = linears.load(da_MF.type.layout).to(gl.float32)
-            if GATED:
-                act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
-            else:
-                act, by_gate = activation.curve(g, CURVE, ALPHA)
+            act, by_gate, by_linear = activation.activate(g, l, ACT)
             if probs_ptr is not None:
                 dprobs_M += gl.sum(da_MF * act, axis=1)
                 da_MF *= probs_M1
                 act *= probs_M1
-            if CHANNEL_STEP == 2:
+            if ACT.CHANNEL_STEP == 2:
                 gates.store(gl.reshape(gl.join(da_MF * by_gate, da_MF * by_linear), (ROWS, 2 * WIDTH)).to(h.dtype))
             else:
                 gates.store((da_MF * by_gate).to(h.dtype))
-                if GATED:
+                if ACT.GATED:
                     linears.store((da_MF * by_linear).to(h.dtype))
             a.index(at).store(act.to(a.dtype))
             fence_async_shared()
@@ -156,7 +148,7 @@ def _consume(
                 tma_store(dh_desc, [wrap, end, row, 0, column], gates)
                 tma_store(dh_desc, [wrap, end, row, 1, column], linears)
             else:
-                tma_store(dh_desc, [wrap, end, row, column * CHANNEL_STEP], gates)
+                tma_store(dh_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], gates)
             tma_store(a_desc, [wrap, end, row, column], a.index(at))
             # All stores but these have read their slot, that of the part before, which is given back.
             tma_store_wait(HALVES + 1)
@@ -189,12 +181,7 @@ def grouped_dgrad_act_specialised_kernel(
     F,
     stride_h_r,
     stride_a_r,
-    GATED: gl.constexpr,
-    CHANNEL_STEP: gl.constexpr,
-    CURVE: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
+    ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -208,10 +195,10 @@ def grouped_dgrad_act_specialised_kernel(
     """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
     gl.static_assert(BLOCK_M == 128)
     gl.static_assert(SLOTS > 1)
-    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
+    HALVES: gl.constexpr = activation.halves(ACT)
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
-    h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
     dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, ROWS, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
@@ -224,26 +211,24 @@ def grouped_dgrad_act_specialised_kernel(
         [
             (_consume, (
                 probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(0), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )),
             (_consume, (
                 probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(1), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, HALVES, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
             (load_operands, (
                 dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
                 REVERSED, K_CONTIGUOUS, 1, BLOCK_F, BLOCK_H, GROUP_M, STAGES,
             )),
-            (_load_h, (h_desc, tiles_ptr, loop, slots, CHANNEL_STEP, HALVES, BLOCK_F, SUBTILES, GROUP_M)),
+            (_load_h, (h_desc, tiles_ptr, loop, slots, ACT, BLOCK_F, SUBTILES, GROUP_M)),
         ],
         [4 if CONSUMERS == 2 else 1, LOADING_WARPS, 1],
         [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)
-    zero_padding_at(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, row_M1, column_1N)
+    zero_padding_at(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)
     if probs_ptr is not None:
         zero_padding_at(partial_ptr, tiles_ptr, num_parts, 1, num_rows, row_M1, column_1N)

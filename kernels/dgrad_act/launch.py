@@ -38,7 +38,7 @@ def grouped_dgrad_act_(
     (num_rows, F), H, num_experts = a_RF.shape, dy_RH.shape[1], schedule.num_experts
     w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])
     w_view = descriptors.matrices(w_EFH, num_experts, (F, H)) if num_rows else None
-    gathered, halves = rows_R is not None, 2 if act.GATED and act.CHANNEL_STEP == 1 else 1
+    gathered, halves = rows_R is not None, activation.halves(act)
     fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
     dy_described = descriptors.fits_tensor(dy_RH)
@@ -103,7 +103,7 @@ def grouped_dgrad_act_(
             grid,
             *(dy_desc, rows_R, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
             *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),
-            *(*act, k_contiguous, reversed_, consumers(dy_RH.device), *blocks, tile.num_stages),
+            *(act, k_contiguous, reversed_, consumers(dy_RH.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,
         )
         return partial
@@ -135,7 +135,7 @@ def grouped_dgrad_act_(
         stride_bias_e,
         h_RG.stride(0),
         a_RF.stride(0),
-        *act,
+        act,
         k_contiguous,
         reversed_,
         w_EFH.aligned,

@@ -36,13 +36,13 @@ from ..device.tiles import (
 
 
 @triton.jit
-def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, GATED: tl.constexpr, CHANNEL_STEP: tl.constexpr):
+def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, ACT: tl.constexpr):
     """A subtile of gates and one of linear channels from `h_M1` and `l_M1` on, where a row has `left` of either; one of
     both where they are interleaved.
     """
-    g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * CHANNEL_STEP, WIDTH * CHANNEL_STEP)
+    g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * ACT.CHANNEL_STEP, WIDTH * ACT.CHANNEL_STEP)
     l = g
-    if GATED and CHANNEL_STEP == 1:
+    if activation.halves(ACT) == 2:
         l = load_rows(None, l_M1, 0, 0, mask_M1, 0, left, WIDTH)
     return g, l
 
@@ -106,12 +106,7 @@ def _grouped_dgrad_act_kernel(
     stride_bias_e,
     stride_h_r,
     stride_a_r,
-    GATED: tl.constexpr,
-    CHANNEL_STEP: tl.constexpr,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    ACT: tl.constexpr,
     K_CONTIGUOUS: tl.constexpr,
     REVERSED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -123,11 +118,11 @@ def _grouped_dgrad_act_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
-    WIDTH_G: tl.constexpr = WIDTH * CHANNEL_STEP
+    STEP: tl.constexpr = ACT.CHANNEL_STEP
+    WIDTH_G: tl.constexpr = WIDTH * STEP
     # With descriptors rows, and halves of them, are whole multiples of 16 bytes: loads by pointers are vectors, too.
-    VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // CHANNEL_STEP
+    VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // STEP
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
     num_parts = num_f
@@ -158,12 +153,12 @@ def _grouped_dgrad_act_kernel(
 
         # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
         # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.
-        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * CHANNEL_STEP
+        h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * STEP
         l_M1, left = h_M1 + F, F - f
         if VECTOR > 1:
             h_M1, l_M1 = tl.multiple_of(h_M1, (16, 16)), tl.multiple_of(l_M1, (16, 16))
             left = tl.multiple_of(left, VECTOR)
-        g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, GATED, CHANNEL_STEP)
+        g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, ACT)
         dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
@@ -176,26 +171,23 @@ def _grouped_dgrad_act_kernel(
             g, l = g_next.to(tl.float32), l_next.to(tl.float32)
             if s + 1 < SUBTILES:
                 h_M1, l_M1, left = h_M1 + WIDTH_G, l_M1 + WIDTH, left - WIDTH
-                g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, GATED, CHANNEL_STEP)
-            if GATED and CHANNEL_STEP == 2:
+                g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, ACT)
+            if STEP == 2:
                 g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
-            if GATED:
-                act, by_gate, by_linear = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)
-            else:
-                act, by_gate = activation.curve(g, CURVE, ALPHA)
+            act, by_gate, by_linear = activation.activate(g, l, ACT)
             if probs_ptr is not None:
                 # Not along axis 1: for sm_100, Triton 3.7.1 would look for another layout of `da`, and fail.
                 dprobs_M1 += tl.sum(tl.reshape(da_MF * act, (BLOCK_M, 1, WIDTH)), axis=2)
                 da_MF *= probs_M1
                 act *= probs_M1
             dg_MF = round_to(da_MF * by_gate, dh_ptr.dtype.element_ty)
-            if GATED:
+            if ACT.GATED:
                 dl_MF = round_to(da_MF * by_linear, dh_ptr.dtype.element_ty)
-            if TWO:
+            if activation.halves(ACT) == 2:
                 store_halves(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF, dl_MF)
-            elif GATED:
+            elif ACT.GATED:
                 dh_MG = tl.reshape(tl.join(dg_MF, dl_MF), (BLOCK_M, WIDTH_G))
-                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column * CHANNEL_STEP, F * CHANNEL_STEP, dh_MG)
+                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column * STEP, F * STEP, dh_MG)
             else:
                 store_rows(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF)
             store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(act, a_ptr.dtype.element_ty))
@@ -204,7 +196,7 @@ def _grouped_dgrad_act_kernel(
             partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
             tl.store(partial_M1, dprobs_M1, mask=mask_M1)
 
-    zero_padding(dh_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
+    zero_padding(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:
         zero_padding(partial_ptr, tiles_ptr, num_parts, 1, num_rows, BLOCK_M, 4)

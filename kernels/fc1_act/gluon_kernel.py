@@ -43,12 +43,7 @@ def _consume(
     a_out,
     WHICH: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    GATED: gl.constexpr,
-    CHANNEL_STEP: gl.constexpr,
-    CURVE: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
+    ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_F: gl.constexpr,
@@ -57,8 +52,8 @@ def _consume(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
-    COLUMNS: gl.constexpr = HALVES * BLOCK_F * CHANNEL_STEP
+    HALVES: gl.constexpr = activation.halves(ACT)
+    COLUMNS: gl.constexpr = HALVES * BLOCK_F * ACT.CHANNEL_STEP
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     PARTS: gl.constexpr = HALVES * SUBTILES
@@ -75,8 +70,8 @@ def _consume(
             l_MF = part(parts, SUBTILES + s, PARTS, CONSUMERS) if HALVES == 2 else h_MG
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                column_1G = column_numbers(h_MG, column * CHANNEL_STEP)
-                h_MG += load_bias_at(bias, column_1G, F * CHANNEL_STEP)
+                column_1G = column_numbers(h_MG, column * ACT.CHANNEL_STEP)
+                h_MG += load_bias_at(bias, column_1G, F * ACT.CHANNEL_STEP)
                 if HALVES == 2:
                     l_MF += load_bias_at(bias + F, column_1G, F)
             h_MG, l_MF = paired(h_MG.to(h_out.dtype)), paired(l_MF.to(h_out.dtype))
@@ -87,14 +82,11 @@ def _consume(
                 overwrite(h_out.index(WHICH * HALVES + 1), l_MF, HALVES)
                 tma_store(h_desc, [wrap, end, row, 1, column], h_out.index(WHICH * HALVES + 1))
             else:
-                tma_store(h_desc, [wrap, end, row, column * CHANNEL_STEP], buffer)
+                tma_store(h_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], buffer)
             g, l = h_MG.to(gl.float32), l_MF.to(gl.float32)
-            if CHANNEL_STEP == 2:
+            if ACT.CHANNEL_STEP == 2:
                 g, l = gl.split(gl.reshape(g, (ROWS, WIDTH, 2)))
-            if GATED:
-                a = activation.gated(g, l, CURVE, ALPHA, LIMIT, OFFSET)[0]
-            else:
-                a = activation.curve(g, CURVE, ALPHA)[0]
+            a, _, _ = activation.activate(g, l, ACT)
             if probs_ptr is not None:
                 a *= load_for_rows(probs_ptr + first, a, WHICH * ROWS, rows)
             overwrite(a_out.index(WHICH), a.to(a_out.dtype), HALVES)
@@ -121,12 +113,7 @@ def grouped_fc1_act_specialised_kernel(
     stride_bias_e,
     stride_h_r,
     stride_a_r,
-    GATED: gl.constexpr,
-    CHANNEL_STEP: gl.constexpr,
-    CURVE: gl.constexpr,
-    ALPHA: gl.constexpr,
-    LIMIT: gl.constexpr,
-    OFFSET: gl.constexpr,
+    ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
     CONSUMERS: gl.constexpr,
@@ -140,13 +127,13 @@ def grouped_fc1_act_specialised_kernel(
     """Pass (1); arguments as of the Triton kernel."""
     gl.static_assert(BLOCK_M == 128)
     ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    HALVES: gl.constexpr = 2 if GATED and CHANNEL_STEP == 1 else 1
-    BLOCK_G: gl.constexpr = BLOCK_F * CHANNEL_STEP
+    HALVES: gl.constexpr = activation.halves(ACT)
+    BLOCK_G: gl.constexpr = BLOCK_F * ACT.CHANNEL_STEP
     WIDTH: gl.constexpr = BLOCK_F // SUBTILES
     COLUMNS: gl.constexpr = HALVES * BLOCK_G
     x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
     loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty, sums)
-    h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * CHANNEL_STEP)
+    h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
     GATHERED: gl.constexpr = rows_ptr is not None
     LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
@@ -156,13 +143,11 @@ def grouped_fc1_act_specialised_kernel(
         [
             (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(0), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )),
             (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(1), CONSUMERS, GATED, CHANNEL_STEP, CURVE, ALPHA, LIMIT, OFFSET,
-                K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
             )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
             (load_operands, (
                 x_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
@@ -174,5 +159,5 @@ def grouped_fc1_act_specialised_kernel(
     )
     # fmt: on
     row_M1, column_1N = whole_rows(BLOCK_M)
-    zero_padding_at(h_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, row_M1, column_1N)
+    zero_padding_at(h_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)

@@ -85,7 +85,7 @@ def grouped_fc1_act_(
             grid,
             *(x_desc, rows_R, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
             *(num_experts, H, F, *strides),
-            *(*act, k_contiguous, reversed_, consumers(x_RH.device), *blocks, tile.num_stages),
+            *(act, k_contiguous, reversed_, consumers(x_RH.device), *blocks, tile.num_stages),
             num_warps=tile.num_warps,
         )
         return
@@ -112,7 +112,7 @@ def grouped_fc1_act_(
         w_EGH.stride_e,
         *w_EGH.strides,
         *strides,
-        *act,
+        act,
         k_contiguous,
         reversed_,
         w_EGH.aligned,

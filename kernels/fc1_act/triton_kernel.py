@@ -57,12 +57,7 @@ def _grouped_fc1_act_kernel(
     stride_bias_e,
     stride_h_r,
     stride_a_r,
-    GATED: tl.constexpr,
-    CHANNEL_STEP: tl.constexpr,
-    CURVE: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-    OFFSET: tl.constexpr,
+    ACT: tl.constexpr,
     K_CONTIGUOUS: tl.constexpr,
     REVERSED: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -74,13 +69,12 @@ def _grouped_fc1_act_kernel(
     FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    TWO: tl.constexpr = GATED and CHANNEL_STEP == 1
-    HALVES: tl.constexpr = 2 if TWO else 1
-    BLOCK_G: tl.constexpr = BLOCK_F * CHANNEL_STEP
+    HALVES: tl.constexpr = activation.halves(ACT)
+    BLOCK_G: tl.constexpr = BLOCK_F * ACT.CHANNEL_STEP
     WIDTH: tl.constexpr = BLOCK_F // SUBTILES
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
-    end_g = F * CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
+    end_g = F * ACT.CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
@@ -98,7 +92,7 @@ def _grouped_fc1_act_kernel(
             x_MH = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, H, BLOCK_H)
             # fmt: off
             w_HG = load_weight(
-                w_desc, w, w_e, f * CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h,
+                w_desc, w, w_e, f * ACT.CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h,
                 BLOCK_G, BLOCK_H, K_CONTIGUOUS, HALVES,
             )
             # fmt: on
@@ -115,27 +109,26 @@ def _grouped_fc1_act_kernel(
             column = f + s * WIDTH
             h_MG = parts[s]
             if bias_ptr is not None:
-                h_MG += load_bias(bias, column * CHANNEL_STEP, end_g, WIDTH * CHANNEL_STEP)
+                h_MG += load_bias(bias, column * ACT.CHANNEL_STEP, end_g, WIDTH * ACT.CHANNEL_STEP)
             h_MG = paired(round_to(h_MG, h_ptr.dtype.element_ty))
-            if TWO:
+            l_MF = h_MG
+            if HALVES == 2:
                 l_MF = parts[SUBTILES + s]
                 if bias_ptr is not None:
                     l_MF += load_bias(bias + F, column, F, WIDTH)
                 l_MF = paired(round_to(l_MF, h_ptr.dtype.element_ty))
                 store_halves(h_desc, h_M1, first, num_rows, mask_M1, column, F, h_MG, l_MF)
-                a, _, _ = activation.gated(h_MG.to(tl.float32), l_MF.to(tl.float32), CURVE, ALPHA, LIMIT, OFFSET)
             else:
-                store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * CHANNEL_STEP, end_g, h_MG)
-                if GATED:
-                    g_MF, l_MF = tl.split(tl.reshape(h_MG.to(tl.float32), (BLOCK_M, WIDTH, 2)))
-                    a, _, _ = activation.gated(g_MF, l_MF, CURVE, ALPHA, LIMIT, OFFSET)
-                else:
-                    a, _ = activation.curve(h_MG.to(tl.float32), CURVE, ALPHA)
+                store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * ACT.CHANNEL_STEP, end_g, h_MG)
+            g, l = h_MG.to(tl.float32), l_MF.to(tl.float32)
+            if ACT.CHANNEL_STEP == 2:
+                g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
+            a, _, _ = activation.activate(g, l, ACT)
             if probs_ptr is not None:
                 a *= probs_M1
             a = round_to(a, a_ptr.dtype.element_ty)
             store_rows(a_desc, a_M1, first, num_rows, mask_M1, column, F, a)
 
     # act(0) = 0 for every activation.
-    zero_padding(h_ptr, tiles_ptr, 2 * F if GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
+    zero_padding(h_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
