@@ -43,10 +43,13 @@ class Launch:
     @property
     def tile(self) -> str:
         """Tile sizes and options, as text."""
-        blocks = {name: value for name, value in self.arguments.items() if name.startswith("BLOCK")}
+        tile: configs.Tile | None = self.arguments.get("TILE")
+        values = self.arguments | ({"SUBTILES": tile.SUBTILES} if tile else {})
         named = {"s": "SUBTILES", "w": "num_warps", "p": "num_stages"}
-        text = "x".join(str(value) for value in blocks.values())
-        return text + "".join(f" {letter}{self.arguments[k]}" for letter, k in named.items() if k in self.arguments)
+        blocks = tile[:3] if tile else [value for name, value in self.arguments.items() if name.startswith("BLOCK")]
+        return "x".join(map(str, blocks)) + "".join(
+            f" {letter}{values[k]}" for letter, k in named.items() if k in values
+        )
 
 
 class _AbsentGPU:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 
 from fusedmlp import environment
 from fusedmlp.kernels.tiles import tuned
@@ -47,7 +47,7 @@ def _name(found: Found) -> str:
 
 def _short(tile: Tile) -> str:
     return " ".join(
-        f"{f.name.removeprefix('BLOCK_').removeprefix('num_')}={getattr(tile, f.name)}" for f in fields(tile)
+        f"{name.removeprefix('BLOCK_').removeprefix('num_')}={value}" for name, value in tile._asdict().items()
     )
 
 
@@ -60,4 +60,5 @@ def _table(found: list[Found]) -> str:
 
 def _as_json(found: list[Found]) -> str:
     """What was found: a list of objects with the fields of `Found`."""
-    return json.dumps([asdict(f) | {"key": f.key._asdict()} for f in found], indent=1)
+    tuples = ("key", "shipped", "tile")
+    return json.dumps([asdict(f) | {name: getattr(f, name)._asdict() for name in tuples} for f in found], indent=1)

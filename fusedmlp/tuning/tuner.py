@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -169,10 +169,10 @@ def _neighbours(tile: Tile, numbers: dict[str, tuple[int, ...]]) -> Iterator[Til
     for name, choices in numbers.items():
         value = getattr(tile, name)
         yield from (
-            replace(tile, **{name: c}) for c in choices if c < value and not any(c < d < value for d in choices)
+            tile._replace(**{name: c}) for c in choices if c < value and not any(c < d < value for d in choices)
         )
         yield from (
-            replace(tile, **{name: c}) for c in choices if c > value and not any(value < d < c for d in choices)
+            tile._replace(**{name: c}) for c in choices if c > value and not any(value < d < c for d in choices)
         )
 
 

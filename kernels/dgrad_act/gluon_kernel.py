@@ -47,25 +47,23 @@ def _load_h(
     loop,
     slots,
     ACT: gl.constexpr,
-    BLOCK_F: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
     num_m, num_f = loop[0], loop[1]
     h, _, full, empty = slots
     HALVES: gl.constexpr = activation.halves(ACT)
-    WIDTH: gl.constexpr = BLOCK_F // SUBTILES * ACT.CHANNEL_STEP
+    WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES * ACT.CHANNEL_STEP
     ROWS: gl.constexpr = h.shape[1]
     CONSUMERS: gl.constexpr = empty.shape[0] // SLOTS
     BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
     j = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, 0)
-        for s in range(0, SUBTILES):
-            column = f_tile * BLOCK_F * ACT.CHANNEL_STEP + s * WIDTH
+        for s in range(0, TILE.SUBTILES):
+            column = f_tile * TILE.BLOCK_N * ACT.CHANNEL_STEP + s * WIDTH
             for c in gl.static_range(CONSUMERS):
                 at = c * SLOTS + j % SLOTS
                 mbarrier.wait(empty.index(at), (j // SLOTS & 1) ^ 1)
@@ -93,27 +91,23 @@ def _consume(
     CONSUMERS: gl.constexpr,
     ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_F: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     num_m, num_f = loop[0], loop[1]
     h, a, full, empty = slots
+    SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
     i = 0
     j = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, H, loop, WHICH, BLOCK_F, SUBTILES, BLOCK_H, K_CONTIGUOUS, STAGES)
+        parts, i = product(i, H, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * BLOCK_F + s * WIDTH
+            da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
             if probs_ptr is not None and s == 0:
                 row_M, dprobs_M = row_numbers(da_MF, WHICH * ROWS), row_zeros(da_MF)
                 probs_M1 = load_for_rows(probs_ptr + first, da_MF, WHICH * ROWS, rows)
@@ -185,24 +179,19 @@ def grouped_dgrad_act_specialised_kernel(
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_F: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
-    gl.static_assert(BLOCK_M == 128)
+    gl.static_assert(TILE.BLOCK_M == 128)
     gl.static_assert(SLOTS > 1)
     HALVES: gl.constexpr = activation.halves(ACT)
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES
     h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
-    dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, ROWS, BLOCK_F, BLOCK_H, K_CONTIGUOUS, STAGES)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), dy, w, full, empty, sums)
+    dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), dy, w, full, empty, sums)
     GATHERED: gl.constexpr = rows_ptr is not None
     LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
     LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
@@ -211,23 +200,22 @@ def grouped_dgrad_act_specialised_kernel(
         [
             (_consume, (
                 probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
             )),
             (_consume, (
                 probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
-            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
+                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
+            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, K_CONTIGUOUS, TILE)),
             (load_operands, (
-                dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
-                REVERSED, K_CONTIGUOUS, 1, BLOCK_F, BLOCK_H, GROUP_M, STAGES,
+                dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop, REVERSED, K_CONTIGUOUS, 1, TILE,
             )),
-            (_load_h, (h_desc, tiles_ptr, loop, slots, ACT, BLOCK_F, SUBTILES, GROUP_M)),
+            (_load_h, (h_desc, tiles_ptr, loop, slots, ACT, TILE)),
         ],
         [4 if CONSUMERS == 2 else 1, LOADING_WARPS, 1],
         [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
-    row_M1, column_1N = whole_rows(BLOCK_M)
+    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)
     if probs_ptr is not None:

@@ -85,7 +85,6 @@ def grouped_dgrad_act_(
     grid = (num_programs(tile, dy_RH.device, schedule.max_tiles(tile.BLOCK_M) * num_f),)
     bias_ptrs = (bias_EH.base, bias_EH.table) if bias_EH else (None, None)
     stride_bias_e = bias_EH.stride_e if bias_EH else 0
-    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     reversed_, tiles = w_EFH.stride_e < 0, schedule.tiles(tile.BLOCK_M)
     if path == "specialised":
         from .gluon_kernel import grouped_dgrad_act_specialised_kernel
@@ -103,7 +102,7 @@ def grouped_dgrad_act_(
             grid,
             *(dy_desc, rows_R, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
             *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),
-            *(act, k_contiguous, reversed_, consumers(dy_RH.device), *blocks, tile.num_stages),
+            *(act, k_contiguous, reversed_, consumers(dy_RH.device), tile),
             num_warps=tile.num_warps,
         )
         return partial
@@ -139,8 +138,7 @@ def grouped_dgrad_act_(
         k_contiguous,
         reversed_,
         w_EFH.aligned,
-        *blocks,
-        tile.PER_SM > 0 and not (gathered and bias),  # which would spill a few bytes
+        tile,
         dot_precision(dy_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

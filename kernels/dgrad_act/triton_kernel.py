@@ -110,34 +110,44 @@ def _grouped_dgrad_act_kernel(
     K_CONTIGUOUS: tl.constexpr,
     REVERSED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = BLOCK_F // SUBTILES
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    SUBTILES: tl.constexpr = TILE.SUBTILES
+    HAS_BIAS: tl.constexpr = probs_ptr is not None and bias_ptr is not None
+    FLATTEN: tl.constexpr = TILE.PER_SM > 0 and not (HAS_BIAS and rows_ptr is not None)  # would spill a few bytes
+    WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     STEP: tl.constexpr = ACT.CHANNEL_STEP
     WIDTH_G: tl.constexpr = WIDTH * STEP
     # With descriptors rows, and halves of them, are whole multiples of 16 bytes: loads by pointers are vectors, too.
     VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // STEP
     tl.assume(H > 0)
-    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
+    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
     num_parts = num_f
-    if probs_ptr is not None and bias_ptr is not None:
+    if HAS_BIAS:
         # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
         _bias_dprobs(
             partial_ptr + num_f.to(tl.int64) * num_rows,
-            *(dy_ptr, rows_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e, BLOCK_M, BLOCK_H),
+            *(
+                dy_ptr,
+                rows_ptr,
+                bias_ptr,
+                bias_table_ptr,
+                tiles_ptr,
+                H,
+                stride_dy_r,
+                stride_bias_e,
+                BLOCK_M,
+                TILE.BLOCK_K,
+            ),
         )
         num_parts = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
-        f, mask_M1 = f_tile * BLOCK_F, row_M1 < rows
+        f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < rows
         dy_row_M1 = first + row_M1
         if rows_ptr is not None:
             dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
@@ -145,10 +155,12 @@ def _grouped_dgrad_act_kernel(
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
-        da = zeros(BLOCK_M, BLOCK_F, num_m, FLATTEN)
-        for k in range(0, H, BLOCK_H):
-            dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
-            w_HF = load_weight(w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, BLOCK_F, BLOCK_H, K_CONTIGUOUS)
+        da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
+        for k in range(0, H, TILE.BLOCK_K):
+            dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, TILE.BLOCK_K)
+            w_HF = load_weight(
+                w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, TILE.BLOCK_N, TILE.BLOCK_K, K_CONTIGUOUS
+            )
             da = dot(dy_MH, w_HF, da, PRECISION)
 
         # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the

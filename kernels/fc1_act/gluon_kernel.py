@@ -45,27 +45,22 @@ def _consume(
     CONSUMERS: gl.constexpr,
     ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_F: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
+    SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)
-    COLUMNS: gl.constexpr = HALVES * BLOCK_F * ACT.CHANNEL_STEP
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
     PARTS: gl.constexpr = HALVES * SUBTILES
     num_m, num_f = loop[0], loop[1]
     i = 0
     for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, H, loop, WHICH, COLUMNS, PARTS, BLOCK_H, K_CONTIGUOUS, STAGES)
+        parts, i = product(i, H, loop, WHICH, PARTS, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            column = f_tile * BLOCK_F + s * WIDTH
+            column = f_tile * TILE.BLOCK_N + s * WIDTH
             h_MG = part(parts, s, PARTS, CONSUMERS)
             l_MF = part(parts, SUBTILES + s, PARTS, CONSUMERS) if HALVES == 2 else h_MG
             if bias_ptr is not None:
@@ -117,22 +112,16 @@ def grouped_fc1_act_specialised_kernel(
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_F: gl.constexpr,
-    BLOCK_H: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Pass (1); arguments as of the Triton kernel."""
-    gl.static_assert(BLOCK_M == 128)
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
+    gl.static_assert(TILE.BLOCK_M == 128)
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     HALVES: gl.constexpr = activation.halves(ACT)
-    BLOCK_G: gl.constexpr = BLOCK_F * ACT.CHANNEL_STEP
-    WIDTH: gl.constexpr = BLOCK_F // SUBTILES
-    COLUMNS: gl.constexpr = HALVES * BLOCK_G
-    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, COLUMNS, BLOCK_H, K_CONTIGUOUS, STAGES)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, BLOCK_F), x, w, full, empty, sums)
+    WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES
+    COLUMNS: gl.constexpr = HALVES * TILE.BLOCK_N * ACT.CHANNEL_STEP
+    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, COLUMNS, K_CONTIGUOUS, TILE)
+    loop = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), x, w, full, empty, sums)
     h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
     GATHERED: gl.constexpr = rows_ptr is not None
@@ -143,21 +132,21 @@ def grouped_fc1_act_specialised_kernel(
         [
             (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
             )),
             (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, BLOCK_M, BLOCK_F, BLOCK_H, SUBTILES, GROUP_M, STAGES,
-            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, BLOCK_H, K_CONTIGUOUS, STAGES)),
+                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
+            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, K_CONTIGUOUS, TILE)),
             (load_operands, (
                 x_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
-                REVERSED, K_CONTIGUOUS, HALVES, BLOCK_G, BLOCK_H, GROUP_M, STAGES,
+                REVERSED, K_CONTIGUOUS, HALVES, TILE,
             )),
         ],
         [4 if CONSUMERS == 2 else 1, LOADING_WARPS],
         [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS],
     )
     # fmt: on
-    row_M1, column_1N = whole_rows(BLOCK_M)
+    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(h_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)

@@ -75,7 +75,6 @@ def grouped_fc1_act_(
     grid = (num_programs(tile, x_RH.device, schedule.max_tiles(tile.BLOCK_M) * cdiv(F, tile.BLOCK_N)),)
     bias_ptrs = (bias_EG.base, bias_EG.table) if bias_EG else (None, None)
     strides = bias_EG.stride_e if bias_EG else 0, h_RG.stride(0), a_RF.stride(0)
-    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     reversed_ = w_EGH.stride_e < 0
     if path == "specialised":
         from .gluon_kernel import grouped_fc1_act_specialised_kernel
@@ -85,7 +84,7 @@ def grouped_fc1_act_(
             grid,
             *(x_desc, rows_R, w_desc, *bias_ptrs, probs_R, h_RG, h_desc, a_RF, a_desc, schedule.tiles(tile.BLOCK_M)),
             *(num_experts, H, F, *strides),
-            *(act, k_contiguous, reversed_, consumers(x_RH.device), *blocks, tile.num_stages),
+            *(act, k_contiguous, reversed_, consumers(x_RH.device), tile),
             num_warps=tile.num_warps,
         )
         return
@@ -116,8 +115,7 @@ def grouped_fc1_act_(
         k_contiguous,
         reversed_,
         w_EGH.aligned,
-        *blocks,
-        tile.PER_SM > 0,
+        tile,
         dot_precision(x_RH.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

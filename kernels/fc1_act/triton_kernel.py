@@ -61,25 +61,23 @@ def _grouped_fc1_act_kernel(
     K_CONTIGUOUS: tl.constexpr,
     REVERSED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK_M: tl.constexpr = TILE.BLOCK_M
+    SUBTILES: tl.constexpr = TILE.SUBTILES
+    FLATTEN: tl.constexpr = TILE.PER_SM > 0
     HALVES: tl.constexpr = activation.halves(ACT)
-    BLOCK_G: tl.constexpr = BLOCK_F * ACT.CHANNEL_STEP
-    WIDTH: tl.constexpr = BLOCK_F // SUBTILES
+    BLOCK_G: tl.constexpr = TILE.BLOCK_N * ACT.CHANNEL_STEP
+    WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     tl.assume(H > 0)
-    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, BLOCK_F)
+    num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
     end_g = F * ACT.CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, f_tile = tile_at(place, num_m, num_f, GROUP_M)
+        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         expert, first, num_rows = load_tile(tiles_ptr, m_tile)
-        f, mask_M1 = f_tile * BLOCK_F, row_M1 < num_rows
+        f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < num_rows
         x_row_M1 = first + row_M1
         if rows_ptr is not None:
             x_row_M1 = tl.load(rows_ptr + x_row_M1, mask=mask_M1, other=0)
@@ -88,12 +86,12 @@ def _grouped_fc1_act_kernel(
         w_e = num_experts - 1 - expert if REVERSED else expert
 
         acc = tl.zeros((BLOCK_M, HALVES * BLOCK_G), dtype=tl.float32)
-        for k in range(0, H, BLOCK_H):
-            x_MH = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, H, BLOCK_H)
+        for k in range(0, H, TILE.BLOCK_K):
+            x_MH = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, H, TILE.BLOCK_K)
             # fmt: off
             w_HG = load_weight(
                 w_desc, w, w_e, f * ACT.CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h,
-                BLOCK_G, BLOCK_H, K_CONTIGUOUS, HALVES,
+                BLOCK_G, TILE.BLOCK_K, K_CONTIGUOUS, HALVES,
             )
             # fmt: on
             acc = dot(x_MH, w_HG, acc, PRECISION)

@@ -35,25 +35,21 @@ def _consume(
     WHICH: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    WIDTH: gl.constexpr = BLOCK_N // SUBTILES
+    SUBTILES: gl.constexpr = TILE.SUBTILES
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
+    WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
     TURNS: gl.constexpr = min(BUFFERS, SUBTILES)
     num_m, num_n = loop[0], loop[1]
     i = 0
     for place in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
+        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, K, loop, WHICH, BLOCK_N, SUBTILES, BLOCK_K, K_CONTIGUOUS, STAGES)
+        parts, i = product(i, K, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            y_MN, column = part(parts, s, SUBTILES, CONSUMERS), n_tile * BLOCK_N + s * WIDTH
+            y_MN, column = part(parts, s, SUBTILES, CONSUMERS), n_tile * TILE.BLOCK_N + s * WIDTH
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
                 bias_1N = load_bias_at(bias, column_numbers(y_MN, column), N)
@@ -89,40 +85,34 @@ def grouped_gemm_specialised_kernel(
     K_CONTIGUOUS: gl.constexpr,
     REVERSED: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Passes (2) and (4); arguments as of the Triton kernel."""
-    gl.static_assert(BLOCK_M == 128)
-    ROWS: gl.constexpr = BLOCK_M // CONSUMERS
-    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, ROWS, BLOCK_N, BLOCK_K, K_CONTIGUOUS, STAGES)
-    loop = (gl.load(tiles_ptr), gl.cdiv(N, BLOCK_N), x, w, full, empty, sums)
-    out = shared_tiles(y_desc.dtype, CONSUMERS * min(BUFFERS, SUBTILES), ROWS, BLOCK_N // SUBTILES)
+    gl.static_assert(TILE.BLOCK_M == 128)
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
+    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
+    loop = (gl.load(tiles_ptr), gl.cdiv(N, TILE.BLOCK_N), x, w, full, empty, sums)
+    out = shared_tiles(y_desc.dtype, CONSUMERS * min(BUFFERS, TILE.SUBTILES), ROWS, TILE.BLOCK_N // TILE.SUBTILES)
     # fmt: off
     gl.warp_specialize(
         [
             (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K, loop, out,
-                gl.constexpr(0), CONSUMERS, K_CONTIGUOUS, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, GROUP_M, STAGES,
+                gl.constexpr(0), CONSUMERS, K_CONTIGUOUS, TILE,
             )),
             (_consume, (
                 bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K, loop, out,
-                gl.constexpr(1), CONSUMERS, K_CONTIGUOUS, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, GROUP_M, STAGES,
-            )) if CONSUMERS == 2 else (multiply_tiles, (K, loop, BLOCK_K, K_CONTIGUOUS, STAGES)),
+                gl.constexpr(1), CONSUMERS, K_CONTIGUOUS, TILE,
+            )) if CONSUMERS == 2 else (multiply_tiles, (K, loop, K_CONTIGUOUS, TILE)),
             (load_operands, (
-                x_desc, None, w_desc, tiles_ptr, num_experts, K, loop,
-                REVERSED, K_CONTIGUOUS, 1, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
+                x_desc, None, w_desc, tiles_ptr, num_experts, K, loop, REVERSED, K_CONTIGUOUS, 1, TILE,
             )),
         ],
         [4 if CONSUMERS == 2 else 1, 1],
         [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
     # fmt: on
-    row_M1, column_1N = whole_rows(BLOCK_M)
+    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
     if partial_ptr is not None:
         numbers = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))

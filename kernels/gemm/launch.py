@@ -52,7 +52,6 @@ def grouped_gemm_(
     bias_ptrs = (bias_EN.base, bias_EN.table) if bias_EN else (None, None)
     sums = dprobs or (None, None, None)
     num_partials, stride_bias_e = dprobs.partial.shape[0] if dprobs else 0, bias_EN.stride_e if bias_EN else 0
-    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     reversed_ = w_ENK.stride_e < 0
     if path == "specialised":
         from .gluon_kernel import grouped_gemm_specialised_kernel
@@ -62,7 +61,7 @@ def grouped_gemm_(
             grid,
             *(x_desc, w_desc, *bias_ptrs, scale_R, y_RN, y_desc, *sums, schedule.tiles(tile.BLOCK_M)),
             *(num_partials, schedule.num_rows, num_experts, N, K, stride_bias_e, y_RN.stride(0)),
-            *(k_contiguous, reversed_, consumers(x_RK.device), *blocks, tile.num_stages),
+            *(k_contiguous, reversed_, consumers(x_RK.device), tile),
             num_warps=tile.num_warps,
         )
         return
@@ -93,8 +92,7 @@ def grouped_gemm_(
         k_contiguous,
         reversed_,
         w_ENK.aligned,
-        *blocks,
-        tile.PER_SM > 0,
+        tile,
         dot_precision(x_RK.dtype),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,

@@ -54,31 +54,30 @@ def _grouped_gemm_kernel(
     K_CONTIGUOUS: tl.constexpr,
     REVERSED: tl.constexpr,
     ALIGNED: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    GROUP_M: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, BLOCK_N)
+    SUBTILES: tl.constexpr = TILE.SUBTILES
+    FLATTEN: tl.constexpr = TILE.PER_SM > 0
+    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, TILE.BLOCK_N)
     tl.assume(K > 0)
-    WIDTH: tl.constexpr = BLOCK_N // SUBTILES
-    row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
+    row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
     # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
     for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
+        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
-        n, mask_M1 = n_tile * BLOCK_N, row_M1 < rows
+        n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < rows
         x_M1 = x_ptr + (first + row_M1).to(tl.int64) * stride_x_r
         w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
         w_e = num_experts - 1 - expert if REVERSED else expert
 
-        acc = zeros(BLOCK_M, BLOCK_N, num_m, FLATTEN)
-        for k in range(0, K, BLOCK_K):
-            x_MK = load_rows(x_desc, x_M1, first, rows, mask_M1, k, K, BLOCK_K)
-            w_KN = load_weight(w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, BLOCK_N, BLOCK_K, K_CONTIGUOUS)
+        acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
+        for k in range(0, K, TILE.BLOCK_K):
+            x_MK = load_rows(x_desc, x_M1, first, rows, mask_M1, k, K, TILE.BLOCK_K)
+            w_KN = load_weight(
+                w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, TILE.BLOCK_N, TILE.BLOCK_K, K_CONTIGUOUS
+            )
             acc = dot(x_MK, w_KN, acc, PRECISION)
 
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
@@ -95,6 +94,6 @@ def _grouped_gemm_kernel(
             y_MN = round_to(y_MN, y_ptr.dtype.element_ty)
             store_rows(y_desc, y_M1, first, rows, mask_M1, column, N, y_MN)
 
-    zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, BLOCK_M, WIDTH)
+    zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)
     if partial_ptr is not None:
         sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows)

@@ -7,7 +7,6 @@ and `BLOCK_M` the rows taken per step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
@@ -24,9 +23,10 @@ ShapeClass = Literal["short", "long"]
 SHORT_ROWS = 64
 
 
-@dataclass(frozen=True)
-class Tile:
-    """One kernel's launch configuration. Rows of the tables below give the fields in this order."""
+class Tile(NamedTuple):
+    """One kernel's launch configuration, also its constexpr `TILE`. Rows of the tables below give the fields in this
+    order.
+    """
 
     BLOCK_M: int
     BLOCK_N: int

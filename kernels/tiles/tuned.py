@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ def save(path: Path, tiles: dict[Key, Tile]) -> None:
     """Keeps `tiles` in the file, beside what it holds for other keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = (read(path) if path.exists() else {}) | tiles
-    rows = [{"key": key._asdict(), "tile": asdict(tile)} for key, tile in kept.items()]
+    rows = [{"key": key._asdict(), "tile": tile._asdict()} for key, tile in kept.items()]
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)  # a reader never sees half a file

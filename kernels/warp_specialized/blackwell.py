@@ -67,12 +67,13 @@ def multiply_tile(
 
 
 @gluon.jit
-def multiply_tiles(K, loop, BLOCK_K: gl.constexpr, K_CONTIGUOUS: gl.constexpr, STAGES: gl.constexpr):
+def multiply_tiles(K, loop, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
     """The task of the warp that multiplies in an M-ragged pass; `K > 0`."""
     num_m, num_n, x, w, full, empty, sums = loop
     i = 0
     for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
-        i = multiply_tile(j, i, gl.cdiv(K, BLOCK_K), x, w, full, empty, sums, False, K_CONTIGUOUS, STAGES)
+        steps = gl.cdiv(K, TILE.BLOCK_K)
+        i = multiply_tile(j, i, steps, x, w, full, empty, sums, False, K_CONTIGUOUS, TILE.num_stages)
 
 
 @gluon.jit

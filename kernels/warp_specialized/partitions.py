@@ -41,17 +41,17 @@ def stages_and_sums(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.c
 def operands(
     DTYPE: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    ROWS: gl.constexpr,
     COLUMNS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    """`(x, w, full, empty, sums)`: `[STAGES, ...]` of shared memory, ROWS of `x` for each consumer and COLUMNS of
-    `w` in all, and what belongs to them.
+    """`(x, w, full, empty, sums)`: stages in shared memory of a tile's rows of `x`, each consumer's apart, and of
+    COLUMNS of `w`, and what belongs to them.
     """
-    x = shared_tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK_K)
-    w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else BLOCK_K, BLOCK_K if K_CONTIGUOUS else COLUMNS)
+    STAGES: gl.constexpr = TILE.num_stages
+    DEPTH: gl.constexpr = TILE.BLOCK_K
+    x = shared_tiles(DTYPE, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, DEPTH)
+    w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else DEPTH, DEPTH if K_CONTIGUOUS else COLUMNS)
     full, empty, sums = stages_and_sums(CONSUMERS, COLUMNS, STAGES)
     return x, w, full, empty, sums
 
@@ -68,31 +68,29 @@ def load_operands(
     REVERSED: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     HALVES: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    """The producer's task in an M-ragged pass: of each step rows of `x`, and COLUMNS of `w` (in fc1 of each half).
+    """The producer's task in an M-ragged pass: of each step rows of `x`, and columns of `w` (in fc1 of each half).
 
     With `rows`, which Blackwell's TMA follows, row r is row `rows[r]` of `x`.
     """
     num_m, num_n, x, w, full, empty, _sums = loop
-    CONSUMERS: gl.constexpr = x.shape[0] // STAGES
+    CONSUMERS: gl.constexpr = x.shape[0] // TILE.num_stages
     gl.static_assert(rows_ptr is None or CONSUMERS == 1)
     ROWS: gl.constexpr = x.shape[1]
-    BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * BLOCK_K * x.dtype.primitive_bitwidth // 8
+    COLUMNS: gl.constexpr = w.shape[1 if K_CONTIGUOUS else 2] // HALVES
+    BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * TILE.BLOCK_K * x.dtype.primitive_bitwidth // 8
     i = 0
     for place in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(place, num_m, num_n, GROUP_M)
+        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         w_e = num_experts - 1 - expert if REVERSED else expert
         wrap, end, row = to_ragged_indices(first, rows, 0)
         n = n_tile * COLUMNS
         if rows_ptr is not None:
             x_rows = rows_of_index(rows_ptr + first, rows, ROWS)
-        for k in range(0, K, BLOCK_K):
-            stage = begin_loads(i, full, empty, BYTES, STAGES)
+        for k in range(0, K, TILE.BLOCK_K):
+            stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
             i += 1
             arrived = full.index(stage)
             if rows_ptr is not None:
@@ -114,24 +112,23 @@ def product(
     K,
     loop,
     WHICH: gl.constexpr,
-    COLUMNS: gl.constexpr,
     PARTS: gl.constexpr,
-    BLOCK_K: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
-    """`(x @ w, next i)`: a consumer's rows of a tile, `[ROWS, COLUMNS]`, of which `part` gives each of PARTS; `K > 0`.
+    """`(x @ w, next i)`: a consumer's rows of a tile, of whose columns `part` gives each of PARTS; `K > 0`.
 
     Two consumers multiply here, and i counts steps; a single one waits for sums, and i counts tiles.
     """
     _, _, x, w, full, empty, sums = loop
+    STAGES: gl.constexpr = TILE.num_stages
     CONSUMERS: gl.constexpr = x.shape[0] // STAGES
     if CONSUMERS == 1:
         parts = blackwell.wait_for_sums(i, sums)
         i += 1
     else:
-        acc = hopper.sums(COLUMNS)
-        for k in range(0, K, BLOCK_K):
+        acc = hopper.sums(w.shape[1 if K_CONTIGUOUS else 2])
+        for k in range(0, K, TILE.BLOCK_K):
             stage = wait_for_operands(i, full, STAGES)
             w_KN = w.index(stage)
             if K_CONTIGUOUS:

@@ -57,47 +57,43 @@ def _load(
     right_rows_ptr,
     rows_of,
     loop,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    GROUP_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = rows_of
     turns, num_n, num_k, left, right, full, empty, _sums = loop
-    CONSUMERS: gl.constexpr = left.shape[0] // STAGES
-    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
-    BYTES: gl.constexpr = BLOCK_R * (BLOCK_N + BLOCK_K) * left.dtype.primitive_bitwidth // 8
+    CONSUMERS: gl.constexpr = left.shape[0] // TILE.num_stages
+    ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
+    BYTES: gl.constexpr = TILE.BLOCK_M * (TILE.BLOCK_N + TILE.BLOCK_K) * left.dtype.primitive_bitwidth // 8
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
-        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
-        first, size, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, BLOCK_R)
-        n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
+        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
+        first, size, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, TILE.BLOCK_M)
+        n, k = n_tile * TILE.BLOCK_N, k_tile * TILE.BLOCK_K
         # Numbers of rows, and segments, are read one step ahead.
         if left_rows_ptr is not None:
-            left_rows = rows_of_index(left_rows_ptr + first, size, BLOCK_R)
+            left_rows = rows_of_index(left_rows_ptr + first, size, TILE.BLOCK_M)
         if right_rows_ptr is not None:
-            right_rows = rows_of_index(right_rows_ptr + first, size, BLOCK_R)
+            right_rows = rows_of_index(right_rows_ptr + first, size, TILE.BLOCK_M)
         if steps_ptr is not None:
             row, rows, left_base, right_base = load_step(steps_ptr, segments_ptr, first, num_segments, num_experts)
         for step in range(0, steps):
-            stage = begin_loads(i, full, empty, BYTES, STAGES)
+            stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
             i += 1
             arrived = full.index(stage)
             if steps_ptr is None:
-                wrap, end, row = to_ragged_indices(first, size, step * BLOCK_R)
-                done = (step + 1) * BLOCK_R
+                wrap, end, row = to_ragged_indices(first, size, step * TILE.BLOCK_M)
+                done = (step + 1) * TILE.BLOCK_M
                 if left_rows_ptr is not None:
                     tma_gather(left_desc, left_rows, n, arrived, left.index(stage))
-                    left_rows = rows_of_index(left_rows_ptr + first + done, size - done, BLOCK_R)
+                    left_rows = rows_of_index(left_rows_ptr + first + done, size - done, TILE.BLOCK_M)
                 else:
                     for c in gl.static_range(CONSUMERS):
                         place = [wrap, end, row, n + c * ROWS]
                         tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
                 if right_rows_ptr is not None:
                     tma_gather(right_desc, right_rows, k, arrived, right.index(stage))
-                    right_rows = rows_of_index(right_rows_ptr + first + done, size - done, BLOCK_R)
+                    right_rows = rows_of_index(right_rows_ptr + first + done, size - done, TILE.BLOCK_M)
                 else:
                     tma_load(right_desc, [wrap, end, row, k], arrived, right.index(stage))
             else:
@@ -113,16 +109,16 @@ def _load(
 
 
 @gluon.jit
-def _multiply(rows_of, loop, BLOCK_R: gl.constexpr, GROUP_N: gl.constexpr, STAGES: gl.constexpr):
+def _multiply(rows_of, loop, TILE: gl.constexpr):
     """The task of the warp that multiplies for a single consumer. Tiles are looked up while products still run."""
     offsets_ptr, _, steps_ptr, order_ptr, _, _ = rows_of
     turns, num_n, num_k, left, right, full, empty, tile_sums = loop
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
-        rank, _, _ = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
-        _, _, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, BLOCK_R)
-        i = multiply_tile(turn, i, steps, left, right, full, empty, tile_sums, True, False, STAGES)
+        rank, _, _ = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
+        _, _, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, TILE.BLOCK_M)
+        i = multiply_tile(turn, i, steps, left, right, full, empty, tile_sums, True, False, TILE.num_stages)
 
 
 @gluon.jit
@@ -139,35 +135,31 @@ def _consume(
     ACCUMULATE: gl.constexpr,
     REVERSED: gl.constexpr,
     DW_ALIGNED: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw_sizes
     offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = rows_of
     turns, num_n, num_k, left, right, full, empty, tile_sums = loop
-    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
-    WIDTH: gl.constexpr = BLOCK_K // SUBTILES
+    SUBTILES: gl.constexpr = TILE.SUBTILES
+    ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
+    WIDTH: gl.constexpr = TILE.BLOCK_K // SUBTILES
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
-        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         expert = gl.load(order_ptr + rank)
-        _, _, steps = _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R)
-        n, k = n_tile * BLOCK_N + WHICH * ROWS, k_tile * BLOCK_K
+        _, _, steps = _steps_of(expert, offsets_ptr, steps_ptr, TILE.BLOCK_M)
+        n, k = n_tile * TILE.BLOCK_N + WHICH * ROWS, k_tile * TILE.BLOCK_K
         if CONSUMERS == 1:
             parts = wait_for_sums(turn, tile_sums)
         else:
-            acc_NK = sums(BLOCK_K)
+            acc_NK = sums(TILE.BLOCK_K)
             for step in range(0, steps):
-                stage = wait_for_operands(i, full, STAGES)
+                stage = wait_for_operands(i, full, TILE.num_stages)
                 left_NR = left.index(stage * CONSUMERS + WHICH).permute((1, 0))
-                acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, STAGES)
+                acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, TILE.num_stages)
                 i += 1
-            parts = column_subtiles(finish(acc_NK, i, empty, STAGES), SUBTILES)
+            parts = column_subtiles(finish(acc_NK, i, empty, TILE.num_stages), SUBTILES)
         for s in gl.static_range(SUBTILES):
             tile_NK = part(parts, s, SUBTILES, CONSUMERS)
             if dw_desc is not None:
@@ -211,26 +203,21 @@ def grouped_wgrad_specialised_kernel(
     REVERSED: gl.constexpr,  # dw_desc starts at the last expert
     DW_ALIGNED: gl.constexpr,  # every expert's address is a multiple of 16 bytes
     CONSUMERS: gl.constexpr,
-    BLOCK_R: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    SUBTILES: gl.constexpr,
-    GROUP_N: gl.constexpr,
-    STAGES: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Passes (5) and (6) without biases; arguments as of the Triton kernel, operands by descriptors."""
-    gl.static_assert(BLOCK_N == 128)
-    gl.static_assert(SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
-    ROWS: gl.constexpr = BLOCK_N // CONSUMERS
-    num_n, num_k = gl.cdiv(N, BLOCK_N), gl.cdiv(K, BLOCK_K)
+    gl.static_assert(TILE.BLOCK_N == 128)
+    gl.static_assert(TILE.SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
+    ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
+    num_n, num_k = gl.cdiv(N, TILE.BLOCK_N), gl.cdiv(K, TILE.BLOCK_K)
     num_used = gl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
     turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
-    left = shared_tiles(left_desc.dtype, STAGES * CONSUMERS, BLOCK_R, ROWS)
-    right = shared_tiles(right_desc.dtype, STAGES, BLOCK_R, BLOCK_K)
-    full, empty, tile_sums = stages_and_sums(CONSUMERS, BLOCK_K, STAGES)
+    left = shared_tiles(left_desc.dtype, TILE.num_stages * CONSUMERS, TILE.BLOCK_M, ROWS)
+    right = shared_tiles(right_desc.dtype, TILE.num_stages, TILE.BLOCK_M, TILE.BLOCK_K)
+    full, empty, tile_sums = stages_and_sums(CONSUMERS, TILE.BLOCK_K, TILE.num_stages)
     out = full  # without a descriptor it is not used, but only a kernel's own argument can be None
     if dw_desc is not None:
-        out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, BLOCK_K // SUBTILES)
+        out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, TILE.BLOCK_K // TILE.SUBTILES)
     rows_of = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
     loop = (turns, num_n, num_k, left, right, full, empty, tile_sums)
     dw_sizes = (N, K, stride_dw_e, stride_dw_n, stride_dw_k)
@@ -243,15 +230,14 @@ def grouped_wgrad_specialised_kernel(
         [
             (_consume, (
                 dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(0), CONSUMERS, ACCUMULATE,
-                REVERSED, DW_ALIGNED, BLOCK_R, BLOCK_N, BLOCK_K, SUBTILES, GROUP_N, STAGES,
+                REVERSED, DW_ALIGNED, TILE,
             )),
             (_consume, (
                 dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(1), CONSUMERS, ACCUMULATE,
-                REVERSED, DW_ALIGNED, BLOCK_R, BLOCK_N, BLOCK_K, SUBTILES, GROUP_N, STAGES,
-            )) if CONSUMERS == 2 else (_multiply, (rows_of, loop, BLOCK_R, GROUP_N, STAGES)),
+                REVERSED, DW_ALIGNED, TILE,
+            )) if CONSUMERS == 2 else (_multiply, (rows_of, loop, TILE)),
             (_load, (
-                left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop,
-                BLOCK_R, BLOCK_N, BLOCK_K, GROUP_N, STAGES,
+                left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop, TILE,
             )),
         ],
         [4 if CONSUMERS == 2 else 1, LOADING_WARPS],

@@ -11,7 +11,7 @@ from ..device.tile_order import deals_out
 from ..launching import cost, launches
 from ..launching.launcher import launch
 from ..operands.expert_tensors import ExpertTensors
-from ..tiles.configs import BY_DESCRIPTORS, cdiv, consumers, dot_precision, num_programs, warp_specializes
+from ..tiles.configs import cdiv, consumers, dot_precision, num_programs, warp_specializes
 from .operands import Operand, segment_table, way_of
 from .steps import wgrad_plan
 from .triton_kernel import _grouped_wgrad_kernel
@@ -71,7 +71,6 @@ def grouped_wgrad_(
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     strides_dw = (dw_ENK.stride_e, *dw_ENK.strides) if dw_ENK else (0, 0, 0)
     reversed_, aligned = dw_ENK is not None and dw_ENK.stride_e < 0, dw_ENK is not None and dw_ENK.aligned
-    blocks = tile.BLOCK_M, tile.BLOCK_N, tile.BLOCK_K, tile.SUBTILES, tile.GROUP_M
     dw = dw_ENK.base if way.dw is None and dw_ENK else None, dw_ENK.table if dw_ENK else None, way.dw
     if way.path == "specialised":
         from .gluon_kernel import grouped_wgrad_specialised_kernel
@@ -81,7 +80,7 @@ def grouped_wgrad_(
             grid,
             *(way.left, left_rows, way.right, right_rows, *dw, offsets[0], segments, steps, order),
             *(len(offsets), num_experts, N, K, *strides_dw),
-            *(accumulate, reversed_, aligned, consumers(device), *blocks, tile.num_stages),
+            *(accumulate, reversed_, aligned, consumers(device), tile),
             num_warps=tile.num_warps,
         )
     else:
@@ -114,8 +113,7 @@ def grouped_wgrad_(
             aligned,
             segments is not None and left.aligned and right.aligned,
             *vectors,
-            *blocks,
-            way.path in BY_DESCRIPTORS,
+            tile,
             way.path == "tma" and tile.PER_SM == 1 and warp_specializes(device),
             dot_precision(dy_RN[0].dtype),
             num_warps=tile.num_warps,

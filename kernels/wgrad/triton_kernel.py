@@ -91,16 +91,15 @@ def _grouped_wgrad_kernel(
     SEGMENTS_ALIGNED: tl.constexpr,  # and every segment's
     LEFT_VECTOR: tl.constexpr,  # elements of the unit of its rows' places, where several segments are gathered
     RIGHT_VECTOR: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    GROUP_N: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    TILE: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr,  # by Triton: loads, products and sums on their way out have warps of their own
     PRECISION: tl.constexpr,
 ):
+    BLOCK_R: tl.constexpr = TILE.BLOCK_M
+    BLOCK_N: tl.constexpr = TILE.BLOCK_N
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
     HAS_DW: tl.constexpr = (dw_ptr is not None) or (dw_desc is not None)
+    FLATTEN: tl.constexpr = dw_desc is not None
     if db_ptr is not None:
         # Loops of their own: sums inside the GEMM's would move every tile of dy through registers, in all programs.
         if SWAPPED:
@@ -122,7 +121,7 @@ def _grouped_wgrad_kernel(
         program, programs = tl.program_id(0), tl.num_programs(0)
         turns = num_turns(num_used * num_n * num_k, program, programs)
         for turn in tl.range(0, turns, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
-            rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, GROUP_N)
+            rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
             expert = tl.load(order_ptr + rank)
             n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
             acc_NK = zeros(BLOCK_N, BLOCK_K, turns, FLATTEN)
@@ -162,7 +161,7 @@ def _grouped_wgrad_kernel(
 
             if dw_desc is not None:
                 place = num_experts - 1 - expert if REVERSED else expert
-                add_to_descriptor(dw_desc, place, n, k, acc_NK, ACCUMULATE, SUBTILES)
+                add_to_descriptor(dw_desc, place, n, k, acc_NK, ACCUMULATE, TILE.SUBTILES)
             else:
                 dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
-                add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, SUBTILES)
+                add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, TILE.SUBTILES)

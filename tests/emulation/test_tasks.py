@@ -4,7 +4,6 @@ What they compute is among the cases of test_kernels.py, mistakes in their compi
 """
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -176,6 +175,6 @@ def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile
     key = kernel, "specialised", 16
     table = configs.TABLES["sm_90"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(table, key, {"long": replace(table[key]["long"], **changes)})
+        patch.setitem(table, key, {"long": table[key]["long"]._replace(**changes)})
         with emulated("sm_90", "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
             CASES[check].run()

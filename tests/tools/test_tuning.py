@@ -1,7 +1,6 @@
 """The tuner, on the interpreter and with an invented clock: what it keeps, and what it refuses."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 import torch
@@ -76,7 +75,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     rows = json.loads(out.out)
     assert [row["key"]["kernel"] for row in rows] == list(KERNELS)
     kept = tuned.read(tuned.tiles_file(tmp_path, PROBLEM.device))
-    assert [(key._asdict(), asdict(tile)) for key, tile in kept.items()] == [(r["key"], r["tile"]) for r in rows]
+    assert [(key._asdict(), tile._asdict()) for key, tile in kept.items()] == [(r["key"], r["tile"]) for r in rows]
     assert "wgrad: 5.0000 -> 1.6667 ms" in out.err
     assert cli.main(["tune", *sizes, "--device", "cpu"]) == 0
     assert "use it with FUSEDMLP_TUNED=1" in capsys.readouterr().out
