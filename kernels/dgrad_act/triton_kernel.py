@@ -20,14 +20,13 @@ import triton
 import triton.language as tl
 
 from ..device import activation
+from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
 from ..device.tiles import (
     column_subtiles,
-    dot,
     expert_base,
     load_bias,
     load_rows,
-    load_weight,
     round_to,
     store_halves,
     store_rows,
@@ -144,24 +143,15 @@ def _grouped_dgrad_act_kernel(
         )
         num_parts = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    dy = (dy_ptr, dy_desc, rows_ptr, stride_dy_r)
+    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_f, stride_w_h, K_CONTIGUOUS, REVERSED, ALIGNED)
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        tile = load_tile(tiles_ptr, m_tile)
+        _, first, rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < rows
-        dy_row_M1 = first + row_M1
-        if rows_ptr is not None:
-            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
-        dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
-        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
-        w_e = num_experts - 1 - expert if REVERSED else expert
-
         da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
-        for k in range(0, H, TILE.BLOCK_K):
-            dy_MH = load_rows(dy_desc, dy_M1, first, rows, mask_M1, k, H, TILE.BLOCK_K)
-            w_HF = load_weight(
-                w_desc, w, w_e, f, k, F, H, stride_w_f, stride_w_h, TILE.BLOCK_N, TILE.BLOCK_K, K_CONTIGUOUS
-            )
-            da = dot(dy_MH, w_HF, da, PRECISION)
+        da = product(da, dy, w, tile, f, F, H, TILE.BLOCK_K, PRECISION)
 
         # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
         # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.

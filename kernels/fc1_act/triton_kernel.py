@@ -16,14 +16,12 @@ import triton
 import triton.language as tl
 
 from ..device import activation
+from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
 from ..device.tiles import (
     column_subtiles,
-    dot,
     expert_base,
     load_bias,
-    load_rows,
-    load_weight,
     paired,
     round_to,
     store_halves,
@@ -74,28 +72,15 @@ def _grouped_fc1_act_kernel(
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
     end_g = F * ACT.CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
+    x = (x_ptr, x_desc, rows_ptr, stride_x_r)
+    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h, K_CONTIGUOUS, REVERSED, ALIGNED)
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
-        expert, first, num_rows = load_tile(tiles_ptr, m_tile)
+        tile = load_tile(tiles_ptr, m_tile)
+        expert, first, num_rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < num_rows
-        x_row_M1 = first + row_M1
-        if rows_ptr is not None:
-            x_row_M1 = tl.load(rows_ptr + x_row_M1, mask=mask_M1, other=0)
-        x_M1 = x_ptr + x_row_M1.to(tl.int64) * stride_x_r
-        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
-        w_e = num_experts - 1 - expert if REVERSED else expert
-
         acc = tl.zeros((BLOCK_M, HALVES * BLOCK_G), dtype=tl.float32)
-        for k in range(0, H, TILE.BLOCK_K):
-            x_MH = load_rows(x_desc, x_M1, first, num_rows, mask_M1, k, H, TILE.BLOCK_K)
-            # fmt: off
-            w_HG = load_weight(
-                w_desc, w, w_e, f * ACT.CHANNEL_STEP, k, end_g, H, stride_w_g, stride_w_h,
-                BLOCK_G, TILE.BLOCK_K, K_CONTIGUOUS, HALVES,
-            )
-            # fmt: on
-            acc = dot(x_MH, w_HG, acc, PRECISION)
-
+        acc = product(acc, x, w, tile, f, end_g, H, TILE.BLOCK_K, PRECISION, HALVES, ACT.CHANNEL_STEP)
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         if probs_ptr is not None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
 from ..device.tiles import (
     column_subtiles,
-    dot,
     expert_base,
     load_bias,
-    load_rows,
-    load_weight,
     round_to,
     store_rows,
     zeros,
@@ -63,23 +61,16 @@ def _grouped_gemm_kernel(
     tl.assume(K > 0)
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
+    x = (x_ptr, x_desc, None, stride_x_r)
+    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k, K_CONTIGUOUS, REVERSED, ALIGNED)
     # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
     for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        tile = load_tile(tiles_ptr, m_tile)
+        expert, first, rows = tile
         n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < rows
-        x_M1 = x_ptr + (first + row_M1).to(tl.int64) * stride_x_r
-        w = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
-        w_e = num_experts - 1 - expert if REVERSED else expert
-
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
-        for k in range(0, K, TILE.BLOCK_K):
-            x_MK = load_rows(x_desc, x_M1, first, rows, mask_M1, k, K, TILE.BLOCK_K)
-            w_KN = load_weight(
-                w_desc, w, w_e, n, k, N, K, stride_w_n, stride_w_k, TILE.BLOCK_N, TILE.BLOCK_K, K_CONTIGUOUS
-            )
-            acc = dot(x_MK, w_KN, acc, PRECISION)
-
+        acc = product(acc, x, w, tile, n, N, K, TILE.BLOCK_K, PRECISION)
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
         parts = column_subtiles(acc, SUBTILES)
         for s in tl.static_range(SUBTILES):
