@@ -11,7 +11,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device import activation
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
-from ..device.tiles import expert_base, load_bias_at, paired
+from ..device.tiles import expert_base
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
 from ..warp_specialized.partitions import (
@@ -25,6 +25,7 @@ from ..warp_specialized.partitions import (
     product,
 )
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
+from .epilogue import activate, pre_activation
 
 
 @gluon.jit
@@ -63,13 +64,9 @@ def _consume(
             column = f_tile * TILE.BLOCK_N + s * WIDTH
             h_MG = part(parts, s, PARTS, CONSUMERS)
             l_MF = part(parts, SUBTILES + s, PARTS, CONSUMERS) if HALVES == 2 else h_MG
-            if bias_ptr is not None:
-                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                column_1G = column_numbers(h_MG, column * ACT.CHANNEL_STEP)
-                h_MG += load_bias_at(bias, column_1G, F * ACT.CHANNEL_STEP)
-                if HALVES == 2:
-                    l_MF += load_bias_at(bias + F, column_1G, F)
-            h_MG, l_MF = paired(h_MG.to(h_out.dtype)), paired(l_MF.to(h_out.dtype))
+            bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
+            column_1G = column_numbers(h_MG, column * ACT.CHANNEL_STEP)
+            h_MG, l_MF = pre_activation(h_MG, l_MF, bias, column_1G, F * ACT.CHANNEL_STEP, ACT, h_out.dtype)
             buffer = h_out.index(WHICH * HALVES)
             overwrite(buffer, h_MG, HALVES)
             if HALVES == 2:
@@ -78,10 +75,7 @@ def _consume(
                 tma_store(h_desc, [wrap, end, row, 1, column], h_out.index(WHICH * HALVES + 1))
             else:
                 tma_store(h_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], buffer)
-            g, l = h_MG.to(gl.float32), l_MF.to(gl.float32)
-            if ACT.CHANNEL_STEP == 2:
-                g, l = gl.split(gl.reshape(g, (ROWS, WIDTH, 2)))
-            a, _, _ = activation.activate(g, l, ACT)
+            a = activate(h_MG, l_MF, ACT)
             if probs_ptr is not None:
                 a *= load_for_rows(probs_ptr + first, a, WHICH * ROWS, rows)
             overwrite(a_out.index(WHICH), a.to(a_out.dtype), HALVES)

@@ -21,12 +21,11 @@ from ..device.tile_order import load_tile, tile_at, zero_padding
 from ..device.tiles import (
     column_subtiles,
     expert_base,
-    load_bias,
-    paired,
     round_to,
     store_halves,
     store_rows,
 )
+from .epilogue import activate, pre_activation
 
 
 @triton.jit
@@ -66,11 +65,11 @@ def _grouped_fc1_act_kernel(
     SUBTILES: tl.constexpr = TILE.SUBTILES
     FLATTEN: tl.constexpr = TILE.PER_SM > 0
     HALVES: tl.constexpr = activation.halves(ACT)
-    BLOCK_G: tl.constexpr = TILE.BLOCK_N * ACT.CHANNEL_STEP
+    STEP: tl.constexpr = ACT.CHANNEL_STEP
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
-    end_g = F * ACT.CHANNEL_STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
+    end_g = F * STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     x = (x_ptr, x_desc, rows_ptr, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h, K_CONTIGUOUS, REVERSED, ALIGNED)
@@ -79,34 +78,24 @@ def _grouped_fc1_act_kernel(
         tile = load_tile(tiles_ptr, m_tile)
         expert, first, num_rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < num_rows
-        acc = tl.zeros((BLOCK_M, HALVES * BLOCK_G), dtype=tl.float32)
-        acc = product(acc, x, w, tile, f, end_g, H, TILE.BLOCK_K, PRECISION, HALVES, ACT.CHANNEL_STEP)
+        acc = tl.zeros((BLOCK_M, HALVES * TILE.BLOCK_N * STEP), dtype=tl.float32)
+        acc = product(acc, x, w, tile, f, end_g, H, TILE.BLOCK_K, PRECISION, HALVES, STEP)
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         if probs_ptr is not None:
             probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-        if bias_ptr is not None:
-            bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
         parts = column_subtiles(acc, HALVES * SUBTILES)
         for s in tl.static_range(SUBTILES):
             column = f + s * WIDTH
-            h_MG = parts[s]
-            if bias_ptr is not None:
-                h_MG += load_bias(bias, column * ACT.CHANNEL_STEP, end_g, WIDTH * ACT.CHANNEL_STEP)
-            h_MG = paired(round_to(h_MG, h_ptr.dtype.element_ty))
-            l_MF = h_MG
+            column_1G = (column * STEP + tl.arange(0, WIDTH * STEP))[None, :]
+            l_MF = parts[(HALVES - 1) * SUBTILES + s]
+            h_MG, l_MF = pre_activation(parts[s], l_MF, bias, column_1G, end_g, ACT, h_ptr.dtype.element_ty)
             if HALVES == 2:
-                l_MF = parts[SUBTILES + s]
-                if bias_ptr is not None:
-                    l_MF += load_bias(bias + F, column, F, WIDTH)
-                l_MF = paired(round_to(l_MF, h_ptr.dtype.element_ty))
                 store_halves(h_desc, h_M1, first, num_rows, mask_M1, column, F, h_MG, l_MF)
             else:
-                store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * ACT.CHANNEL_STEP, end_g, h_MG)
-            g, l = h_MG.to(tl.float32), l_MF.to(tl.float32)
-            if ACT.CHANNEL_STEP == 2:
-                g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
-            a, _, _ = activation.activate(g, l, ACT)
+                store_rows(h_desc, h_M1, first, num_rows, mask_M1, column * STEP, end_g, h_MG)
+            a = activate(h_MG, l_MF, ACT)
             if probs_ptr is not None:
                 a *= probs_M1
             a = round_to(a, a_ptr.dtype.element_ty)

@@ -1,0 +1,35 @@
+"""Arithmetic of a subtile in the epilogue of fc1, for both kernels, which load, store and multiply by `probs`."""
+
+import triton
+import triton.language as tl
+
+from ..device import activation
+from ..device.tiles import load_bias_at, paired, round_to
+
+
+@triton.jit
+def pre_activation(h_MG, l_MF, bias, column_1G, num_gates, ACT: tl.constexpr, DTYPE: tl.constexpr):
+    """Add the expert's bias, if there is one, and round as `h` is stored.
+
+    Gates and linear channels, `num_gates` of each in a row; where they are no halves of it, `h_MG` alone.
+    """
+    if bias is not None:
+        h_MG += load_bias_at(bias, column_1G, num_gates)
+    h_MG = paired(round_to(h_MG, DTYPE))
+    if activation.halves(ACT) == 2:
+        if bias is not None:
+            l_MF += load_bias_at(bias + num_gates, column_1G, num_gates)
+        l_MF = paired(round_to(l_MF, DTYPE))
+    else:
+        l_MF = h_MG
+    return h_MG, l_MF
+
+
+@triton.jit
+def activate(h_MG, l_MF, ACT: tl.constexpr):
+    """`act` in fp32 of what `pre_activation` returned."""
+    g, l = h_MG.to(tl.float32), l_MF.to(tl.float32)
+    if ACT.CHANNEL_STEP == 2:
+        g, l = tl.split(tl.reshape(g, (g.shape[0], g.shape[1] // 2, 2)))
+    a, _, _ = activation.activate(g, l, ACT)
+    return a
