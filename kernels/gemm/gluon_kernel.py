@@ -15,6 +15,7 @@ from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
 from ..warp_specialized.partitions import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
 from .dprobs import sum_partials_at
+from .epilogue import add_bias
 
 # Of a consumer at most, for parts on their way out in turn, of which there are powers of two.
 BUFFERS = gl.constexpr(2)
@@ -50,14 +51,15 @@ def _consume(
         parts, i = product(i, K, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
             y_MN, column = part(parts, s, SUBTILES, CONSUMERS), n_tile * TILE.BLOCK_N + s * WIDTH
+            bias_1N, scale_M1 = None, None
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
                 bias_1N = load_bias_at(bias, column_numbers(y_MN, column), N)
                 if scale_ptr is not None:
-                    bias_1N = bias_1N * load_for_rows(scale_ptr + first, y_MN, WHICH * ROWS, rows)
-                y_MN += bias_1N
+                    scale_M1 = load_for_rows(scale_ptr + first, y_MN, WHICH * ROWS, rows)
+            y_MN = add_bias(y_MN, bias_1N, scale_M1, out.dtype)
             buffer = out.index(WHICH * TURNS + s % TURNS)
-            overwrite(buffer, y_MN.to(out.dtype), TURNS - 1)
+            overwrite(buffer, y_MN, TURNS - 1)
             tma_store(y_desc, [wrap, end, row, column], buffer)
     tma_store_wait(0)
 

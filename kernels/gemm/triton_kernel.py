@@ -15,11 +15,11 @@ from ..device.tiles import (
     column_subtiles,
     expert_base,
     load_bias,
-    round_to,
     store_rows,
     zeros,
 )
 from .dprobs import sum_partials
+from .epilogue import add_bias
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_rows"])
@@ -74,15 +74,14 @@ def _grouped_gemm_kernel(
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
         parts = column_subtiles(acc, SUBTILES)
         for s in tl.static_range(SUBTILES):
-            y_MN = parts[s]
             column = n + s * WIDTH
+            bias_1N, scale_M1 = None, None
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
                 bias_1N = load_bias(bias, column, N, WIDTH)
                 if scale_ptr is not None:
-                    bias_1N = bias_1N * tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-                y_MN += bias_1N
-            y_MN = round_to(y_MN, y_ptr.dtype.element_ty)
+                    scale_M1 = tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+            y_MN = add_bias(parts[s], bias_1N, scale_M1, y_ptr.dtype.element_ty)
             store_rows(y_desc, y_M1, first, rows, mask_M1, column, N, y_MN)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)
