@@ -36,6 +36,7 @@ from ..warp_specialized.partitions import (
     product,
 )
 from ..warp_specialized.ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
+from .epilogue import backward
 
 SLOTS = gl.constexpr(2)  # of a consumer
 
@@ -108,7 +109,9 @@ def _consume(
         parts, i = product(i, H, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
             da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
-            if probs_ptr is not None and s == 0:
+            if probs_ptr is None:
+                dprobs_M, probs_M1 = None, None
+            elif s == 0:
                 row_M, dprobs_M = row_numbers(da_MF, WHICH * ROWS), row_zeros(da_MF)
                 probs_M1 = load_for_rows(probs_ptr + first, da_MF, WHICH * ROWS, rows)
             at = WHICH * SLOTS + j % SLOTS
@@ -124,11 +127,7 @@ def _consume(
             else:
                 g = gates.load(da_MF.type.layout).to(gl.float32)
                 l = linears.load(da_MF.type.layout).to(gl.float32)
-            act, by_gate, by_linear = activation.activate(g, l, ACT)
-            if probs_ptr is not None:
-                dprobs_M += gl.sum(da_MF * act, axis=1)
-                da_MF *= probs_M1
-                act *= probs_M1
+            da_MF, act, by_gate, by_linear, dprobs_M = backward(da_MF, g, l, dprobs_M, probs_M1, ACT)
             if ACT.CHANNEL_STEP == 2:
                 gates.store(gl.reshape(gl.join(da_MF * by_gate, da_MF * by_linear), (ROWS, 2 * WIDTH)).to(h.dtype))
             else:

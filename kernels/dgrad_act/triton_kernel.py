@@ -32,6 +32,7 @@ from ..device.tiles import (
     store_rows,
     zeros,
 )
+from .epilogue import backward
 
 
 @triton.jit
@@ -164,6 +165,7 @@ def _grouped_dgrad_act_kernel(
         dh_M1 = dh_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         dprobs_M1 = tl.zeros((BLOCK_M, 1), dtype=tl.float32)
+        probs_M1 = None
         if probs_ptr is not None:
             probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
         parts = column_subtiles(da, SUBTILES)
@@ -176,23 +178,16 @@ def _grouped_dgrad_act_kernel(
                 g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, ACT)
             if STEP == 2:
                 g, l = tl.split(tl.reshape(g, (BLOCK_M, WIDTH, 2)))
-            act, by_gate, by_linear = activation.activate(g, l, ACT)
-            if probs_ptr is not None:
-                # Not along axis 1: for sm_100, Triton 3.7.1 would look for another layout of `da`, and fail.
-                dprobs_M1 += tl.sum(tl.reshape(da_MF * act, (BLOCK_M, 1, WIDTH)), axis=2)
-                da_MF *= probs_M1
-                act *= probs_M1
+            da_MF, a, by_gate, by_linear, dprobs_M1 = backward(da_MF, g, l, dprobs_M1, probs_M1, ACT)
             dg_MF = round_to(da_MF * by_gate, dh_ptr.dtype.element_ty)
-            if ACT.GATED:
-                dl_MF = round_to(da_MF * by_linear, dh_ptr.dtype.element_ty)
+            dl_MF = round_to(da_MF * by_linear, dh_ptr.dtype.element_ty)
             if activation.halves(ACT) == 2:
                 store_halves(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF, dl_MF)
-            elif ACT.GATED:
-                dh_MG = tl.reshape(tl.join(dg_MF, dl_MF), (BLOCK_M, WIDTH_G))
-                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column * STEP, F * STEP, dh_MG)
             else:
-                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column, F, dg_MF)
-            store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(act, a_ptr.dtype.element_ty))
+                if STEP == 2:
+                    dg_MF = tl.reshape(tl.join(dg_MF, dl_MF), (BLOCK_M, WIDTH_G))
+                store_rows(dh_desc, dh_M1, first, rows, mask_M1, column * STEP, F * STEP, dg_MF)
+            store_rows(a_desc, a_M1, first, rows, mask_M1, column, F, round_to(a, a_ptr.dtype.element_ty))
 
         if probs_ptr is not None:
             partial_M1 = partial_ptr + f_tile.to(tl.int64) * num_rows + first + row_M1
