@@ -15,6 +15,9 @@ def product(
     n,
     end_n,
     K,
+    K_CONTIGUOUS: tl.constexpr,
+    REVERSED: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     HALVES: tl.constexpr = 1,
@@ -23,11 +26,11 @@ def product(
     """`acc + x @ w[expert, STEP * n:, :]^T` in fp32, for the rows of a tile, `(expert, first row, rows)`; `K > 0`.
 
     `x`: `(pointer, descriptor, row ids, row stride)`; with row ids, row r is row `ids[r]` of `x`.
-    `w`: `(pointer, descriptor, table, number of experts, strides, K_CONTIGUOUS, REVERSED, ALIGNED)`, for `expert_base`
-    and `load_weight`; REVERSED: the descriptor starts at the last expert.
+    `w`: `(pointer, descriptor, table, number of experts, strides)`, for `expert_base` and `load_weight`; REVERSED: the
+    descriptor starts at the last expert. No constexpr is in a tuple, where Triton would make a value of it.
     """
     x_ptr, x_desc, ids_ptr, stride_x_r = x
-    w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k, K_CONTIGUOUS, REVERSED, ALIGNED = w
+    w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k = w
     expert, first, rows = tile
     BLOCK_N: tl.constexpr = acc.shape[1] // HALVES
     row_M1 = tl.arange(0, acc.shape[0])[:, None]

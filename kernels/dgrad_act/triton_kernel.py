@@ -145,14 +145,14 @@ def _grouped_dgrad_act_kernel(
         num_parts = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     dy = (dy_ptr, dy_desc, rows_ptr, stride_dy_r)
-    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_f, stride_w_h, K_CONTIGUOUS, REVERSED, ALIGNED)
+    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_f, stride_w_h)
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         _, first, rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < rows
         da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
-        da = product(da, dy, w, tile, f, F, H, TILE.BLOCK_K, PRECISION)
+        da = product(da, dy, w, tile, f, F, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
 
         # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
         # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.

@@ -72,14 +72,16 @@ def _grouped_fc1_act_kernel(
     end_g = F * STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     x = (x_ptr, x_desc, rows_ptr, stride_x_r)
-    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h, K_CONTIGUOUS, REVERSED, ALIGNED)
+    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h)
     for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         expert, first, num_rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < num_rows
         acc = tl.zeros((BLOCK_M, HALVES * TILE.BLOCK_N * STEP), dtype=tl.float32)
-        acc = product(acc, x, w, tile, f, end_g, H, TILE.BLOCK_K, PRECISION, HALVES, STEP)
+        acc = product(
+            *(acc, x, w, tile, f, end_g, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION, HALVES, STEP)
+        )
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         if probs_ptr is not None:

@@ -62,7 +62,7 @@ def _grouped_gemm_kernel(
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
     x = (x_ptr, x_desc, None, stride_x_r)
-    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k, K_CONTIGUOUS, REVERSED, ALIGNED)
+    w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k)
     # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
     for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
@@ -70,7 +70,7 @@ def _grouped_gemm_kernel(
         expert, first, rows = tile
         n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < rows
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
-        acc = product(acc, x, w, tile, n, N, K, TILE.BLOCK_K, PRECISION)
+        acc = product(acc, x, w, tile, n, N, K, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
         parts = column_subtiles(acc, SUBTILES)
         for s in tl.static_range(SUBTILES):
