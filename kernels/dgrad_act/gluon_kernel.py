@@ -42,14 +42,7 @@ SLOTS = gl.constexpr(2)  # of a consumer
 
 
 @gluon.jit
-def _load_h(
-    h_desc,
-    tiles_ptr,
-    loop,
-    slots,
-    ACT: gl.constexpr,
-    TILE: gl.constexpr,
-):
+def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexpr):
     """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
     num_m, num_f = loop[0], loop[1]
     h, _, full, empty = slots

@@ -22,16 +22,7 @@ import triton.language as tl
 from ..device import activation
 from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
-from ..device.tiles import (
-    column_subtiles,
-    expert_base,
-    load_bias,
-    load_rows,
-    round_to,
-    store_halves,
-    store_rows,
-    zeros,
-)
+from ..device.tiles import column_subtiles, expert_base, load_bias, load_rows, round_to, store_halves, store_rows, zeros
 from .epilogue import backward
 
 

@@ -18,13 +18,7 @@ import triton.language as tl
 from ..device import activation
 from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
-from ..device.tiles import (
-    column_subtiles,
-    expert_base,
-    round_to,
-    store_halves,
-    store_rows,
-)
+from ..device.tiles import column_subtiles, expert_base, round_to, store_halves, store_rows
 from .epilogue import activate, pre_activation
 
 

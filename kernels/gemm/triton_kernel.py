@@ -11,13 +11,7 @@ import triton.language as tl
 
 from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
-from ..device.tiles import (
-    column_subtiles,
-    expert_base,
-    load_bias,
-    store_rows,
-    zeros,
-)
+from ..device.tiles import column_subtiles, expert_base, load_bias, store_rows, zeros
 from .dprobs import sum_partials
 from .epilogue import add_bias
 

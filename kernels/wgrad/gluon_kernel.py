@@ -50,15 +50,7 @@ def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
 
 
 @gluon.jit
-def _load(
-    left_desc,
-    left_rows_ptr,
-    right_desc,
-    right_rows_ptr,
-    rows_of,
-    loop,
-    TILE: gl.constexpr,
-):
+def _load(left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop, TILE: gl.constexpr):
     offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = rows_of
     turns, num_n, num_k, left, right, full, empty, _sums = loop
     CONSUMERS: gl.constexpr = left.shape[0] // TILE.num_stages
