@@ -39,9 +39,9 @@ def dense_dummy() -> bool:
     return _flag("FUSEDMLP_DENSE_DUMMY")
 
 
-def specialised(default: bool) -> bool:
+def specialised() -> bool:
     """Whether kernels with a task for each warp are used wherever there are any."""
-    return _flag("FUSEDMLP_SPECIALISED", default)
+    return _flag("FUSEDMLP_SPECIALISED")
 
 
 def tuned() -> bool:

@@ -5,7 +5,7 @@ import triton
 
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.routing import plan
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles import select, table
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret  # else kernels are compiled: for a GPU, or for the emulator of one
@@ -64,10 +64,11 @@ def expected_path(kernel, dtype, device, best, sizes, by_tasks=True):
     """`best`, or what comes after it for those sizes and that device; "specialised" where that is asked, for gathered
     rows on Blackwell alone, and possible (`by_tasks`).
     """
-    device = torch.device(device)
-    fits = best == "tma" or (best == "gather" and configs.SPECIALISED and configs.consumers(device) == 1)
-    if by_tasks and fits and configs.SPECIALISED and configs.has_path(kernel, dtype, device, "specialised"):
+    target = select.target(torch.device(device), select.DEFAULT, dtype)
+    switched = target.settings.specialised
+    fits = best == "tma" or (best == "gather" and switched and target.consumers == 1)
+    if by_tasks and fits and switched and select.has_path(kernel, dtype, target, "specialised"):
         return "specialised"
-    if best in configs.BY_DESCRIPTORS and configs.has_path(kernel, dtype, device, best):
+    if best in table.BY_DESCRIPTORS and select.has_path(kernel, dtype, target, best):
         return best
     return "unaligned" if best == "unaligned" or any(size % 16 for size in sizes) else "pointer"

@@ -9,7 +9,7 @@ from bench.cases.experts import DEVICE
 from bench.cases.factory import Inputs
 from bench.cases.tolerance import assert_close
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
-from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.launching.run import recording
 from fusedmlp.operators.triton_impl import _options
 
 
@@ -33,7 +33,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
     case, num_rows = inputs.case, inputs.probs.shape[0]
     G = inputs.bias1.shape[1]
     h, a = (torch.full((num_rows, n), float("nan"), dtype=case.dtype, device=DEVICE) for n in (G, case.F))
-    with launches.recording() as log:
+    with recording() as log:
         grouped_fc1_act_(
             h,
             a,
@@ -45,7 +45,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
             rows_R=None if rows is None else rows.to(DEVICE),
         )
-    (launch,) = log
+    (launch,) = (each for each in log if each.chosen)
     path = experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
     if path == "specialised" and case.layout == "in_out" and G == 2 * case.F and not case.options.get("interleaved"):
         path = best  # halves of such weights are not brought by descriptors

@@ -7,7 +7,7 @@ import torch
 from bench.cases import experts as support
 from bench.cases import tolerance
 from bench.cases.experts import DEVICE
-from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 
@@ -51,7 +51,7 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
         size = experts[0].shape.numel()
         group = [experts[0].as_strided((len(experts), *experts[0].shape), (size, *experts[0].stride()))]
     operands = [[getattr(s, name) for s in segs] for name in ("dy", "x", "offsets")]
-    with launches.recording() as recorded:
+    with recording() as recorded:
         grouped_wgrad_(
             ExpertTensors.of(group, 2),
             None if db is None else ExpertTensors.of([db], 1),

@@ -23,7 +23,6 @@ import torch
 
 from bench.gpu.layers import LOADS, SMALL_LOADS, Case, Layer, cases, compare
 from fusedmlp.environment import triton_interpret
-from fusedmlp.kernels.tiles import configs
 
 
 def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
@@ -46,7 +45,7 @@ def passes(device: str, small: bool, everything: bool = False) -> None:
     """The cases that the emulator executes, too, which a GPU so checks. All failures are reported."""
     from bench.cases import cases as listed
     from bench.cases import tiles
-    from fusedmlp.operators import triton_impl  # noqa: F401  which reads the switches
+    from fusedmlp.operators import triton_impl
 
     if device == "cpu" and not triton_interpret():
         raise SystemExit("cases: expected a GPU, or TRITON_INTERPRET=1, with which they are interpreted")
@@ -54,9 +53,8 @@ def passes(device: str, small: bool, everything: bool = False) -> None:
     for case in listed.cases():
         if not (everything or (case.quick and (not small or case.id.startswith("short-bf16")))):
             continue
-        architecture = configs.architecture(torch.device(device))
         try:
-            with tiles.of(architecture, case.shape, descriptors=case.descriptors):
+            with tiles.of(case.shape, triton_impl.SETTINGS, descriptors=case.descriptors):
                 case.run()
             print(f"ok   {case.id}", flush=True)
         except Exception as error:

@@ -27,8 +27,7 @@ from bench.limits import measure, roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.measure import Ceilings, Layer
 from bench.limits.shapes import LOADS, SHAPES, Shape
-from fusedmlp.kernels.tiles import configs
-from fusedmlp.operators import triton_impl  # noqa: F401  which reads the switches, before rows say what they are of
+from fusedmlp.operators import triton_impl
 
 COLUMNS = (
     "gpu",
@@ -51,7 +50,7 @@ TINY = Shape("tiny", 4, 32, 16, 40, 40)
 def machine(device: str) -> dict[str, str]:
     """What every row of the CSV starts with."""
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    versions["kernels"] = "specialised" if configs.SPECIALISED else "default"
+    versions["kernels"] = "specialised" if triton_impl.SETTINGS.specialised else "default"
     if device == "cpu":
         return {"gpu": "none", "driver": "none", **versions}
     return {"gpu": torch.cuda.get_device_name(), "driver": nvidia_smi("driver_version"), **versions}
@@ -148,9 +147,9 @@ def rows_of(shape: Shape, load: str, ceiling: Ceilings, device: str) -> Iterator
     yield row("backward", max(both - forward, 1e-6), [passes[name] for name in roofline.BACKWARD])
     yield row("forward + backward", both, forward_backward)
     peers: dict[str, Callable[[], object] | None] = {}
-    if not configs.SPECIALISED:
+    if not triton_impl.SETTINGS.specialised:
         peers["grouped_mm"] = GroupedMM(layer).step
-    if load == "even" and not configs.SPECIALISED:
+    if load == "even" and not triton_impl.SETTINGS.specialised:
         peers["liger"] = liger(layer, shape)
     for name, step in peers.items():
         if step is not None:

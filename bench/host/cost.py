@@ -241,7 +241,7 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     with as_on_a_gpu() as counters:
         steps = rows()
         for row in steps.values():
-            for _ in range(4):  # compiles, comes again, records, encodes descriptors
+            for _ in range(4):  # compiles, comes again, encodes descriptors
                 _step(row)
         counted = {name: count(row, counters) for name, row in steps.items()}
         rounds: dict[str, list[list[float]]] = {name: [] for name in steps}

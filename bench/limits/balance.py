@@ -15,7 +15,7 @@ from typing import Any
 from bench.limits.gpus import GPU, GPUS
 from bench.limits.shapes import LOADS, SHAPES, Shape
 from fusedmlp.kernels.device import tile_order
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles import table
 
 _GRAD_BYTES = 8  # fp32, read and written
 
@@ -67,13 +67,13 @@ def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, specia
     return kernel == "wgrad" and tile_order.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
-def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> configs.Tile:
+def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> table.Tile:
     """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element;
     `specialised`: if they are to use kernels with a task for each warp, where there are any.
     """
-    table, shape = configs.TABLES[architecture], configs.shape_class(sum(rows) / len(rows))
-    paths: list[configs.Path] = ["specialised", "tma", "pointer"]
-    own = (table.get((kernel, path, 16), {}) for path in paths[0 if specialised else 1 :])
+    rows_of, shape = table.TABLES[architecture], table.shape_class(sum(rows) / len(rows))
+    paths: list[table.Path] = ["specialised", "tma", "pointer"]
+    own = (rows_of.get((kernel, path, 16), {}) for path in paths[0 if specialised else 1 :])
     return next(tiles[shape] for tiles in own if shape in tiles)
 
 

@@ -10,7 +10,7 @@ class GPU:
     """Rates are dense, without structured sparsity, for which datasheets give twice as much."""
 
     name: str
-    architecture: str  # whose kernels it runs (`kernels/tiles/configs.py`)
+    architecture: str  # whose kernels it runs (`kernels/tiles/select.py`)
     bf16_flops: float  # FLOP/s
     bandwidth: float  # bytes/s of its memory
     processors: int  # streaming multiprocessors, compute units

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -94,22 +93,29 @@ def ceilings() -> Ceilings:
 
 @contextmanager
 def kernel_times() -> Iterator[list[tuple[str, Callable[[], float]]]]:
-    """Collects `(name, function that returns its ms)` of every grouped kernel launched inside, in order."""
-    from triton.runtime.jit import JITFunction  # there is no Triton without Linux
+    """Collects `(name, function that returns its ms)` of every kernel of Triton launched inside, in order."""
+    from triton import knobs  # there is no Triton without Linux
 
     found: list[tuple[str, Callable[[], float]]] = []
-    launch: Any = JITFunction.run
+    started: list[torch.cuda.Event] = []
 
-    def timed(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        result = launch(kernel, *args, **kwargs)
+    def enter(_metadata: Any) -> None:
+        started.append(torch.cuda.Event(enable_timing=True))
+        started[-1].record()
+
+    def leave(metadata: Any) -> None:
+        start, end = started.pop(), torch.cuda.Event(enable_timing=True)
         end.record()
-        found.append((kernel.fn.__name__, lambda: start.elapsed_time(end)))
-        return result
+        found.append((metadata.get()["name"], lambda: start.elapsed_time(end)))
 
-    with mock.patch.object(JITFunction, "run", timed):
+    hooks = ((knobs.runtime.launch_enter_hook, enter), (knobs.runtime.launch_exit_hook, leave))
+    for chain, hook in hooks:
+        chain.add(hook)
+    try:
         yield found
+    finally:
+        for chain, hook in hooks:
+            chain.remove(hook)
 
 
 def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, float]:
@@ -121,7 +127,7 @@ def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, f
         with kernel_times() as launches:
             step()
         torch.cuda.synchronize()
-        times = [ms() for name, ms in launches if name.startswith("_grouped_")]
+        times = [ms() for name, ms in launches if name.removeprefix("_").startswith("grouped_")]
         for name, ms in zip(STEP, times, strict=True):
             samples[name].append(ms)
     return {name: statistics.median(times) for name, times in samples.items()}

@@ -1,7 +1,7 @@
 """What every pass takes by a model of its compiled code, beside its limit: what a change of a kernel would be worth.
 
 It rests on the table of `proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of
-`kernels/tiles/configs.py` and on the constants of `rates`. The time of a tile is
+`kernels/tiles/select.py` and on the constants of `rates`. The time of a tile is
 
     steps * max(tensor cores, L2, a warp's own way, arrival of loads) + bubble
 
@@ -26,7 +26,7 @@ from bench.limits.rates import Rates
 from bench.limits.shapes import LOADS, SHAPES, Shape, even
 from bench.proof import budgets
 from bench.proof.main_loop import MainLoop
-from fusedmlp.kernels.tiles.configs import Tile
+from fusedmlp.kernels.tiles.table import Tile
 
 _BF16 = 2  # bytes
 

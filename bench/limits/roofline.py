@@ -8,12 +8,12 @@ from typing import Any
 from bench.limits.gpus import GPUS, limit_ms
 from bench.limits.shapes import LOADS, SHAPES, Shape
 from fusedmlp.kernels.launching import cost
-from fusedmlp.kernels.launching.launches import Launch
+from fusedmlp.kernels.launching.cost import Cost
 
 _BF16, _FP32, _INT64 = 2, 4, 8  # bytes
 
 
-def passes(shape: Shape, rows: list[int]) -> dict[str, Launch]:
+def passes(shape: Shape, rows: list[int]) -> dict[str, Cost]:
     """Every pass of a gated bf16 layer with routing probabilities and fp32 main_grad; letters as in `functional.py`.
 
     Where the shape says how many tokens there are, also what `moe_experts` runs: passes that gather rows from them,
@@ -53,14 +53,14 @@ def rows() -> Iterator[dict[str, Any]]:
     """One row per shape, load and pass; limits in ms by GPU."""
     for shape in SHAPES:
         for load, count in LOADS.items():
-            for name, launch in passes(shape, count(shape)).items():
+            for name, own in passes(shape, count(shape)).items():
                 yield {
                     "shape": shape.name,
                     "load": load,
                     "pass": name,
-                    "flops": launch.flops,
-                    "bytes": launch.bytes,
+                    "flops": own.flops,
+                    "bytes": own.bytes,
                     "limit_ms": {
-                        gpu.name: limit_ms(launch.flops, launch.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
+                        gpu.name: limit_ms(own.flops, own.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
                     },
                 }

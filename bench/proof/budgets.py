@@ -16,9 +16,10 @@ import torch
 import triton
 
 from bench.proof import cases, main_loop
-from fusedmlp.doctor.recorder import Launch, recording
+from bench.proof.compiling import compiled, compiling_for
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.tiles import table
 
 TABLE = Path(__file__).with_name("budgets.csv")
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100")
@@ -33,22 +34,19 @@ Costs = dict[str, float | None]
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
     costs = _measure(target, _PASSES)
-    by_tasks = [name for name in _PASSES if (name, "specialised", 16) in configs.TABLES[target]]
+    by_tasks = [name for name in _PASSES if (name, "specialised", 16) in table.TABLES[target]]
     return costs | _measure(target, by_tasks, "_specialised") if by_tasks else costs
 
 
 def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, Costs]:
-    kernels = {f"grouped_{name}{suffix}" for name in passes}
-
-    def wanted(launch: Launch) -> bool:
-        first = launch.kernel in kernels
-        kernels.discard(launch.kernel)
-        return first
-
-    with recording(TARGETS[target], "long", specialised=bool(suffix), wanted=wanted) as launches:
-        cases.CORE["main_grad"](torch.bfloat16)
-    loops = main_loop.of([launch.compiled for launch in launches])
-    found = dict(zip((launch.kernel for launch in launches), loops, strict=True))
+    first: dict[str, Launch] = {}
+    planned_for = TARGETS[target].planned_for("long", specialised=bool(suffix))
+    for launch in cases.launches(cases.CORE["main_grad"](torch.bfloat16), planned_for):
+        first.setdefault(launch.name, launch)
+    kernels = [f"grouped_{name}{suffix}" for name in passes]
+    with compiling_for(TARGETS[target]):
+        loops = main_loop.of([compiled(first[name]).kernel for name in kernels])
+    found = dict(zip(kernels, loops, strict=True))
     costs: dict[str, Costs] = {}
     for name in (f"{name}{suffix}" for name in passes):
         loop = found[f"grouped_{name}"]

@@ -1,4 +1,4 @@
-"""Calls of the `triton` implementation that between them launch every kernel in every variant.
+"""Calls of operators of the `triton` implementation that between them launch every kernel in every variant.
 
 A variant is what makes Triton compile another kernel: which optional inputs there are, constants, dtypes, and whether
 sizes and addresses are multiples of 16. Tensors are small and uninitialised: only their descriptions matter.
@@ -6,19 +6,30 @@ sizes and addresses are multiples of 16. Tensors are small and uninitialised: on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels.routing import plan
+from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.launching.run import Operator
+from fusedmlp.kernels.tiles.select import Target
 from fusedmlp.operators import triton_impl
 
-Cases = dict[str, Callable[[torch.dtype], None]]
+Calls = Iterator[tuple[Operator, tuple[Any, ...]]]
+Cases = dict[str, Callable[[torch.dtype], Calls]]
+
+
+def launches(calls: Calls, target: Target) -> Iterator[Launch]:
+    """What the calls launch on a target."""
+    for operator, args in calls:
+        yield from operator.program(target, *args).launches
+
 
 _SWIGLU = Activation("swiglu")
 _GPT_OSS = Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear_offset=1.0)
@@ -39,8 +50,8 @@ class Layer:
     only_biases: bool = False  # weights do not require gradients
     gathered: bool = False  # rows, of x and of dy, from tokens
 
-    def __call__(self, dtype: torch.dtype) -> None:
-        """Launch the passes."""
+    def __call__(self, dtype: torch.dtype) -> Calls:
+        """The passes."""
         H, F = self.sizes
         G = 2 * F if self.activation.gated else F
         offsets = _offsets((40, 60, 0))
@@ -55,11 +66,13 @@ class Layer:
         if self.only_biases:
             grads = [[], []]
         encoded = self.activation.encoded
-        triton_impl.grouped_mlp(x, *weights, *biases, offsets, tokens, probs, encoded)
+        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded)
         flags = (self.add, self.add, True, False)
-        triton_impl.grouped_mlp_backward_(
-            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags
+        # fmt: off
+        yield triton_impl.grouped_mlp_backward_, (
+            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags,
         )
+        # fmt: on
 
     def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         if self.in_out and len(shape) == 2:
@@ -77,35 +90,35 @@ def _offsets(counts: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
 
-def _linear(biases: bool, dtype: torch.dtype) -> None:
+def _linear(biases: bool, dtype: torch.dtype) -> Calls:
     x, w = torch.empty(100, 256, dtype=dtype), torch.empty(3, 128, 256, dtype=dtype)
     bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
-    triton_impl.grouped_gemm(x, [w], bias, _offsets((40, 60, 0)))
+    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)))
     grads, dy = ([torch.empty_like(w)], [torch.empty_like(b) for b in bias]), torch.empty(100, 128, dtype=dtype)
-    triton_impl.grouped_wgrad_(*grads, [dy], [x], [_offsets((40, 60, 0))], [], [], False)
+    yield triton_impl.wgrad_of_segments_, (*grads, (dy,), (x,), (_offsets((40, 60, 0)),), (), (), False)
 
 
-def _microbatches(add: bool, gathered: bool, dtype: torch.dtype) -> None:
+def _microbatches(add: bool, gathered: bool, dtype: torch.dtype) -> Calls:
     """`gathered`: rows of x from tokens, as fc1 has them."""
-    offsets = [_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0))]
-    dy, x = ([torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets] for width in (128, 256))
-    rows = [torch.empty(t.shape[0], dtype=torch.int32) for t in x] if gathered else []
-    triton_impl.grouped_wgrad_([torch.empty(3, 128, 256)], [], dy, x, offsets, [], rows, add)
+    offsets = (_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0)))
+    dy, x = (tuple(torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets) for width in (128, 256))
+    rows = tuple(torch.empty(t.shape[0], dtype=torch.int32) for t in x) if gathered else ()
+    yield triton_impl.wgrad_of_segments_, ([torch.empty(3, 128, 256)], [], dy, x, offsets, (), rows, add)
 
 
-def _many_experts(dtype: torch.dtype) -> None:
+def _many_experts(dtype: torch.dtype) -> Calls:
     num_experts, num_rows = 512, 600
     for counts in (torch.empty(num_experts, dtype=torch.int64), torch.empty(num_experts, dtype=torch.int32)):
-        plan.plan_of_counts(counts, num_rows)
+        yield triton_impl.checked_plan, (counts, num_rows)
     x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
-    y = triton_impl.grouped_gemm(x, [w], [], offsets)
-    triton_impl.grouped_wgrad_([torch.empty_like(w)], [], [y], [x], [offsets], [], [], False)
-    order = triton_impl.route(
-        torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8), num_experts
-    )
+    yield triton_impl.grouped_gemm, (x, [w], [], offsets)
+    yield triton_impl.wgrad_of_segments_, ([torch.empty_like(w)], [], (x,), (x,), (offsets,), (), (), False)
+    ids, probs = torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8)
+    yield triton_impl.route, (ids, probs, num_experts)
     for width in (256, 255):
-        triton_impl.combine(torch.empty(num_rows, width, dtype=dtype), order.rows, num_rows // 8)
+        y, rows = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
+        yield triton_impl.combine, (y, rows, num_rows // 8)
 
 
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}

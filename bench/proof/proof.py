@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -14,10 +14,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from bench.proof import assembly, cases, cubin, main_loop, resources
+from bench.proof.compiling import Compiled, compiled, compiling_for
 from bench.proof.main_loop import MainLoop
-from fusedmlp.doctor.recorder import Launch, recording
 from fusedmlp.doctor.targets import TARGETS, Target
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.launching import direct
+from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.tiles import table
+from fusedmlp.kernels.warp_specialized import gluon_missing
 
 Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
 DTYPES: dict[Dtype, torch.dtype] = {
@@ -109,23 +112,21 @@ def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = 
 def rows(task: Task) -> list[Row]:
     """Compile one target's kernels for one dtype; a kernel that several cases launch is one row, named by the first."""
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high" if task.dtype == "tf32" else "highest")
-    target, table = TARGETS[task.target], configs.TABLES[task.target]
+    target, own = TARGETS[task.target], table.TABLES[task.target]
     bits = 8 * DTYPES[task.dtype].itemsize
-    found: dict[str, tuple[Launch, str]] = {}
-    unused = {(row, tile) for row, by_shape in table.items() if row[2] == bits for tile in by_shape.values()}
+    found: dict[str, tuple[Compiled, str]] = {}
+    unused = {(row, tile) for row, by_shape in own.items() if row[2] == bits for tile in by_shape.values()}
     wanted = _wanted(task)
-    for shape, with_tma, specialised, chosen in _settings(table, bits, task):
-        for case, call in chosen.items():
-            options = {"with_tma": with_tma, "specialised": specialised, "binaries": not task.only_hashes}
-            with recording(target, shape, **options, wanted=wanted) as launches:
-                call(DTYPES[task.dtype])
-            for launch in launches:
-                if launch.row:
-                    unused.discard((launch.row, table[launch.row][shape]))
-                key = getattr(launch.compiled, "hash", None) or repr((launch.kernel, launch.tile, case))
-                if key not in found:
-                    found[key] = launch, case
+    with compiling_for(target, binaries=not task.only_hashes):
+        for shape, with_tma, specialised, chosen in _settings(own, bits, task):
+            planned_for = target.planned_for(shape, with_tma, specialised, task.dtype == "tf32")
+            for case, call in chosen.items():
+                for launch in filter(wanted, cases.launches(call(DTYPES[task.dtype]), planned_for)):
+                    if launch.chosen:
+                        unused.discard((launch.chosen.key[:3], launch.chosen.tile))
+                    made = compiled(launch)
+                    key = getattr(made.kernel, "hash", None) or repr((launch.name, launch.sizes, case))
+                    found.setdefault(key, (made, case))
     if task.dtype == "fp16":  # its configurations are those of bf16
         unused.clear()
     unreached = [
@@ -135,13 +136,13 @@ def rows(task: Task) -> list[Row]:
     return [*judge(list(found.values()), task), *unreached]
 
 
-def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.ShapeClass, bool, bool, cases.Cases]]:
+def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
     """`(shape class, whether descriptors can be used, whether warps have tasks of their own, cases)` that between them
     use the whole table.
     """
-    own = {row: tiles for row, tiles in table.items() if row[2] == bits}
-    specialised = any(path == "specialised" for _, path, _ in own) and not configs.gluon_missing()
-    shapes: list[configs.ShapeClass] = ["long"]
+    own = {row: tiles for row, tiles in rows.items() if row[2] == bits}
+    specialised = any(path == "specialised" for _, path, _ in own) and not gluon_missing()
+    shapes: list[table.ShapeClass] = ["long"]
     if any(tiles["short"] != tiles["long"] for tiles in own.values() if "short" in tiles):
         shapes.append("short")
     if not task.all_variants:
@@ -157,7 +158,7 @@ def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.Shape
         all_cases = all_cases | cases.ONCE
     for shape in shapes:
         yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
-        if any(path in configs.BY_DESCRIPTORS for _, path, _ in own):
+        if any(path in table.BY_DESCRIPTORS for _, path, _ in own):
             yield shape, False, False, cases.CORE
     if specialised:
         yield "long", True, True, all_cases
@@ -165,43 +166,47 @@ def _settings(table: Any, bits: int, task: Task) -> Iterator[tuple[configs.Shape
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
     """Which launches to compile; what has no row, schedules in integers, is the same for all dtypes."""
-    compiled: Counter[Any] = Counter()
+    seen: dict[Any, set[Any]] = defaultdict(set)
 
     def wanted(launch: Launch) -> bool:
-        if task.all_variants or (launch.row is None and task.dtype == "bf16"):
+        if task.all_variants or (launch.chosen is None and task.dtype == "bf16"):
             return True
-        what = launch.kernel if task.dtype == "fp16" else (launch.row, launch.tile)
-        compiled[what] += 1
-        return launch.row is not None and compiled[what] <= (1 if task.one_variant else _VARIANTS[task.dtype])
+        what = launch.name if task.dtype == "fp16" else (launch.chosen and launch.chosen.key[:3], launch.sizes)
+        kind = direct.compiled_kind(launch)
+        if launch.chosen is None or kind in seen[what]:
+            return False
+        seen[what].add(kind)
+        return len(seen[what]) <= (1 if task.one_variant else _VARIANTS[task.dtype])
 
     return wanted
 
 
-def judge(launches: Sequence[tuple[Launch, str]], task: Task) -> list[Row]:
+def judge(launches: Sequence[tuple[Compiled, str]], task: Task) -> list[Row]:
     """The rows of launches, each with the name of its case."""
-    compiled = [launch.compiled for launch, _ in launches if not isinstance(launch.compiled, Exception)]
-    loops = {} if task.only_hashes else dict(zip(map(id, compiled), main_loop.of(compiled), strict=True))
-    return [_row(launch, case, task, loops.get(id(launch.compiled))) for launch, case in launches]
+    kernels = [made.kernel for made, _ in launches if not isinstance(made.kernel, Exception)]
+    loops = {} if task.only_hashes else dict(zip(map(id, kernels), main_loop.of(kernels), strict=True))
+    return [_row(made, case, task, loops.get(id(made.kernel))) for made, case in launches]
 
 
-def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
-    config = f"{launch.path} {launch.tile}; {case}"
-    if isinstance(launch.compiled, Exception):
-        text = " ".join(f"{type(launch.compiled).__name__}: {launch.compiled}".split())
-        return Row(launch.kernel, config, *task[:2], problems=(f"does not compile: {text[:200]}",))
-    source, is_amd = resources.source(launch.compiled)
+def _row(made: Compiled, case: str, task: Task, loop: MainLoop | None) -> Row:
+    launch, kernel = made.launch, made.kernel
+    config = f"{launch.path} {launch.sizes}; {case}"
+    if isinstance(kernel, Exception):
+        text = " ".join(f"{type(kernel).__name__}: {kernel}".split())
+        return Row(launch.name, config, *task[:2], problems=(f"does not compile: {text[:200]}",))
+    source, is_amd = resources.source(kernel)
     code = assembly.hash_of(source, is_amd=is_amd)
     if task.only_hashes:
-        return Row(launch.kernel, config, *task[:2], hash=code)
-    used = resources.of(launch.compiled)
-    is_gemm = launch.kernel.startswith("grouped_") and not _sums_biases_alone(launch)
-    warnings = cubin.warnings(launch.compiled, launch.log)
+        return Row(launch.name, config, *task[:2], hash=code)
+    used = resources.of(kernel)
+    is_gemm = launch.name.startswith("grouped_") and not _sums_biases_alone(launch)
+    warnings = cubin.warnings(kernel, made.log)
     found = [f"{code}: wgmma serialized" for code in warnings]
     if is_gemm and used.tensor_core and loop is None:
         found.append("no loop that multiplies")
     found += problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)
     return Row(
-        launch.kernel,
+        launch.name,
         config,
         *task[:2],
         used.registers,
@@ -219,11 +224,11 @@ def _row(launch: Launch, case: str, task: Task, loop: MainLoop | None) -> Row:
 def _sums_biases_alone(launch: Launch) -> bool:
     """Whether it is a wgrad without a right operand."""
     right = [value for name, value in launch.arguments.items() if name in ("right_ptr", "right_desc")]
-    return launch.kernel.startswith("grouped_wgrad") and all(value is None for value in right)
+    return launch.name.startswith("grouped_wgrad") and all(value is None for value in right)
 
 
 def problems(
-    used: resources.Resources, target: Target, dtype: Dtype, path: configs.Path, *, is_gemm: bool
+    used: resources.Resources, target: Target, dtype: Dtype, path: table.Path, *, is_gemm: bool
 ) -> Iterator[str]:
     """Why a kernel is not fit to ship. GEMMs in exact fp32 may do without tensor cores, which have no such mode."""
     if used.spill:
@@ -236,7 +241,7 @@ def problems(
         yield "a GEMM without tensor-core instructions"
     if is_gemm and target.name == "sm_90" and dtype in ("bf16", "fp16") and "wgmma" not in used.tensor_core:
         yield "a 16-bit GEMM without wgmma"
-    if path in configs.BY_DESCRIPTORS and target.has_tma and not used.tma:
+    if path in table.BY_DESCRIPTORS and target.has_tma and not used.tma:
         yield "descriptors without TMA instructions"
 
 

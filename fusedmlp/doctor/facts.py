@@ -87,13 +87,13 @@ def supported_versions() -> dict[str, str]:
 def _specialised() -> str:
     if versions.found("triton") is None:
         return "no: triton is not installed"
-    from fusedmlp.kernels.tiles import configs
+    from fusedmlp.kernels.warp_specialized import gluon_missing
 
-    missing = configs.gluon_missing()
+    missing = gluon_missing()
     if missing:
         return f"no: {missing}"
     try:
-        used = environment.specialised(configs.SPECIALISED)
+        used = environment.specialised()
     except ValueError:
         used = False
     where = "on Hopper and sm_100"
@@ -101,9 +101,9 @@ def _specialised() -> str:
 
 
 def _architecture() -> str:
-    from fusedmlp.kernels.tiles import configs  # needs Triton
+    from fusedmlp.kernels.tiles import select  # needs Triton
 
-    return configs.architecture(torch.device("cuda", 0))
+    return select.architecture(torch.device("cuda", 0))
 
 
 def _implementation(gpu: str | None) -> tuple[str, str]:

@@ -1,20 +1,23 @@
-"""Which kernels a layer's passes launch, with which tiles, and how tiles are moved: asked of the launchers themselves.
+"""Which kernels a layer's passes launch, with which tiles, and how tiles are moved: as their programs say.
 
-Launchers run on uninitialised tensors of the layer's sizes, with nothing launched or compiled, and with few experts:
-only the class of the load, by mean rows per expert, decides besides sizes and addresses.
+Programs are planned for uninitialised tensors of the layer's sizes and few experts: only the class of the load, by mean
+rows per expert, decides besides sizes and addresses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.doctor.recorder import Launch, recording
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.launching.run import Operator
+from fusedmlp.kernels.tiles import table
 from fusedmlp.operators import triton_impl
 
 WEIGHTS = ("packed", "separate", "megatron")
@@ -50,23 +53,17 @@ class Pass:
 
 def passes(problem: Problem, target: str) -> list[Pass]:
     """The passes of a forward and a backward with fp32 `main_grad`, in the order of their launches."""
-    launches: list[Launch] = []
-
-    def note(launch: Launch) -> bool:
-        if launch.kernel.startswith("grouped_"):
-            launches.append(launch)
-        return False
-
-    shape = configs.shape_class(problem.R / problem.E)
-    with recording(TARGETS[target], shape, specialised=configs.SPECIALISED, wanted=note):
-        _step(problem)
+    shape = table.shape_class(problem.R / problem.E)
+    planned_for = TARGETS[target].planned_for(shape, specialised=triton_impl.SETTINGS.specialised)
+    programs = (operator.program(planned_for, *args) for operator, args in _step(problem))
+    launches = [launch for program in programs for launch in program.launches if launch.chosen]
     return [
-        Pass(name, launch.kernel, launch.path, launch.tile, _why(launch, problem, target))
+        Pass(name, launch.name, launch.path, launch.sizes, _why(launch, problem, target))
         for name, launch in zip(STEP, launches, strict=True)
     ]
 
 
-def _step(problem: Problem) -> None:
+def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     H, F = problem.H, problem.F
     x, dy, h = (torch.empty(_ROWS, width, dtype=problem.dtype) for width in (H, H, 2 * F))
     offsets = torch.empty(_EXPERTS + 1, dtype=torch.int32)
@@ -75,10 +72,12 @@ def _step(problem: Problem) -> None:
     weights = [_experts(problem.weights, shape, problem.dtype) for shape in shapes]
     grads = [_experts(problem.weights, shape, torch.float32, first=1) for shape in shapes]
     encoded = Activation("swiglu").encoded
-    triton_impl.grouped_mlp(x, *weights, [], [], offsets, None, probs, encoded)
-    triton_impl.grouped_mlp_backward_(
-        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False
+    yield triton_impl.grouped_mlp, (x, *weights, [], [], offsets, None, probs, encoded)
+    # fmt: off
+    yield triton_impl.grouped_mlp_backward_, (
+        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False,
     )
+    # fmt: on
 
 
 def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int = 0) -> list[Tensor]:
@@ -104,8 +103,8 @@ def _why(launch: Launch, problem: Problem, target: str) -> str:
         return f"no vectors: {cause}"
     if not TARGETS[target].has_tma:
         return f"pointers: {target} has no TMA"
-    kernel = launch.kernel.removeprefix("grouped_")
-    if (kernel, "tma", 8 * problem.dtype.itemsize) not in configs.TABLES[target]:
+    kernel = launch.name.removeprefix("grouped_")
+    if (kernel, "tma", 8 * problem.dtype.itemsize) not in table.TABLES[target]:
         return f"pointers: no configuration with descriptors for {problem.dtype}"
     if problem.weights == "separate":
         return "pointers: experts lie in allocations of their own"

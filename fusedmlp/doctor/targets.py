@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fusedmlp.kernels.tiles import select, table
+
 if TYPE_CHECKING:
     from triton.backends.compiler import GPUTarget
 
@@ -35,6 +37,22 @@ class Target:
         """NVIDIA's compute capability, times ten."""
         return int(self.name.removeprefix("sm_"))
 
+    def planned_for(
+        self,
+        shape: table.ShapeClass | None = None,
+        with_tma: bool = True,
+        specialised: bool = False,
+        tf32: bool = False,
+    ) -> select.Target:
+        """What launches are planned for: with the tiles of `shape`, whatever the sizes of the tensors.
+
+        Without `with_tma` there is no configuration that uses descriptors, as if weights lay in no one buffer.
+        `specialised`: kernels with a task for each warp are used where the table has them.
+        """
+        rows = rows_of(table.TABLES[self.name], shape, with_tma)
+        # How many programs a launch has changes nothing in a kernel.
+        return select.Target(self.name, 100, rows, select.Settings(specialised), tf32)
+
     @property
     def triton(self) -> GPUTarget:
         """What Triton calls it."""
@@ -54,3 +72,14 @@ TARGETS = {
         Target("gfx950", 160 * 1024),
     )
 }
+
+
+def rows_of(rows: table.Rows, shape: table.ShapeClass | None, with_tma: bool = True) -> table.Rows:
+    """A table's tiles for one class of loads, whatever the load; None: as they are. Without `with_tma`, only tiles that
+    move by pointers.
+    """
+    return {
+        key: {"short": tiles[shape], "long": tiles[shape]} if shape else tiles
+        for key, tiles in rows.items()
+        if (with_tma or key[1] not in table.BY_DESCRIPTORS) and (shape is None or shape in tiles)
+    }

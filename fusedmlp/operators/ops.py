@@ -119,9 +119,7 @@ def _is_watched(args: Sequence[Any], single: Sequence[int], lists: Sequence[int]
 def _fake_plan(like: Tensor, num_rows: int, num_experts: int, impl: str) -> Tensor:
     size = num_experts + 1
     if impl == "triton":
-        plan = import_module("fusedmlp.kernels.routing.plan")
-        # Not what is kept of it: a compiler's symbols are no keys.
-        size = plan.size_of_plan.__wrapped__(num_rows, num_experts, plan.row_blocks(like.device))
+        size = import_module("fusedmlp.kernels.routing.plan").size_on(like.device, num_rows, num_experts)
     return like.new_empty(size, dtype=torch.int32)
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from fusedmlp import environment
 from fusedmlp.kernels.tiles import tuned
-from fusedmlp.kernels.tiles.configs import Tile
+from fusedmlp.kernels.tiles.table import Tile
 from fusedmlp.tuning.tuner import Found, Problem, tune
 
 

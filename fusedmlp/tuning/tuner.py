@@ -1,6 +1,6 @@
 """The search for faster tiles.
 
-The tables in `kernels/tiles/configs.py` need no tuning. For one GPU and shape there may be something better: from the
+The tables in `kernels/tiles/select.py` need no tuning. For one GPU and shape there may be something better: from the
 table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
 accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
 or gives other results than the table's is not taken. Where the table also has a kernel with a task for each warp, that
@@ -10,17 +10,20 @@ is tried next, and found if it is faster than what was tuned so far.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels.tiles import configs, tuned
-from fusedmlp.kernels.tiles.configs import Key, Tile
-from fusedmlp.operators import ops
+from fusedmlp.kernels.tiles import select
+from fusedmlp.kernels.tiles.select import Settings
+from fusedmlp.kernels.tiles.table import Key, Tile
+from fusedmlp.kernels.warp_specialized import gluon_missing
+from fusedmlp.operators import triton_impl
 
 _CHOICES: dict[str, tuple[int, ...]] = {
     "BLOCK_M": (16, 32, 64, 128, 256),
@@ -83,75 +86,69 @@ class _Scratch:
     """A call that runs one kernel on tensors of its own, and what sets those back to where they were."""
 
     kernel: str
-    run: Callable[[], list[Tensor]]
+    run: Callable[[Settings], list[Tensor]]
     reset: Callable[[], object] = lambda: None
 
-    def results(self) -> list[Tensor]:
+    def results(self, settings: Settings) -> list[Tensor]:
         self.reset()
-        return [t.clone() for t in self.run()]
+        return [t.clone() for t in self.run(settings)]
 
 
 def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found]:
     """Tunes every kernel: each trial as it is made, and each kernel's result, which later kernels' runs use."""
-    table = configs.TABLES[configs.architecture(problem.device)]
+    target = select.target(problem.device, Settings(), problem.dtype)
+    timer, tuned = timer or _gpu_timer, dict[Key, Tile]()
     for scratch in _scratch_calls(problem):
         key = _key(scratch.kernel, problem)
-        with _switched(False):
-            tuned.use({key: table[key[:3]][key.shape]})
-            expected = scratch.results()
-            found = yield from _descend(key, scratch, problem.device, timer or _gpu_timer, expected, _CHOICES)
+        shipped = target.rows[key[:3]][key.shape]
+        expected = scratch.results(Settings(False, tuned | {key: shipped}))
+        found = yield from _descend(_Search(key, scratch, shipped, tuned, _CHOICES), timer, expected)
         assert found is not None  # the shipped tile gives what it is compared with
-        tuned.use({found.key: found.tile})
+        tuned[found.key] = found.tile
         yield found
         own = key._replace(path="specialised")
-        if key.path == "tma" and key.shape in table.get(own[:3], {}) and not configs.gluon_missing():
-            with _switched(True):
-                choices = _TASK_CHOICES if configs.consumers(problem.device) == 2 else _TASK_CHOICES | _WARPS
-                faster = yield from _descend(own, scratch, problem.device, timer or _gpu_timer, expected, choices)
+        shipped_own = target.rows.get(own[:3], {}).get(key.shape)
+        if key.path == "tma" and shipped_own and not gluon_missing():
+            choices = _TASK_CHOICES if target.consumers == 2 else _TASK_CHOICES | _WARPS
+            faster = yield from _descend(_Search(own, scratch, shipped_own, tuned, choices), timer, expected)
             if faster is not None and faster.ms < (1 - _WORTH) * found.ms:
-                tuned.use({own: faster.tile})
+                tuned[own] = faster.tile
                 yield faster
-            else:
-                tuned.forget(own)
 
 
-@contextmanager
-def _switched(specialised: bool) -> Iterator[None]:
-    """Whether kernels with a task for each warp are used, whatever the switch says."""
-    before, configs.SPECIALISED = configs.SPECIALISED, specialised
-    try:
-        yield
-    finally:
-        configs.SPECIALISED = before
+class _Search(NamedTuple):
+    """One kernel's, from its shipped tile; `tuned`: tiles of kernels before."""
+
+    key: Key
+    scratch: _Scratch
+    shipped: Tile
+    tuned: dict[Key, Tile]
+    choices: dict[str, tuple[int, ...]]
+
+    def settings(self, tile: Tile) -> Settings:
+        """With which the kernel has that tile."""
+        return Settings(self.key.path == "specialised", self.tuned | {self.key: tile})
 
 
-def _descend(
-    key: Key,
-    scratch: _Scratch,
-    device: torch.device,
-    timer: Timer,
-    expected: list[Tensor],
-    choices: dict[str, tuple[int, ...]],
-) -> Generator[Trial, None, Found | None]:
+def _descend(search: _Search, timer: Timer, expected: list[Tensor]) -> Generator[Trial, None, Found | None]:
     """From the table's tile to the fastest; None if that one fails or gives other results."""
-    shipped = configs.TABLES[configs.architecture(device)][key.kernel, key.path, key.bits][key.shape]
-    tuned.use({key: shipped})
-    best = shipped
+    key, scratch, best = search.key, search.scratch, search.shipped
+    own = search.settings(best)
     try:
-        if not _agree(scratch.results(), expected):
-            yield Trial(key, shipped, None, "other results than the kernel without tasks for warps")
+        if not _agree(scratch.results(own), expected):
+            yield Trial(key, best, None, "other results than the kernel without tasks for warps")
             return None
     except Exception as error:  # whatever the compiler and the launcher raise
-        yield Trial(key, shipped, None, type(error).__name__)
+        yield Trial(key, best, None, type(error).__name__)
         return None
-    best_ms = shipped_ms = timer(scratch.run)
-    tried = {shipped}
-    while candidate := next((tile for tile in _neighbours(best, choices) if tile not in tried), None):
+    best_ms = shipped_ms = timer(partial(scratch.run, own))
+    tried = {best}
+    while candidate := next((tile for tile in _neighbours(best, search.choices) if tile not in tried), None):
         tried.add(candidate)
-        tuned.use({key: candidate})
+        own = search.settings(candidate)
         try:
-            results = scratch.results()
-            ms = timer(scratch.run)
+            results = scratch.results(own)
+            ms = timer(partial(scratch.run, own))
         except Exception as error:  # whatever the compiler and the launcher raise
             yield Trial(key, candidate, None, type(error).__name__)
             continue
@@ -161,7 +158,7 @@ def _descend(
         yield Trial(key, candidate, ms)
         if ms < (1 - _WORTH) * best_ms:
             best, best_ms = candidate, ms
-    return Found(key, shipped, shipped_ms, best, best_ms)
+    return Found(key, search.shipped, shipped_ms, best, best_ms)
 
 
 def _neighbours(tile: Tile, numbers: dict[str, tuple[int, ...]]) -> Iterator[Tile]:
@@ -190,9 +187,8 @@ def _key(kernel: str, problem: Problem) -> Key:
     tma_fits, vectors_fit = (
         all(size % multiple == 0 for size in (problem.hidden, problem.ffn)) for multiple in (16 // itemsize, 16)
     )
-    with _switched(False):
-        path, _ = configs.choose(kernel, problem.dtype, problem.device, tma_fits, lambda: vectors_fit, rows_per_expert)
-    return Key(kernel, path, 8 * itemsize, configs.shape_class(rows_per_expert))
+    target = select.target(problem.device, Settings(), problem.dtype)
+    return select.choose(kernel, problem.dtype, target, tma_fits, vectors_fit, rows_per_expert).key
 
 
 def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
@@ -205,27 +201,24 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
     x, dy, a, h = random(R, H), random(R, H), random(R, F), random(R, 2 * F)
     fc1, fc2, probs = random(E, 2 * F, H), random(E, H, F), torch.rand(R, device=problem.device)
     counts = torch.tensor([R // E + (e < R % E) for e in range(E)], device=problem.device)
-    offsets = ops.expert_offsets(counts, R, "triton")
+    offsets = triton_impl.expert_offsets(counts, R)
     dw = torch.zeros(E, H, F, device=problem.device)
     act = Activation("swiglu").encoded
 
-    def wgrad() -> list[Tensor]:
-        ops.grouped_wgrad_([dw], [], [dy], [a], [offsets], [], [], True, "triton")
+    def wgrad(settings: Settings) -> list[Tensor]:
+        triton_impl.wgrad_of_segments_.run(([dw], [], (dy,), (a,), (offsets,), (), (), True), settings)
         return [dw]
 
-    def dgrad_act() -> list[Tensor]:
-        weights: list[list[Tensor]] = [[fc1], [fc2], []]
+    def dgrad_act(settings: Settings) -> list[Tensor]:
         flags = (False, False, False, True)  # add to neither weight gradient, no dx; keep dh and act_probs
-        return list(
-            ops.grouped_mlp_backward_(
-                [], [], [], [], dy, x, h, *weights, offsets, None, None, probs, act, *flags, "triton"
-            )
-        )[1:]
+        arguments: Any = ([], [], [], [], dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, act, *flags)
+        return list(triton_impl.grouped_mlp_backward_.run(arguments, settings))[1:]
 
-    yield _Scratch("gemm", lambda: [ops.grouped_gemm(a, [fc2], [], offsets, "triton")])
-    yield _Scratch(
-        "fc1_act", lambda: list(ops.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, act, "triton"))
-    )
+    def fc1_act(settings: Settings) -> list[Tensor]:
+        return list(triton_impl.grouped_mlp.run((x, [fc1], [fc2], [], [], offsets, None, probs, act), settings))
+
+    yield _Scratch("gemm", lambda settings: [triton_impl.grouped_gemm.run((a, [fc2], [], offsets), settings)])
+    yield _Scratch("fc1_act", fc1_act)
     yield _Scratch("dgrad_act", dgrad_act)
     yield _Scratch("wgrad", wgrad, dw.zero_)
 

@@ -2,145 +2,135 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
-from torch import Tensor
 
 from ..device import activation
-from ..launching import cost, launches
-from ..launching.launcher import launch
-from ..operands import descriptors
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands import descriptors, expert_tensors
 from ..operands.alignment import vectors_fit
+from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
 from ..routing.plan import Schedule
-from ..tiles.configs import BY_DESCRIPTORS, cdiv, choose, consumers, dot_precision, num_programs, task_rows
+from ..tiles.rounding import cdiv
+from ..tiles.select import choose
+from ..tiles.table import BY_DESCRIPTORS
+from ..warp_specialized import gluon_missing
 from .triton_kernel import _bias_dprobs, _grouped_dgrad_act_kernel
 
 
+@Launcher
 def grouped_dgrad_act_(
-    dh_RG: Tensor,
-    a_RF: Tensor,
-    dy_RH: Tensor,
-    h_RG: Tensor,
+    builder: Builder,
+    dh_RG: Array,
+    a_RF: Array,
+    dy_RH: Array,
+    h_RG: Array,
     w_EHF: ExpertTensors,
     schedule: Schedule,
     act: activation.Options,
     *,
     bias_EH: ExpertTensors | None = None,
-    probs_R: Tensor | None = None,
-    rows_R: Tensor | None = None,
-) -> Tensor | None:
+    probs_R: Array | None = None,
+    rows_R: Array | None = None,
+) -> Array | None:
     """Writes all of `dh` and `a`, zeros at padding rows; returns fp32 parts of `dprobs`, `[parts, R]`, zero at padding
     rows, which `gemm/dprobs.py` adds up, or None.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
     `rows` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
     """
-    (num_rows, F), H, num_experts = a_RF.shape, dy_RH.shape[1], schedule.num_experts
-    w_EFH = w_EHF._replace(strides=w_EHF.strides[::-1])
-    w_view = descriptors.matrices(w_EFH, num_experts, (F, H)) if num_rows else None
-    gathered, halves = rows_R is not None, activation.halves(act)
-    fits = w_view is not None and all(map(descriptors.fits_tensor, (h_RG, dh_RG, a_RF)))
+    target, dtype, gathered = builder.target, dy_RH.dtype, rows_R is not None
+    (num_rows, F), H = a_RF.shape, dy_RH.shape[1]
+    w_EFH = w_EHF.T
+    w_view = descriptors.matrices(w_EFH, (F, H)) if num_rows else None
+    halves = activation.halves(act)
+    fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
-    dy_described = descriptors.fits_tensor(dy_RH)
+    dy_described = descriptors.fits(dy_RH)
     would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # with a task for each warp
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else dy_described)
-    path, tile = choose(
-        "dgrad_act",
-        dy_RH.dtype,
-        dy_RH.device,
-        fits,
-        lambda: vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F)),
-        schedule.rows_per_expert,
-        gathered,
-        dy_described and not would_spill,
-    )
-    num_f, partial = cdiv(F, tile.BLOCK_N), None
+    vectors = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
+    by_tasks = dy_described and not would_spill and not gluon_missing()
+    chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, by_tasks)
+    path, tile = chosen.path, chosen.tile
+    num_f, partial_PR = cdiv(F, tile.BLOCK_N), None
     if probs_R is not None:
         parts = num_f if bias_EH is None else num_f + 1
-        partial = torch.empty(parts, num_rows, dtype=torch.float32, device=dy_RH.device)
+        partial_PR = builder.empty((parts, num_rows), torch.float32)
     if not num_rows:
-        return partial
+        return partial_PR
     k_contiguous = w_EFH.strides[1] == 1
-    dy_desc = w_desc = h_desc = dh_desc = a_desc = None
+    dy_desc = w_desc = dh_desc = a_desc = None
+    block_m, width = target.task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
+    channels = {"block_columns": width * act.CHANNEL_STEP, "halves": halves, "apart": path == "specialised"}
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m, width = task_rows(path, tile, dy_RH.device), tile.BLOCK_N // tile.SUBTILES
         if not gathered:
             dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
         elif path == "specialised":
             dy_desc = descriptors.gathered_rows(dy_RH, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
-        h_desc, dh_desc = (
-            descriptors.ragged_rows(t, block_m, width * act.CHANNEL_STEP, halves=halves, apart=path == "specialised")
-            for t in (h_RG, dh_RG)
-        )
+        dh_desc = descriptors.ragged_rows(dh_RG, block_m, **channels)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
+    with_bias = bias_EH is not None and probs_R is not None
+    tiles = schedule.tiles(builder, tile.BLOCK_M)
+    of_bias = {
+        "dy_ptr": dy_RH,
+        "rows_ptr": rows_R,
+        **expert_tensors.arguments("bias", bias_EH),
+        "tiles_ptr": tiles,
+        "H": H,
+        "stride_dy_r": dy_RH.strides[0],
+    }
+    arguments: dict[str, Any] = {
+        "dy_desc": dy_desc,
+        "rows_ptr": rows_R,
+        "w_desc": w_desc,
+        "probs_ptr": probs_R,
+        "dh_ptr": dh_RG,
+        "dh_desc": dh_desc,
+        "a_ptr": a_RF,
+        "a_desc": a_desc,
+        "partial_ptr": partial_PR,
+        "tiles_ptr": tiles,
+        "num_experts": schedule.num_experts,
+        "num_rows": num_rows,
+        "H": H,
+        "F": F,
+        "stride_h_r": h_RG.strides[0],
+        "stride_a_r": a_RF.strides[0],
+        "ACT": act,
+        "K_CONTIGUOUS": k_contiguous,
+        "REVERSED": w_EFH.stride_e < 0,
+    }
+    grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * num_f),)
+    sizes: dict[str, Any] = {"H": H, "F": F, "itemsize": dtype.itemsize, "probs": itemsize(probs_R)}
     tokens = dy_RH.shape[0] if gathered else None
-    gated, bias, probs = act.GATED, bias_EH is not None and probs_R is not None, launches.size_of(probs_R)
-    launches.report(
-        path,
-        lambda: cost.dgrad_act(
-            schedule.rows(), H, F, h_RG.element_size(), gated=gated, bias=bias, probs=probs, tokens=tokens
-        ),
-    )
-    grid = (num_programs(tile, dy_RH.device, schedule.max_tiles(tile.BLOCK_M) * num_f),)
-    bias_ptrs = (bias_EH.base, bias_EH.table) if bias_EH else (None, None)
-    stride_bias_e = bias_EH.stride_e if bias_EH else 0
-    reversed_, tiles = w_EFH.stride_e < 0, schedule.tiles(tile.BLOCK_M)
+    costs = partial(cost.dgrad_act, **sizes, gated=act.GATED, bias=with_bias, tokens=tokens)
     if path == "specialised":
         from .gluon_kernel import grouped_dgrad_act_specialised_kernel
 
-        if bias and partial is not None:
-            launch(
-                _bias_dprobs,
-                (schedule.max_tiles(tile.BLOCK_M),),
-                *(partial[num_f], dy_RH, rows_R, *bias_ptrs, tiles, H, dy_RH.stride(0), stride_bias_e),
-                *(tile.BLOCK_M, tile.BLOCK_K),
-                num_warps=8,
-            )
-        launch(
-            grouped_dgrad_act_specialised_kernel,
-            grid,
-            *(dy_desc, rows_R, w_desc, probs_R, h_desc, dh_RG, dh_desc, a_RF, a_desc, partial, tiles),
-            *(num_experts, num_rows, 0 if partial is None else len(partial), H, F, h_RG.stride(0), a_RF.stride(0)),
-            *(act, k_contiguous, reversed_, consumers(dy_RH.device), tile),
-            num_warps=tile.num_warps,
-        )
-        return partial
-    launch(
-        _grouped_dgrad_act_kernel,
-        grid,
-        dy_RH,
-        dy_desc,
-        rows_R,
-        w_EFH.base,
-        w_desc,
-        w_EFH.table,
-        *bias_ptrs,
-        probs_R,
-        h_RG,
-        dh_RG,
-        dh_desc,
-        a_RF,
-        a_desc,
-        partial,
-        tiles,
-        num_experts,
-        num_rows,
-        H,
-        F,
-        dy_RH.stride(0),
-        w_EFH.stride_e,
-        *w_EFH.strides,
-        stride_bias_e,
-        h_RG.stride(0),
-        a_RF.stride(0),
-        act,
-        k_contiguous,
-        reversed_,
-        w_EFH.aligned,
-        tile,
-        dot_precision(dy_RH.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    return partial
+        if with_bias and partial_PR is not None:
+            all_tiles = (schedule.max_tiles(tile.BLOCK_M),)
+            own = {"partial_ptr": partial_PR[num_f], "BLOCK_M": tile.BLOCK_M, "BLOCK_H": tile.BLOCK_K}
+            builder.launch(_bias_dprobs, all_tiles, of_bias | own, num_warps=8)
+        arguments |= {
+            "h_desc": descriptors.ragged_rows(h_RG, block_m, **channels),
+            "num_parts": 0 if partial_PR is None else partial_PR.shape[0],
+        }
+        builder.launch_chosen(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
+        return partial_PR
+    arguments |= of_bias | {
+        **expert_tensors.arguments("w", w_EFH),
+        "h_ptr": h_RG,
+        "stride_w_f": w_EFH.strides[0],
+        "stride_w_h": w_EFH.strides[1],
+        "ALIGNED": w_EFH.aligned,
+        "PRECISION": target.precision(dtype),
+    }
+    builder.launch_chosen(_grouped_dgrad_act_kernel, grid, arguments, chosen, costs)
+    return partial_PR

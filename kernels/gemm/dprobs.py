@@ -5,21 +5,20 @@ In fp32 and in the order of j, rounded once: the same bits every run. The progra
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..device.tiles import round_to
 
 
 class Dprobs(NamedTuple):
-    """What a launch is to add up, and where to."""
+    """What a launch is to add up, and where to: tensors or, in a plan, arrays."""
 
-    partial: Tensor  # [parts, R], fp32
-    rows: Tensor | None  # [R] integers: the row of every place in `out`
-    out: Tensor  # [R], of any floating dtype
+    partial: Any  # [parts, R], fp32
+    rows: Any  # [R] integers: the row of every place in `out`; or None
+    out: Any  # [R], of any floating dtype
 
 
 @triton.jit
@@ -43,3 +42,9 @@ def sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, n
             part_ptr += num_rows
             sums += tl.load(part_ptr + row, mask=mask, other=0.0)
         tl.store(dprobs_ptr + place, round_to(sums, dprobs_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_partials", "num_rows"])
+def sum_partials_kernel(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr):
+    """`sum_partials` by itself, where no other launch follows pass (3)."""
+    sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK)

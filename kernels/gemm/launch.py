@@ -2,98 +2,104 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from functools import partial
 
-from ..launching import cost, launches
-from ..launching.launcher import launch
-from ..operands import descriptors
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands import descriptors, expert_tensors
 from ..operands.alignment import vectors_fit
+from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
 from ..routing.plan import Schedule
-from ..tiles.configs import BY_DESCRIPTORS, cdiv, choose, consumers, dot_precision, num_programs, task_rows
-from .dprobs import Dprobs
+from ..tiles.rounding import cdiv
+from ..tiles.select import choose
+from ..tiles.table import BY_DESCRIPTORS
+from ..warp_specialized import gluon_missing
+from .dprobs import Dprobs, sum_partials_kernel
 from .triton_kernel import _grouped_gemm_kernel
 
 
+@Launcher
 def grouped_gemm_(
-    y_RN: Tensor,
-    x_RK: Tensor,
+    builder: Builder,
+    y_RN: Array,
+    x_RK: Array,
     w_ENK: ExpertTensors,
     schedule: Schedule,
     *,
     bias_EN: ExpertTensors | None = None,
-    scale_R: Tensor | None = None,
+    scale_R: Array | None = None,
     dprobs: Dprobs | None = None,
 ) -> None:
     """Writes all of `y`, zeros at padding rows, and `dprobs`. `x` and `y` have unit column stride."""
-    N, K, num_experts = y_RN.shape[1], x_RK.shape[1], schedule.num_experts
-    if y_RN.numel() == 0:
+    target, dtype = builder.target, x_RK.dtype
+    (num_rows, N), K = y_RN.shape, x_RK.shape[1]
+    if not num_rows * N:
         return
-    w_view = descriptors.matrices(w_ENK, num_experts, (N, K))
-    use_tma = w_view is not None and descriptors.fits_tensor(x_RK) and descriptors.fits_tensor(y_RN)
-    path, tile = choose(
-        "gemm",
-        x_RK.dtype,
-        x_RK.device,
-        use_tma,
-        lambda: vectors_fit((x_RK, y_RN), [w_ENK], (N, K)),
-        schedule.rows_per_expert,
-    )
+    w_view = descriptors.matrices(w_ENK, (N, K))
+    fits = w_view is not None and descriptors.fits(x_RK) and descriptors.fits(y_RN)
+    vectors = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
+    by_tasks = not gluon_missing()
+    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, by_tasks=by_tasks)
+    path, tile = chosen.path, chosen.tile
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m = task_rows(path, tile, x_RK.device)
+        block_m = target.task_rows(path, tile)
         x_desc = descriptors.ragged_rows(x_RK, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         y_desc = descriptors.ragged_rows(y_RN, block_m, tile.BLOCK_N // tile.SUBTILES)
-    bias, scale = bias_EN is not None, launches.size_of(scale_R)
-    launches.report(path, lambda: cost.gemm(schedule.rows(), N, K, x_RK.element_size(), bias=bias, scale=scale))
-    grid = (num_programs(tile, x_RK.device, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
-    bias_ptrs = (bias_EN.base, bias_EN.table) if bias_EN else (None, None)
-    sums = dprobs or (None, None, None)
-    num_partials, stride_bias_e = dprobs.partial.shape[0] if dprobs else 0, bias_EN.stride_e if bias_EN else 0
-    reversed_ = w_ENK.stride_e < 0
+    arguments = {
+        "x_desc": x_desc,
+        "w_desc": w_desc,
+        **expert_tensors.arguments("bias", bias_EN),
+        "scale_ptr": scale_R,
+        "y_ptr": y_RN,
+        "y_desc": y_desc,
+        "partial_ptr": dprobs and dprobs.partial,
+        "rows_ptr": dprobs and dprobs.rows,
+        "dprobs_ptr": dprobs and dprobs.out,
+        "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
+        "num_partials": dprobs.partial.shape[0] if dprobs else 0,
+        "num_rows": num_rows,
+        "num_experts": schedule.num_experts,
+        "N": N,
+        "K": K,
+        "stride_y_r": y_RN.strides[0],
+        "K_CONTIGUOUS": k_contiguous,
+        "REVERSED": w_ENK.stride_e < 0,
+    }
+    grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
+    bias, scale = bias_EN is not None, itemsize(scale_R)
+    costs = partial(cost.gemm, N=N, K=K, itemsize=dtype.itemsize, bias=bias, scale=scale)
     if path == "specialised":
         from .gluon_kernel import grouped_gemm_specialised_kernel
 
-        launch(
-            grouped_gemm_specialised_kernel,
-            grid,
-            *(x_desc, w_desc, *bias_ptrs, scale_R, y_RN, y_desc, *sums, schedule.tiles(tile.BLOCK_M)),
-            *(num_partials, schedule.num_rows, num_experts, N, K, stride_bias_e, y_RN.stride(0)),
-            *(k_contiguous, reversed_, consumers(x_RK.device), tile),
-            num_warps=tile.num_warps,
-        )
+        builder.launch_chosen(grouped_gemm_specialised_kernel, grid, arguments, chosen, costs)
         return
-    launch(
-        _grouped_gemm_kernel,
-        grid,
-        x_RK,
-        x_desc,
-        w_ENK.base,
-        w_desc,
-        w_ENK.table,
-        *bias_ptrs,
-        scale_R,
-        y_RN,
-        y_desc,
-        *sums,
-        schedule.tiles(tile.BLOCK_M),
-        num_partials,
-        schedule.num_rows,
-        num_experts,
-        N,
-        K,
-        x_RK.stride(0),
-        w_ENK.stride_e,
-        *w_ENK.strides,
-        stride_bias_e,
-        y_RN.stride(0),
-        k_contiguous,
-        reversed_,
-        w_ENK.aligned,
-        tile,
-        dot_precision(x_RK.dtype),
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    arguments |= {
+        "x_ptr": x_RK,
+        **expert_tensors.arguments("w", w_ENK),
+        "stride_x_r": x_RK.strides[0],
+        "stride_w_n": w_ENK.strides[0],
+        "stride_w_k": w_ENK.strides[1],
+        "ALIGNED": w_ENK.aligned,
+        "PRECISION": target.precision(dtype),
+    }
+    builder.launch_chosen(_grouped_gemm_kernel, grid, arguments, chosen, costs)
+
+
+def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:
+    """Plan the sums of `dprobs` alone, where no launch of pass (4) makes them."""
+    (num_partials, num_rows), block = dprobs.partial.shape, 256
+    arguments = {
+        "partial_ptr": dprobs.partial,
+        "rows_ptr": dprobs.rows,
+        "dprobs_ptr": dprobs.out,
+        "num_partials": num_partials,
+        "num_rows": num_rows,
+        "BLOCK": block,
+    }
+    if num_rows:
+        builder.launch(sum_partials_kernel, (cdiv(num_rows, block),), arguments, num_warps=4)

@@ -11,10 +11,22 @@ read once, with an int32 index for every row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from .launches import Launch
+from dataclasses import dataclass
 
 _FP32 = _INT32 = 4
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The work that the equation of a launch needs, whatever the kernel does.
+
+    `bytes` counts every operand once; `grad_bytes` is the part of it that reads and writes weight gradients.
+    """
+
+    kernel: str
+    flops: int
+    bytes: int
+    grad_bytes: int = 0
 
 
 def fc1_act(
@@ -27,18 +39,18 @@ def fc1_act(
     bias: bool = False,
     probs: int = _FP32,
     tokens: int | None = None,
-) -> Launch:
+) -> Cost:
     """Pass (1): reads x `[R, H]` and fc1 `[E, G, H]`, writes h `[R, G]` and the activation `[R, F]`."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
     elements = R * (G + F) + E * G * (H + bias)
-    return Launch("fc1_act", 2 * R * G * H, itemsize * elements + _read(R, H, itemsize, tokens) + probs * R)
+    return Cost("fc1_act", 2 * R * G * H, itemsize * elements + _read(R, H, itemsize, tokens) + probs * R)
 
 
-def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: int = 0) -> Launch:
+def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: int = 0) -> Cost:
     """Passes (2) and (4): reads x `[R, K]` and w `[E, N, K]`, writes y `[R, N]`."""
     R, E = sum(rows), _used(rows)
     elements = R * (N + K) + E * N * (K + bias)
-    return Launch("gemm", 2 * R * N * K, itemsize * elements + scale * R)
+    return Cost("gemm", 2 * R * N * K, itemsize * elements + scale * R)
 
 
 def dgrad_act(
@@ -51,12 +63,12 @@ def dgrad_act(
     bias: bool = False,
     probs: int = _FP32,
     tokens: int | None = None,
-) -> Launch:
+) -> Cost:
     """Pass (3): reads dy `[R, H]`, fc2 `[E, H, F]` and h `[R, G]`, writes dh `[R, G]`, the activation and dprobs."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
     elements = R * (2 * G + F) + E * H * (F + bias)
     num_bytes = itemsize * elements + _read(R, H, itemsize, tokens) + (probs + _FP32 if probs else 0) * R
-    return Launch("dgrad_act", 2 * R * H * F, num_bytes)
+    return Cost("dgrad_act", 2 * R * H * F, num_bytes)
 
 
 def wgrad(
@@ -71,7 +83,7 @@ def wgrad(
     scale: int = 0,
     dy_tokens: int | None = None,
     x_tokens: int | None = None,
-) -> Launch:
+) -> Cost:
     """Passes (5) and (6): reads dy `[R, N]` and x `[R, K]`; reads and writes `[E, N, K]`, or writes it alone.
 
     Column sums of dy for the bias, scaled or not, count as FLOPs too: they may be all there is.
@@ -83,17 +95,17 @@ def wgrad(
     if grad:
         num_bytes += _read(R, K, itemsize, x_tokens)
     flops = (2 * R * N * K if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
-    return Launch("wgrad", flops, num_bytes, grad_bytes)
+    return Cost("wgrad", flops, num_bytes, grad_bytes)
 
 
-def route(R: int, E: int, itemsize: int, probs: int) -> Launch:
+def route(R: int, E: int, itemsize: int, probs: int) -> Cost:
     """Reads ids `[R]`, writes offsets `[E + 1]`, and tokens and rows `[R]`; copies probs `[R]`; `itemsize` of ids."""
-    return Launch("route", 0, itemsize * R + _INT32 * (E + 1 + 2 * R) + 2 * probs * R)
+    return Cost("route", 0, itemsize * R + _INT32 * (E + 1 + 2 * R) + 2 * probs * R)
 
 
-def combine(T: int, K: int, H: int, itemsize: int) -> Launch:
+def combine(T: int, K: int, H: int, itemsize: int) -> Cost:
     """Reads y `[T * K, H]` and rows `[T * K]`, writes `[T, H]`."""
-    return Launch("combine", T * K * H, itemsize * (T * K + T) * H + _INT32 * T * K)
+    return Cost("combine", T * K * H, itemsize * (T * K + T) * H + _INT32 * T * K)
 
 
 def _read(R: int, columns: int, itemsize: int, tokens: int | None) -> int:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
+from .arrays import Array
 from .expert_tensors import ExpertTensors
 
 _MULTIPLE = 16  # of bytes for an address, of elements for a stride or a size
 
 
-def vectors_fit(tensors_RC: Sequence[Tensor], experts: Sequence[ExpertTensors], sizes: Sequence[int]) -> bool:
+def vectors_fit(arrays_RC: Sequence[Array], experts: Sequence[ExpertTensors], sizes: Sequence[int]) -> bool:
     """Whether rows of all those matrices, of which none is wider than `sizes`, can be loaded and stored as vectors."""
     bits = 0  # of all numbers: those below 16 must be 0
-    for t in tensors_RC:
-        bits |= t.data_ptr() | t.stride(0)
+    for array in arrays_RC:
+        bits |= array.address | array.strides[0]
     for group in experts:
         if not group.aligned:
             return False

@@ -5,23 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache, reduce
 from itertools import pairwise
+from math import prod
 from operator import or_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arrays import ALIGNMENT, Array, kind_of
+
 
 class ExpertTensors(NamedTuple):
-    """What `tiles.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements."""
+    """What `tiles.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements.
 
-    base: Tensor  # gives the dtype and, without a table, the address of expert 0
-    table: Tensor | None  # [E] int64 addresses; None where experts are evenly spaced in one buffer
+    Of tensors or, in a plan, of what it sees of them.
+    """
+
+    base: Any  # Tensor or Array: gives the dtype and, without a table, the address of expert 0
+    table: Any  # [E] int64 addresses; None where experts are evenly spaced in one buffer
     stride_e: int
     strides: tuple[int, ...]  # 1 where there is but one element
     aligned: bool  # every expert starts at a multiple of 16 bytes
-    lowest: Tensor  # starts at the lowest address of all
     num_experts: int
+
+    @property
+    def T(self) -> ExpertTensors:
+        """The transposed matrices."""
+        return self._replace(strides=self.strides[::-1])
+
+    @property
+    def lowest(self) -> Array:
+        """Of those without a table in a plan: what starts at the lowest address, one expert's shape."""
+        base: Array = self.base
+        below = min(0, (self.num_experts - 1) * self.stride_e)
+        return base.at(below, base.shape, base.strides)
+
+    @staticmethod
+    def packed(first: Array, dim: int) -> ExpertTensors:
+        """Those of one array: all experts' (one more dimension than `dim`), or the only one's."""
+        size = first.dtype.itemsize
+        is_packed = len(first.shape) > dim
+        count = first.shape[0] if is_packed else 1
+        stride_e = first.strides[0] if count > 1 else prod(first.shape)
+        aligned = first.aligned and (not is_packed or stride_e * size % ALIGNMENT == 0)
+        return ExpertTensors(first, None, stride_e, _strides(first.shape, first.strides)[-dim:], aligned, count)
 
     @staticmethod
     def of(group: Sequence[Tensor], dim: int) -> ExpertTensors:
@@ -30,48 +57,48 @@ class ExpertTensors(NamedTuple):
         Experts in a list may lie anywhere, in one buffer in any order (Megatron's, reversed) or each on its own,
         but must agree in strides.
         """
-        first, size = group[0], group[0].element_size()
-        strides = _strides(first)[-dim:]
-        if len(group) == 1 and first.dim() > dim:
-            stride_e = first.stride(0) if first.shape[0] > 1 else first.numel()
-            aligned = first.data_ptr() % 16 == 0 and stride_e * size % 16 == 0
-            return ExpertTensors(first, None, stride_e, strides, aligned, first, first.shape[0])
+        first = group[0]
+        if len(group) == 1:
+            return ExpertTensors.packed(Array(*kind_of(first), 0), dim)._replace(base=first)
+        size, strides = first.element_size(), _strides(first.shape, first.stride())[-dim:]
         alike = len(set(map(Tensor.stride, group))) == 1
         for e, tensor in enumerate(() if alike else group):
-            if _strides(tensor) != strides:
-                raise ValueError(
-                    f"experts: expected the strides of expert 0, {strides}; expert {e} has {_strides(tensor)}"
-                )
+            own = _strides(tensor.shape, tensor.stride())
+            if own != strides:
+                raise ValueError(f"experts: expected the strides of expert 0, {strides}; expert {e} has {own}")
         addresses = tuple(map(Tensor.data_ptr, group))
-        step, lowest, highest, aligned = _places(addresses, first.numel() * size)
+        step, lowest, highest, aligned = _places(addresses)
         # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
         # graph that is captured could need a kernel that its warm-up did not compile.
         buffer = first.untyped_storage()
         start = buffer.data_ptr()
         together = start <= lowest and highest < start + buffer.nbytes()
         if step is not None and together and step % size == 0:
-            own = group[-1] if step < 0 else first
-            return ExpertTensors(first, None, step // size, strides, aligned, own, len(group))
-        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, first, len(group))
+            return ExpertTensors(first, None, step // size, strides, aligned, len(group))
+        return ExpertTensors(first, address_table(addresses, first.device), 0, strides, aligned, len(group))
+
+
+def arguments(name: str, experts: ExpertTensors | None) -> dict[str, Any]:
+    """What kernels take for tensors of experts of that name, which may be absent."""
+    base, table, stride_e = experts[:3] if experts else (None, None, 0)
+    return {f"{name}_ptr": base, f"{name}_table_ptr": table, f"stride_{name}_e": stride_e}
 
 
 @lru_cache(maxsize=1024)
-def _places(addresses: tuple[int, ...], step: int) -> tuple[int | None, int, int, bool]:
-    """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are multiples of 16.
-
-    A single address has the `step` that is given.
+def _places(addresses: tuple[int, ...]) -> tuple[int | None, int, int, bool]:
+    """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are multiples of
+    16.
     """
-    if len(addresses) > 1:
-        step = addresses[1] - addresses[0]
+    step = addresses[1] - addresses[0]
     even = all(b - a == step for a, b in pairwise(addresses))
-    return step if even else None, min(addresses), max(addresses), reduce(or_, addresses) % 16 == 0
+    return step if even else None, min(addresses), max(addresses), reduce(or_, addresses) % ALIGNMENT == 0
 
 
-def _strides(tensor: Tensor) -> tuple[int, ...]:
+def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Strides, without the arbitrary ones that PyTorch keeps for dimensions of size 1."""
-    if 1 not in tensor.shape:
-        return tensor.stride()
-    return tuple(stride if size != 1 else 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    if 1 not in shape:
+        return strides
+    return tuple(stride if size != 1 else 1 for size, stride in zip(shape, strides, strict=True))
 
 
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ..device.tiles import round_to
-from ..launching import cost, launches
-from ..launching.launcher import launch
-from ..tiles.configs import cdiv, power_of_2
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands.arrays import Array
+from ..tiles.rounding import cdiv, power_of_2
 
 
 @triton.jit
@@ -42,25 +43,23 @@ def _combine_kernel(
     tl.store(out_ptr + token * stride_out_t + columns, round_to(sums, out_ptr.dtype.element_ty), mask=mask)
 
 
-def combine_(out_TH: Tensor, y_RH: Tensor, rows_R: Tensor) -> None:
+@Launcher
+def combine_(builder: Builder, out_TH: Array, y_RH: Array, rows_R: Array) -> None:
     """Writes all of `out`. `rows`: `[T * K]` integers; `out` and `y` have unit column stride."""
     (T, H), K = out_TH.shape, rows_R.shape[0] // max(1, out_TH.shape[0])
-    if out_TH.numel() == 0:
+    if not T * H:
         return
     block = min(1024, power_of_2(H))
-    unroll = min(8, power_of_2(max(1, K)))
-    launch(
-        _combine_kernel,
-        (T, cdiv(H, block)),
-        y_RH,
-        rows_R,
-        out_TH,
-        K,
-        H,
-        y_RH.stride(0),
-        out_TH.stride(0),
-        unroll,
-        block,
-        num_warps=max(1, block // 256),
-    )
-    launches.report("pointer", lambda: cost.combine(T, K, H, y_RH.element_size()))
+    arguments = {
+        "y_ptr": y_RH,
+        "rows_ptr": rows_R,
+        "out_ptr": out_TH,
+        "K": K,
+        "H": H,
+        "stride_y_r": y_RH.strides[0],
+        "stride_out_t": out_TH.strides[0],
+        "UNROLL": min(8, power_of_2(max(1, K))),
+        "BLOCK_H": block,
+    }
+    costs = cost.combine(T, K, H, y_RH.dtype.itemsize)
+    builder.launch(_combine_kernel, (T, cdiv(H, block)), arguments, cost=costs, num_warps=max(1, block // 256))

@@ -12,17 +12,21 @@ that are elsewhere come last, as padding.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..launching import cost, launches
-from ..launching.launcher import launch
-from ..tiles.configs import cdiv, power_of_2, row_blocks
-from .plan import groups_of_counts, num_plan_programs, size_of_plan, sizes_of_plan, write_plan
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands.arrays import Array
+from ..tiles.rounding import cdiv, power_of_2
+from ..tiles.table import row_blocks
+from .plan import num_plan_programs, size_of_plan, sizes_of_plan
+from .plan_kernel import groups_of_counts, write_plan
 
 # Positions that are counted at once, that are compared with each other at once, and counts that are added up at once.
 _COUNTED, _CHUNK, _SUMMED = 1024, 64, 4096
@@ -33,10 +37,10 @@ _MOST_BLOCKS = 128
 class Routed(NamedTuple):
     """Positions by expert, stable in their order; rows of no expert come last."""
 
-    plan: Tensor  # see plan.py
-    tokens: Tensor  # [R] int32: the token of every row
-    rows: Tensor  # [R] int32: the row of every flat position
-    probs: Tensor  # [R]: of every row
+    plan: Any  # see plan.py
+    tokens: Any  # [R] int32: the token of every row
+    rows: Any  # [R] int32: the row of every flat position
+    probs: Any  # [R]: of every row
 
 
 @triton.jit
@@ -123,35 +127,33 @@ def _routing_places_kernel(
             next_row += tl.histogram(experts, BINS)
 
 
-def route(ids_TK: Tensor, probs_TK: Tensor, num_experts: int) -> Routed:
+@Launcher
+def route(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: int) -> Routed:
     """Contiguous ids of any integer dtype, and probabilities of any dtype; `T * K < 2**31`."""
-    R, device = ids_TK.numel(), ids_TK.device
+    R = prod(ids_TK.shape)
     block = max(_COUNTED, power_of_2(cdiv(R, _MOST_BLOCKS)))
     num_blocks, bins = max(1, cdiv(R, block)), power_of_2(num_experts + 2)
-    blocks = row_blocks(device)
-
-    def indices(size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=device)
-
-    counts = indices(num_blocks * (num_experts + 1))
-    routed = Routed(indices(size_of_plan(R, num_experts, blocks)), indices(R), indices(R), probs_TK.new_empty(R))
-    launch(_routing_counts_kernel, (num_blocks,), ids_TK, counts, R, block, num_experts, bins, _COUNTED)
-    launch(
-        _routing_places_kernel,
-        (num_blocks + num_plan_programs(R, num_experts, blocks),),
-        ids_TK,
-        probs_TK,
-        counts,
-        *routed,
-        R,
-        num_blocks,
-        block,
-        max(1, ids_TK.shape[-1]),
-        bins,
-        _SUMMED,
-        _CHUNK,
+    blocks = row_blocks(builder.target.architecture)
+    counts = builder.empty((num_blocks * (num_experts + 1),), torch.int32)
+    plan = builder.empty((size_of_plan(R, num_experts, blocks),), torch.int32)
+    tokens, rows = (builder.empty((R,), torch.int32) for _ in range(2))
+    routed = Routed(plan, tokens, rows, builder.empty((R,), probs_TK.dtype))
+    common = {"ids_ptr": ids_TK, "counts_ptr": counts, "num_positions": R, "block": block, "BINS": bins}
+    counted = common | {"NUM_EXPERTS": num_experts, "COUNTED": _COUNTED}
+    builder.launch(_routing_counts_kernel, (num_blocks,), counted)
+    arguments = common | {
+        "probs_ptr": probs_TK,
+        "plan_ptr": routed.plan,
+        "tokens_ptr": routed.tokens,
+        "rows_ptr": routed.rows,
+        "row_probs_ptr": routed.probs,
+        "num_blocks": num_blocks,
+        "top_k": max(1, ids_TK.shape[-1]),
+        "SUMMED": _SUMMED,
+        "CHUNK": _CHUNK,
         **sizes_of_plan(num_experts, blocks),
-        num_warps=4,
-    )
-    launches.report("pointer", lambda: cost.route(R, num_experts, ids_TK.element_size(), probs_TK.element_size()))
+    }
+    grid = (num_blocks + num_plan_programs(R, num_experts, blocks),)
+    costs = cost.route(R, num_experts, ids_TK.dtype.itemsize, probs_TK.dtype.itemsize)
+    builder.launch(_routing_places_kernel, grid, arguments, cost=costs, num_warps=4)
     return routed

@@ -8,9 +8,7 @@ from pathlib import Path
 import torch
 import triton
 
-from ..launching import replay
-from . import configs
-from .configs import Key, Tile
+from .table import Key, Tile
 
 
 def tiles_file(folder: Path, device: torch.device) -> Path:
@@ -40,20 +38,3 @@ def read(path: Path) -> dict[Key, Tile]:
         return {Key(**row["key"]): Tile(**row["tile"]) for row in rows}
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: expected tiles as the tuner of this version writes them; got {error!r}") from error
-
-
-def load(path: Path) -> None:
-    """Launch with the tiles in a file, where it has some."""
-    use(read(path))
-
-
-def forget(key: Key) -> None:
-    """From now on launch as if that was not tuned."""
-    configs.TUNED.pop(key, None)
-    replay.forget()
-
-
-def use(tiles: dict[Key, Tile]) -> None:
-    """From now on launch with these."""
-    configs.TUNED.update(tiles)
-    replay.forget()

@@ -2,7 +2,7 @@
 
 What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA,
 wgmma and tcgen05 of which a kernel itself says when. Where a name is missing, importing this raises, and
-`tiles/configs.py` says why.
+`tiles/select.py` says why.
 """
 
 from triton._C.libtriton import ir

@@ -3,32 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from functools import partial
+from typing import Any
 
 from ..device.tile_order import deals_out
-from ..launching import cost, launches
-from ..launching.launcher import launch
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands import expert_tensors
+from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
-from ..tiles.configs import cdiv, consumers, dot_precision, num_programs, warp_specializes
-from .operands import Operand, segment_table, way_of
-from .steps import wgrad_plan
+from ..tiles.rounding import cdiv
+from .operands import Operand, plan_operands, segment_table
+from .steps import plan_steps
 from .triton_kernel import _grouped_wgrad_kernel
 
 
+@Launcher
 def grouped_wgrad_(
+    builder: Builder,
     dw_ENK: ExpertTensors | None,
     db_EN: ExpertTensors | None,
-    dy_RN: Sequence[Tensor],
-    x_RK: Sequence[Tensor],
-    offsets: Sequence[Tensor],
+    dy_RN: Sequence[Array],
+    x_RK: Sequence[Array],
+    offsets: Sequence[Array],
     *,
     accumulate: bool,
-    scale_R: Tensor | None = None,
-    dy_rows: Sequence[Tensor] = (),
-    x_rows: Sequence[Tensor] = (),
-    order: Tensor | None = None,
+    scale_R: Array | None = None,
+    dy_rows: Sequence[Array] = (),
+    x_rows: Sequence[Array] = (),
+    order: Array | None = None,
 ) -> None:
     """Adds to `dw`, or writes it (zeros for experts without rows); writes `db`, for one segment only.
 
@@ -37,100 +41,99 @@ def grouped_wgrad_(
     `dy_rows` or `x_rows` (`[R_s]` int32 or int64 of every segment, read for owned rows only) make that operand
     `[T_s, ...]`: row r takes its row `rows[r]`.
     """
-    outputs = dw_ENK or db_EN
+    outputs, target, dtype = dw_ENK or db_EN, builder.target, dy_RN[0].dtype
     assert outputs is not None
-    num_experts, device = outputs.num_experts, dy_RN[0].device
+    num_experts, num_segments = outputs.num_experts, len(offsets)
+    costs = _costs(dw_ENK, db_EN, dy_RN, x_RK, accumulate, scale_R, dy_rows, x_rows)
     left, right, swapped = Operand(dy_RN, dy_rows), Operand(x_RK, x_rows), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True
-        dw_ENK = dw_ENK._replace(strides=dw_ENK.strides[::-1])
+        dw_ENK = dw_ENK.T
     N, K = left.columns, right.columns if dw_ENK else 1
-    way = way_of(dw_ENK, left, right, num_experts, accumulate)
-    tile = way.tile
-    if way.path == "specialised" and db_EN is not None:
-        order = wgrad_plan(offsets[0], num_experts).order if order is None else order
-        grouped_wgrad_(
-            None, db_EN, dy_RN, x_RK, offsets, accumulate=accumulate, scale_R=scale_R, dy_rows=dy_rows, order=order
-        )
-        db_EN = scale_R = None
+    plan = plan_operands(target, dw_ENK, left, right, num_experts, accumulate)
+    path, tile = plan.chosen.path, plan.chosen.tile
+    if path == "specialised" and db_EN is not None:
+        order = order or plan_steps(builder, offsets[0], num_experts).order
+        own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
+        grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **own)
+        db_EN, costs = None, partial(costs, bias_grad=0, scale=0)
     left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
     vectors = [1, 1]
-    if len(offsets) > 1:
-        segments = segment_table(way, left, right, offsets)
-        num_rows = sum(t.shape[0] for t in left.rows or left.tensors)
+    if num_segments > 1:
+        segments = segment_table(builder, plan, left, right, offsets)
         gathered = left.gathered(), right.gathered()
-        order, steps, left_rows, right_rows = wgrad_plan(
-            offsets[0], num_experts, segments, len(offsets), num_rows, tile.BLOCK_M, *gathered
+        order, steps, left_rows, right_rows = plan_steps(
+            builder, offsets[0], num_experts, segments, num_segments, left.num_rows, tile.BLOCK_M, *gathered
         )
-        vectors = [each.unit // left.tensors[0].element_size() if each else 1 for each in gathered]
+        vectors = [each.unit // dtype.itemsize if each else 1 for each in gathered]
     elif order is None:
-        order = wgrad_plan(offsets[0], num_experts).order
+        order = plan_steps(builder, offsets[0], num_experts).order
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
-    programs = num_programs(tile, device, num_experts * tiles)
+    programs = target.num_programs(tile, num_experts * tiles)
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
-    strides_dw = (dw_ENK.stride_e, *dw_ENK.strides) if dw_ENK else (0, 0, 0)
-    reversed_, aligned = dw_ENK is not None and dw_ENK.stride_e < 0, dw_ENK is not None and dw_ENK.aligned
-    dw = dw_ENK.base if way.dw is None and dw_ENK else None, dw_ENK.table if dw_ENK else None, way.dw
-    if way.path == "specialised":
+    arguments: dict[str, Any] = {
+        "left_desc": plan.left,
+        "left_rows_ptr": left_rows,
+        "right_desc": plan.right,
+        "right_rows_ptr": right_rows if dw_ENK else None,
+        "dw_ptr": dw_ENK.base if plan.dw is None and dw_ENK else None,
+        "dw_table_ptr": dw_ENK and dw_ENK.table,
+        "dw_desc": plan.dw,
+        "offsets_ptr": offsets[0],
+        "segments_ptr": segments,
+        "steps_ptr": steps,
+        "order_ptr": order,
+        "num_segments": num_segments,
+        "num_experts": num_experts,
+        "N": N,
+        "K": K,
+        "stride_dw_e": dw_ENK.stride_e if dw_ENK else 0,
+        "stride_dw_n": dw_ENK.strides[0] if dw_ENK else 0,
+        "stride_dw_k": dw_ENK.strides[1] if dw_ENK else 0,
+        "ACCUMULATE": accumulate,
+        "REVERSED": dw_ENK is not None and dw_ENK.stride_e < 0,
+        "DW_ALIGNED": dw_ENK is not None and dw_ENK.aligned,
+    }
+    if path == "specialised":
         from .gluon_kernel import grouped_wgrad_specialised_kernel
 
-        launch(
-            grouped_wgrad_specialised_kernel,
-            grid,
-            *(way.left, left_rows, way.right, right_rows, *dw, offsets[0], segments, steps, order),
-            *(len(offsets), num_experts, N, K, *strides_dw),
-            *(accumulate, reversed_, aligned, consumers(device), tile),
-            num_warps=tile.num_warps,
-        )
-    else:
-        launch(
-            _grouped_wgrad_kernel,
-            grid,
-            left.tensors[0] if way.left is None else None,
-            way.left,
-            left_rows,
-            right.tensors[0] if way.right is None and dw_ENK else None,
-            way.right,
-            right_rows if dw_ENK else None,
-            *dw,
-            db_EN.base if db_EN else None,
-            db_EN.table if db_EN else None,
-            scale_R,
-            offsets[0],
-            segments,
-            steps,
-            order,
-            len(offsets),
-            num_experts,
-            N,
-            K,
-            *strides_dw,
-            db_EN.stride_e if db_EN else 0,
-            accumulate,
-            swapped,
-            reversed_,
-            aligned,
-            segments is not None and left.aligned and right.aligned,
-            *vectors,
-            tile,
-            way.path == "tma" and tile.PER_SM == 1 and warp_specializes(device),
-            dot_precision(dy_RN[0].dtype),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
-    launches.report(
-        way.path,
-        lambda: cost.wgrad(
-            torch.stack([t[: num_experts + 1].diff() for t in offsets]).sum(0).tolist(),
-            dy_RN[0].shape[1],
-            x_RK[0].shape[1] if dw_ENK else 0,
-            dy_RN[0].element_size(),
-            launches.size_of(dw_ENK.base if dw_ENK else None),
-            accumulate=accumulate,
-            bias_grad=launches.size_of(db_EN.base if db_EN else None),
-            scale=launches.size_of(scale_R),
-            dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
-            x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
-        ),
+        builder.launch_chosen(grouped_wgrad_specialised_kernel, grid, arguments, plan.chosen, costs)
+        return
+    arguments |= {
+        "left_ptr": left.arrays[0] if plan.left is None else None,
+        "right_ptr": right.arrays[0] if plan.right is None and dw_ENK else None,
+        **expert_tensors.arguments("db", db_EN),
+        "scale_ptr": scale_R,
+        "SWAPPED": swapped,
+        "SEGMENTS_ALIGNED": segments is not None and left.aligned and right.aligned,
+        "LEFT_VECTOR": vectors[0],
+        "RIGHT_VECTOR": vectors[1],
+        "WARP_SPECIALIZE": path == "tma" and tile.PER_SM == 1 and target.warp_specializes,
+        "PRECISION": target.precision(dtype),
+    }
+    builder.launch_chosen(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)
+
+
+def _costs(
+    dw_ENK: ExpertTensors | None,
+    db_EN: ExpertTensors | None,
+    dy_RN: Sequence[Array],
+    x_RK: Sequence[Array],
+    accumulate: bool,
+    scale_R: Array | None,
+    dy_rows: Sequence[Array],
+    x_rows: Sequence[Array],
+) -> partial[cost.Cost]:
+    return partial(
+        cost.wgrad,
+        N=dy_RN[0].shape[1],
+        K=x_RK[0].shape[1] if dw_ENK else 0,
+        itemsize=dy_RN[0].dtype.itemsize,
+        grad=itemsize(dw_ENK and dw_ENK.base),
+        accumulate=accumulate,
+        bias_grad=itemsize(db_EN and db_EN.base),
+        scale=itemsize(scale_R),
+        dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
+        x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
     )

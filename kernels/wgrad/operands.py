@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
+from ..launching.program import Builder
 from ..operands.alignment import vectors_fit
-from ..operands.descriptors import Descriptor, fits, fits_tensor, gathered_rows
-from ..operands.expert_tensors import ExpertTensors, device_table
-from ..tiles.configs import Path, Tile, choose, consumers, has_path, select, specialised
+from ..operands.arrays import ALIGNMENT, Array
+from ..operands.descriptors import Descriptor, fits, gathered_rows
+from ..operands.expert_tensors import ExpertTensors
+from ..tiles.select import Chosen, Target, choose, has_path, specialised, tile_for
+from ..tiles.table import Path, Tile
+from ..warp_specialized import gluon_missing
 from .segments import one_descriptor
 from .steps import Gathered
 
@@ -19,52 +22,54 @@ from .steps import Gathered
 class Operand(NamedTuple):
     """Left or right: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
 
-    tensors: Sequence[Tensor]
-    rows: Sequence[Tensor]  # [R_s] of every segment, or none
+    arrays: Sequence[Array]
+    rows: Sequence[Array]  # [R_s] of every segment, or none
 
     @property
     def columns(self) -> int:
         """Of `dy` or `x`."""
-        return self.tensors[0].shape[1]
+        return self.arrays[0].shape[1]
 
-    def described(self, rows: int, columns: int, by_tasks: bool = False) -> tuple[Descriptor | None, list[int]] | None:
+    @property
+    def num_rows(self) -> int:
+        """Of all segments together."""
+        return sum(t.shape[0] for t in self.rows or self.arrays)
+
+    def described(
+        self, rows: int, columns: int, by_tasks: bool = False
+    ) -> tuple[Descriptor | None, Sequence[Array | int]] | None:
         """A descriptor (none where rows are gathered: vectors, then, unless `by_tasks`) and each segment's place; None:
         go by pointers.
         """
         if not self.rows:
-            return one_descriptor(self.tensors, rows, columns)
+            return one_descriptor(self.arrays, rows, columns)
         if by_tasks:
-            described = len(self.tensors) == 1 and fits_tensor(self.tensors[0])
-            return (gathered_rows(self.tensors[0], columns), [0]) if described else None
-        return (None, self.addresses()) if vectors_fit(self.tensors, [], [self.columns]) else None
-
-    def addresses(self) -> list[int]:
-        """Of every segment's first element."""
-        return [t.data_ptr() for t in self.tensors]
+            described = len(self.arrays) == 1 and fits(self.arrays[0])
+            return (gathered_rows(self.arrays[0], columns), [0]) if described else None
+        return (None, self.arrays) if vectors_fit(self.arrays, [], [self.columns]) else None
 
     @property
     def aligned(self) -> bool:
         """Whether every segment starts at a multiple of 16 bytes."""
-        return all(address % 16 == 0 for address in self.addresses())
+        return all(t.aligned for t in self.arrays)
 
     def gathered(self) -> Gathered | None:
         """What to make a table of its rows' places of; None: they are not gathered."""
         if not self.rows:
             return None
-        size = self.tensors[0].element_size()
+        size = self.arrays[0].dtype.itemsize
         row_bytes = self.columns * size
-        return Gathered(self.rows[0], row_bytes, 16 if self.aligned and row_bytes % 16 == 0 else size)
+        return Gathered(self.rows[0], row_bytes, ALIGNMENT if self.aligned and row_bytes % ALIGNMENT == 0 else size)
 
 
-class Way(NamedTuple):
+class OperandPlan(NamedTuple):
     """How operands reach the kernel; without descriptors, by pointers."""
 
-    path: Path
-    tile: Tile
+    chosen: Chosen
     left: Descriptor | None = None
     right: Descriptor | None = None
     dw: Descriptor | None = None
-    places: tuple[int, ...] = ()  # of every segment, coordinates or addresses: all left ones, then all right ones
+    places: tuple[Array | int, ...] = ()  # of every segment: all left ones, then all right ones
 
 
 def _described(
@@ -74,50 +79,58 @@ def _described(
     if dw_ENK.table is not None:
         return None
     shape, strides = (num_experts, left.columns, right.columns), (abs(dw_ENK.stride_e), *dw_ENK.strides)
-    address, lowest = dw_ENK.lowest.data_ptr(), dw_ENK.lowest
-    if not fits(address, lowest.dtype.itemsize, shape, strides):
-        return None
-    return Descriptor(address, shape, strides, ((1, rows, tile.BLOCK_K // tile.SUBTILES), lowest.dtype), lowest)
+    found = dw_ENK.lowest.at(0, shape, strides)
+    return Descriptor(found, shape, strides, (1, rows, tile.BLOCK_K // tile.SUBTILES)) if fits(found) else None
 
 
-def way_of(dw_ENK: ExpertTensors | None, left: Operand, right: Operand, num_experts: int, accumulate: bool) -> Way:
-    """Descriptors where all three operands fit them, judged by pointers and strides alone; where tasks have warps of
+def plan_operands(
+    target: Target,
+    dw_ENK: ExpertTensors | None,
+    left: Operand,
+    right: Operand,
+    num_experts: int,
+    accumulate: bool,
+) -> OperandPlan:
+    """Descriptors where all three operands fit them, judged by alignment and strides alone; where tasks have warps of
     their own, `dw` need not.
     """
-    dtype, device = left.tensors[0].dtype, left.tensors[0].device
-    rows_per_expert = sum(t.shape[0] for t in left.rows or left.tensors) / num_experts
+    dtype, rows_per_expert = left.arrays[0].dtype, left.num_rows / num_experts
     path: Path = "gather" if left.rows or right.rows else "tma"
-    own = specialised("wgrad", dtype, device, rows_per_expert, path == "gather") if dw_ENK is not None else None
+    own = None
+    if dw_ENK is not None and not gluon_missing():
+        own = specialised("wgrad", dtype, target, rows_per_expert, path == "gather")
     if own is not None and dw_ENK is not None:
-        own_rows = own.BLOCK_N // consumers(device)
-        lefts = left.described(own.BLOCK_M, own_rows, by_tasks=True)
-        rights = right.described(own.BLOCK_M, own.BLOCK_K, by_tasks=True)
+        own_rows = own.tile.BLOCK_N // target.consumers
+        lefts = left.described(own.tile.BLOCK_M, own_rows, by_tasks=True)
+        rights = right.described(own.tile.BLOCK_M, own.tile.BLOCK_K, by_tasks=True)
         if lefts and rights:
             adds = accumulate and dw_ENK.base.dtype != torch.float32  # which TMA would round twice
-            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own_rows, own)
-            return Way("specialised", own, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
-    if dw_ENK is not None and has_path("wgrad", dtype, device, path):
-        tile = select("wgrad", dtype, device, path, rows_per_expert)
+            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own_rows, own.tile)
+            return OperandPlan(own, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+    if dw_ENK is not None and has_path("wgrad", dtype, target, path):
+        chosen = tile_for("wgrad", dtype, target, path, rows_per_expert)
+        tile = chosen.tile
         dw_desc = _described(dw_ENK, num_experts, left, right, tile.BLOCK_N, tile)
         if dw_desc is not None:
             lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
             rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
             if lefts and rights:
-                return Way(path, tile, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+                return OperandPlan(chosen, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
     used = [left, right] if dw_ENK else [left]
     aligned = vectors_fit(
-        [t for operand in used for t in operand.tensors],
+        [t for operand in used for t in operand.arrays],
         [dw_ENK] if dw_ENK else [],
         [operand.columns for operand in used],
     )
-    path, tile = choose("wgrad", dtype, device, False, lambda: aligned, rows_per_expert)
-    return Way(path, tile, places=tuple(address for operand in used for address in operand.addresses()))
+    chosen = choose("wgrad", dtype, target, False, aligned, rows_per_expert)
+    return OperandPlan(chosen, places=tuple(array for operand in used for array in operand.arrays))
 
 
-def segment_table(way: Way, left: Operand, right: Operand, offsets: Sequence[Tensor]) -> Tensor:
+def segment_table(
+    builder: Builder, plan: OperandPlan, left: Operand, right: Operand, offsets: Sequence[Array]
+) -> Array:
     """Of all segments their offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
     num_segments = len(offsets)
-    lefts, rights = way.places[:num_segments], way.places[num_segments:]
-    addresses = ([t.data_ptr() for t in ts] or [0] * num_segments for ts in (offsets, left.rows, right.rows))
-    first_rows, left_rows, right_rows = addresses
-    return device_table((*first_rows, *lefts, *left_rows, *rights, *right_rows), offsets[0].device)
+    lefts, rights = plan.places[:num_segments], plan.places[num_segments:]
+    left_rows, right_rows = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))
+    return builder.addresses((*offsets, *lefts, *left_rows, *rights, *right_rows))

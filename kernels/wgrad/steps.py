@@ -8,16 +8,17 @@ gathered operand also where each row of each step lies: looked up one after the 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..launching.launcher import launch
-from ..routing.plan import EXPERTS_PER_PROGRAM, sizes_of_plan, write_order
-from ..tiles.configs import cdiv
+from ..launching.program import Builder
+from ..operands.arrays import Array
+from ..routing.plan import EXPERTS_PER_PROGRAM, sizes_of_plan
+from ..routing.plan_kernel import write_order
+from ..tiles.rounding import cdiv
 from .segments import NOWHERE
 
 _BLOCK_T = 1024  # steps, or places of rows, that are written at once
@@ -116,7 +117,7 @@ def _wgrad_plan_kernel(
 class Gathered(NamedTuple):
     """An operand whose rows are gathered."""
 
-    rows_like: Tensor
+    rows_like: Array
     row_bytes: int
     unit: int  # bytes, that divide those of a row and the distances between segments
 
@@ -124,16 +125,17 @@ class Gathered(NamedTuple):
 class WgradPlan(NamedTuple):
     """Steps are int32: `[E + 1]` the experts' first ones, then of each its segment, first row, rows from there on."""
 
-    order: Tensor  # [E] int32 experts by falling number of rows, then how many have any
-    steps: Tensor | None
-    left_places: Tensor | None  # [steps, BLOCK_R] int64, in units from segment 0
-    right_places: Tensor | None
+    order: Any  # [E] int32 experts by falling number of rows, then how many have any
+    steps: Any  # or None
+    left_places: Any  # [steps, BLOCK_R] int64, in units from segment 0; or None
+    right_places: Any
 
 
-def wgrad_plan(
-    offsets: Tensor,
+def plan_steps(
+    builder: Builder,
+    offsets: Array,
     num_experts: int,
-    segments: Tensor | None = None,
+    segments: Array | None = None,
     num_segments: int = 1,
     num_rows: int = 0,
     block_r: int = 1,
@@ -145,37 +147,33 @@ def wgrad_plan(
     `segments`, `[5, S]` int64: addresses of their first rows; bases of left operands, addresses of those' rows, bases
     of right ones, addresses of those' rows. `num_rows`: of all together, at most.
     """
-    order = torch.empty(num_experts + 1, dtype=torch.int32, device=offsets.device)
-    steps: Tensor | None = None
-    places: list[Tensor | None] = [None, None]
+    order = builder.empty((num_experts + 1,), torch.int32)
+    steps = left_places = right_places = None
     if segments is not None:
         most = num_rows // block_r + (num_segments + 1) * num_experts
-        steps = torch.empty(num_experts + 1 + 3 * most, dtype=torch.int32, device=offsets.device)
-        places = [
-            torch.empty(most * block_r, dtype=torch.int64, device=offsets.device) if each else None
-            for each in (left, right)
-        ]
-    widths = [each.row_bytes // each.unit if each else 0 for each in (left, right)]
-    launch(
-        _wgrad_plan_kernel,
-        (cdiv(num_experts, EXPERTS_PER_PROGRAM) if segments is None else num_experts,),
-        offsets,
-        segments,
-        order,
-        steps,
-        places[0],
-        left.rows_like if left else None,
-        places[1],
-        right.rows_like if right else None,
-        num_segments,
-        *widths,
-        num_experts,
-        sizes_of_plan(num_experts, ())["BLOCK_G"],
-        EXPERTS_PER_PROGRAM,
-        block_r,
-        _BLOCK_T,
-        left.unit if left else 1,
-        right.unit if right else 1,
-        num_warps=8,
-    )
-    return WgradPlan(order, steps, *places)
+        steps = builder.empty((num_experts + 1 + 3 * most,), torch.int32)
+        left_places = builder.empty((most * block_r,), torch.int64) if left else None
+        right_places = builder.empty((most * block_r,), torch.int64) if right else None
+    arguments = {
+        "offsets_ptr": offsets,
+        "segments_ptr": segments,
+        "order_ptr": order,
+        "steps_ptr": steps,
+        "left_places_ptr": left_places,
+        "left_rows_ptr": left and left.rows_like,
+        "right_places_ptr": right_places,
+        "right_rows_ptr": right and right.rows_like,
+        "num_segments": num_segments,
+        "left_width": left.row_bytes // left.unit if left else 0,
+        "right_width": right.row_bytes // right.unit if right else 0,
+        "NUM_EXPERTS": num_experts,
+        "BLOCK_G": sizes_of_plan(num_experts, ())["BLOCK_G"],
+        "BLOCK_E": EXPERTS_PER_PROGRAM,
+        "BLOCK_R": block_r,
+        "BLOCK_T": _BLOCK_T,
+        "LEFT_UNIT": left.unit if left else 1,
+        "RIGHT_UNIT": right.unit if right else 1,
+    }
+    programs = cdiv(num_experts, EXPERTS_PER_PROGRAM) if segments is None else num_experts
+    builder.launch(_wgrad_plan_kernel, (programs,), arguments, num_warps=8)
+    return WgradPlan(order, steps, left_places, right_places)

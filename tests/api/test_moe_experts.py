@@ -9,7 +9,9 @@ from bench.cases import moe
 from bench.cases.factory import GATED, UNGATED
 from bench.cases.moe import Case, Inputs
 from bench.cases.tolerance import assert_close
-from fusedmlp.kernels.routing.plan import row_blocks, size_of_plan
+from fusedmlp.kernels.routing.plan import size_of_plan
+from fusedmlp.kernels.tiles.select import architecture
+from fusedmlp.kernels.tiles.table import row_blocks
 from fusedmlp.operators import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,7 +137,7 @@ def test_hidden_states_are_saved_once_per_token(impl):
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     R, E, G = ids.numel(), *fc1.shape[:2]
     given = sum(t.untyped_storage().nbytes() for t in (x, probs, fc1, fc2))
-    plan = size_of_plan(R, E, row_blocks(x.device)) if impl == "triton" else E + 1
+    plan = size_of_plan(R, E, row_blocks(architecture(x.device))) if impl == "triton" else E + 1
     assert sum(storages.values()) == given + 4 * (R * G + 3 * R + plan)  # pre-activation; tokens, rows, probabilities
 
 

@@ -16,7 +16,7 @@ from emulation.layers import emulated
 from ptx_emulator.driver import ORDERS, Launched
 
 from bench.cases import cases
-from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.launching.run import recording
 
 TABLE = Path(__file__).with_name("budgets.csv")
 TOLERANCE = 0.02
@@ -72,10 +72,13 @@ def measure(target: str, name: str) -> dict[str, int]:
     check = passes()[name]
     torch.manual_seed(0)
     options = {"orders": ORDERS[:1], "specialised": bool(specialised)}
-    with emulated(target, "long", **options) as launched, launches.recording() as asked:
+    with emulated(target, "long", **options) as launched, recording() as asked:
         check(torch.bfloat16)
     (launch,) = (each for each in launched if "grouped" in each.kernel)
-    return {**_row(launch), "asked_bytes": sum(each.bytes for each in asked)}
+    counts = cases.LOADS["even"][0]
+    rows = [n * (3 if "segments" in name else 1) for n in counts]
+    costs = filter(None, (each.cost_of(rows) for each in asked))
+    return {**_row(launch), "asked_bytes": sum(each.bytes for each in costs)}
 
 
 def _row(launch: Launched) -> dict[str, int]:

@@ -11,20 +11,18 @@ from ptx_emulator import driver
 
 from bench.cases import tiles
 from fusedmlp import environment
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.doctor.targets import rows_of
+from fusedmlp.kernels.tiles import select, table
 
 
 @contextmanager
 def emulated(
     target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
-    """`driver.gpu`, for which launchers choose tiles of `target`; `specialised`: with a task for each warp."""
+    """`driver.gpu`, for which launchers choose `tiles` of `target`; `specialised`: with a task for each warp."""
+    rows = rows_of(table.TABLES[target], shape, descriptors)
+    planned_for = select.Target(target, driver.MULTIPROCESSORS, rows, select.Settings(specialised))
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(configs, "SPECIALISED", specialised))
-        stack.enter_context(tiles.of(target, shape, descriptors=descriptors))
-        stack.enter_context(mock.patch.object(configs, "architecture", return_value=target))
+        stack.enter_context(tiles.planned_for(planned_for))
         stack.enter_context(mock.patch.object(environment, "triton_interpret", return_value=True))
-        launched = stack.enter_context(driver.gpu(target, **options))
-        configs._multiprocessors.cache_clear()
-        stack.callback(configs._multiprocessors.cache_clear)
-        yield launched
+        yield stack.enter_context(driver.gpu(target, **options))

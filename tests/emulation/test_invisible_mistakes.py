@@ -13,8 +13,8 @@ from emulation.layers import emulated
 from emulation.mutations import LATE, SUBJECTS, described, noticed
 
 from bench.cases import cases, factory, gemm
-from fusedmlp.kernels.gemm import launch as gemm_launch
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.tiles import select
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -67,6 +67,6 @@ def test_weights_whose_addresses_are_said_to_be_aligned():
 def test_products_in_tf32_that_nobody_allowed():
     case = next(case for case in cases.cases() if case.id == "short-fp32-gemm packed")
     executed(case.run, "sm_90")
-    with mock.patch.object(gemm_launch, "dot_precision", return_value="tf32"):
+    with mock.patch.object(select, "allows_tf32", return_value=True):
         with pytest.raises(AssertionError):
             executed(case.run, "sm_90")

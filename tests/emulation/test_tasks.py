@@ -16,8 +16,8 @@ from bench.cases.factory import wgrad_segment
 from fusedmlp import Activation
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
-from fusedmlp.kernels.launching import launches
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.launching.run import recording
+from fusedmlp.kernels.tiles import table
 from fusedmlp.operators.triton_impl import _options
 
 pytestmark = pytest.mark.usefixtures("poison")
@@ -154,7 +154,7 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
     rows, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
     h, a, act = torch.zeros(73, 288).bfloat16(), torch.zeros(73, 144).bfloat16(), _options(Activation("swiglu").encoded)
     fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
-    with emulated("sm_100", "long", specialised=True), launches.recording() as log:
+    with emulated("sm_100", "long", specialised=True), recording() as log:
         grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, rows_R=rows)
         grouped_dgrad_act_(
             torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, rows_R=rows
@@ -173,8 +173,8 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
 )
 def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile(kernel, changes, check):
     key = kernel, "specialised", 16
-    table = configs.TABLES["sm_90"]
+    own = table.TABLES["sm_90"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(table, key, {"long": table[key]["long"]._replace(**changes)})
+        patch.setitem(own, key, {"long": own[key]["long"]._replace(**changes)})
         with emulated("sm_90", "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
             CASES[check].run()

@@ -8,9 +8,12 @@ import triton
 import triton.language as tl
 
 from bench.proof import proof
-from fusedmlp.doctor.recorder import recording
+from bench.proof.compiling import compiled, compiling_for
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.operands.arrays import Array
+from fusedmlp.kernels.tiles.select import Chosen
+from fusedmlp.kernels.tiles.table import Key, Tile
 
 
 @triton.jit
@@ -51,10 +54,12 @@ BAD = {
 if __name__ == "__main__":
     name, target = sys.argv[1:]
     kernel, block, options = BAD[name]
-    a, b = torch.empty(block, 512, dtype=torch.bfloat16), torch.empty(512, block, dtype=torch.bfloat16)
-    with recording(TARGETS[target], "long") as launches:
-        if name == "without_tma":
-            configs.TABLES[target]["gemm", "tma", 16]  # taken, and then pointers launched
-        kernel[(1,)](a, b, torch.empty(block, block), 512, block, **options)
-    rows = proof.judge([(launch, name) for launch in launches], proof.Task(target, "bf16"))
+    bf16, fp32 = (Array((block, 512), (512, 1), dtype, 0, 0) for dtype in (torch.bfloat16, torch.float32))
+    # Pointers, where the launch's tile is one of those with descriptors.
+    key = Key("gemm", "tma" if name == "without_tma" else "pointer", 16, "long")
+    arguments = {"a_ptr": bf16, "b_ptr": bf16, "c_ptr": fp32, "K": 512, "BLOCK": block}
+    launch = Launch(kernel, (1,), arguments, options, Chosen(key, Tile(block, block, block, 4, 2)))
+    with compiling_for(TARGETS[target]):
+        made = compiled(launch)
+    rows = proof.judge([(made, name)], proof.Task(target, "bf16"))
     print(json.dumps([row.as_json() | {"problems": row.problems} for row in rows]))

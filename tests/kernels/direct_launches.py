@@ -1,13 +1,18 @@
-"""Checks of `kernels/launching/launcher.py` on a driver that does nothing, for a process without the interpreter; see
-`kernels/test_launcher.py`. Prints what each check raised, by its name.
+"""Checks of `kernels/launching` with one small kernel on a driver that does nothing, for a process without the
+interpreter; see `kernels/test_launcher.py`. Prints what each check raised, by its name.
+
+The reference is Triton's own launch. `programs.py` compares all operators with it.
 """
 
-import importlib
 import json
 import sys
+import threading
 import traceback
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,22 +20,109 @@ import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import fusedmlp
+from bench.cases import tiles
 from bench.host import cost as host_cost
-from bench.host import null_driver
-from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
-from fusedmlp.kernels.gemm.launch import grouped_gemm_
-from fusedmlp.kernels.launching import launcher, recipe, replay
-from fusedmlp.kernels.launching.launcher import launch
+from fusedmlp.kernels.launching import direct
+from fusedmlp.kernels.launching import run as running
+from fusedmlp.kernels.launching.run import Operator, run_now
+from fusedmlp.kernels.operands import expert_tensors
 from fusedmlp.kernels.operands.descriptors import ragged_rows
-from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
-from fusedmlp.kernels.routing.plan import Schedule
-from fusedmlp.kernels.tiles import configs
-from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
-from fusedmlp.operators.triton_impl import _options
+from fusedmlp.kernels.tiles import select, table
+from fusedmlp.operators import triton_impl
+
+BF16 = torch.bfloat16
+_maps = {}  # what every tensor map was encoded from, its address first, by its id; and the map, which keeps that id
+_tables = {}  # elements of tensors that tell a kernel addresses, by their own address; and the tensor
+_watching = []  # every `Launches` that is entered
+planned = []  # targets, one for each time that `_plan` ran
+
+
+class Launches:
+    """What programs launch and allocate inside `with`."""
+
+    def __init__(self):
+        self.launches = []  # grid, stream and what else the driver gets first; values without constants
+        self.kernels = []  # of Triton's own launches
+        self.encoded = []  # addresses of tensor maps
+        self.allocated = []
+
+    def __enter__(self):
+        _watching.append(self)
+        return self
+
+    def __exit__(self, *error):
+        _watching.remove(self)
+
+    @property
+    def by_triton(self):
+        return len(self.kernels)
+
+    @property
+    def addresses(self):
+        """Every number that a kernel was given, or finds in a table of addresses."""
+        given = {v[0] if isinstance(v, tuple) else v for _, values in self.launches for v in values}
+        return given.union(*(_tables[address][0] for address in given & _tables.keys()))
+
+    def normal(self, args, result):
+        """Launches and results, with each address as a place in tensors of `args` or in those that were allocated."""
+        memory = [*flat(args), *self.allocated]
+        spans = [(t.data_ptr(), t.untyped_storage().data_ptr() + t.untyped_storage().nbytes()) for t in memory]
+
+        def place(value):
+            if isinstance(value, tuple):
+                return (*map(place, value),)
+            if type(value) is not int:
+                return value
+            if value in _tables:
+                return "table", *map(place, _tables[value][0])
+            found = ((i, value - start) for i, (start, end) in enumerate(spans) if start <= value < end)
+            return next(found, value)
+
+        results = result if isinstance(result, tuple) else (result,)
+        places = [r if r is None else (r.shape, r.stride(), r.dtype, place(r.data_ptr())) for r in results]
+        return [(head, [place(v) for v in values]) for head, values in self.launches], places
+
+
+def flat(values):
+    """The tensors among arguments."""
+    nested = (value if isinstance(value, (list, tuple)) else [value] for value in values)
+    return [t for group in nested for t in group if isinstance(t, torch.Tensor)]
+
+
+def forget():
+    """Programs; what has been compiled is kept."""
+    for operator in (small, *vars(triton_impl).values()):
+        if isinstance(operator, Operator):
+            operator.forget()
+
+
+def are_as_by_triton(operator, *calls, by_triton=0):
+    """Each of the calls, with all others remembered, launches directly what Triton launches. Returns the kernels."""
+    forget()
+    direct._compiled.clear()
+    expected, kernels = [], []
+    with mock.patch.object(direct, "is_possible", return_value=False):
+        for args in calls:
+            with Launches() as seen:
+                result = operator(*args)
+            assert len(seen.launches) == len(seen.kernels)
+            expected.append(seen.normal(args, result))
+            kernels += seen.kernels
+    for args in calls:
+        operator(*args)  # Triton launches what has not been compiled
+    for _ in ("remembered", "bound to compiled kernels"):
+        for number, (args, as_by_triton) in enumerate(zip(calls, expected, strict=True)):
+            with Launches() as seen:
+                result = operator(*args)
+            assert len(seen.kernels) == by_triton
+            assert seen.normal(args, result) == as_by_triton, number
+        forget()
+    return kernels
 
 
 @triton.jit(do_not_specialize=["free"])
@@ -42,277 +134,271 @@ def _kernel(x_ptr, x_desc, y_ptr, free, n, WIDTH: tl.constexpr):
         x_desc.store([0, 0, 0, 0], x_desc.load([0, 0, 0, 0]))
 
 
-class Patched:
-    """Inside `with`, its `_patches` are made."""
-
-    def __enter__(self):
-        for patch in self._patches:
-            patch.start()
-        return self
-
-    def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
+def _plan(builder, x, y, block, free, n, width, programs, num_warps):
+    planned.append(builder.target)
+    described = ragged_rows(x, block, 64) if block else None
+    arguments = {"x_ptr": x, "x_desc": described, "y_ptr": y, "free": free, "n": n, "WIDTH": width}
+    builder.launch(_kernel, (programs, 2), arguments, num_warps=num_warps)
 
 
-class Seen(Patched):
-    """What reached the driver, and how many launches were Triton's own."""
-
-    def __init__(self):
-        self.launches, self.by_triton = [], 0
-        c_launch, by_triton = driver.active.utils.launch, launcher._by_triton
-
-        def spy(*args):
-            *head, values = args
-            values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
-            self.launches.append((tuple(head[:3]), head[3], head[4], values))
-            return c_launch(*args)
-
-        def spy_triton(*args):
-            self.by_triton += 1
-            return by_triton(*args)
-
-        self._patches = (
-            mock.patch.object(driver.active.utils, "launch", spy),
-            mock.patch.object(launcher, "_by_triton", spy_triton),
-        )
-
-    @property
-    def addresses(self):
-        """Every number that a kernel was given."""
-        return {v for *_, values in self.launches for v in values if isinstance(v, int)}
-
-
-@contextmanager
-def encoding():
-    """The addresses of descriptors that are encoded."""
-    encoded, encode = [], launcher.encode
-
-    def spy(descriptor, tensor_map):
-        encoded.append(descriptor.address)
-        return encode(descriptor, tensor_map)
-
-    with mock.patch.object(launcher, "encode", spy), mock.patch.object(recipe, "encode", spy):
-        yield encoded
+small = Operator(_plan, select.DEFAULT)
+run_once = partial(run_now, _plan)
 
 
 def arguments(**changes):
-    x = torch.zeros(64, 64, dtype=torch.bfloat16)
-    args = {"x": x, "desc": ragged_rows(x, 16, 64), "y": torch.zeros(16), "free": 3, "n": 5, "WIDTH": 8, "num_warps": 4}
-    args |= changes
-    grid = args.pop("grid", (2,))
-    return [_kernel, grid, *(args.pop(k) for k in ("x", "desc", "y", "free", "n"))], args
+    args = {"x": torch.zeros(64, 64, dtype=BF16), "y": torch.zeros(16), "block": 16, "free": 3, "n": 5, "width": 8}
+    return [*(args | {"programs": 2, "num_warps": 4} | changes).values()]
 
 
-def run(**changes):
-    args, options = arguments(**changes)
-    launch(*args, **options)
+def call(operator=small, **changes):
+    with Launches() as seen:
+        operator(*arguments(**changes))
+    assert len(seen.launches) == 1
+    return seen
 
 
-def check_the_second_launch_is_direct_and_the_same():
-    args, options = arguments()
-    with Seen() as seen:
-        launch(*args, **options)
-        launch(*args, **options)
-    assert seen.by_triton == 1
-    (grid, stream, function, by_triton), (*same, direct) = seen.launches
-    assert same == [grid, stream, function]
-    assert len(direct) > 10  # the descriptor's map, sizes and strides are among them
-    for mine, theirs in zip(direct, by_triton, strict=False):
-        assert type(mine).__name__ == "PyCUtensorMap" or mine == theirs
-    assert not [value for value in by_triton[len(direct) :] if value != 8]  # constants, which kernels do not take
+SPECIALISED = [{"n": n} for n in (1, 32, 2**31, -(2**31) - 1)]
+SPECIALISED += [{"y": y} for y in (None, torch.zeros(16).half(), torch.zeros(17)[1:])]  # which is not aligned
+SPECIALISED += [{"x": torch.zeros(64, 64)}, {"block": None}, {"block": 32}, {"free": 2**31}, {"width": 16}]
+SPECIALISED += [{"num_warps": 8}]
 
 
-def check_all_that_specialisation_sees_is_in_the_key():
-    changes = (
-        {"x": torch.zeros(64, 64)},
-        {"y": torch.zeros(17)[1:]},  # an address that is no multiple of 16
-        {"y": None},
-        {"y": torch.zeros(16, dtype=torch.float16)},
-        {"n": 1},
-        {"n": 32},
-        {"n": 2**31},
-        {"n": -(2**31) - 1},
-        {"free": 2**31},
-        {"WIDTH": 16},
-        {"num_warps": 8},
-        {"desc": None},
-        {"desc": ragged_rows(torch.zeros(64, 64, dtype=torch.bfloat16), 32, 64)},
-        {"desc": ragged_rows(torch.zeros(64, 64), 16, 64)},
-    )
-    run()
-    for change in changes:
-        with Seen() as seen:
-            run(**change)
-            assert seen.by_triton == 1, change
-            run(**change)
-            assert seen.by_triton == 1, change
-            run()
-            assert seen.by_triton == 1, change
+def check_launches_are_as_by_triton():
+    for operator in (small, run_once):
+        are_as_by_triton(operator, *(arguments(**changes) for changes in [{}, *SPECIALISED] for _ in range(2)))
 
 
-def check_what_specialisation_does_not_see_is_not():
-    run()
-    with Seen() as seen:
-        run(n=7, free=1, grid=(5, 4), y=torch.zeros(32))
-        run(free=16)
-    assert seen.by_triton == 0
-    assert seen.launches[0][0] == (5, 4, 1)
-    assert seen.launches[0][3][-2:] == [1, 7]
+def check_kernels_are_compiled_for_all_that_specialisation_sees_and_no_more():
+    call()
+    for changes in SPECIALISED:
+        assert [call(**changes).by_triton, call(**changes).by_triton, call().by_triton] == [1, 0, 0], changes
+    for changes in ({"n": 7, "free": 1, "programs": 5, "y": torch.zeros(32)}, {"free": 16}):
+        assert call(**changes).by_triton == 0
 
 
 def check_a_stream_is_asked_for_at_each_launch():
-    run()
-    with Seen() as seen, mock.patch.object(driver.active, "get_current_stream", return_value=77):
-        run()
-    run()
-    assert [stream for _, stream, *_ in seen.launches] == [77]
-    assert seen.by_triton == 0
+    call()
+    with mock.patch.object(driver.active, "get_current_stream", return_value=77):
+        on_another = call(), call(n=7)
+    assert [seen.launches[0][0][3] for seen in (*on_another, call())] == [77, 77, 0]
 
 
 def check_a_device_has_kernels_of_its_own():
-    run()
-    with Seen() as seen:
-        with mock.patch.object(driver.active, "get_current_device", return_value=1):
-            run()
-            run()
-        run()
-    assert seen.by_triton == 1
+    call()
+    with mock.patch.object(driver.active, "get_current_device", return_value=1):
+        assert [call(run_once).by_triton for _ in range(2)] == [1, 0]
+    assert call(run_once).by_triton == 0
 
 
-def check_another_driver_has_kernels_of_its_own():
-    run()
-    old = driver.active
+def check_a_device_has_programs_of_its_own_and_is_made_the_current_one():
+    """A meta tensor is of the other device, all addresses there are 0."""
+    entered, meta = [], torch.device("meta")
+
+    @contextmanager
+    def device(entering):
+        entered.append(entering)
+        with mock.patch.object(module, "current_device", return_value=meta.index):
+            yield
+
+    module = SimpleNamespace(current_device=lambda: 3, device=device)
+    alike = select.Target("sm_90", 132, table.TABLES["sm_90"])
+    with tiles.planned_for(alike), mock.patch.object(torch, "get_device_module", return_value=module):
+        for _ in range(2):
+            call(block=None)
+            there = call(block=None, x=torch.zeros(64, 64, dtype=BF16, device=meta), y=torch.zeros(16, device=meta))
+    assert there.launches[0][1][0] == 0
+    assert entered == [meta, meta]
+    assert len(planned) == 2
+
+
+def check_a_driver_has_kernels_and_programs_of_its_own():
+    call()
+    old, spied = driver.active, {**vars(driver.active.utils)}
     driver.set_active(type(old)())
+    vars(driver.active.utils).update(spied)  # one object, which it set up anew
     try:
-        with Seen() as seen:
-            run()
-        assert seen.by_triton == 1
+        assert [call().by_triton for _ in range(2)] == [1, 0]
     finally:
         driver.set_active(old)
+    assert call().by_triton == 0
 
 
-def check_hooks_are_called():
-    run()
-    called = []
-
-    def enter(metadata):
-        called.append(metadata.get()["name"])
-
-    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        hooks.add(enter)
-        try:
-            run()
-        finally:
-            hooks.remove(enter)
-    run()
-    assert called == ["_kernel", "_kernel"]
-    with mock.patch.object(knobs.runtime, "launch_enter_hook", enter):
-        run()
-    assert called == ["_kernel"] * 3
-    with mock.patch.object(_kernel, "pre_run_hooks", [lambda *_, **__: called.append("before")]):
-        run()
-    assert called[3:] == ["before"]
+def tf32():
+    return mock.patch.object(select, "allows_tf32", lambda dtype: dtype == torch.float32)
 
 
-def check_whoever_watches_launches_sees_them():
-    run()
-    original, names = JITFunction.run, []
-
-    def watching(kernel, *args, **options):
-        names.append(kernel.fn.__name__)
-        return original(kernel, *args, **options)
-
-    with mock.patch.object(JITFunction, "run", watching):
-        run()
-    with Seen() as seen, mock.patch.object(knobs.runtime, "debug", True):
-        run()
-    with seen, mock.patch.object(knobs.compilation, "instrumentation_mode", "fpsan"):
-        assert not launcher.nobody_watches()
-    assert names == ["_kernel"]
-    assert seen.by_triton == 1
+def check_settings_and_tf32_are_of_the_kind():
+    settings, in_bf16, in_fp32 = select.Settings(), arguments(), arguments(x=torch.zeros(64, 64))
+    for args in (in_bf16, in_fp32):
+        for own in (settings, select.DEFAULT):
+            planned.clear()
+            for _ in range(2):
+                small.run(args, own)
+            assert [(target.settings, target.tf32) for target in planned] == [(own, False)]
+    planned.clear()
+    with tf32():
+        for args in (in_bf16, in_fp32, in_fp32):
+            small(*args)
+    small(*in_fp32)
+    assert [target.tf32 for target in planned] == [True]
 
 
-def check_a_descriptor_is_encoded_for_its_numbers_alone():
-    x = torch.zeros(64, 128, dtype=torch.bfloat16)
-    with encoding() as encoded:
-        run(desc=ragged_rows(x, 16, 64))
-        run(desc=ragged_rows(x, 16, 64))
-        encoded.clear()
-        run(desc=ragged_rows(x, 16, 64))
-        assert not encoded
-        for other in (x[8:], x[:, :64], x.view(128, 64), torch.zeros_like(x)):
-            run(desc=ragged_rows(other, 16, 64))
-            assert len(encoded) == 1
-            encoded.clear()
-        run(desc=ragged_rows(x, 16, 64, 96))
-        assert len(encoded) == 1
+def check_hooks_and_other_watchers_see_launches():
+    called, run = [], JITFunction.run
+
+    def hook(*_, **__):
+        called.append("hook")
+
+    def watch(kernel, *args, **options):
+        called.append("run")
+        return run(kernel, *args, **options)
+
+    patch, runtime = mock.patch.object, knobs.runtime
+    watchers = (
+        (partial(patch, runtime.launch_enter_hook, "calls", [hook]), ["hook"]),
+        (partial(patch, runtime.launch_exit_hook, "calls", [hook]), ["hook"]),
+        (partial(patch, runtime, "launch_enter_hook", hook), ["hook"]),
+        (partial(patch, runtime, "launch_exit_hook", hook), ["hook"]),
+        (partial(patch, _kernel, "pre_run_hooks", [hook]), ["hook"]),
+        (partial(patch, JITFunction, "run", watch), ["run"]),
+        (partial(patch, runtime, "debug", True), []),
+    )
+    for watcher, expected in watchers:
+        forget()
+        direct._compiled.clear()
+        with watcher():
+            assert call().by_triton == 1  # of which nothing is kept but the program
+        assert [call().by_triton for _ in range(2)] == [1, 0]
+        called.clear()
+        with watcher():
+            assert call().by_triton == call(run_once).by_triton == 1
+        assert called == 2 * expected
+        assert call().by_triton == call(run_once).by_triton == 0
+    for owner, name in ((knobs.compilation, "instrumentation_mode"), (runtime, "add_stages_inspection_hook")):
+        with patch(owner, name, "fpsan"):
+            assert not direct.is_possible(driver.active, [_kernel])
+    assert direct.is_possible(driver.active, [_kernel])
+
+
+def check_an_unknown_launcher_is_tried_once():
+    tried = mock.Mock(side_effect=direct._direct)
+    with (
+        mock.patch.object(direct, "_direct", tried),
+        mock.patch.object(direct, "_refused", None),
+        mock.patch.object(nvidia.CudaLauncher, "__module__", "elsewhere"),
+    ):
+        assert [call(n=n).by_triton for n in (5, 5, 7)] == [1, 1, 1]
+    assert tried.call_count == 1
+
+
+def check_a_descriptor_is_encoded_once_for_an_address():
+    x = torch.zeros(64, 128, dtype=BF16)
+    call(x=x)
+    for other in (x, torch.zeros_like(x), x[8:], x[:, :64], x.view(128, 64)):
+        assert [call(x=other).encoded for _ in range(2)] == [[other.data_ptr()], []]
+    assert call(x=x).encoded == []
 
 
 def check_what_is_kept_is_bounded():
-    run()
-    run()
-    with mock.patch.object(launcher, "_MOST", 3):
-        for i in range(8):
-            run(desc=ragged_rows(torch.zeros(64, 64 + 64 * i, dtype=torch.bfloat16), 16, 64))
-            assert all(len(direct.encoded) <= 3 for direct in launcher._compiled.values())
-        for i in range(8):
-            run(WIDTH=100 + i)
-            assert len(launcher._compiled) <= 3
+    with mock.patch.object(running, "_MOST", 3), mock.patch.object(direct, "_MOST", 3):
+        for n in range(101, 109, 2):
+            call(n=n)
+            assert len(small._bound) <= 3
+        planned.clear()
+        for n in (107, 105, 103):
+            call(n=n)
+        assert not planned
+        call(n=101)  # the oldest was forgotten
+        assert len(planned) == 1
+        tensors = [torch.zeros(64, 64, dtype=BF16) for _ in range(6)]
+        for x in [*tensors, *tensors]:
+            ((_, values),) = call(x=x).launches
+            assert values[1][0] == x.data_ptr()
+        maps = [maps for bound in small._bound.values() for step in bound.steps for *_, maps in step.maps]
+        assert max(map(len, maps)) == 3
+        for width in range(100, 108):
+            call(width=width)
+            assert 1 <= len(direct._compiled) <= 3
 
 
-def check_threads():
-    run()
-    run()
-    tensors = [torch.zeros(64, 64, dtype=torch.bfloat16) for _ in range(8)]
-    with Seen() as seen, ThreadPoolExecutor(8) as pool:
-        jobs = [pool.submit(run, x=t, desc=ragged_rows(t, 16, 64), n=1001 + 2 * i) for i, t in enumerate(tensors * 20)]
-        for job in jobs:
-            job.result()
-    assert len(seen.launches) == 160
-    for *_, values in seen.launches:
-        assert values[0] == tensors[(values[-1] - 1001) // 2 % 8].data_ptr()
+def _in_threads(function, *arguments):
+    """Begun at once, and often interrupted."""
+    start, interval = threading.Barrier(len(arguments)), sys.getswitchinterval()
+
+    def run(argument):
+        start.wait()
+        function(argument)
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            [*pool.map(run, arguments)]
+    finally:
+        sys.setswitchinterval(interval)
 
 
-def _layer(packed, rows=64):
-    layer = fusedmlp.GroupedMLP(4, 64, 64, packed=packed, impl="triton", dtype=torch.bfloat16)
+def check_threads_that_run_a_new_kind_at_once():
+    def calls(x):
+        for _ in range(1000):
+            small(*arguments(x=x))
+
+    tensors = [torch.zeros(64, 64, dtype=BF16) for _ in range(8)]
+    with Launches() as seen:
+        _in_threads(calls, *tensors)
+    assert Counter(values[0] for _, values in seen.launches) == {x.data_ptr(): 1000 for x in tensors}
+    assert all(values[1][0] == values[0] for _, values in seen.launches)
+    assert call().by_triton == 0
+
+
+def check_threads_that_forget_each_others_programs():
+    nothing, x = Operator(lambda builder, x, number: None, select.DEFAULT), torch.zeros(1)
+
+    def calls(first):
+        for number in range(first, first + 4000):
+            nothing(x, number)
+
+    with mock.patch.object(running, "_MOST", 3):
+        _in_threads(calls, *range(0, 8 * 4000, 4000))
+    assert len(nothing._bound) <= 3 + 8
+
+
+def check_steps_launch_directly_after_the_first():
+    for options in ({}, {"packed": False}, {"tokens": True}, {"delay": True}):
+        row, steps = host_cost.layer(8, **options), []
+        for _ in range(3):
+            with Launches() as seen:
+                row.backward(row.forward())
+            steps.append((len(seen.launches), bool(seen.kernels)))
+        number = steps[0][0]
+        assert number >= 6
+        assert steps == [(number, True), (number, False), (number, False)]
+
+
+def _layer(packed):
+    layer = fusedmlp.GroupedMLP(4, 64, 64, packed=packed, impl="triton", dtype=BF16)
     fusedmlp.MainGradBuffer(layer.parameters())
-    x, counts = torch.zeros(rows, 64, dtype=torch.bfloat16, requires_grad=True), torch.full((4,), rows // 4)
+    x, counts = torch.zeros(64, 64, dtype=BF16, requires_grad=True), torch.full((4,), 16)
 
     def step():
-        layer(x, counts).backward(torch.ones_like(x))
+        with Launches() as seen:
+            layer(x, counts).backward(torch.ones_like(x))
         for parameter in layer.parameters():
             parameter.grad = None
+        return seen
 
-    step()
     step()
     return layer, step
 
 
-def check_weights_that_moved_are_found_where_they_are():
+def check_weights_and_main_grads_that_moved_are_found_where_they_are():
     layer, step = _layer(packed=True)
     for weight in (layer.fc1.weight, layer.fc2.weight):
-        old = weight.data
-        weight.data = old.clone()  # `old` lives on, so that nothing new is where it was
-        with Seen() as seen:
-            step()
-        assert weight.data_ptr() in seen.addresses
-        assert old.data_ptr() not in seen.addresses
-        assert seen.by_triton == 0
-
-
-def check_a_main_grad_that_was_replaced_is_written_where_it_is():
-    layer, step = _layer(packed=True)
-    old = layer.fc1.weight.main_grad
-    layer.fc1.weight.main_grad = new = torch.zeros_like(old)
-    with encoding() as encoded:
-        step()
-    assert new.data_ptr() in encoded
-    layer.fc1.weight.main_grad = old
-    old.data = torch.zeros_like(old)
-    with encoding() as encoded:
-        step()
-    assert old.data_ptr() in encoded
+        for owner, name in ((weight, "data"), (weight.main_grad, "data"), (weight, "main_grad")):
+            old = getattr(owner, name)
+            setattr(owner, name, old.clone())  # `old` lives on, so that nothing new is where it was
+            addresses = step().addresses
+            assert getattr(owner, name).data_ptr() in addresses
+            assert old.data_ptr() not in addresses
 
 
 def check_a_weight_of_another_shape_is_checked_again():
@@ -330,112 +416,70 @@ def check_a_weight_of_another_shape_is_checked_again():
     step()
 
 
-def directly_as_by_triton(call):
-    """What reaches the driver when Triton launches and in the next, direct launch: the same but for tensor maps."""
-    with Seen() as seen:
-        call()
-        by_triton = seen.by_triton
-        call()
-    assert seen.by_triton == by_triton
-    (*head, theirs), (*same, mine) = seen.launches[-2:]
-    assert head == same
-    for one, other in zip(mine, theirs, strict=False):
-        assert type(one).__name__ == "PyCUtensorMap" or one == other
-    return mine
+_thread = threading.local()
 
 
-def check_kernels_with_a_task_for_each_warp():
-    """Gluon's, whose descriptors also have a layout: directly as by Triton, and in replays."""
-    x, y = (torch.zeros(256, 64, dtype=torch.bfloat16) for _ in range(2))
-    w, dw = torch.zeros(4, 64, 64, dtype=torch.bfloat16), torch.zeros(4, 64, 64)
-    offsets = torch.arange(0, 257, 64, dtype=torch.int32)
-    schedule, order = Schedule(offsets, 256), torch.zeros(5, dtype=torch.int32)
-    weights, grads = ExpertTensors.of([w], 2), ExpertTensors.of([dw], 2)
-    calls = (
-        lambda: grouped_gemm_(y, x, weights, schedule),
-        lambda: grouped_wgrad_(grads, None, [y], [x], [offsets], accumulate=True, order=order),
-    )
-    with mock.patch.object(configs, "SPECIALISED", True):
-        for call in calls:
-            assert sum(type(value).__name__ == "PyCUtensorMap" for value in directly_as_by_triton(call)) == 3
-        _, step = _layer(packed=True, rows=256)
-        for _ in range(3):
-            step()
-        with Seen() as seen:
-            step()
-        assert seen.by_triton == 0
-        assert len(seen.launches) >= 6
-    launched = {known.kernel.fn.__name__ for known in launcher._parameters.values()}
-    assert {name for name in launched if "specialised" in name} == {
-        f"grouped_{name}_specialised_kernel" for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")
-    }
+def _spy_launch(launch, *args):
+    *head, values = args
+    values = [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+    values = [_maps[id(v)][0] if id(v) in _maps else v for v in values]
+    number = len(values) - getattr(_thread, "constants", 0)
+    for seen in _watching:
+        seen.launches.append(([*head[:8], *head[11:]], values[:number]))  # between those are hooks
+    return launch(*args)
 
 
-@contextmanager
-def blackwell():
-    """The GPU is an sm_100 for kernels with a task for each warp, which are compiled anew."""
-    kernels = [*map(_specialised, ("fc1_act", "gemm", "dgrad_act", "wgrad"))]
-    with mock.patch.object(null_driver, "CAPABILITY", (10, 0)), mock.patch.object(configs, "SPECIALISED", True):
-        for kernel in kernels:
-            kernel.device_caches.clear()
-        configs.architecture.cache_clear()
-        yield
-    for kernel in kernels:
-        kernel.device_caches.clear()
-    configs.architecture.cache_clear()
+def _spy_triton(by_triton, launch, sources):
+    for seen in _watching:
+        seen.kernels.append(launch.kernel.fn.__name__)
+    _thread.constants = sum(p.is_constexpr for p in launch.kernel.params)
+    try:
+        return by_triton(launch, sources)
+    finally:
+        _thread.constants = 0
 
 
-def _specialised(name):
-    module = importlib.import_module(f"fusedmlp.kernels.{name}.gluon_kernel")
-    return getattr(module, f"grouped_{name}_specialised_kernel")
+def _spy_fill(fill, address, *rest):
+    made = fill(address, *rest)
+    _maps[id(made)] = (address, *(tuple(own) if isinstance(own, list) else own for own in rest)), made
+    for seen in _watching:
+        seen.encoded.append(address)
+    return made
 
 
-def check_rows_that_are_gathered_with_a_task_for_each_warp():
-    """By an index that the kernel reads, and descriptors of one row: directly as by Triton, and in replays."""
-    dy, x, w = torch.zeros(256, 64).bfloat16(), torch.zeros(128, 64).bfloat16(), torch.zeros(4, 128, 64).bfloat16()
-    h, a, dw = torch.zeros(256, 128).bfloat16(), torch.zeros(256, 64).bfloat16(), torch.zeros(4, 64, 64)
-    rows, offsets = torch.arange(256, dtype=torch.int32) // 2, torch.arange(0, 257, 64, dtype=torch.int32)
-    schedule, order = Schedule(offsets, 256), torch.zeros(5, dtype=torch.int32)
-    weights, grads = ExpertTensors.of([w], 2), ExpertTensors.of([dw], 2)
-    act = _options(fusedmlp.Activation("swiglu").encoded)
-    calls = (
-        lambda: grouped_fc1_act_(h, a, x, weights, schedule, act, rows_R=rows),
-        lambda: grouped_wgrad_(grads, None, [dy], [x], [offsets], accumulate=True, x_rows=[rows], order=order),
-    )
-    with blackwell():
-        for call in calls:
-            with encoding() as encoded:
-                assert rows.data_ptr() in directly_as_by_triton(call)
-            assert x.data_ptr() in encoded
-        layer = fusedmlp.GroupedMLP(4, 64, 64, impl="triton", dtype=torch.bfloat16)
-        fusedmlp.MainGradBuffer(layer.parameters())
-        weights, chosen = (layer.fc1.weight, layer.fc2.weight), torch.arange(512, dtype=torch.int32).view(256, 2) % 4
-        tokens, probs = torch.zeros(256, 64).bfloat16().requires_grad_(), torch.ones(256, 2).requires_grad_()
-        launched = []
-        for _ in range(4):
-            with Seen() as seen:
-                options = {"impl": "triton", "accumulate_wgrad": "main_grad"}
-                fusedmlp.moe_experts(tokens, chosen, probs, *weights, **options).backward(torch.ones_like(tokens))
-            launched.append(len(seen.launches))
-        assert seen.by_triton == 0
-        assert launched[-1] == launched[0]
-        names = {known.kernel.fn.__name__ for known in launcher._parameters.values()}
-        assert {name for name in names if name.startswith(("grouped", "_grouped"))} == {
-            f"grouped_{name}_specialised_kernel" for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")
-        }
+def _spy_empty(empty, *size, **options):
+    made = empty(*size, **options)
+    for seen in _watching:
+        seen.allocated.append(made)
+    return made
+
+
+def _spy_table(device_table, elements, device):
+    made = device_table(elements, device)
+    _tables[made.data_ptr()] = elements, made
+    return made
 
 
 def main(checks):
     """Run those among a module's names that the command line has."""
     found = {}
-    with host_cost.as_on_a_gpu():
+    with host_cost.as_on_a_gpu(), ExitStack() as stack:
+        utils = driver.active.utils
+        for owner, name, spy in (
+            (utils, "launch", _spy_launch),  # here, as Triton keeps it with what it compiled
+            (utils, "fill_tma_descriptor_tiled", _spy_fill),
+            (running, "_by_triton", _spy_triton),
+            (running, "device_table", _spy_table),
+            (expert_tensors, "device_table", _spy_table),
+            (torch, "empty", _spy_empty),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, partial(spy, getattr(owner, name))))
         for name in sys.argv[1:]:
-            check = checks[f"check_{name}"]
-            launcher._compiled.clear()
-            launcher._parameters.clear()
-            replay.forget()
+            forget()
+            direct._compiled.clear()
+            planned.clear()
             try:
-                check()
+                checks[f"check_{name}"]()
                 found[name] = ""
             except Exception:
                 found[name] = traceback.format_exc()

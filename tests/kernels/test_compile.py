@@ -10,7 +10,7 @@ from support import forked
 
 from bench.proof import cases, proof, resources
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles import table
 
 ROOT = Path(__file__).parents[2]
 KEYS = {
@@ -48,7 +48,7 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
     _, rows = sm_90
     assert all(set(row) == KEYS for row in rows)
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32", "tf32"}
-    assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == set(get_args(configs.Path))
+    assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == set(get_args(table.Path))
     gemms = {"grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act", "grouped_wgrad"}
     routing = {"routing_counts", "routing_places", "combine"}
     assert {row["kernel"] for row in rows} >= gemms | routing | {"plan", "wgrad_plan"}
@@ -62,7 +62,7 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
 
 def test_all_variants_are_all_cases():
     task = proof.Task("sm_90", "bf16", all_variants=True)
-    settings = list(proof._settings(configs.TABLES["sm_90"], 16, task))
+    settings = list(proof._settings(table.TABLES["sm_90"], 16, task))
     expected = {*product(("short", "long"), (True, False), (False,)), ("long", True, True)}
     assert {each[:3] for each in settings} == expected
     names = {name for *_, chosen in settings for name in chosen}
@@ -158,9 +158,9 @@ def test_limits_are_those_of_the_chips():
 
 def test_a_configuration_that_nothing_launches_is_a_failing_row():
     code = (
-        "from fusedmlp.kernels.tiles import configs; from bench.proof import cases, proof;"
-        "configs.TABLES['sm_90'] = configs.TABLES['sm_90'] | "
-        "{('unheard_of', 'pointer', 16): configs.TABLES['sm_90']['gemm', 'pointer', 16]};"
+        "from fusedmlp.kernels.tiles import table; from bench.proof import cases, proof;"
+        "table.TABLES['sm_90'] = table.TABLES['sm_90'] | "
+        "{('unheard_of', 'pointer', 16): table.TABLES['sm_90']['gemm', 'pointer', 16]};"
         "cases.DEMANDING = {};"
         "rows = proof.rows(proof.Task('sm_90', 'bf16', only_hashes=True));"
         "print({row.kernel for row in rows}, {row.ok for row in rows})"

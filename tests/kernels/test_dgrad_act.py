@@ -30,7 +30,7 @@ def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch)
     name, options = ACTIVATIONS[kind]
     case = Case((3, 0, 17, 1), 21, H=80, F=48, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
     by_tma = check(case)
-    monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    monkeypatch.setattr(descriptors, "fits", lambda array: False)
     by_pointer = check(case, best="pointer")
     monkeypatch.setattr(dgrad_act_launch, "vectors_fit", lambda *_: False)
     unaligned = check(case, best="unaligned")
@@ -52,7 +52,7 @@ def test_rows_gathered_by_index(kind, path, dtype, monkeypatch):
     name, options = ACTIVATIONS[kind]
     case = Case((3, 0, 17, 1), 21, H=80, F=48, activation=name, options=options, bias=True, dtype=dtype)
     if path != "gather":
-        monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+        monkeypatch.setattr(descriptors, "fits", lambda array: False)
     if path == "unaligned":
         monkeypatch.setattr(dgrad_act_launch, "vectors_fit", lambda *_: False)
     check(case, gathered=True, best=path)
@@ -139,5 +139,6 @@ def test_infinite_weights_of_the_last_expert_do_not_reach_padding_rows():
 
 def test_cost_counts_owned_rows_and_experts_with_rows():
     _, launch = run(Inputs(Case((5, 0, 12), padding=4, H=40, F=16, bias=True)))
-    assert launch.flops == 2 * 17 * 40 * 16
-    assert launch.bytes == 4 * (17 * (40 + 32 + 32 + 16) + 2 * 40 * (16 + 1)) + 17 * (4 + 4)
+    cost = launch.cost_of((5, 0, 12))
+    assert cost.flops == 2 * 17 * 40 * 16
+    assert cost.bytes == 4 * (17 * (40 + 32 + 32 + 16) + 2 * 40 * (16 + 1)) + 17 * (4 + 4)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusedmlp.kernels.operands import expert_tensors
+from fusedmlp.kernels.operands.arrays import Array, kind_of
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors, address_table
 
 
@@ -22,7 +23,9 @@ def test_evenly_spaced_in_reverse_order():
     assert described.table is None
     assert described.stride_e == -20
     assert described.base is experts[0]
-    assert described.lowest is experts[-1]
+    symbolic = described._replace(base=Array(*kind_of(experts[0]), 0)).lowest
+    assert experts[0].data_ptr() + symbolic.offset == experts[-1].data_ptr()
+    assert symbolic.address == experts[-1].data_ptr() % 16
     assert not described.aligned
 
 

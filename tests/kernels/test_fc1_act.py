@@ -29,7 +29,7 @@ def test_activations_and_layouts_on_every_path(kind, layout, dtype, monkeypatch)
     name, options = ACTIVATIONS[kind]
     case = Case((3, 0, 17, 1), 21, H=80, F=48, activation=name, options=options, layout=layout, bias=True, dtype=dtype)
     by_tma = check(case)
-    monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    monkeypatch.setattr(descriptors, "fits", lambda array: False)
     by_pointer = check(case, best="pointer")
     monkeypatch.setattr(fc1_act_launch, "vectors_fit", lambda *_: False)
     unaligned = check(case, best="unaligned")
@@ -94,7 +94,7 @@ def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     inputs.x = tokens
     rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # padding rows' indices are not used
     if path != "gather":
-        monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+        monkeypatch.setattr(descriptors, "fits", lambda array: False)
     if path == "unaligned":
         monkeypatch.setattr(fc1_act_launch, "vectors_fit", lambda *_: False)
     gathered, _ = run(inputs, rows=rows, best=path)
@@ -120,5 +120,6 @@ def test_infinite_weights_of_the_last_expert_do_not_reach_padding_rows():
 
 def test_cost_counts_owned_rows_and_experts_with_rows():
     _, launch = run(Inputs(Case((5, 0, 12), padding=4, H=40, F=16, bias=True)))
-    assert launch.flops == 2 * 17 * 40 * 32
-    assert launch.bytes == 4 * (17 * (40 + 32 + 16) + 2 * 32 * (40 + 1)) + 4 * 17
+    cost = launch.cost_of((5, 0, 12))
+    assert cost.flops == 2 * 17 * 40 * 32
+    assert cost.bytes == 4 * (17 * (40 + 32 + 16) + 2 * 32 * (40 + 1)) + 4 * 17

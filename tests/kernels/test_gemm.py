@@ -1,5 +1,7 @@
 """The M-ragged GEMM by itself, on every path: loads, layouts and places of the weights, padding, biases."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from bench.cases.factory import Case, Inputs
 from bench.cases.gemm import check, run
 from fusedmlp.kernels.gemm import launch as gemm_launch
 from fusedmlp.kernels.operands import descriptors
+from fusedmlp.kernels.operands.arrays import Array
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 
 pytestmark = pytest.mark.sparse
@@ -28,7 +31,7 @@ LOADS = {
 def test_loads_and_layouts_on_every_path(load, layout, dtype, monkeypatch):
     case = Case(counts=LOADS[load], padding=21, H=80, F=48, layout=layout, dtype=dtype)
     _, by_tma = check(case)
-    monkeypatch.setattr(descriptors, "fits_tensor", lambda tensor: False)
+    monkeypatch.setattr(descriptors, "fits", lambda array: False)
     _, by_pointer = check(case, best="pointer")
     monkeypatch.setattr(gemm_launch, "vectors_fit", lambda *_: False)
     _, unaligned = check(case, best="unaligned")
@@ -80,8 +83,9 @@ def test_experts_that_share_a_matrix_go_by_pointers(layout, monkeypatch):
 
 @pytest.mark.parametrize("strides", [(0, 1), (-8, 1), (8, 2), (4, 1), (8, 0)])
 def test_what_tma_cannot_step_through_has_no_descriptor(strides):
-    assert descriptors.fits(64, 2, (5, 8), (8, 1))
-    assert not descriptors.fits(64, 2, (5, 8), strides)
+    fitting = Array((5, 8), (8, 1), torch.bfloat16, 0, 0)
+    assert descriptors.fits(fitting)
+    assert not descriptors.fits(replace(fitting, strides=strides))
 
 
 def test_a_row_with_infinities_stays_alone():
@@ -101,5 +105,6 @@ def test_weights_of_the_last_expert_do_not_reach_padding_rows():
 
 def test_cost_counts_owned_rows_and_experts_with_rows():
     _, launch = run(Inputs(Case(counts=(5, 0, 12), padding=4, H=40, F=16)))
-    assert launch.flops == 2 * 17 * 40 * 32
-    assert launch.bytes == 4 * (17 * (40 + 32) + 2 * 32 * (40 + 1))
+    cost = launch.cost_of((5, 0, 12))
+    assert cost.flops == 2 * 17 * 40 * 32
+    assert cost.bytes == 4 * (17 * (40 + 32) + 2 * 32 * (40 + 1))

@@ -1,4 +1,4 @@
-"""Direct launches and replays, in processes without the interpreter; and what `launch` does under it."""
+"""Programs and direct launches, in processes without the interpreter; and what is launched under it."""
 
 import ast
 import json
@@ -15,10 +15,11 @@ import triton.language as tl
 from support import forked
 from support.grids import is_quick
 
-from fusedmlp.kernels.launching.launcher import launch
+from fusedmlp.kernels.launching.run import Operator
+from fusedmlp.kernels.tiles import select
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [ROOT / "tests" / "kernels" / name for name in ("direct_launches.py", "replays.py")]
+SCRIPTS = [ROOT / "tests" / "kernels" / name for name in ("direct_launches.py", "programs.py")]
 CHECKS = [
     (script, node.name.removeprefix("check_"))
     for script in SCRIPTS
@@ -27,7 +28,7 @@ CHECKS = [
 ]
 
 
-EXHAUSTIVE = {"replays_of_every_kind"}  # it compiles many kernels
+EXHAUSTIVE = {"layers_of_every_kind"}  # it compiles many kernels
 
 
 @cache
@@ -46,15 +47,15 @@ def test_without_a_gpu(script, name):
     assert not (found := _results(script)[name]), found
 
 
-def test_recording_does_not_import_pytorchs_compiler():
+def test_a_step_does_not_import_pytorchs_compiler():
     program = """if True:
-        import sys, torch
-        from fusedmlp.kernels.launching.recipe import Arguments
-        from fusedmlp.kernels.launching.record import Recorder
-        with Recorder(Arguments((), [], [], torch.device("cpu"))) as recorder:
-            result = torch.empty(3)
-        assert recorder.recipe(result).allocated == [((3,), torch.float32)]
-        assert "torch._dynamo" not in sys.modules
+        import sys
+        from bench.host import cost as host_cost
+        with host_cost.as_on_a_gpu():
+            row = host_cost.layer(8, tokens=True)
+            for _ in range(3):
+                row.backward(row.forward())
+        assert not {"torch._dynamo", "torch._inductor"} & {*sys.modules}
     """
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, check=True)
@@ -65,8 +66,13 @@ def _kernel(x_ptr, n, WIDTH: tl.constexpr):
     tl.store(x_ptr + tl.arange(0, WIDTH), n)
 
 
+def _plan(builder, x, n):
+    builder.launch(_kernel, (1,), {"x_ptr": x, "n": n, "WIDTH": 4})
+
+
 def test_under_the_interpreter_launches_are_tritons():
-    x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
-    for n in (3, 4):
-        launch(_kernel, (1,), x, n, WIDTH=4)
+    operator = Operator(_plan, select.DEFAULT)
+    for n in (3, 4, 3):
+        x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
+        operator(x, n)
         assert x.tolist() == [n] * 4 + [0] * 4

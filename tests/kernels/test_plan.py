@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases.experts import DEVICE
+from fusedmlp.kernels.launching.run import run_now
 from fusedmlp.kernels.routing import order, plan
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles import select, table
 
 
 def tiles_of(offsets, num_rows, block):
@@ -19,19 +20,28 @@ def order_of(rows):
     return sorted(range(len(rows)), key=lambda e: (-rows[e], e))
 
 
+def table_of(schedule, block):
+    """The table of tiles of that many rows: in the plan or, if it has none, by a launch."""
+    num_rows, E, made = schedule.num_rows, schedule.num_experts, schedule.offsets
+    blocks = table.row_blocks(select.architecture(made.device))
+    if block not in blocks:
+        blocks = (block,)
+        made = run_now(plan.plan_tables, None, made, None, num_rows, E, blocks)
+    return made[plan.size_of_plan(num_rows, E, blocks[: blocks.index(block)]) :]
+
+
 def check(schedule, counts, num_rows):
     """Everything that a plan of those counts says."""
     E, offsets = len(counts), [sum(counts[:e]) for e in range(len(counts) + 1)]
     assert schedule.offsets[: E + 1].tolist() == offsets
     assert schedule.order[: E + 1].tolist() == [*order_of(counts), sum(n > 0 for n in counts)]
-    for block in (
-        () if num_rows == 0 else (*configs.row_blocks(torch.empty(0, device=DEVICE).device), 48)
-    ):  # and one that is in no table
-        table = schedule.tiles(block)
+    blocks = table.row_blocks(select.architecture(torch.empty(0, device=DEVICE).device))
+    for block in () if num_rows == 0 else (*blocks, 48):  # and one that is in no table
+        found = table_of(schedule, block)
         expected = tiles_of(offsets, num_rows, block)
         owned = sum(expert < E for expert, _, _ in expected)
-        assert table[:2].tolist() == [owned, len(expected)]
-        listed = table[3 : 3 + 3 * len(expected)].view(-1, 3).tolist()
+        assert found[:2].tolist() == [owned, len(expected)]
+        listed = found[3 : 3 + 3 * len(expected)].view(-1, 3).tolist()
         assert [tuple(tile) for tile in listed] == expected
         assert len(expected) <= schedule.max_tiles(block)
 
@@ -75,7 +85,7 @@ def test_numbers_of_experts_and_dtypes(num_experts, dtype):
 def test_the_worst_load_needs_exactly_the_bound():
     counts = torch.tensor([1, 1, 1, 33], device=DEVICE)  # three short tiles, then three for 33 rows
     made, _ = plan.plan_of_counts(counts, 36)
-    assert plan.Schedule(made, 36, 4).tiles(16)[:2].tolist() == [6, 6]
+    assert table_of(plan.Schedule(made, 36, 4), 16)[:2].tolist() == [6, 6]
     assert plan.max_tiles(36, 3, 16) == 6  # four groups with the padding: 3 + ceil(33 / 16)
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from fusedmlp.kernels.tiles import configs
+from bench.cases.experts import DEVICE
+from fusedmlp.kernels.tiles import select
 
 
 def legacy(value):
@@ -24,6 +25,10 @@ SETTINGS = {
 }
 
 
+def precision_of(dtype):
+    return select.target(torch.device(DEVICE), select.DEFAULT, dtype).precision(dtype)
+
+
 @pytest.fixture
 def _restored():
     owners = (torch.backends, torch.backends.cuda.matmul)
@@ -37,8 +42,8 @@ def _restored():
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_setting_is_followed(name):
-    assert configs.dot_precision(torch.float32) == "ieee"
+    assert precision_of(torch.float32) == "ieee"
     setting, precision = SETTINGS[name]
     setting()
-    assert configs.dot_precision(torch.float32) == precision
-    assert configs.dot_precision(torch.bfloat16) == "ieee"
+    assert precision_of(torch.float32) == precision
+    assert precision_of(torch.bfloat16) == "ieee"

@@ -6,96 +6,74 @@ import pytest
 import torch
 from support import forked
 
-from fusedmlp.kernels.tiles import configs
-from fusedmlp.kernels.tiles.configs import Key
+from fusedmlp.kernels import warp_specialized
+from fusedmlp.kernels.tiles import select, table
+from fusedmlp.kernels.tiles.table import Key
 
-CPU = torch.device("cpu")
 KERNELS = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 
 
-@pytest.fixture(autouse=True)
-def hopper(monkeypatch):
-    monkeypatch.setattr(configs, "architecture", lambda _device: "sm_90")
-    monkeypatch.setattr(configs, "TUNED", {})
+def target(architecture="sm_90", switch=True, tuned=()):
+    return select.Target(architecture, 100, table.TABLES[architecture], select.Settings(switch, dict(tuned)))
 
 
-def switched(monkeypatch, on):
-    monkeypatch.setattr(configs, "SPECIALISED", on)
-
-
-def chosen(kernel, dtype=torch.bfloat16, rows=64, **options):
-    return configs.choose(kernel, dtype, CPU, True, lambda: True, rows, **options)
+def chosen(kernel, on=None, dtype=torch.bfloat16, rows=64, fits=True, **options):
+    """Path and tile."""
+    found = select.choose(kernel, dtype, on or target(), fits, True, rows, **options)
+    return found.path, found.tile
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
-def test_the_switch(monkeypatch, architecture, kernel):
-    monkeypatch.setattr(configs, "architecture", lambda _device: architecture)
-    tile = configs.TABLES[architecture][kernel, "specialised", 16]["long"]
-    switched(monkeypatch, False)
-    assert chosen(kernel)[0] == "tma"
-    switched(monkeypatch, True)
-    assert chosen(kernel) == ("specialised", tile)
-    assert chosen(kernel, torch.float16) == ("specialised", tile)
+def test_the_switch(architecture, kernel):
+    tile = table.TABLES[architecture][kernel, "specialised", 16]["long"]
+    assert chosen(kernel, target(architecture, switch=False))[0] == "tma"
+    assert chosen(kernel, target(architecture)) == ("specialised", tile)
+    assert chosen(kernel, target(architecture), torch.float16) == ("specialised", tile)
 
 
-def test_what_they_do_not_take_goes_as_before(monkeypatch):
-    switched(monkeypatch, True)
+def test_what_they_do_not_take_goes_as_before():
     assert chosen("gemm", rows=63)[0] == "tma"
-    assert chosen("gemm", torch.float32)[0] == "pointer"
+    assert chosen("gemm", dtype=torch.float32)[0] == "pointer"
     assert chosen("fc1_act", by_tasks=False)[0] == "tma"
-    assert configs.choose("gemm", torch.bfloat16, CPU, False, lambda: True, 64)[0] == "pointer"
+    assert chosen("gemm", fits=False)[0] == "pointer"
     for architecture in ("sm_80", "sm_120", "gfx942"):
-        monkeypatch.setattr(configs, "architecture", lambda _device, name=architecture: name)
-        assert chosen("gemm")[0] == "pointer"
+        assert chosen("gemm", target(architecture))[0] == "pointer"
 
 
-def test_rows_that_are_gathered_have_tasks_on_blackwell_alone(monkeypatch):
+def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
     """Where TMA follows an index."""
-    switched(monkeypatch, True)
     assert chosen("fc1_act", gathered=True)[0] == "gather"
-    monkeypatch.setattr(configs, "architecture", lambda _device: "sm_100")
-    assert chosen("fc1_act", gathered=True)[0] == "specialised"
-    assert chosen("fc1_act", gathered=True, by_tasks=False)[0] == "gather"
-    assert chosen("fc1_act", rows=63, gathered=True)[0] == "gather"
+    blackwell = target("sm_100")
+    assert chosen("fc1_act", blackwell, gathered=True)[0] == "specialised"
+    assert chosen("fc1_act", blackwell, gathered=True, by_tasks=False)[0] == "gather"
+    assert chosen("fc1_act", blackwell, rows=63, gathered=True)[0] == "gather"
 
 
-@pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128), ("sm_103", 128)])
-def test_rows_of_a_task(monkeypatch, architecture, rows):
+@pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128)])
+def test_rows_of_a_task(architecture, rows):
     """Of 128: `wgmma` of a warpgroup has 64, `tcgen05.mma` of one CTA all of them."""
-    monkeypatch.setattr(configs, "architecture", lambda _device: architecture)
-    tile = configs.TABLES["sm_100"]["gemm", "specialised", 16]["long"]
-    assert configs.task_rows("specialised", tile, CPU) == rows
-    assert configs.task_rows("tma", tile, CPU) == 128
+    tile = table.TABLES["sm_100"]["gemm", "specialised", 16]["long"]
+    assert target(architecture).task_rows("specialised", tile) == rows
+    assert target(architecture).task_rows("tma", tile) == 128
 
 
-def test_what_was_tuned_needs_no_switch(monkeypatch):
-    switched(monkeypatch, False)
-    tile = configs.Tile(128, 256, 64, 4, 2)
-    configs.TUNED[Key("gemm", "specialised", 16, "long")] = tile
-    assert chosen("gemm") == ("specialised", tile)
-    assert chosen("wgrad")[0] == "tma"
+def test_what_was_tuned_needs_no_switch():
+    tile = table.Tile(128, 256, 64, 4, 2)
+    tuned = target(switch=False, tuned={Key("gemm", "specialised", 16, "long"): tile})
+    assert chosen("gemm", tuned) == ("specialised", tile)
+    assert chosen("wgrad", tuned)[0] == "tma"
 
 
-def test_what_was_tuned_is_of_rows_in_order(monkeypatch):
+def test_what_was_tuned_is_of_rows_in_order():
     """Nobody compared it, or checked its numbers, with rows that are gathered."""
-    monkeypatch.setattr(configs, "architecture", lambda _device: "sm_100")
-    configs.TUNED[Key("fc1_act", "specialised", 16, "long")] = tile = configs.Tile(128, 128, 64, 8, 3)
-    switched(monkeypatch, False)
-    assert chosen("fc1_act") == ("specialised", tile)
-    assert chosen("fc1_act", gathered=True)[0] == "gather"
-    switched(monkeypatch, True)
-    shipped = configs.TABLES["sm_100"]["fc1_act", "specialised", 16]["long"]
-    assert chosen("fc1_act", gathered=True) == ("specialised", shipped)
-
-
-def test_without_gluon_the_others_are_launched(monkeypatch):
-    switched(monkeypatch, True)
-    assert configs.gluon_missing() == ""
-    monkeypatch.setattr(configs, "gluon_missing", lambda: "Triton 3.5 has no Gluon that fits: no module")
-    assert chosen("gemm")[0] == "tma"
-    configs.TUNED[Key("gemm", "specialised", 16, "long")] = configs.Tile(128, 256, 64, 4, 2)
-    assert chosen("gemm")[0] == "tma"
+    tuned = {Key("fc1_act", "specialised", 16, "long"): table.Tile(128, 128, 64, 8, 3)}
+    (tile,) = tuned.values()
+    without = target("sm_100", switch=False, tuned=tuned)
+    assert chosen("fc1_act", without) == ("specialised", tile)
+    assert chosen("fc1_act", without, gathered=True)[0] == "gather"
+    shipped = table.TABLES["sm_100"]["fc1_act", "specialised", 16]["long"]
+    assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("specialised", shipped)
 
 
 _MISSING = """
@@ -105,8 +83,8 @@ if sys.argv[1] == "all":
     sys.modules["triton.experimental.gluon"] = None
 elif sys.argv[1] != "nothing":
     delattr(blackwell if "tcgen05" in sys.argv[1] else hopper, sys.argv[1])
-from fusedmlp.kernels.tiles import configs
-print(configs.gluon_missing())
+from fusedmlp.kernels.warp_specialized import gluon_missing
+print(gluon_missing())
 """
 
 
@@ -127,19 +105,15 @@ def test_what_another_version_of_triton_lacks(what, said):
 
 _LAUNCHED = """
 import json, sys, torch
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels import warp_specialized
 if sys.argv[1] == "without":
-    configs.gluon_missing = lambda: "not there"
+    warp_specialized.gluon_missing = lambda: "not there"
 from bench.proof import cases
-from fusedmlp.doctor import recorder, targets
-names = []
-def note(launch):
-    names.append([launch.kernel, launch.path])
-    return False
-import fusedmlp.operators.triton_impl
-with recorder.recording(targets.TARGETS[sys.argv[3]], "long", specialised=configs.SPECIALISED, wanted=note):
-    (cases.DEMANDING | cases.CORE)[sys.argv[2]](torch.bfloat16)
-print(json.dumps(names))
+from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.operators.triton_impl import SETTINGS
+planned_for = TARGETS[sys.argv[3]].planned_for("long", specialised=SETTINGS.specialised)
+calls = (cases.DEMANDING | cases.CORE)[sys.argv[2]](torch.bfloat16)
+print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls, planned_for)]))
 """
 
 
@@ -173,10 +147,10 @@ def test_what_a_layer_launches(target, gluon, switch, case, expected):
 def test_doctor_says_why_not(monkeypatch):
     from fusedmlp.doctor import command, facts
 
-    monkeypatch.setattr(configs, "gluon_missing", lambda: "Triton 3.5 has no Gluon that fits: no module")
+    monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "Triton 3.5 has no Gluon that fits: no module")
     lines = command._machine_lines(facts.machine())
     assert "Kernels with a task for each warp: no: Triton 3.5 has no Gluon that fits: no module" in lines
-    monkeypatch.setattr(configs, "gluon_missing", lambda: "")
+    monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "")
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "1")
     assert facts.machine().specialised == "yes, on Hopper and sm_100"
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "0")

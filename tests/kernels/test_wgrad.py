@@ -6,14 +6,16 @@ from typing import get_args
 import pytest
 import torch
 
+from bench.cases import tiles
 from bench.cases.experts import DEVICE, INTERPRETED
 from bench.cases.factory import wgrad_segment
 from bench.cases.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
-from fusedmlp.kernels.launching import launches
+from fusedmlp.kernels.launching.cost import Cost
+from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.routing import plan
-from fusedmlp.kernels.tiles import configs
-from fusedmlp.kernels.tiles.configs import Tile
+from fusedmlp.kernels.tiles import table
+from fusedmlp.kernels.tiles.table import Tile
 from fusedmlp.kernels.wgrad import launch as wgrad_launch
 from fusedmlp.kernels.wgrad import segments
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
@@ -160,14 +162,15 @@ def test_every_path_and_every_run_give_the_same_bits(segmented, dtype):
 
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize("place", ["packed", "misaligned"])
-def test_column_subtiles(subtiles, place, monkeypatch):
+def test_column_subtiles(subtiles, place):
+    rows = {}
     if INTERPRETED:
         tile = Tile(16, 32, 64, 1, 1, SUBTILES=subtiles, GROUP_M=3, PER_SM=1)
-        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in get_args(configs.Path)}
-        monkeypatch.setitem(configs.TABLES, "interpreter", configs.TABLES["interpreter"] | rows)
+        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in get_args(table.Path)}
     one = wgrad_segment(RAGGED, 72, 136, device=DEVICE)
     _, experts = main_grad(place, 4, 72, 136)
-    run(experts, [one], accumulate=True)
+    with tiles.changed(lambda target: dataclasses.replace(target, rows=target.rows | rows)):
+        run(experts, [one], accumulate=True)
     check(experts, [one], UNTOUCHED)
 
 
@@ -255,17 +258,20 @@ def test_least_traffic_is_reported(accumulate, place):
     segs = [wgrad_segment(c, dtype=torch.bfloat16, device=DEVICE) for c in [(3, 0, 20), (0, 0, 7)]]
     _, experts = main_grad(place, 3, 40, 72)
     operands = [[getattr(s, name) for s in segs] for name in ("dy", "x", "offsets")]
-    with launches.recording() as recorded:
+    with recording() as recorded:
         grouped_wgrad_(ExpertTensors.of(experts, 2), None, *operands, accumulate=accumulate)
     grad_bytes = 2 * 40 * 72 * 8 if accumulate else 3 * 40 * 72 * 4
     read = 30 * (40 + 72) * 2
     path = path_of(PLACES[place], torch.bfloat16)
-    assert recorded == [launches.Launch("wgrad", 2 * 30 * 40 * 72, read + grad_bytes, grad_bytes, path)]
+    assert recorded[-1].path == path
+    cost = recorded[-1].cost_of((3, 0, 27))
+    assert cost == Cost("wgrad", 2 * 30 * 40 * 72, read + grad_bytes, grad_bytes)
 
 
 def test_least_traffic_of_a_bias():
     one = wgrad_segment((3, 0, 20), dtype=torch.bfloat16, device=DEVICE)
     db = ExpertTensors.of([torch.empty(3, 40, dtype=torch.bfloat16, device=DEVICE)], 1)
-    with launches.recording() as recorded:
+    with recording() as recorded:
         grouped_wgrad_(None, db, [one.dy], [], [one.offsets], accumulate=False, scale_R=torch.ones(26, device=DEVICE))
-    assert recorded == [launches.Launch("wgrad", 2 * 23 * 40, 23 * 40 * 2 + 3 * 40 * 2 + 23 * 4, 0, "unaligned")]
+    assert recorded[-1].path == "unaligned"
+    assert recorded[-1].cost_of((3, 0, 20)) == Cost("wgrad", 2 * 23 * 40, 23 * 40 * 2 + 3 * 40 * 2 + 23 * 4)

@@ -7,7 +7,7 @@ import triton
 from support import forked
 
 from bench.proof import budgets
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles import table
 
 GEMM = {"instructions": 121.0, "mma": 4.0, "mma_in_flight": 1.0, "loads_in_flight": None, "tile_stores": 2.0}
 
@@ -28,7 +28,7 @@ def test_passes_cost_what_the_table_allows(target):
 def test_every_pass_is_in_the_table():
     for target in budgets.TARGET_NAMES:
         names = ["fc1_act", "gemm", "dgrad_act", "wgrad"]
-        by_tasks = [f"{name}_specialised" for name in names if (name, "specialised", 16) in configs.TABLES[target]]
+        by_tasks = [f"{name}_specialised" for name in names if (name, "specialised", 16) in table.TABLES[target]]
         assert list(budgets.allowed(target)) == names + by_tasks
 
 

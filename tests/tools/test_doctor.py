@@ -10,7 +10,7 @@ from support import forked
 
 from fusedmlp import versions
 from fusedmlp.doctor import command, facts, selftest
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.tiles import select
 from fusedmlp.operators import ops
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
@@ -174,9 +174,9 @@ def one_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(facts, "_driver", lambda: "580.1")
-    configs.architecture.cache_clear()
+    select.architecture.cache_clear()
     yield capability
-    configs.architecture.cache_clear()
+    select.architecture.cache_clear()
 
 
 def test_a_gpu_is_described(one_gpu):
@@ -187,7 +187,7 @@ def test_a_gpu_is_described(one_gpu):
 
 def test_a_gpu_that_is_too_old_is_a_problem(one_gpu, monkeypatch):
     one_gpu[:] = [7, 5]
-    monkeypatch.setattr(configs.triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(select.triton.knobs.runtime, "interpret", False)
     (problem,) = facts.machine().problems
     assert "expected compute capability 8.0 or newer; got 7.5" in problem
 

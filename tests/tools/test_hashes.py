@@ -82,17 +82,21 @@ SOURCES = {
 _COMPILE_SOURCES = """
 import importlib, json, sys
 import torch
-from bench.proof import assembly, resources
-from fusedmlp.doctor import recorder, targets
+from bench.proof import assembly, compiling, resources
+from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.operands.arrays import Array
 sys.path.insert(0, sys.argv[1])
+pointer = Array((64,), (1,), torch.float32, 0, 0)
 found = []
 for binaries in (False, True):
-    with recorder.recording(targets.TARGETS[sys.argv[2]], "long", binaries=binaries) as launches:
+    sources = []
+    with compiling.compiling_for(TARGETS[sys.argv[2]], binaries=binaries):
         for name in ("one_file", "two_files", "other_constant", "other_name"):
             module = importlib.import_module(name)
             kernel = getattr(module, "_kernel", None) or module._other_kernel
-            kernel[(1,)](torch.empty(64), torch.empty(64), 64, 32)
-    sources = [resources.source(launch.compiled) for launch in launches]
+            arguments = dict(zip(kernel.arg_names, (pointer, pointer, 64, 32), strict=True))
+            sources.append(resources.source(compiling.compiled(Launch(kernel, (1,), arguments, {})).kernel))
     assert any(".loc" in source for source, _ in sources) == binaries
     found.append([assembly.hash_of(source, is_amd=is_amd) for source, is_amd in sources])
 print(json.dumps(found))

@@ -9,8 +9,8 @@ from bench.limits import balance, model, rates, roofline, shapes
 from bench.limits.gpus import GPU, GPUS
 from bench.proof import budgets
 from bench.proof.main_loop import MainLoop
-from fusedmlp.kernels.tiles import configs
-from fusedmlp.kernels.tiles.configs import Tile
+from fusedmlp.kernels.tiles import table
+from fusedmlp.kernels.tiles.table import Tile
 
 H100 = GPUS[0]
 TILE = Tile(128, 256, 64, 8, 4, PER_SM=1)
@@ -197,7 +197,7 @@ FIRST_BACKWARD = {  # TFLOP/s on an H100, likewise estimated
 
 def test_constants_fit_the_estimates_of_older_kernels():
     rate = rates.of("sm_90")
-    tiles = {kernel: configs.TABLES["sm_90"][kernel, "tma", 16]["long"] for kernel in FIRST}
+    tiles = {kernel: table.TABLES["sm_90"][kernel, "tma", 16]["long"] for kernel in FIRST}
     for kernel, (fact, bubble) in FIRST.items():
         assert model.tile_cost(kernel, fact, tiles[kernel], rate).bubble == pytest.approx(bubble, rel=0.12), kernel
     joined = FIRST["wgrad"][0]._replace(joined=1)
@@ -221,7 +221,7 @@ def test_tiles_are_those_that_the_table_is_of():
             for count in shapes.LOADS.values():
                 for kernel in model.KERNELS:
                     tile = balance.tile_of(kernel, count(shape), gpu.architecture)
-                    assert tile == configs.TABLES[gpu.architecture][kernel, "tma", 16]["long"]
+                    assert tile == table.TABLES[gpu.architecture][kernel, "tma", 16]["long"]
                     assert tile.PER_SM > 0
 
 
@@ -249,7 +249,7 @@ def test_kernels_with_a_task_for_each_warp():
     """Two warpgroups multiply: 100 instructions of 8 warps, though the tile's own four are half of them. Not where
     others than those that multiply store: then the tile's own are all that do.
     """
-    four = TILE.__class__(**{**vars(TILE), "num_warps": 4})
+    four = TILE._replace(num_warps=4)
     assert model.tile_cost("gemm_specialised", FACT, four, RATE) == model.tile_cost("gemm", FACT, TILE, RATE)
     by_others = FACT._replace(joined=2)
     assert model.tile_cost("gemm_specialised", by_others, TILE, RATE) == model.tile_cost("gemm", by_others, TILE, RATE)
@@ -259,10 +259,10 @@ def test_kernels_with_a_task_for_each_warp():
     for row in rows:
         assert row["us_before"] == plain[row["gpu"], row["shape"], row["load"], row["pass"]]
     assert any(row["us"] != row["us_before"] for row in rows)
-    table = configs.TABLES["sm_90"]
+    rows = table.TABLES["sm_90"]
     for kernel in model.KERNELS:
-        assert balance.tile_of(kernel, [64], "sm_90", True) == table[kernel, "specialised", 16]["long"]
-        assert balance.tile_of(kernel, [63], "sm_90", True) == table[kernel, "tma", 16]["short"]
+        assert balance.tile_of(kernel, [64], "sm_90", True) == rows[kernel, "specialised", 16]["long"]
+        assert balance.tile_of(kernel, [63], "sm_90", True) == rows[kernel, "tma", 16]["short"]
 
 
 def _bench(*arguments):

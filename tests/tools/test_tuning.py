@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from fusedmlp import __main__ as cli
-from fusedmlp.kernels.launching import launches
-from fusedmlp.kernels.tiles import configs, tuned
-from fusedmlp.kernels.tiles.configs import Key
+from fusedmlp.kernels.launching.run import recording
+from fusedmlp.kernels.tiles import select, table, tuned
+from fusedmlp.kernels.tiles.table import Key
 from fusedmlp.tuning import tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
@@ -19,14 +19,14 @@ KERNELS = ("gemm", "fc1_act", "dgrad_act", "wgrad")
 @pytest.fixture(autouse=True)
 def untuned(monkeypatch, tmp_path):
     monkeypatch.setenv("FUSEDMLP_CACHE", str(tmp_path))
-    monkeypatch.setattr(configs, "TUNED", {})
     monkeypatch.setattr(tuner, "_CHOICES", {"BLOCK_M": (16, 32), "BLOCK_K": (16, 32), "num_warps": (1, 2, 4)})
 
 
 def clock(run):
     """The more warps and the larger BLOCK_M the faster, whatever runs; small BLOCK_K costs nothing: noise."""
     run()
-    tile = list(configs.TUNED.values())[-1]
+    (settings,) = run.args
+    tile = list(settings.tuned.values())[-1]
     return 10.0 / (tile.num_warps + tile.BLOCK_M / 16)
 
 
@@ -37,12 +37,11 @@ def test_finds_the_fastest_tile_of_every_kernel():
         assert (f.tile.num_warps, f.tile.BLOCK_M) == (4, 32)
         assert f.tile.BLOCK_K == f.shipped.BLOCK_K
         assert (f.shipped_ms, f.ms) == (5.0, 10 / 6)
-        assert configs.select(f.key.kernel, torch.float32, PROBLEM.device, f.key.path, 64 / 3) == f.tile
 
 
 def test_tiles_that_fail_or_compute_something_else_are_not_taken(monkeypatch):
-    def run():
-        tile = configs.TUNED[key]
+    def run(settings):
+        tile = settings.tuned[key]
         if tile.num_warps == 2:
             raise RuntimeError("does not fit")
         return [torch.full((2,), 1.0 if tile.BLOCK_M == 16 else 1.1)]
@@ -59,9 +58,9 @@ def test_tiles_that_fail_or_compute_something_else_are_not_taken(monkeypatch):
 
 def test_an_accumulating_kernel_is_compared_from_the_same_start():
     (wgrad,) = [s for s in tuner._scratch_calls(PROBLEM) if s.kernel == "wgrad"]
-    first = wgrad.results()
-    wgrad.run()
-    assert all(torch.equal(a, b) for a, b in zip(wgrad.results(), first, strict=True))
+    first = wgrad.results(select.DEFAULT)
+    wgrad.run(select.DEFAULT)
+    assert all(torch.equal(a, b) for a, b in zip(wgrad.results(select.DEFAULT), first, strict=True))
     assert first[0].any()
 
 
@@ -85,9 +84,9 @@ def test_the_command(monkeypatch, capsys, tmp_path):
 def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
     problem = tuner.Problem(3, hidden, 32, 64, torch.float32, torch.device("cpu"))
     for scratch in tuner._scratch_calls(problem):
-        with launches.recording() as log:
-            scratch.run()
-        taken = {launch.path for launch in log if launch.kernel == scratch.kernel}
+        with recording() as log:
+            scratch.run(select.DEFAULT)
+        taken = {launch.path for launch in log if launch.chosen and launch.chosen.key.kernel == scratch.kernel}
         assert taken == {tuner._key(scratch.kernel, problem).path} == {path}
 
 
@@ -99,32 +98,30 @@ BY_TASKS = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 @pytest.mark.parametrize("what", BY_TASKS)
 def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
     ms, error = BY_TASKS[what]
-    monkeypatch.setattr(configs, "consumers", lambda _: consumers)
     key = Key("gemm", "tma", 16, "long")
     own = key._replace(path="specialised")
-    rows = {key[:3]: {"long": configs.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": configs.Tile(128, 256, 64, 4, 3)}}
-    monkeypatch.setitem(configs.TABLES, "interpreter", rows)
+    rows = {key[:3]: {"long": table.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": table.Tile(128, 256, 64, 4, 3)}}
+    architecture = "sm_90" if consumers == 2 else "sm_100"
+    monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, rows))
 
-    def used():
-        return configs.specialised("gemm", torch.bfloat16, PROBLEM.device, 64)
+    def used(settings):
+        return select.specialised("gemm", torch.bfloat16, select.Target(architecture, 3, rows, settings), 64)
 
-    def run():
-        return [torch.full((2,), 1.0 + (error if used() else 0))]
+    def run(settings):
+        return [torch.full((2,), 1.0 + (error if used(settings) else 0))]
 
-    monkeypatch.setattr(configs, "SPECIALISED", what == "slower")  # whatever the switch says
     monkeypatch.setattr(tuner, "_CHOICES", {})
     monkeypatch.setattr(tuner, "_scratch_calls", lambda _: iter([tuner._Scratch("gemm", run)]))
     monkeypatch.setattr(tuner, "_key", lambda *_: key)
 
     def clock(run):
         run()
-        return ms + abs(used().num_stages - 2) / 10 if used() else 4.5
+        chosen = used(*run.args)
+        return ms + abs(chosen.tile.num_stages - 2) / 10 if chosen else 4.5
 
     steps = list(tuner.tune(PROBLEM, clock))
     found = [step for step in steps if isinstance(step, tuner.Found)]
     assert [f.key for f in found] == [key, own] if what == "faster" else [key]
-    assert (own in configs.TUNED) == (what == "faster")
-    assert (what == "slower") == configs.SPECIALISED
     if what == "faster":
         assert (found[1].tile.num_stages, found[1].shipped.num_stages) == (2, 3)
         assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)

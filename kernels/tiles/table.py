@@ -6,11 +6,10 @@ and `BLOCK_M` the rows taken per step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
-import torch
 import triton
 
 # How tiles reach a multiprocessor: by descriptors, in kernels with a task for each warp; by descriptors; by descriptors
@@ -51,10 +50,10 @@ def _both(short: Tile, long: Tile | None = None) -> dict[ShapeClass, Tile]:
     return {"short": short, "long": long or short}
 
 
-_Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
+Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
 
 # Pointer loads of fp32, and loads that cannot be vectors; sizes that compile everywhere without spilling.
-_POINTER: _Rows = {
+_POINTER: Rows = {
     ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
     ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
@@ -62,7 +61,7 @@ _POINTER: _Rows = {
     ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
 }
 # An address for each element that a thread loads: small tiles, for many threads.
-_UNALIGNED: _Rows = {
+_UNALIGNED: Rows = {
     ("fc1_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
     ("gemm", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
     ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
@@ -73,7 +72,7 @@ _UNALIGNED: _Rows = {
     ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
 }
 _POINTER |= _UNALIGNED
-_GFX: _Rows = {
+_GFX: Rows = {
     ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8)),
     ("wgrad", "pointer", 16): _both(Tile(64, 128, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
@@ -81,12 +80,12 @@ _GFX: _Rows = {
 
 # M-ragged passes by pointers. One program for each tile: two or three share a multiprocessor and cover each other's
 # epilogues, and those that find no tile left end at once.
-_NVIDIA_RAGGED: _Rows = {
+_NVIDIA_RAGGED: Rows = {
     ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
     ("gemm", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 1, 8), Tile(128, 128, 64, 8, 3, 2, 8)),
     ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
 }
-_AMD_RAGGED: _Rows = {
+_AMD_RAGGED: Rows = {
     ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 1, 8), Tile(128, 64, 64, 8, 2, 1, 8)),
     ("gemm", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 1, 8), Tile(128, 128, 64, 8, 2, 1, 8)),
     ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 2, 8), Tile(128, 64, 64, 8, 2, 2, 8)),
@@ -96,14 +95,14 @@ _AMD_RAGGED: _Rows = {
 # come from L2 at 64 FLOPs a byte, more than it can deliver at full speed. They fill a multiprocessor, so programs are
 # persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before. Not where
 # fc1 gathers rows, whose addresses would be two tiles' at once, more than there are registers.
-_SM_90: _Rows = {
+_SM_90: Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
     ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8), Tile(128, 128, 32, 8, 6, 8, 8)),
     ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
 }
-_SM_100: _Rows = {
+_SM_100: Rows = {
     ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
     ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
     ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 8, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
@@ -114,7 +113,7 @@ _SM_100: _Rows = {
 # Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
 # while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. Triton 3.9 stages a
 # subtile beside the operands, which leaves room for a quarter of the tile.
-_WGRAD_TMA: _Rows = {
+_WGRAD_TMA: Rows = {
     ("wgrad", "tma", 16): _both(
         Tile(64, 128, 128, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=2),
         Tile(64, 128, 256, 8, 4, SUBTILES=4, GROUP_M=16, PER_SM=1),
@@ -161,10 +160,10 @@ _SM_100 |= {
     ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
 }
-_TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-if _TRITON == (3, 8):  # alone spills there with four subtiles
+TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
+if TRITON == (3, 8):  # alone spills there with four subtiles
     _SM_100["dgrad_act", "tma", 16]["long"] = Tile(128, 128, 64, 8, 4, 8, 8, 1)
-_SM_80: _Rows = {
+_SM_80: Rows = {
     ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
     ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=2)),
     ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=1, GROUP_M=8, PER_SM=4)),
@@ -176,7 +175,7 @@ _SM_90 |= {
     ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=4, GROUP_M=8, PER_SM=2)),
 }
 _SM_100 |= {("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8))}
-_SM_120: _Rows = {
+_SM_120: Rows = {
     ("dgrad_act", "pointer", 16): _both(Tile(64, 32, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
     ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 8, 8)),
     ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8)),
@@ -184,7 +183,7 @@ _SM_120: _Rows = {
     ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=4)),
 }
 
-TABLES: dict[str, _Rows] = {
+TABLES: dict[str, Rows] = {
     "sm_80": _POINTER | _NVIDIA_RAGGED | _SM_80,
     "sm_90": _POINTER | _NVIDIA_RAGGED | _SM_90,
     "sm_100": _POINTER | _NVIDIA_RAGGED | _SM_100,
@@ -201,13 +200,6 @@ TABLES: dict[str, _Rows] = {
 }
 
 
-# Whether kernels with a task for each warp are used wherever the tables have them, unless a switch says otherwise.
-# This is the default until a GPU has timed them.
-SPECIALISED = False
-# Tiles tuned on this machine, which go before the tables.
-TUNED: dict[Key, Tile] = {}
-
-
 def shipped(architecture: str) -> Iterator[tuple[Key, Tile]]:
     """Every configuration of one architecture."""
     for (kernel, path, bits), by_shape in TABLES[architecture].items():
@@ -216,135 +208,11 @@ def shipped(architecture: str) -> Iterator[tuple[Key, Tile]]:
 
 
 @lru_cache
-def architecture(device: torch.device) -> str:
-    """The table that serves a device: its own, or that of the newest older GPU of its kind."""
-    if triton.knobs.runtime.interpret:
-        return "interpreter"
-    if torch.version.hip is not None:
-        name: str = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
-        return name if name in TABLES else "gfx942"
-    major, minor = torch.cuda.get_device_capability(device)
-    served = [int(name.removeprefix("sm_")) for name in TABLES if name.startswith("sm_")]
-    older = [capability for capability in served if capability <= 10 * major + minor]
-    if not older:
-        raise RuntimeError(f"device: expected compute capability 8.0 or newer; got {major}.{minor} ({device})")
-    return f"sm_{max(older)}"
-
-
-@lru_cache
-def row_blocks(device: torch.device) -> tuple[int, ...]:
-    """Every BLOCK_M that the M-ragged passes may choose."""
-    tiles = [*shipped(architecture(device)), *TUNED.items()]
-    return tuple(sorted({tile.BLOCK_M for key, tile in tiles if key.kernel != "wgrad"}))
-
-
-def has_path(kernel: str, dtype: torch.dtype, device: torch.device, path: Path) -> bool:
-    """Whether the device's table has a configuration with that way of moving tiles."""
-    return (kernel, path, 8 * dtype.itemsize) in TABLES[architecture(device)]
+def row_blocks(architecture: str) -> tuple[int, ...]:
+    """Every BLOCK_M that the M-ragged passes' tables have: plans hold a table of tiles for each."""
+    return tuple(sorted({tile.BLOCK_M for key, tile in shipped(architecture) if key.kernel != "wgrad"}))
 
 
 def shape_class(rows_per_expert: float) -> ShapeClass:
     """The class of a load, by its mean."""
     return "short" if rows_per_expert < SHORT_ROWS else "long"
-
-
-def select(kernel: str, dtype: torch.dtype, device: torch.device, path: Path, rows_per_expert: float) -> Tile:
-    """The configuration of `kernel` for activations of `dtype`."""
-    bits, shape = 8 * dtype.itemsize, shape_class(rows_per_expert)
-    tuned = TUNED.get(Key(kernel, path, bits, shape)) if TUNED else None
-    return tuned or TABLES[architecture(device)][kernel, path, bits][shape]
-
-
-@lru_cache
-def gluon_missing() -> str:
-    """What kernels with a task for each warp miss in this Triton; empty if nothing."""
-    try:
-        from ..warp_specialized import gluon_compat  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        return f"Triton {triton.__version__} has no Gluon that fits: {error}"
-    return ""
-
-
-def specialised(
-    kernel: str, dtype: torch.dtype, device: torch.device, rows_per_expert: float, gathered: bool = False
-) -> Tile | None:
-    """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
-    if not (SPECIALISED or TUNED):  # without the cost of a key
-        return None
-    key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
-    tuned = None if gathered else TUNED.get(key)  # with rows in order
-    if not (SPECIALISED or tuned) or (gathered and consumers(device) == 2):  # before Blackwell TMA follows no index
-        return None
-    table = TABLES[architecture(device)]
-    if key[:3] not in table or gluon_missing():
-        return None
-    return tuned or table[key[:3]].get(key.shape)
-
-
-def consumers(device: torch.device) -> int:
-    """How many tasks share a tile's rows in kernels with a task for each warp: two that multiply, each in registers of
-    its own, or one, which finds its sums in tensor memory.
-    """
-    return 2 if architecture(device) == "sm_90" else 1
-
-
-def task_rows(path: Path, tile: Tile, device: torch.device) -> int:
-    """How many of a tile's rows TMA moves at once: those of one task."""
-    return tile.BLOCK_M // consumers(device) if path == "specialised" else tile.BLOCK_M
-
-
-def choose(
-    kernel: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    tma_fits: bool,
-    vectors_fit: Callable[[], bool],
-    rows_per_expert: float,
-    gathered: bool = False,
-    by_tasks: bool = True,
-) -> tuple[Path, Tile]:
-    """`select` with the best path that tensors and device allow; `gathered`: rows of one operand by an index;
-    `by_tasks`: whether the kernel with a task for each warp can do it.
-    """
-    if tma_fits and by_tasks and (tile := specialised(kernel, dtype, device, rows_per_expert, gathered)):
-        return "specialised", tile
-    path: Path = "gather" if gathered else "tma"
-    if not (tma_fits and has_path(kernel, dtype, device, path)):
-        path = "pointer" if vectors_fit() else "unaligned"
-    return path, select(kernel, dtype, device, path, rows_per_expert)
-
-
-def warp_specializes(device: torch.device) -> bool:
-    """Whether Triton gives warps tasks of their own there, as it can with tensor memory from 3.7 on."""
-    return _TRITON >= (3, 7) and architecture(device) == "sm_100"
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if triton.knobs.runtime.interpret:
-        return 3  # few, so that tests see programs with several tiles
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
-
-
-def cdiv(size: int, block: int) -> int:
-    """How many blocks hold `size`; Triton's own asks on every call whether it is compiled."""
-    return -(-size // block)
-
-
-def power_of_2(size: int) -> int:
-    """The next one, of a size of at least 1."""
-    return 1 << (size - 1).bit_length()
-
-
-def num_programs(tile: Tile, device: torch.device, tiles: int) -> int:
-    """How many programs to launch for at most that many tiles."""
-    return min(tiles, tile.PER_SM * _multiprocessors(device)) if tile.PER_SM else tiles
-
-
-def dot_precision(dtype: torch.dtype) -> str:
-    """How fp32 products are computed: exactly, unless torch's global setting allows TF32 and the GPU is NVIDIA's."""
-    # Every way of setting it shows here; `get_float32_matmul_precision` raises where the newer ones were used.
-    if dtype == torch.float32 and torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        return "tf32"
-    return "ieee"

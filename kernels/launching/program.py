@@ -1,0 +1,139 @@
+"""Launches as values: what an operator allocates and launches, planned from kinds of tensors.
+
+A plan is a function of a `Builder` and of what it sees of tensors (`operands/arrays.py`), and of constants. It touches
+no tensor, no device and no global: equal kinds on equal targets give equal programs, so programs are remembered, are
+compiled for GPUs that are not there, and say how each launch moves its tiles and what it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ..operands.arrays import Array, contiguous_strides
+from ..operands.descriptors import Descriptor
+from ..tiles.select import Chosen, Target
+from ..tiles.table import Path
+from .cost import Cost
+
+
+class Launch(NamedTuple):
+    """One kernel launch."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: Mapping[str, Array | Descriptor | int | Any]  # by the kernel's names, constants among them
+    options: Mapping[str, int]  # num_warps, num_stages
+    chosen: Chosen | None = None  # None: no table has its tile
+    cost: Cost | Callable[[Sequence[int]], Cost] | None = None
+
+    def cost_of(self, rows: Sequence[int]) -> Cost | None:
+        """What it costs with that many rows for each expert, over all segments: only the device knows a load."""
+        return self.cost(rows) if callable(self.cost) else self.cost
+
+    @property
+    def name(self) -> str:
+        """The kernel's, without what every kernel's has."""
+        name: str = self.kernel.fn.__name__
+        return name.removeprefix("_").removesuffix("_kernel")
+
+    @property
+    def path(self) -> Path:
+        """How tiles are moved."""
+        return self.chosen.path if self.chosen else "pointer"
+
+    @property
+    def sizes(self) -> str:
+        """Tile sizes and options, as text."""
+        tile: Any = self.arguments.get("TILE")
+        blocks = [*tile[:3]] if tile else [n for name, n in self.arguments.items() if name.startswith("BLOCK")]
+        values = {**({"SUBTILES": tile.SUBTILES} if tile else {}), **self.options}
+        letters = {"s": "SUBTILES", "w": "num_warps", "p": "num_stages"}
+        return "x".join(map(str, blocks)) + "".join(
+            f" {letter}{values[k]}" for letter, k in letters.items() if k in values
+        )
+
+
+class Allocation(NamedTuple):
+    """A contiguous tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Addresses(NamedTuple):
+    """An int64 tensor on the device whose elements the host knows: addresses of arrays, and other numbers."""
+
+    elements: tuple[Array | int, ...]
+
+
+class Program(NamedTuple):
+    """What an operator allocates, launches and returns."""
+
+    allocations: tuple[Allocation | Addresses, ...]
+    launches: tuple[Launch, ...]
+    results: Any  # which of the allocations: None, a number, or a named tuple of those
+
+
+class Builder:
+    """A program while it is planned. Arguments come first among its sources, `num_arguments` of them."""
+
+    def __init__(self, target: Target, num_arguments: int) -> None:
+        self.target = target
+        self._num_arguments = num_arguments
+        self._allocations: list[Allocation | Addresses] = []
+        self._launches: list[Launch] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        """A new contiguous tensor."""
+        return self._new(Allocation(tuple(shape), dtype), shape, dtype)
+
+    def addresses(self, elements: Sequence[Array | int]) -> Array:
+        """A table of addresses and numbers."""
+        return self._new(Addresses(tuple(elements)), (len(elements),), torch.int64)
+
+    def _new(self, allocation: Allocation | Addresses, shape: Sequence[int], dtype: torch.dtype) -> Array:
+        source = self._num_arguments + len(self._allocations)
+        self._allocations.append(allocation)
+        return Array(tuple(shape), contiguous_strides(shape), dtype, 0, source)
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Any],
+        *,
+        chosen: Chosen | None = None,
+        cost: Cost | Callable[[Sequence[int]], Cost] | None = None,
+        **options: int,
+    ) -> None:
+        """As `kernel[grid](**arguments, **options)`."""
+        self._launches.append(Launch(kernel, grid, arguments, options, chosen, cost))
+
+    def launch_chosen(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        arguments: Mapping[str, Any],
+        chosen: Chosen,
+        cost: Callable[[Sequence[int]], Cost],
+    ) -> None:
+        """Launch a kernel that takes its tile, and how many consumers share one if it is warp-specialized."""
+        tile = chosen.tile
+        if chosen.path == "specialised":
+            own, options = {"CONSUMERS": self.target.consumers}, {"num_warps": tile.num_warps}
+        else:
+            own, options = {}, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        self.launch(kernel, grid, {**arguments, **own, "TILE": tile}, chosen=chosen, cost=cost, **options)
+
+    def program(self, results: Any) -> Program:
+        """What has been planned; `results`: None, an array of `empty`, or a named tuple of such and of None."""
+
+        def number(array: Array | None) -> int | None:
+            return None if array is None else array.source - self._num_arguments
+
+        named = hasattr(results, "_make")
+        numbers = results._make(map(number, results)) if named else number(results)
+        return Program(tuple(self._allocations), tuple(self._launches), numbers)

@@ -1,0 +1,301 @@
+"""Running programs: operators whose plans are remembered by the kinds of their arguments.
+
+Of a kind of call that came before nothing is decided again: its program's tensors are allocated, addresses are filled
+in, kernels are launched. A program is planned from its key alone, so what a key lacks no plan can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import update_wrapper
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ..operands.arrays import Array, kind_of
+from ..operands.descriptors import Descriptor
+from ..operands.expert_tensors import ExpertTensors, device_table
+from ..tiles import select
+from ..tiles.select import Settings, Target
+from . import direct
+from .direct import INTERPRETED
+from .program import Allocation, Builder, Launch, Program
+
+_MOST = 256  # kinds of calls of one operator that are kept
+_TENSORS = (Tensor, torch.nn.Parameter)
+_recordings: list[list[Launch]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Collects the launches that programs make inside, of every thread."""
+    launches: list[Launch] = []
+    _recordings.append(launches)
+    try:
+        yield launches
+    finally:
+        _recordings.remove(launches)
+
+
+class Arguments(NamedTuple):
+    """Arguments of an operator: tensors, lists of all experts' tensors, tuples of segments' tensors, constants."""
+
+    kinds: tuple[Any, ...]  # of each argument: all that a plan sees of it
+    tensors: list[Tensor]  # sources, in their order
+    addresses: list[int]  # where they start
+
+    @staticmethod
+    def of(args: Sequence[Any]) -> Arguments:
+        """Describe them. Called for every call of an operator."""
+        kinds: list[Any] = []
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        for arg in args:
+            own = arg
+            if type(arg) is list and len(arg) == 1:
+                (own,) = arg
+            elif type(arg) not in _TENSORS:
+                if isinstance(arg, (list, tuple)):
+                    kinds.append(_kinds_of_many(arg, tensors, addresses))
+                    continue
+                if not isinstance(arg, Tensor):
+                    kinds.append(arg)
+                    continue
+            tensors.append(own)
+            address = own.data_ptr()
+            addresses.append(address)
+            kinds.append((own.shape, own.stride(), own.dtype, address & 15))
+        return Arguments(tuple(kinds), tensors, addresses)
+
+
+def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
+    """Of several experts' tensors as one, of segments' tensors each."""
+    if type(arg) is list and arg:
+        experts = ExpertTensors.of(arg, arg[0].dim())
+        base, table, *rest = experts
+        own = [base] if table is None else [base, table]
+        kinds = (kind_of(base), None if table is None else kind_of(table), *rest)
+    else:
+        own, lowest = [*arg], _lowest(arg)
+        kinds = tuple((*kind_of(t), _distance(t, lowest)) for t in arg)
+    tensors += own
+    addresses += map(Tensor.data_ptr, own)
+    return kinds
+
+
+def _seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Arguments as a plan sees them: arrays in place of tensors, `ExpertTensors` of arrays in place of several experts'
+    lists.
+    """
+    count = 0
+
+    def array(kind: Any) -> Array:
+        nonlocal count
+        count += 1
+        shape, strides, dtype, address, *distance = kind
+        return Array(shape, strides, dtype, address, count - 1, 0, *distance)
+
+    seen: list[Any] = []
+    for kind, arg in zip(kinds, args, strict=True):
+        if type(arg) is list and len(arg) == 1:
+            seen.append([array(kind)])
+        elif isinstance(arg, Tensor):
+            seen.append(array(kind))
+        elif type(arg) is list and arg:
+            base, table, *rest = kind
+            base = array(base)
+            seen.append(ExpertTensors(base, None if table is None else array(table), *rest))
+        elif isinstance(arg, (list, tuple)):
+            seen.append([*map(array, kind)])
+        else:
+            seen.append(kind)
+    return seen
+
+
+class _Bound:
+    """A program on one device; `steps` once all of its kernels have been compiled."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.kernels = tuple({id(launch.kernel): launch.kernel for launch in program.launches}.values())
+        self.steps: list[direct.Step] | None = None
+
+
+class Operator:
+    """Allocates and launches what `plan` says for the kinds of its arguments.
+
+    `plan(builder, *arguments)` sees an `Array` for every tensor, for a list of several tensors (experts)
+    `ExpertTensors` of arrays, for other lists and for tuples (segments) a list of arrays, and constants as they are.
+    """
+
+    def __init__(self, plan: Callable[..., Any], settings: Settings, multiplied: int = 0) -> None:
+        """`multiplied`: the place of an argument that has the dtype of what is multiplied, if anything is."""
+        update_wrapper(self, plan)
+        self._plan = plan
+        self._settings = settings
+        self._multiplied = multiplied
+        self._bound: dict[Any, _Bound] = {}
+
+    def program(self, target: Target, *args: Any) -> Program:
+        """What a call would allocate and launch on that target."""
+        return self._program(target, Arguments.of(args), args)
+
+    def _program(self, target: Target, arguments: Arguments, args: Sequence[Any]) -> Program:
+        builder = Builder(target, len(arguments.tensors))
+        return builder.program(self._plan(builder, *_seen(arguments.kinds, args)))
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program of these arguments' kinds on the current stream of their device."""
+        return self.run(args, self._settings)
+
+    def run(self, args: Sequence[Any], settings: Settings) -> Any:
+        """A call with other settings."""
+        multiplied = args[self._multiplied]
+        if type(multiplied) is tuple:
+            (multiplied, *_) = multiplied
+        device = multiplied.device
+        if device.type != "cpu" and device.index != torch.get_device_module(device).current_device():
+            with torch.get_device_module(device).device(device):  # Triton launches on the current one
+                return self.run(args, settings)
+        arguments = Arguments.of(args)
+        active = None if INTERPRETED else driver.active
+        target = select.target(device, settings, multiplied.dtype)
+        key = (arguments.kinds, target, active, device)
+        bound = self._bound.get(key)
+        if bound is None:
+            bound = _Bound(self._program(target, arguments, args))
+            if len(self._bound) >= _MOST:
+                for oldest in [*self._bound][:1]:  # copied, as other threads change it
+                    self._bound.pop(oldest, None)
+            self._bound[key] = bound
+        return _run(bound, arguments, device, active)
+
+    def forget(self) -> None:
+        """Plan and bind anew."""
+        self._bound.clear()
+
+
+def run_now(plan: Callable[..., Any], *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
+    """Plans and runs `plan(builder, *args, **named)`, with arrays in place of tensors; nothing is remembered."""
+    tensors: list[Tensor] = []
+    args = tuple(described(arg, tensors) for arg in args)
+    named = {name: described(arg, tensors) for name, arg in named.items()}
+    device = tensors[0].device
+    builder = Builder(select.target(device, settings, torch.float32), len(tensors))
+    program = builder.program(plan(builder, *args, **named))
+    arguments = Arguments((), tensors, [*map(Tensor.data_ptr, tensors)])
+    return _run(_Bound(program), arguments, device, None if INTERPRETED else driver.active)
+
+
+class Launcher:
+    """A function of tensors from a plan of arrays: plans and runs at once, with `settings`, and remembers nothing.
+
+    `launcher.plan(builder, ...)` is the plan itself, for programs of several launches.
+    """
+
+    def __init__(self, plan: Callable[..., Any]) -> None:
+        update_wrapper(self, plan)
+        self.plan = plan
+
+    def __call__(self, *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
+        """Runs the plan on the current stream of the tensors' device."""
+        return run_now(self.plan, *args, settings=settings, **named)
+
+
+def described(value: Any, tensors: list[Tensor]) -> Any:
+    """The value with arrays in place of tensors, in named tuples, lists of segments and schedules, too; `tensors` gets
+    those, as the sources of the arrays.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Array(*kind_of(value), len(tensors) - 1)
+    if hasattr(value, "_make"):
+        return value._make([described(own, tensors) for own in value])
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        lowest = _lowest(value)
+        return [replace(described(own, tensors), distance=_distance(own, lowest)) for own in value]
+    return value.mapped(lambda own: described(own, tensors)) if hasattr(value, "mapped") else value
+
+
+def _lowest(segments: Sequence[Tensor]) -> int:
+    """Address of the lowest segment with rows."""
+    return min((t.data_ptr() for t in segments if t.shape[0]), default=0)
+
+
+def _distance(segment: Tensor, lowest: int) -> int:
+    """Bytes from the lowest segment; nothing is read of one without rows."""
+    return segment.data_ptr() - lowest if segment.shape[0] else 0
+
+
+def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any) -> Any:
+    program = bound.program
+    for recording in _recordings:
+        recording += program.launches
+    made: list[Tensor] = []
+    addresses = arguments.addresses.copy()
+    for allocation in program.allocations:
+        if isinstance(allocation, Allocation):
+            own = torch.empty(allocation.shape, dtype=allocation.dtype, device=device)
+        else:
+            elements = (addresses[e.source] + e.offset if isinstance(e, Array) else e for e in allocation.elements)
+            own = device_table(tuple(elements), device)
+        address = own.data_ptr()
+        if address & 15:
+            raise RuntimeError(f"allocator: expected new tensors at multiples of 16 bytes; got {address:#x}")
+        made.append(own)
+        addresses.append(address)
+    if active is None or not direct.is_possible(active, bound.kernels):
+        for launch in program.launches:
+            _by_triton(launch, [*arguments.tensors, *made])
+    elif bound.steps is None:
+        _bind(bound, [*arguments.tensors, *made], active, addresses)
+    else:
+        direct.launch_steps(bound.steps, active, addresses)
+    results = program.results
+    if results is None:
+        return None
+    if type(results) is int:
+        return made[results]
+    return results._make([None if number is None else made[number] for number in results])
+
+
+def _bind(bound: _Bound, sources: Sequence[Tensor], active: Any, addresses: Sequence[int]) -> None:
+    """Launches, and keeps what later launches need if all can be direct."""
+    steps: list[direct.Step] = []
+    for launch in bound.program.launches:
+        kind = direct.compiled_kind(launch)
+        compiled = direct.known(kind)
+        if compiled is not None:
+            steps.append(direct.step_of(launch, compiled))
+            direct.launch_steps(steps[-1:], active, addresses)
+        elif compiled := direct.keep(kind, _by_triton(launch, sources)):
+            steps.append(direct.step_of(launch, compiled))
+    if len(steps) == len(bound.program.launches):
+        bound.steps = steps
+
+
+def _by_triton(launch: Launch, sources: Sequence[Tensor]) -> Any:
+    """Triton's own launch, which compiles if it must."""
+    by_gluon = isinstance(launch.kernel, JITFunction) and launch.kernel.is_gluon()
+    arguments = {name: _value(value, sources, by_gluon) for name, value in launch.arguments.items()}
+    return launch.kernel[launch.grid](**arguments, **launch.options)
+
+
+def _value(value: Any, sources: Sequence[Tensor], by_gluon: bool) -> Any:
+    if type(value) is Descriptor:
+        return value.described(_tensor(value.array, sources), by_gluon)
+    return _tensor(value, sources) if type(value) is Array else value
+
+
+def _tensor(array: Array, sources: Sequence[Tensor]) -> Tensor:
+    """The tensor, or the part of it, that an array describes."""
+    own = sources[array.source]
+    if array.offset == 0 and array.shape == own.shape and array.strides == own.stride():
+        return own
+    start = own.storage_offset() + array.offset // own.element_size()
+    return own.detach().as_strided(array.shape, array.strides, start)

@@ -1,0 +1,11 @@
+"""Whole numbers on the host."""
+
+
+def cdiv(size: int, block: int) -> int:
+    """How many blocks hold `size`; Triton's own asks on every call whether it is compiled."""
+    return -(-size // block)
+
+
+def power_of_2(size: int) -> int:
+    """The next one, of a size of at least 1."""
+    return 1 << (size - 1).bit_length()

@@ -1,0 +1,350 @@
+"""Checks of what operators plan and launch, on a driver that does nothing, for a process without the interpreter; see
+`kernels/test_launcher.py`. Prints what each check raised, by its name.
+"""
+
+import itertools
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from direct_launches import Launches, are_as_by_triton, main, tf32
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import driver
+
+import fusedmlp
+from bench.cases import tiles
+from bench.host import null_driver
+from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.kernels.launching import direct
+from fusedmlp.kernels.launching import run as running
+from fusedmlp.kernels.launching.run import Arguments, recording
+from fusedmlp.kernels.tiles import select, table
+from fusedmlp.operators import triton_impl
+
+E, H, F, R = 4, 64, 32, 48
+BF16 = torch.bfloat16
+
+
+def weights(kind, *shape, dtype=BF16, num_experts=E):
+    """Experts' tensors as they can lie."""
+    if kind == "packed":
+        return [torch.zeros(num_experts, *shape, dtype=dtype)]
+    if kind == "apart":
+        return [torch.zeros(*shape, dtype=dtype) for _ in range(num_experts)]
+    if kind == "transposed":
+        return [torch.zeros(num_experts, *shape[::-1], dtype=dtype).transpose(1, 2)]
+    buffer = torch.zeros(num_experts, *shape, dtype=dtype)
+    return [*buffer.unbind()][:: -1 if kind == "reversed" else 1]
+
+
+def forward_arguments(lie="packed", *, tokens=False, probs=True, bias=False, activation="swiglu", dtype=BF16, rows=R):
+    act = activation if isinstance(activation, fusedmlp.Activation) else fusedmlp.Activation(activation)
+    G = 2 * F if act.gated else F
+    x, plan = torch.zeros(rows // 2 if tokens else rows, H, dtype=dtype), torch.full((E,), rows // E)
+    experts = [weights(lie, *shape, dtype=dtype) for shape in ((G, H), (H, F))]
+    biases = [weights("packed", size, dtype=dtype) if bias else [] for size in (G, H)]
+    tokens_R = torch.zeros(rows, dtype=torch.int32) if tokens else None
+    probs_R = torch.zeros(rows, dtype=dtype) if probs else None
+    return [x, *experts, *biases, triton_impl.expert_offsets(plan, rows), tokens_R, probs_R, act.encoded]
+
+
+def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=False, grads=None, **options):
+    x, fc1, fc2, bias1, bias2, plan, tokens, probs, encoded = forward_arguments(lie, **options)
+    G, rows = fc1[0].shape[-2], (x if tokens is None else tokens).shape[0]
+    dw = [weights(grads or lie, *shape, dtype=torch.float32) for shape in ((G, H), (H, F))]
+    db = [[torch.zeros_like(b) for b in bias] for bias in (bias1, bias2)]
+    dy, h, rows_R = torch.zeros_like(x), torch.zeros(rows, G, dtype=x.dtype), None
+    if tokens is not None:
+        rows_R = torch.zeros_like(tokens)
+    operands = [dy, x, h, fc1, fc2, bias2, plan, tokens, rows_R, probs, encoded]
+    return [*dw, *db, *operands, accumulate, accumulate, need_dx, keep]
+
+
+def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
+    """Of segments that begin at those rows of one buffer."""
+
+    def segments(*width, dtype=dtype):
+        buffer = torch.zeros(max(starts) + R, *width, dtype=dtype)
+        return tuple(buffer[start : start + R] for start in starts)
+
+    offsets = tuple(torch.zeros(len(starts), 16, dtype=torch.int32)[:, : E + 1])
+    x_rows = segments(dtype=torch.int32) if gathered else ()
+    return [weights(lie, F, H, dtype=torch.float32), [], segments(F), segments(H), offsets, (), x_rows, True]
+
+
+def gemm_arguments(dtype=BF16):
+    x, offsets = torch.zeros(R, H, dtype=dtype), torch.zeros(E + 1, dtype=torch.int32)
+    return [x, weights("packed", F, H, dtype=dtype), [], offsets]
+
+
+LAYERS = ((triton_impl.grouped_mlp, forward_arguments), (triton_impl.grouped_mlp_backward_, backward_arguments))
+OTHERS = (
+    (triton_impl.grouped_gemm, gemm_arguments),
+    (triton_impl.route, lambda: [torch.zeros(R, 2, dtype=torch.int64), torch.zeros(R, 2, dtype=BF16), E]),
+    (triton_impl.combine, lambda: [torch.zeros(R, H, dtype=BF16), torch.zeros(R, dtype=torch.int32), R // 2]),
+    (triton_impl.checked_plan, lambda: [torch.zeros(E, dtype=torch.int64), R]),
+)
+LIES = (("packed", False), ("packed", True), ("apart", False), ("reversed", True))  # and whether rows are gathered
+
+
+def check_layers():
+    for operator, arguments in LAYERS:
+        for lie, tokens in LIES:
+            assert are_as_by_triton(operator, arguments(lie, tokens=tokens), arguments(lie, tokens=tokens))
+
+
+def check_layers_of_every_kind():
+    limited = fusedmlp.Activation("swiglu", interleaved=True, limit=7.0)
+    options = [{}, {"tokens": True}, {"bias": True}, {"probs": False, "activation": "relu2"}, {"activation": limited}]
+    options += [{"dtype": torch.float32}, {"rows": 0}]
+    more = [{"accumulate": False}, {"keep": True}, {"grads": "apart"}, {"need_dx": False}]
+    more += [{"need_dx": False, "probs": False}]
+    for (operator, arguments), own in zip(LAYERS, (options, [*options, *more]), strict=True):
+        for lie in ("packed", "apart", "in order", "reversed", "transposed"):
+            for chosen in own:
+                launched = are_as_by_triton(operator, arguments(lie, **chosen), arguments(lie, **chosen))
+                assert launched or chosen == {"rows": 0}, (lie, chosen)
+
+
+def check_other_operators():
+    for operator, arguments in OTHERS:
+        assert are_as_by_triton(operator, arguments(), arguments())
+
+
+def check_segments():
+    """Distances between them are of the kind."""
+    for options in ({}, {"gathered": True}, {"lie": "apart"}):
+        places = ((0,), (0, 64), (0, 64), (0, 96), (96, 0), (0, 64, 160), (0, 160, 64))
+        calls = [wgrad_arguments(*starts, **options) for starts in places]
+        assert are_as_by_triton(triton_impl.wgrad_of_segments_, *calls)
+        assert are_as_by_triton(triton_impl.grouped_wgrad_, [*map(list, calls[1][:-1]), True])
+        with Launches() as seen:
+            triton_impl.wgrad_of_segments_(*calls[1])
+        assert {t.data_ptr() for t in (*calls[1][4], *calls[1][6])} <= seen.addresses
+        kinds = [Arguments.of(args).kinds for args in calls]
+        assert kinds[1] == kinds[2]
+        for args in calls[:2]:
+            for place in (2, 3, 4, *([6] if args[6] else [])):
+                for change in (unaligned, other, fewer):
+                    *before, last = args[place]
+                    changed = [*args[:place], (*before, change(last)), *args[place + 1 :]]
+                    kinds.append(Arguments.of(changed).kinds)
+        assert len({*kinds}) == len(kinds) - 1
+
+
+def check_specialised_kernels():
+    """Gluon's, whose descriptors also have a layout."""
+    with tiles.changed(lambda target: replace(target, settings=select.Settings(specialised=True))):
+        _launches_specialised_kernels(tokens=False)
+
+
+def check_specialised_kernels_that_gather_rows():
+    """By an index that the kernel reads, and descriptors of one row: device 1 is an sm_100."""
+    on_device_1 = mock.patch.object(driver.active, "get_current_device", return_value=1)
+    target = TARGETS["sm_100"].planned_for(specialised=True)
+    with on_device_1, mock.patch.object(null_driver, "CAPABILITY", (10, 0)), tiles.planned_for(target):
+        _launches_specialised_kernels(tokens=True)
+
+
+def _launches_specialised_kernels(tokens):
+    launched = set()
+    for operator, arguments in LAYERS:
+        launched.update(are_as_by_triton(operator, *(arguments(tokens=tokens, rows=256) for _ in range(2))))
+        assert are_as_by_triton(operator, *(arguments(tokens=tokens, rows=256, bias=True) for _ in range(2)))
+    names = {f"grouped_{name}_specialised_kernel" for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")}
+    assert {name for name in launched if name.lstrip("_").startswith("grouped")} == names
+
+
+def unaligned(tensor):
+    return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+
+
+def wide(tensor):
+    return torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1], dtype=tensor.dtype)[..., : tensor.shape[-1]]
+
+
+def other(tensor):
+    return tensor.float() if tensor.dtype == BF16 else tensor.to(BF16)
+
+
+def fewer(tensor):
+    return tensor[:-1]
+
+
+def check_a_kind_has_all_that_plans_look_at():
+    """One argument differs in one thing: what is remembered of the others' kind is not launched for it."""
+
+    def kind(lie, index=0, value=lambda t: t):
+        arguments = backward_arguments(lie, tokens=True, bias=True)
+        arguments[index] = value(arguments[index]) if callable(value) else value
+        return Arguments.of(arguments).kinds
+
+    def of_list(change):
+        return lambda group: [*map(change, group)]
+
+    def spread(group):
+        return [*torch.zeros(2 * E, *group[0].shape, dtype=group[0].dtype)[::2]]
+
+    def last_unaligned(group):
+        return [*group[:-1], unaligned(group[-1])]
+
+    lists, single = (0, 1, 2, 3, 7, 8, 9), (4, 5, 6, 10, 11, 12, 13)
+    changes = [("packed", i, of_list(change)) for i in lists for change in (unaligned, wide, other, fewer)]
+    changes += [("packed", i, change) for i in single for change in (unaligned, other, fewer)]
+    changes += [("packed", i, wide) for i in (4, 5, 6)]
+    changes += [("packed", 0, weights("apart", 2 * F, H, dtype=torch.float32))]
+    changes += [("packed", 8, weights("reversed", H, F))]
+    changes += [("packed", i, []) for i in lists] + [("packed", i, None) for i in (11, 12, 13)]
+    changes += [("packed", 14, fusedmlp.Activation("geglu").encoded)]
+    changes += [("packed", i, lambda on: not on) for i in (15, 16, 17, 18)]
+    changes += [("in order", i, change) for i in (0, 1, 7, 8) for change in (spread, fewer, lambda group: group[::-1])]
+    changes += [("apart", i, change) for i in (0, 1, 7, 8) for change in (last_unaligned, lambda group: group[:1] * E)]
+    for lie, index, value in changes:
+        assert kind(lie) == kind(lie)
+        assert kind(lie) != kind(lie, index, value), (lie, index, value)
+
+
+def check_lists_that_are_empty_keep_their_places():
+    assert 2 * F == H
+    first, second = forward_arguments(), forward_arguments()
+    first[3] = second[4] = weights("packed", H)
+    assert Arguments.of(first).kinds != Arguments.of(second).kinds
+    are_as_by_triton(triton_impl.grouped_mlp, first, second, first)
+
+
+def check_one_tensor_in_two_places():
+    """Of packed weights and of lists in one buffer; places that hold one tensor, and those that hold it in reverse."""
+    assert 2 * F == H  # so that with one half, all weights have one shape
+    for lie, first, second in (("in order", 0, 1), ("reversed", 0, 1), ("in order", 7, 8), ("apart", 7, 8)):
+        own = backward_arguments(lie, activation="relu", probs=False)
+        own[0], own[1] = (weights(lie, H, H, dtype=torch.float32) for _ in range(2))
+        own[6], own[7], own[8] = torch.zeros(R, H, dtype=BF16), weights(lie, H, H), weights(lie, H, H)
+        shared, reverse = [*own], [*own]
+        shared[second], reverse[second] = own[first], own[first][::-1]
+        for calls in ((own, shared, reverse), (reverse, shared, own)):
+            are_as_by_triton(triton_impl.grouped_mlp_backward_, *calls)
+    own, shared = backward_arguments(), backward_arguments()
+    shared[4] = shared[5]
+    are_as_by_triton(triton_impl.grouped_mlp_backward_, shared, own)
+    are_as_by_triton(triton_impl.grouped_mlp_backward_, own, shared)
+
+
+def check_a_subclass_of_tensors_is_one():
+    class Tagged(torch.Tensor):
+        pass
+
+    own = forward_arguments(tokens=True)
+    tagged = [arg.as_subclass(Tagged) if isinstance(arg, torch.Tensor) else arg for arg in own]
+    tagged[1] = [own[1][0].as_subclass(Tagged)]
+    assert Arguments.of(tagged).kinds == Arguments.of(own).kinds
+    are_as_by_triton(triton_impl.grouped_mlp, own, tagged)
+    are_as_by_triton(triton_impl.grouped_mlp, tagged, own)
+
+
+def check_tf32_is_asked_of_what_is_multiplied():
+    fp32 = torch.float32
+    for operator, args in (
+        (triton_impl.grouped_mlp, forward_arguments(dtype=fp32)),
+        (triton_impl.grouped_mlp_backward_, backward_arguments(dtype=fp32)),
+        (triton_impl.grouped_gemm, gemm_arguments(fp32)),
+        (triton_impl.grouped_wgrad_, wgrad_arguments(0, dtype=fp32)),
+    ):
+        for setting, allowed in (("ieee", nullcontext), ("tf32", tf32), ("ieee", nullcontext)):
+            with recording() as launches, allowed():
+                operator(*args)
+            assert {each.arguments["PRECISION"] for each in launches if each.chosen} == {setting}
+
+
+def check_settings_are_used():
+    args, key = forward_arguments(), table.Key("gemm", "tma", 16, "short")
+    shipped, other = (table.TABLES["sm_90"]["gemm", "tma", 16][shape] for shape in ("short", "long"))
+    for settings, tile in ((select.DEFAULT, shipped), (select.Settings(tuned={key: other}), other)) * 2:
+        with recording() as launches:
+            triton_impl.grouped_mlp.run(args, settings)
+        assert [each.chosen.tile for each in launches if each.chosen.key.kernel == "gemm"] == [tile]
+
+
+class _Nothing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"expected no operator of PyTorch; got {func}")
+
+
+@contextmanager
+def no_gpu():
+    """Inside there is no value of a tensor, no new tensor, no driver, no property of a GPU, no setting."""
+    raises = mock.Mock(side_effect=AssertionError("expected not to be called"))
+    of_gpus = ("get_device_properties", "get_device_capability", "current_device", "current_stream", "is_available")
+    with (
+        mock.patch.multiple(torch.cuda, **dict.fromkeys(of_gpus, raises)),
+        mock.patch.multiple(select, architecture=raises, allows_tf32=raises),
+        mock.patch.object(select, "target", raises),
+        mock.patch.object(running, "driver", None),
+        mock.patch.object(direct, "driver", None),
+        _Nothing(),
+    ):
+        yield
+
+
+def check_plans_see_kinds_alone():
+    """Of any target, in a process without it; those of other tensors of a kind are equal."""
+
+    def seen(program):
+        launches = [launch._replace(cost=launch.cost_of([3] * E)) for launch in program.launches]
+        return program._replace(launches=tuple(launches))
+
+    kinds = [(operator, partial(of, lie, tokens=tokens)) for operator, of in LAYERS for lie, tokens in LIES]
+    gathered = (partial(wgrad_arguments, 0, 64, gathered=of_x) for of_x in (False, True))
+    kinds += [*OTHERS, *((triton_impl.wgrad_of_segments_, of) for of in gathered)]
+    paths = set()
+    for operator, arguments in kinds:
+        one, other = arguments(), arguments()
+        for args in (one, other):
+            Arguments.of(args)  # copies addresses of experts to the device, once
+        for name, shape in itertools.product(TARGETS, ("short", "long")):
+            target = TARGETS[name].planned_for(shape, specialised=True)
+            with no_gpu():
+                first, second, again = (operator.program(target, *args) for args in (one, other, one))
+            assert first.launches
+            assert seen(first) == seen(second) == seen(again), (operator.__name__, name)
+            paths.update((name, launch.path) for launch in first.launches if launch.chosen)
+    assert {("sm_90", "specialised"), ("sm_90", "tma"), ("sm_100", "specialised"), ("gfx942", "pointer")} <= paths
+
+
+def check_memory_that_is_not_aligned_raises():
+    args, empty = forward_arguments(), torch.empty
+
+    def crooked(shape, *, dtype, device):
+        size = torch.Size(shape).numel()
+        return empty((size + 1,), dtype=dtype, device=device)[1:].view(shape)
+
+    for _ in ("new", "remembered"):
+        with Launches() as seen, mock.patch.object(torch, "empty", crooked):
+            with pytest.raises(RuntimeError, match="expected new tensors at multiples of 16 bytes; got 0x"):
+                triton_impl.grouped_mlp(*args)
+        assert not seen.launches
+        triton_impl.grouped_mlp(*args)
+
+
+def check_recordings_have_launches():
+    args = forward_arguments()
+    with recording() as launches, recording() as others:
+        for by_triton in (2, 0, 0):
+            with Launches() as seen:
+                triton_impl.grouped_mlp(*args)
+            assert seen.by_triton == by_triton
+    triton_impl.grouped_mlp(*args)
+    assert [launch.name for launch in launches] == ["grouped_fc1_act", "grouped_gemm"] * 3
+    assert launches == others
+
+
+def check_a_program_with_a_kernel_that_only_triton_can_launch():
+    known = direct._direct
+    with mock.patch.object(direct, "_direct", lambda found: None if "gemm" in found.metadata.name else known(found)):
+        are_as_by_triton(triton_impl.grouped_mlp, forward_arguments(), forward_arguments(), by_triton=1)
+
+
+if __name__ == "__main__":
+    main(dict(globals()))
