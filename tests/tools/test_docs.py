@@ -16,8 +16,9 @@ import torch
 import fusedmlp
 from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
-from fusedmlp.kernels.routing.plan import Schedule
-from fusedmlp.kernels.tiles import configs
+from fusedmlp.kernels.launching.run import run_now
+from fusedmlp.kernels.routing.plan import Schedule, plan_tables, tables_at
+from fusedmlp.kernels.tiles.table import TABLES
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -177,6 +178,26 @@ def test_commands_run(command, monkeypatch, capsys):
     assert capsys.readouterr().out
 
 
+def test_files_of_recipes_exist():
+    """Every item names files; `<pass>` stands for each pass."""
+    passes = ("fc1_act", "gemm", "dgrad_act", "wgrad")
+    page = (ROOT / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (recipes,) = re.findall(r"^## Recipes\n(.*?)^## ", page, re.M | re.S)
+    _, *each = re.split(r"^### ", recipes, flags=re.M)
+    assert len(each) == 4
+    missing = set()
+    for recipe in each:
+        title, *items = [line for line in recipe.splitlines() if line]
+        assert len(items) >= 8, title
+        for number, item in enumerate(items, start=1):
+            assert item.startswith(f"{number}. "), item
+            paths = re.findall(r"`([\w<>./-]+(?:/|\.(?:py|md|csv|cpp)))`", item)
+            assert paths, item
+            filled = {path.replace("<pass>", name) for path in paths for name in passes}
+            missing |= {path for path in filled if not (ROOT / path).exists()}
+    assert missing == set()
+
+
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in set(fusedmlp.__all__) - {"__version__"}:
@@ -227,7 +248,8 @@ def test_the_drawings_show_what_the_kernels_do():
     )
     offsets = torch.tensor([0, 300, 300, 428, 628], dtype=torch.int32, device=DEVICE)
     plan = Schedule(offsets, 668)
-    (owned, used, _), *listed = plan.tiles(128)[: 3 * (1 + plan.max_tiles(128))].view(-1, 3).tolist()
+    table = run_now(plan_tables, None, offsets, None, 668, 4, (128,))[tables_at(4) :]
+    (owned, used, _), *listed = table[: 3 * (1 + plan.max_tiles(128))].view(-1, 3).tolist()
     assert f"here {owned} tiles of experts, {used} in all" in tiles
     cells = [4 if cell == "padding" else int(cell) for cell in re.findall(r'class="list mid">(\w+)<', tiles)]
     assert cells == [number for i, tile in enumerate(listed[:used]) for number in (i, *tile)]
@@ -245,7 +267,7 @@ def test_the_drawings_show_what_the_kernels_do():
         turns = range(tile_order.num_turns.fn(experts[4] * 4, program, 3))
         assert own == [tile_order.place_at.fn(turn, program, 3) for turn in turns]
 
-    tile = configs.TABLES["sm_90"]["wgrad", "tma", 16]["long"]
+    tile = TABLES["sm_90"]["wgrad", "tma", 16]["long"]
     assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue
     assert f"{tile.BLOCK_K // tile.SUBTILES} columns" in epilogue
     assert epilogue.count("passing subtile") == tile.SUBTILES
