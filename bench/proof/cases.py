@@ -49,6 +49,7 @@ class Layer:
     add: bool = True
     only_biases: bool = False  # weights do not require gradients
     gathered: bool = False  # rows, of x and of dy, from tokens
+    need_dx: bool = True
 
     def __call__(self, dtype: torch.dtype) -> Calls:
         """The passes."""
@@ -67,7 +68,7 @@ class Layer:
             grads = [[], []]
         encoded = self.activation.encoded
         yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded)
-        flags = (self.add, self.add, True, False)
+        flags = (self.add, self.add, self.need_dx, False)
         # fmt: off
         yield triton_impl.grouped_mlp_backward_, (
             *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags,
@@ -137,6 +138,7 @@ DEMANDING: Cases = {
     "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
     **_SEVERAL,
     "first micro-batch": Layer(add=False),
+    "no dx": Layer(need_dx=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
     "512 experts": _many_experts,  # for the schedules
 }

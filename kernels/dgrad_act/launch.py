@@ -46,9 +46,8 @@ def grouped_dgrad_act_(
     """
     target, dtype, gathered = builder.target, dy_RH.dtype, rows_R is not None
     (num_rows, F), H = a_RF.shape, dy_RH.shape[1]
-    w_EFH = w_EHF.T
-    w_view = descriptors.matrices(w_EFH, (F, H)) if num_rows else None
-    halves = activation.halves(act)
+    w_EFH, k_contiguous = w_EHF.T, w_EHF.strides[0] == 1
+    w_view, halves = descriptors.matrices(w_EFH, (F, H)), activation.halves(act)
     fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
     dy_described = descriptors.fits(dy_RH)
@@ -58,26 +57,20 @@ def grouped_dgrad_act_(
     by_tasks = dy_described and not would_spill and not gluon_missing()
     chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, by_tasks)
     path, tile = chosen.path, chosen.tile
-    num_f, partial_PR = cdiv(F, tile.BLOCK_N), None
-    if probs_R is not None:
-        parts = num_f if bias_EH is None else num_f + 1
-        partial_PR = builder.empty((parts, num_rows), torch.float32)
+    num_f = cdiv(F, tile.BLOCK_N)
+    parts = num_f if bias_EH is None else num_f + 1
+    partial_PR = None if probs_R is None else builder.empty((parts, num_rows), torch.float32)
     if not num_rows:
         return partial_PR
-    k_contiguous = w_EFH.strides[1] == 1
     dy_desc = w_desc = dh_desc = a_desc = None
     block_m, width = target.task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
     channels = {"block_columns": width * act.CHANNEL_STEP, "halves": halves, "apart": path == "specialised"}
     if path in BY_DESCRIPTORS and w_view is not None:
-        if not gathered:
-            dy_desc = descriptors.ragged_rows(dy_RH, block_m, tile.BLOCK_K)
-        elif path == "specialised":
-            dy_desc = descriptors.gathered_rows(dy_RH, tile.BLOCK_K)
+        dy_desc = descriptors.operand_rows(dy_RH, block_m, tile.BLOCK_K, gathered, path)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         dh_desc = descriptors.ragged_rows(dh_RG, block_m, **channels)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
-    with_bias = bias_EH is not None and probs_R is not None
-    tiles = schedule.tiles(builder, tile.BLOCK_M)
+    with_bias, tiles = bias_EH is not None and probs_R is not None, schedule.tiles(builder, tile.BLOCK_M)
     of_bias = {
         "dy_ptr": dy_RH,
         "rows_ptr": rows_R,
@@ -115,13 +108,10 @@ def grouped_dgrad_act_(
         from .gluon_kernel import grouped_dgrad_act_specialised_kernel
 
         if with_bias and partial_PR is not None:
-            all_tiles = (schedule.max_tiles(tile.BLOCK_M),)
             own = {"partial_ptr": partial_PR[num_f], "BLOCK_M": tile.BLOCK_M, "BLOCK_H": tile.BLOCK_K}
-            builder.launch(_bias_dprobs, all_tiles, of_bias | own, num_warps=8)
-        arguments |= {
-            "h_desc": descriptors.ragged_rows(h_RG, block_m, **channels),
-            "num_parts": 0 if partial_PR is None else partial_PR.shape[0],
-        }
+            builder.launch(_bias_dprobs, (schedule.max_tiles(tile.BLOCK_M),), of_bias | own, num_warps=8)
+        h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
+        arguments |= {"h_desc": h_desc, "num_parts": parts if partial_PR else 0}
         builder.launch_chosen(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= of_bias | {

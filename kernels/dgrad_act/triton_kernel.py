@@ -120,18 +120,8 @@ def _grouped_dgrad_act_kernel(
         # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
         _bias_dprobs(
             partial_ptr + num_f.to(tl.int64) * num_rows,
-            *(
-                dy_ptr,
-                rows_ptr,
-                bias_ptr,
-                bias_table_ptr,
-                tiles_ptr,
-                H,
-                stride_dy_r,
-                stride_bias_e,
-                BLOCK_M,
-                TILE.BLOCK_K,
-            ),
+            *(dy_ptr, rows_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e),
+            *(BLOCK_M, TILE.BLOCK_K),
         )
         num_parts = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]

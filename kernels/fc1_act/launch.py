@@ -59,10 +59,7 @@ def grouped_fc1_act_(
     x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = target.task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
-        if not gathered:
-            x_desc = descriptors.ragged_rows(x_RH, block_m, tile.BLOCK_K)
-        elif path == "specialised":
-            x_desc = descriptors.gathered_rows(x_RH, tile.BLOCK_K)
+        x_desc = descriptors.operand_rows(x_RH, block_m, tile.BLOCK_K, gathered, path)
         if not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
         h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "specialised")

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import update_wrapper
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from ..operands.arrays import Array, kind_of
+from ..operands.arrays import Array
 from ..operands.descriptors import Descriptor
-from ..operands.expert_tensors import ExpertTensors, device_table
+from ..operands.expert_tensors import device_table
 from ..tiles import select
 from ..tiles.select import Settings, Target
 from . import direct
+from .arguments import Arguments, described, seen
 from .direct import INTERPRETED
 from .program import Allocation, Builder, Launch, Program
 
 _MOST = 256  # kinds of calls of one operator that are kept
-_TENSORS = (Tensor, torch.nn.Parameter)
 _recordings: list[list[Launch]] = []
 
 
@@ -40,81 +39,6 @@ def recording() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _recordings.remove(launches)
-
-
-class Arguments(NamedTuple):
-    """Arguments of an operator: tensors, lists of all experts' tensors, tuples of segments' tensors, constants."""
-
-    kinds: tuple[Any, ...]  # of each argument: all that a plan sees of it
-    tensors: list[Tensor]  # sources, in their order
-    addresses: list[int]  # where they start
-
-    @staticmethod
-    def of(args: Sequence[Any]) -> Arguments:
-        """Describe them. Called for every call of an operator."""
-        kinds: list[Any] = []
-        tensors: list[Tensor] = []
-        addresses: list[int] = []
-        for arg in args:
-            own = arg
-            if type(arg) is list and len(arg) == 1:
-                (own,) = arg
-            elif type(arg) not in _TENSORS:
-                if isinstance(arg, (list, tuple)):
-                    kinds.append(_kinds_of_many(arg, tensors, addresses))
-                    continue
-                if not isinstance(arg, Tensor):
-                    kinds.append(arg)
-                    continue
-            tensors.append(own)
-            address = own.data_ptr()
-            addresses.append(address)
-            kinds.append((own.shape, own.stride(), own.dtype, address & 15))
-        return Arguments(tuple(kinds), tensors, addresses)
-
-
-def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
-    """Of several experts' tensors as one, of segments' tensors each."""
-    if type(arg) is list and arg:
-        experts = ExpertTensors.of(arg, arg[0].dim())
-        base, table, *rest = experts
-        own = [base] if table is None else [base, table]
-        kinds = (kind_of(base), None if table is None else kind_of(table), *rest)
-    else:
-        own, lowest = [*arg], _lowest(arg)
-        kinds = tuple((*kind_of(t), _distance(t, lowest)) for t in arg)
-    tensors += own
-    addresses += map(Tensor.data_ptr, own)
-    return kinds
-
-
-def _seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Arguments as a plan sees them: arrays in place of tensors, `ExpertTensors` of arrays in place of several experts'
-    lists.
-    """
-    count = 0
-
-    def array(kind: Any) -> Array:
-        nonlocal count
-        count += 1
-        shape, strides, dtype, address, *distance = kind
-        return Array(shape, strides, dtype, address, count - 1, 0, *distance)
-
-    seen: list[Any] = []
-    for kind, arg in zip(kinds, args, strict=True):
-        if type(arg) is list and len(arg) == 1:
-            seen.append([array(kind)])
-        elif isinstance(arg, Tensor):
-            seen.append(array(kind))
-        elif type(arg) is list and arg:
-            base, table, *rest = kind
-            base = array(base)
-            seen.append(ExpertTensors(base, None if table is None else array(table), *rest))
-        elif isinstance(arg, (list, tuple)):
-            seen.append([*map(array, kind)])
-        else:
-            seen.append(kind)
-    return seen
 
 
 class _Bound:
@@ -147,7 +71,7 @@ class Operator:
 
     def _program(self, target: Target, arguments: Arguments, args: Sequence[Any]) -> Program:
         builder = Builder(target, len(arguments.tensors))
-        return builder.program(self._plan(builder, *_seen(arguments.kinds, args)))
+        return builder.program(self._plan(builder, *seen(arguments.kinds, args)))
 
     def __call__(self, *args: Any) -> Any:
         """Runs the program of these arguments' kinds on the current stream of their device."""
@@ -205,31 +129,6 @@ class Launcher:
     def __call__(self, *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
         """Runs the plan on the current stream of the tensors' device."""
         return run_now(self.plan, *args, settings=settings, **named)
-
-
-def described(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with arrays in place of tensors, in named tuples, lists of segments and schedules, too; `tensors` gets
-    those, as the sources of the arrays.
-    """
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Array(*kind_of(value), len(tensors) - 1)
-    if hasattr(value, "_make"):
-        return value._make([described(own, tensors) for own in value])
-    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-        lowest = _lowest(value)
-        return [replace(described(own, tensors), distance=_distance(own, lowest)) for own in value]
-    return value.mapped(lambda own: described(own, tensors)) if hasattr(value, "mapped") else value
-
-
-def _lowest(segments: Sequence[Tensor]) -> int:
-    """Address of the lowest segment with rows."""
-    return min((t.data_ptr() for t in segments if t.shape[0]), default=0)
-
-
-def _distance(segment: Tensor, lowest: int) -> int:
-    """Bytes from the lowest segment; nothing is read of one without rows."""
-    return segment.data_ptr() - lowest if segment.shape[0] else 0
 
 
 def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any) -> Any:

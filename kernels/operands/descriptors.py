@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..tiles.table import Path
 from .arrays import ALIGNMENT, Array
 from .expert_tensors import ExpertTensors
 
@@ -79,6 +80,13 @@ def ragged_rows(
 def gathered_rows(array_RN: Array, block_columns: int) -> Descriptor:
     """Rows that an index names, which Blackwell's TMA brings each for itself."""
     return Descriptor(array_RN, array_RN.shape, array_RN.strides, (1, block_columns))
+
+
+def operand_rows(array_RN: Array, block_rows: int, block_columns: int, gathered: bool, path: Path) -> Descriptor | None:
+    """Rows of groups, or those that an index names; None where they come by pointers, as TMA follows no index."""
+    if not gathered:
+        return ragged_rows(array_RN, block_rows, block_columns)
+    return gathered_rows(array_RN, block_columns) if path == "specialised" else None
 
 
 def matrices(w: ExpertTensors, size: tuple[int, int]) -> Array | None:

@@ -311,11 +311,13 @@ def check_what_is_kept_is_bounded():
         call(n=101)  # the oldest was forgotten
         assert len(planned) == 1
         tensors = [torch.zeros(64, 64, dtype=BF16) for _ in range(6)]
+        lengths = []
         for x in [*tensors, *tensors]:
             ((_, values),) = call(x=x).launches
             assert values[1][0] == x.data_ptr()
-        maps = [maps for bound in small._bound.values() for step in bound.steps for *_, maps in step.maps]
-        assert max(map(len, maps)) == 3
+            steps = [step for bound in small._bound.values() for step in bound.steps]
+            lengths.append(max(len(maps) for step in steps for *_, maps in step.maps))
+        assert max(lengths) == 3
         for width in range(100, 108):
             call(width=width)
             assert 1 <= len(direct._compiled) <= 3

@@ -20,7 +20,8 @@ from bench.host import null_driver
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching import run as running
-from fusedmlp.kernels.launching.run import Arguments, recording
+from fusedmlp.kernels.launching.arguments import Arguments
+from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.operators import triton_impl
 

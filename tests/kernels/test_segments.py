@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fusedmlp.kernels.launching.run import described
+from fusedmlp.kernels.launching.arguments import described
 from fusedmlp.kernels.wgrad import segments
 
 

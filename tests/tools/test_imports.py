@@ -203,3 +203,20 @@ def _circles(imports):
 
 def test_there_is_no_circle_of_files_or_folders():
     assert _circles(edges()) == []
+
+
+def test_files_and_functions_of_the_library_are_short():
+    """At most 300 lines a file, and 80 a function without its docstring."""
+    long = []
+    for name, path in modules().items():
+        if not under(name, "fusedmlp"):
+            continue
+        source = path.read_text(encoding="utf-8")
+        if source.count("\n") > 300:
+            long.append((name, source.count("\n")))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                first = node.body[min(1, len(node.body) - 1)] if ast.get_docstring(node) else node.body[0]
+                if (lines := node.body[-1].end_lineno - first.lineno + 1) > 80:
+                    long.append((name, node.name, lines))
+    assert long == []

@@ -1,0 +1,115 @@
+"""Arguments of operators and launchers as plans see them: described by kinds, with arrays in place of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..operands.arrays import Array, kind_of
+from ..operands.expert_tensors import ExpertTensors
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+
+
+class Arguments(NamedTuple):
+    """Arguments of an operator: tensors, lists of all experts' tensors, tuples of segments' tensors, constants."""
+
+    kinds: tuple[Any, ...]  # of each argument: all that a plan sees of it
+    tensors: list[Tensor]  # sources, in their order
+    addresses: list[int]  # where they start
+
+    @staticmethod
+    def of(args: Sequence[Any]) -> Arguments:
+        """Describe them. Called for every call of an operator."""
+        kinds: list[Any] = []
+        tensors: list[Tensor] = []
+        addresses: list[int] = []
+        for arg in args:
+            own = arg
+            if type(arg) is list and len(arg) == 1:
+                (own,) = arg
+            elif type(arg) not in _TENSORS:
+                if isinstance(arg, (list, tuple)):
+                    kinds.append(_kinds_of_many(arg, tensors, addresses))
+                    continue
+                if not isinstance(arg, Tensor):
+                    kinds.append(arg)
+                    continue
+            tensors.append(own)
+            address = own.data_ptr()
+            addresses.append(address)
+            kinds.append((own.shape, own.stride(), own.dtype, address & 15))
+        return Arguments(tuple(kinds), tensors, addresses)
+
+
+def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
+    """Of several experts' tensors as one, of segments' tensors each."""
+    if type(arg) is list and arg:
+        experts = ExpertTensors.of(arg, arg[0].dim())
+        base, table, *rest = experts
+        own = [base] if table is None else [base, table]
+        kinds = (kind_of(base), None if table is None else kind_of(table), *rest)
+    else:
+        own, lowest = [*arg], _lowest(arg)
+        kinds = tuple((*kind_of(t), _distance(t, lowest)) for t in arg)
+    tensors += own
+    addresses += map(Tensor.data_ptr, own)
+    return kinds
+
+
+def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """Arguments as a plan sees them: arrays in place of tensors, `ExpertTensors` of arrays in place of several experts'
+    lists.
+    """
+    count = 0
+
+    def array(kind: Any) -> Array:
+        nonlocal count
+        count += 1
+        shape, strides, dtype, address, *distance = kind
+        return Array(shape, strides, dtype, address, count - 1, 0, *distance)
+
+    found: list[Any] = []
+    for kind, arg in zip(kinds, args, strict=True):
+        if type(arg) is list and len(arg) == 1:
+            found.append([array(kind)])
+        elif isinstance(arg, Tensor):
+            found.append(array(kind))
+        elif type(arg) is list and arg:
+            base, table, *rest = kind
+            base = array(base)
+            found.append(ExpertTensors(base, None if table is None else array(table), *rest))
+        elif isinstance(arg, (list, tuple)):
+            found.append([*map(array, kind)])
+        else:
+            found.append(kind)
+    return found
+
+
+def described(value: Any, tensors: list[Tensor]) -> Any:
+    """The value with arrays in place of tensors, in named tuples, lists of segments and schedules, too; `tensors` gets
+    those, as the sources of the arrays.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Array(*kind_of(value), len(tensors) - 1)
+    if hasattr(value, "_make"):
+        return value._make([described(own, tensors) for own in value])
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+        lowest = _lowest(value)
+        return [replace(described(own, tensors), distance=_distance(own, lowest)) for own in value]
+    return value.mapped(lambda own: described(own, tensors)) if hasattr(value, "mapped") else value
+
+
+def _lowest(segments: Sequence[Tensor]) -> int:
+    """Address of the lowest segment with rows."""
+    return min((t.data_ptr() for t in segments if t.shape[0]), default=0)
+
+
+def _distance(segment: Tensor, lowest: int) -> int:
+    """Bytes from the lowest segment; nothing is read of one without rows."""
+    return segment.data_ptr() - lowest if segment.shape[0] else 0
