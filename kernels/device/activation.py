@@ -38,7 +38,7 @@ def sigmoid(x, SCALE: tl.constexpr):
     """`sigmoid(SCALE * x)`, fp32.
 
     NVIDIA's instructions for `2^u` and `1 / v` alone: `tl.sigmoid` guards them, with eight more, against subnormal
-    results, of which the first would be added to 1, and the second is a gate as good as closed.
+    results. Here the first is added to 1, and the second is a gate that is as good as closed.
     """
     if is_cuda():
         power = tl.inline_asm_elementwise(

@@ -41,7 +41,7 @@ def zero_padding(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M:
 
 @triton.jit
 def zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M1, column_1N):
-    """`zero_padding` by so many rows and columns at once, numbered from 0."""
+    """`zero_padding` by the given rows and columns at once, numbered from 0."""
     owned, used = tl.load(tiles_ptr), tl.load(tiles_ptr + 1)
     for tile in range(owned + tl.program_id(0), used, tl.num_programs(0)):
         _, first, num_rows = load_tile(tiles_ptr, tile)
@@ -52,7 +52,7 @@ def zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M
 
 
 def deals_out(tiles: int, programs: int) -> bool:
-    """Whether wgrad's list, with so many `tiles` of each expert, is dealt out to persistent programs.
+    """Whether wgrad's list, with `tiles` tiles of each expert, is dealt out to persistent programs.
 
     Else each tile has a program of its own, and whichever multiprocessor is free takes the next: so where one tile of
     an expert with a fifth of all rows is more than a program's share, which no order of turns makes up for.
@@ -62,8 +62,9 @@ def deals_out(tiles: int, programs: int) -> bool:
 
 @triton.jit
 def place_at(turn, program, programs):
-    """Where in the list the entry stands that a program takes in a turn: there and back, so that who had the longest of
-    one turn has the shortest of the next. Plain arithmetic, like the others here: `place_at.fn` runs on the host.
+    """Place in the list of the entry that a program takes in a turn: there and back, so that a program with the longest
+    entry of one turn has the shortest of the next. Plain arithmetic, like the others here: `place_at.fn` runs on a
+    host.
     """
     return turn * programs + program + turn % 2 * (programs - 1 - 2 * program)
 

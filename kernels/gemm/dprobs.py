@@ -29,7 +29,7 @@ def sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOC
 
 @triton.jit
 def sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, numbers):
-    """`sum_partials` for so many i at once, numbered from 0."""
+    """`sum_partials` for the places `numbers`, counted from 0, at once."""
     BLOCK: tl.constexpr = numbers.shape[0]
     for start in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         place = start + numbers

@@ -17,7 +17,7 @@ from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, sh
 from .dprobs import sum_partials_at
 from .epilogue import add_bias
 
-# Of a consumer at most, for parts on their way out in turn, of which there are powers of two.
+# Upper bound on a consumer's buffers for subtiles that are being stored; the number of subtiles is a power of two.
 BUFFERS = gl.constexpr(2)
 
 

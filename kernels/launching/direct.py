@@ -2,9 +2,8 @@
 
 `kernel[grid](...)` binds and specialises the arguments, looks up the kernel by a text of that, asks for hooks and
 encodes descriptors anew: several times what the driver takes. This file has what is private of Triton: which compiled
-kernel belongs to a launch, how its values are passed to the driver, and when nobody would miss Triton's own way. The
-first launch of a kind is Triton's own, as are all while somebody may watch (hooks, debugging, a patched
-`JITFunction.run`), under the interpreter and on AMD.
+kernel belongs to a launch, how its values are passed to the driver, and when Triton's own way is needed: for the first
+launch of a kind, while there are hooks, debugging or a patched `JITFunction.run`, under the interpreter, and on AMD.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Running programs: operators whose plans are remembered by the kinds of their arguments.
 
-Of a kind of call that came before nothing is decided again: its program's tensors are allocated, addresses are filled
-in, kernels are launched. A program is planned from its key alone, so what a key lacks no plan can see.
+A call of a kind that came before decides nothing: it allocates its program's tensors, fills in addresses and launches.
+A program is planned from its key alone, so a plan sees nothing that the key lacks.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ _MULTIPLE = 16  # of bytes for an address, of elements for a stride or a size
 
 
 def vectors_fit(arrays_RC: Sequence[Array], experts: Sequence[ExpertTensors], sizes: Sequence[int]) -> bool:
-    """Whether rows of all those matrices, of which none is wider than `sizes`, can be loaded and stored as vectors."""
+    """Whether rows of all these matrices, none wider than `sizes`, can be loaded and stored as vectors."""
     bits = 0  # of all numbers: those below 16 must be 0
     for array in arrays_RC:
         bits |= array.address | array.strides[0]

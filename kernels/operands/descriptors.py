@@ -65,9 +65,9 @@ def ragged_rows(
     halves: int = 1,
     apart: bool = False,
 ) -> Descriptor:
-    """Rows of groups, of which only the first `columns` are there, for `load_ragged` and `store_ragged`: zero-filled
-    and masked at the end of a group. As `triton.tools.ragged_tma.create_ragged_descriptor` makes them; of two `halves`
-    of a row, `[R, 2, N / 2]`, of which a tile has both or, if they come and go `apart`, one.
+    """Describe the first `columns` of rows in groups for `load_ragged` and `store_ragged`, which fill with zeros and
+    mask at the end of a group, as `triton.tools.ragged_tma.create_ragged_descriptor` does. With two `halves` of a row,
+    `[R, 2, N / 2]`, a tile has both or, if they are moved `apart`, one.
     """
     stride, columns = array_RN.strides[0], array_RN.shape[1] // halves if columns is None else columns
     distance, both = ((columns,), (2,)) if halves == 2 else ((), ())

@@ -16,10 +16,7 @@ from .arrays import ALIGNMENT, Array, kind_of
 
 
 class ExpertTensors(NamedTuple):
-    """What `tiles.expert_base` and descriptors need, and the strides inside one expert's tensor, in elements.
-
-    Of tensors or, in a plan, of what it sees of them.
-    """
+    """Where experts' tensors lie, as `tiles.expert_base` and descriptors need it: tensors or, in a plan, arrays."""
 
     base: Any  # Tensor or Array: gives the dtype and, without a table, the address of expert 0
     table: Any  # [E] int64 addresses; None where experts are evenly spaced in one buffer
@@ -102,7 +99,7 @@ def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses as an int64 tensor on the device, kept for those that come again: parameters and their gradients.
+    """Addresses as an int64 tensor on the device, which is kept, as parameters and their gradients come again.
 
     While a CUDA graph is captured, nothing new is kept, for that memory belongs to the graph; and a copy on one
     stream has not happened for another.

@@ -34,7 +34,7 @@ def _combine_kernel(
     mask = columns < H
     sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for first in range(0, K, UNROLL):
-        # So many rows are on their way at once.
+        # UNROLL rows are loaded at once.
         for k in tl.static_range(UNROLL):
             row = tl.load(rows_ptr + token * K + first + k, mask=first + k < K, other=0).to(tl.int64)
             # A number for each column: Triton 3.9's interpreter makes integers of one condition for all of them.

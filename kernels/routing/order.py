@@ -30,7 +30,7 @@ from .plan_kernel import groups_of_counts, write_plan
 
 # Positions that are counted at once, that are compared with each other at once, and counts that are added up at once.
 _COUNTED, _CHUNK, _SUMMED = 1024, 64, 4096
-# Blocks, of which each reads the counts of all: a block is longer where there would be more.
+# Upper bound on the number of blocks, as each block reads the counts of all: with more positions blocks are longer.
 _MOST_BLOCKS = 128
 
 

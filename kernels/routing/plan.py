@@ -1,4 +1,4 @@
-"""What the launches of one call need to know of its load, made on the device by one launch, so that none waits.
+"""Plans: facts about a load that the launches of one call need, made on the device by one launch, so that none waits.
 
 A plan is one int32 tensor: the experts' first rows, `[E + 1]`; the order in which wgrad takes experts; then, for every
 BLOCK_M that a launch may use, a table of tiles.
@@ -8,7 +8,7 @@ most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host size
 there are is a table's first element, where programs stop. Rows that no expert owns (padding) form a last group, `E`,
 for which kernels store zeros.
 
-Who only has first rows passes those, `[E + 1]`, in a plan's place, and `Schedule` makes the rest.
+`Schedule` also accepts bare first rows, `[E + 1]`, and has the rest made.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BLOCK_T, EXPERTS_PER_PROGRAM = 128, 8
 
 
 def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that any load can need; of a compiler's symbols, too."""
+    """Upper bound on the number of tiles; also for SymInts."""
     groups: int = (min if isinstance(num_rows, int) else torch.sym_min)(num_experts + 1, num_rows)
     return groups - 1 + (num_rows - groups + block_m) // block_m  # without rows: 0
 

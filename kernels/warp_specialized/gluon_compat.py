@@ -1,8 +1,8 @@
 """Names of Gluon, Triton's lower level, which differ between Triton 3.6, 3.7 and 3.9: here one for each.
 
 What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA,
-wgmma and tcgen05 of which a kernel itself says when. Where a name is missing, importing this raises, and
-`tiles/select.py` says why.
+and wgmma and tcgen05 instructions that a kernel issues itself. Where a name is missing, importing this raises, and
+`gluon_missing` says why.
 """
 
 from triton._C.libtriton import ir

@@ -1,4 +1,4 @@
-"""The tasks that M-ragged passes share, some of it with wgrad: one warp loads, or four where rows are gathered; two
+"""Partitions that M-ragged passes share, some of them with wgrad: one warp loads, or four where rows are gathered; two
 consumers multiply in registers and write (Hopper, `hopper.py`), or one warp multiplies and one consumer finds sums
 in tensor memory and writes (`blackwell.py`).
 
@@ -13,7 +13,7 @@ from . import blackwell, hopper
 from .gluon_compat import fence_async_shared, gl, gluon, tma_gather, tma_load
 from .ring import begin_loads, mbarriers, rows_of_index, shared_tiles, wait_for_operands
 
-# Of a thread; the first task gets what others leave of 65,536. Those whose tasks are a warp each, of which up to four
+# Registers per thread. The default partition takes the rest of the 65,536. Partitions of one warp, up to four of which
 # count as a warpgroup, need few.
 CONSUMER_REGISTERS = gl.constexpr(232)
 PRODUCER_REGISTERS = gl.constexpr(40)

@@ -1,10 +1,10 @@
-"""What kernels with a task for each warp share: a ring of stages of operands, which one task fills and others multiply.
+"""A ring of stages of operands, which one partition of a warp-specialized kernel fills and others multiply.
 
-Of every stage there are two mbarriers. `full`: its operands have arrived (the producer arrives once, and TMA with the
-bytes). `empty`: they have been multiplied, by both consumers where two multiply. Step i of a program, counted over all
-its tiles, uses stage `i % STAGES` for the time `i // STAGES`, so each side waits for a parity and nobody counts
-anything else; a wait for parity 1 on a new mbarrier passes, so the first STAGES loads wait for nobody. The producer
-runs up to STAGES steps ahead, into the next tile's, while consumers still write the last one.
+Every stage has two mbarriers. `full`: its operands have arrived (the producer arrives once, and TMA with the bytes).
+`empty`: they have been multiplied, by both consumers where two multiply. Step i of a program, counted over all its
+tiles, uses stage `i % STAGES` for the time `i // STAGES`, so each side waits for a parity and counts nothing else; a
+wait for parity 1 on a new mbarrier passes, so the first STAGES loads do not wait. The producer runs up to STAGES steps
+ahead, into the next tile's, while consumers still write the last one.
 
 docs/specialised.md derives why nothing waits for ever and nothing is overwritten that is still read. It rests on this:
 where a task arrives, one thread does, and the compiler has all its warps meet before (`bar.sync`).
@@ -15,7 +15,7 @@ from .gluon_compat import barrier, fence_async_shared, gl, gluon, mbarrier, tma_
 
 @gluon.jit
 def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many, each of which waits for so many arrivals. Before they are used: `fence_async_shared`."""
+    """Allocate COUNT mbarriers, each expecting ARRIVALS arrivals. Call `fence_async_shared` before they are used."""
     made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(made.index(i), count=ARRIVALS)
@@ -24,7 +24,7 @@ def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """`[COUNT, M, N]` of shared memory as TMA and products want it, swizzled as `Descriptor.checked` says to TMA."""
+    """`[COUNT, M, N]` of shared memory as TMA and products want it, swizzled as `Descriptor.described` says to TMA."""
     WIDTH: gl.constexpr = N * DTYPE.primitive_bitwidth // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128 if WIDTH > 128 else WIDTH, element_bitwidth=DTYPE.primitive_bitwidth, rank=2
@@ -34,9 +34,7 @@ def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: g
 
 @gluon.jit
 def begin_loads(i, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """The producer's: waits until the stage of step i, which is returned, may be overwritten. It arrives at `full` by
-    `expect`, and so many bytes are waited for.
-    """
+    """Producer: wait until the stage of step i is free, announce BYTES, return the stage."""
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), (i // STAGES & 1) ^ 1)
     mbarrier.expect(full.index(stage), BYTES)
@@ -45,7 +43,7 @@ def begin_loads(i, full, empty, BYTES: gl.constexpr, STAGES: gl.constexpr):
 
 @gluon.jit
 def wait_for_operands(i, full, STAGES: gl.constexpr):
-    """Of those who multiply: waits for the operands of step i, whose stage is returned."""
+    """Consumer: wait for the operands of step i, return their stage."""
     stage = i % STAGES
     mbarrier.wait(full.index(stage), i // STAGES & 1)
     return stage
@@ -53,8 +51,8 @@ def wait_for_operands(i, full, STAGES: gl.constexpr):
 
 @gluon.jit
 def rows_of_index(index_ptr, rows, ROWS: gl.constexpr):
-    """`[ROWS]` numbers from an index of so many `rows`, as `tma_gather` wants them: every thread of a warp has those of
-    all rows that the warp loads. Beyond the index they are -1, for which TMA brings zeros.
+    """`[ROWS]` row ids from an index of `rows` elements, as `tma_gather` wants them: every thread of a warp has the ids
+    of all rows that the warp loads. Beyond the index they are -1, for which TMA brings zeros.
     """
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, gl.num_warps()], [1, 0]))
     row_M = gl.arange(0, ROWS, layout)

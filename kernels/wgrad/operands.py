@@ -75,7 +75,7 @@ class OperandPlan(NamedTuple):
 def _described(
     dw_ENK: ExpertTensors, num_experts: int, left: Operand, right: Operand, rows: int, tile: Tile
 ) -> Descriptor | None:
-    """A descriptor of `dw`, for parts of so many rows; None: impossible."""
+    """A descriptor of `dw` for subtiles of `rows` rows; None: impossible."""
     if dw_ENK.table is not None:
         return None
     shape, strides = (num_experts, left.columns, right.columns), (abs(dw_ENK.stride_e), *dw_ENK.strides)

@@ -40,7 +40,9 @@ def _write_places(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Where the rows of so many steps from `step` on lie, in UNITs of bytes from segment 0; `width`: units of a row."""
+    """Write where the rows of `steps` steps from `step` on lie, in UNITs of bytes from segment 0; `width`: units of a
+    row.
+    """
     distance = (tl.load(bases_ptr + s) - tl.load(bases_ptr)) // UNIT
     rows_ptr = tl.load(bases_ptr + num_segments + s).to(tl.pointer_type(rows_like_ptr.dtype.element_ty))
     places_ptr += step.to(tl.int64) * BLOCK_R
