@@ -186,7 +186,7 @@ def _add_bench(commands: Commands) -> None:
     what.add_argument("--report", type=Path, metavar="DIR", help="run the comparisons with peers; one page into DIR")
     parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
     parser.add_argument(
-        "--specialised", action="store_true", help="for --model: kernels with a task for each warp, beside the others"
+        "--specialised", action="store_true", help="for --model: warp-specialized kernels, beside the others"
     )
     parser.add_argument("--results", type=Path, help="for --report: what `pytest bench --benchmark-json` or it wrote")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")

@@ -4,7 +4,7 @@
 |---------------------------------|--------|--------------------------------------------------------------------------|
 | `FUSEDMLP_DENSE_DUMMY`          | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
 |                                 |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
-| `FUSEDMLP_SPECIALISED`          | 0, 1   | 1: use kernels with a task for each warp where there are any (Hopper and |
+| `FUSEDMLP_SPECIALISED`          | 0, 1   | 1: use warp-specialized kernels where there are any (Hopper and          |
 |                                 |        | sm_100, 16 bits, long loads); 0, the default: only those that were tuned |
 | `FUSEDMLP_TUNED`                | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
 | `FUSEDMLP_CACHE`                | folder | where those are kept; default `~/.cache/fusedmlp`                        |
@@ -40,7 +40,7 @@ def dense_dummy() -> bool:
 
 
 def specialised() -> bool:
-    """Whether kernels with a task for each warp are used wherever there are any."""
+    """Whether warp-specialized kernels are used wherever there are any."""
     return _flag("FUSEDMLP_SPECIALISED")
 
 

@@ -2,7 +2,7 @@
 
 Every step is a process with a time limit of its own, and a failure or a hang of one leaves the others alone:
 the checks of `bench.gpu.checks`, those under compute-sanitizer, then `bench.gpu.timings` shape by shape into
-DIR/timings.csv, each also with the kernels that have a task for each warp. What they print is in DIR/log.txt. Short
+DIR/timings.csv, each also with the warp-specialized kernels. What they print is in DIR/log.txt. Short
 tables of times and of steps, with what failed, come last.
 Exit status 1 if any step failed.
 

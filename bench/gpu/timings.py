@@ -2,7 +2,7 @@
 
 For every load: every pass, forward, backward and both, beside `grouped_mm`, autograd and `main_grad.add_`, and Liger's
 fused MoE when that can be imported (its rows are permuted inside, and the load is always even). With
-FUSEDMLP_SPECIALISED=1 the kernels with a task for each warp alone, without peers. The ceilings, a
+FUSEDMLP_SPECIALISED=1 the warp-specialized kernels alone, without peers. The ceilings, a
 dense bf16 product and a large copy, are measured first and again last. Times are medians in ms by CUDA events.
 """
 

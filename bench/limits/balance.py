@@ -69,7 +69,7 @@ def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, specia
 
 def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> table.Tile:
     """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element;
-    `specialised`: if they are to use kernels with a task for each warp, where there are any.
+    `specialised`: if they are to use warp-specialized kernels, where there are any.
     """
     rows_of, shape = table.TABLES[architecture], table.shape_class(sum(rows) / len(rows))
     paths: list[table.Path] = ["specialised", "tma", "pointer"]

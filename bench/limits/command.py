@@ -20,7 +20,7 @@ def run(
     specialised: bool = False,
 ) -> None:
     """Print the rows of one report; for the model, `before`: an older table of budgets to compare with, `specialised`:
-    kernels with a task for each warp, compared with the others.
+    warp-specialized kernels, compared with the others.
     """
     if what == "model":
         from bench.limits import model  # needs Triton

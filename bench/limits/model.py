@@ -46,7 +46,7 @@ KERNELS = {
     "dgrad_act": Kernel(widths=1, stored=6, trips=1, joined=False),  # two gradients and an activation
     "wgrad": Kernel(widths=1, stored=4, trips=2, joined=False),  # the expert of a tile, its rows
 }
-SPECIALISED = "_specialised"  # what the table adds to the name of a kernel with a task for each warp
+SPECIALISED = "_specialised"  # what the table adds to the name of a warp-specialized kernel
 TOTALS = {
     "forward": roofline.FORWARD,
     "backward": roofline.BACKWARD,
@@ -82,7 +82,7 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
 
 
 def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
-    """Of a tile of one kernel; with a task for each warp, by two warpgroups that multiply, or by one warp that does and
+    """Of a tile of one kernel; warp-specialized, by two warpgroups that multiply, or by one warp that does and
     those that store.
     """
     kernel, specialised, _ = kernel.partition(SPECIALISED)
@@ -140,7 +140,7 @@ def cycles(
 def passes(
     gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates, specialised: bool = False
 ) -> dict[str, Time]:
-    """Every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: of those with a task for each warp."""
+    """Every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: of those that are warp-specialized."""
     least, times = roofline.passes(shape, list(rows)), {}
     for name, (kernel, N, K) in balance.passes(shape).items():
         tile = balance.tile_of(kernel, rows, gpu.architecture, specialised)
@@ -174,7 +174,7 @@ def modelled() -> list[GPU]:
 def rows(before: Path | None = None, specialised: bool = False) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
 
-    `specialised`: of the GPUs that have kernels with a task for each warp, those, compared with the others.
+    `specialised`: of the GPUs that have warp-specialized kernels, those, compared with the others.
     """
     for gpu in modelled():
         by, rate, within = facts(gpu.architecture), rates.of(gpu.architecture), uncertainty(gpu)

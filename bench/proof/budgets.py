@@ -1,6 +1,6 @@
 """What compiled kernels may cost a step and a tile: `python -m bench.proof.budgets` writes the table anew.
 
-One launch of each pass, and of its kernel with a task for each warp where there is one, with packed weights,
+One launch of each pass, and of its warp-specialized kernel where there is one, with packed weights,
 `main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long loads, as the Triton of
 `constraints.txt` compiles it.
 """

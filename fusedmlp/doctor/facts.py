@@ -34,7 +34,7 @@ class Machine:
     multiprocessors: int | None
     implementation: str  # that impl="auto" takes for tensors on the best device here
     why: str
-    specialised: str  # whether kernels with a task for each warp are used, or why they cannot be
+    specialised: str  # whether warp-specialized kernels are used, or why they cannot be
     switches: dict[str, str]  # environment variables that are set
     problems: list[str]
 

@@ -94,7 +94,7 @@ def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int 
 def _why(launch: Launch, problem: Problem, target: str) -> str:
     """The first reason, in the order in which launchers look."""
     if launch.path == "specialised":
-        return "descriptors, and a task for each warp"
+        return "descriptors, warp-specialized"
     if launch.path == "tma":
         return "descriptors: the GPU has TMA, and all bases and rows are multiples of 16 bytes"
     odd = [f"{letter}={size}" for letter, size in (("H", problem.H), ("F", problem.F)) if size % 16]

@@ -47,7 +47,7 @@ class Target:
         """What launches are planned for: with the tiles of `shape`, whatever the sizes of the tensors.
 
         Without `with_tma` there is no configuration that uses descriptors, as if weights lay in no one buffer.
-        `specialised`: kernels with a task for each warp are used where the table has them.
+        `specialised`: warp-specialized kernels are used where the table has them.
         """
         rows = rows_of(table.TABLES[self.name], shape, with_tma)
         # How many programs a launch has changes nothing in a kernel.

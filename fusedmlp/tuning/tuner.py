@@ -3,7 +3,7 @@
 The tables in `kernels/tiles/select.py` need no tuning. For one GPU and shape there may be something better: from the
 table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
 accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
-or gives other results than the table's is not taken. Where the table also has a kernel with a task for each warp, that
+or gives other results than the table's is not taken. Where the table also has a warp-specialized kernel, that
 is tried next, and found if it is faster than what was tuned so far.
 """
 
@@ -34,7 +34,7 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "SUBTILES": (1, 2, 4),
     "GROUP_M": (1, 4, 8, 16),
 }
-# Of a kernel with a task for each warp, whose tile has one shape.
+# Of a warp-specialized kernel, whose tile has one shape.
 _TASK_CHOICES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5),
     "SUBTILES": (1, 2, 4, 8),
@@ -136,7 +136,7 @@ def _descend(search: _Search, timer: Timer, expected: list[Tensor]) -> Generator
     own = search.settings(best)
     try:
         if not _agree(scratch.results(own), expected):
-            yield Trial(key, best, None, "other results than the kernel without tasks for warps")
+            yield Trial(key, best, None, "other results than the kernel that is not warp-specialized")
             return None
     except Exception as error:  # whatever the compiler and the launcher raise
         yield Trial(key, best, None, type(error).__name__)

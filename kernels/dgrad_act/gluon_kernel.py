@@ -1,4 +1,4 @@
-"""Pass (3) with a task for each warp, for Hopper and Blackwell, long loads: order of tiles and equations are those of
+"""Pass (3), warp-specialized, for Hopper and Blackwell, long loads: order of tiles and equations are those of
 `triton_kernel.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
 by registers here.
 

@@ -51,11 +51,11 @@ def grouped_dgrad_act_(
     fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
     dy_described = descriptors.fits(dy_RH)
-    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # with a task for each warp
+    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # warp-specialized
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else dy_described)
     vectors = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
-    by_tasks = dy_described and not would_spill and not gluon_missing()
-    chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, by_tasks)
+    warp_specialized = dy_described and not would_spill and not gluon_missing()
+    chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, warp_specialized)
     path, tile = chosen.path, chosen.tile
     num_f = cdiv(F, tile.BLOCK_N)
     parts = num_f if bias_EH is None else num_f + 1
@@ -63,7 +63,7 @@ def grouped_dgrad_act_(
     if not num_rows:
         return partial_PR
     dy_desc = w_desc = dh_desc = a_desc = None
-    block_m, width = target.task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
+    block_m, width = target.consumer_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
     channels = {"block_columns": width * act.CHANNEL_STEP, "halves": halves, "apart": path == "specialised"}
     if path in BY_DESCRIPTORS and w_view is not None:
         dy_desc = descriptors.operand_rows(dy_RH, block_m, tile.BLOCK_K, gathered, path)

@@ -1,4 +1,4 @@
-"""Pass (1) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
+"""Pass (1), warp-specialized, for Hopper and Blackwell, long loads: tiles and order are those of
 `triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply both channels of a

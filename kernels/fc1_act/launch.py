@@ -53,12 +53,12 @@ def grouped_fc1_act_(
     x_described = descriptors.fits(x_RH)
     fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else x_described)
     vectors = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
-    by_tasks = x_described and not w_by_pointers and not gluon_missing()
-    chosen = choose("fc1_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, by_tasks)
+    warp_specialized = x_described and not w_by_pointers and not gluon_missing()
+    chosen = choose("fc1_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, warp_specialized)
     path, tile = chosen.path, chosen.tile
     x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m, width = target.task_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
+        block_m, width = target.consumer_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
         x_desc = descriptors.operand_rows(x_RH, block_m, tile.BLOCK_K, gathered, path)
         if not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)

@@ -1,4 +1,4 @@
-"""Passes (2) and (4) with a task for each warp, for Hopper and Blackwell, long loads: tiles and order are those of
+"""Passes (2) and (4), warp-specialized, for Hopper and Blackwell, long loads: tiles and order are those of
 `triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`), and what a tile

@@ -40,13 +40,13 @@ def grouped_gemm_(
     w_view = descriptors.matrices(w_ENK, (N, K))
     fits = w_view is not None and descriptors.fits(x_RK) and descriptors.fits(y_RN)
     vectors = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
-    by_tasks = not gluon_missing()
-    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, by_tasks=by_tasks)
+    warp_specialized = not gluon_missing()
+    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, warp_specialized=warp_specialized)
     path, tile = chosen.path, chosen.tile
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
-        block_m = target.task_rows(path, tile)
+        block_m = target.consumer_rows(path, tile)
         x_desc = descriptors.ragged_rows(x_RK, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         y_desc = descriptors.ragged_rows(y_RN, block_m, tile.BLOCK_N // tile.SUBTILES)

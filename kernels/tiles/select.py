@@ -29,7 +29,7 @@ class Chosen(NamedTuple):
 class Settings:
     """What a user may choose; each is a value of its own."""
 
-    # Whether kernels with a task for each warp are used wherever the tables have them. Not by default until a GPU has
+    # Whether warp-specialized kernels are used wherever the tables have them. Not by default until a GPU has
     # timed them.
     specialised: bool = False
     tuned: Mapping[Key, Tile] = field(default_factory=dict)  # go before the tables
@@ -54,22 +54,22 @@ class Target:
 
     @property
     def consumers(self) -> int:
-        """How many tasks share a tile's rows in kernels with a task for each warp: two that multiply, each in registers
+        """How many partitions share a tile's rows in warp-specialized kernels: two that multiply, each in registers
         of its own, or one, which finds its sums in tensor memory.
         """
         return 2 if self.architecture == "sm_90" else 1
 
     @property
     def warp_specializes(self) -> bool:
-        """Whether Triton gives warps tasks of their own there, as it can with tensor memory from 3.7 on."""
+        """Whether Triton specializes warps there, as it can with tensor memory from 3.7 on."""
         return TRITON >= (3, 7) and self.architecture == "sm_100"
 
     def num_programs(self, tile: Tile, tiles: int) -> int:
         """How many programs to launch for at most that many tiles."""
         return min(tiles, tile.PER_SM * self.multiprocessors) if tile.PER_SM else tiles
 
-    def task_rows(self, path: Path, tile: Tile) -> int:
-        """How many of a tile's rows TMA moves at once: those of one task."""
+    def consumer_rows(self, path: Path, tile: Tile) -> int:
+        """How many of a tile's rows TMA moves at once: those of one consumer."""
         return tile.BLOCK_M // self.consumers if path == "specialised" else tile.BLOCK_M
 
 
@@ -124,7 +124,7 @@ def has_path(kernel: str, dtype: torch.dtype, target: Target, path: Path) -> boo
 def specialised(
     kernel: str, dtype: torch.dtype, target: Target, rows_per_expert: float, gathered: bool = False
 ) -> Chosen | None:
-    """The configuration of the kernel with a task for each warp; None if there is none, or it is not to be used."""
+    """The configuration of the warp-specialized kernel; None if there is none, or it is not to be used."""
     key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
     tuned = None if gathered else target.settings.tuned.get(key)  # with rows in order
     if not (target.settings.specialised or tuned):
@@ -143,12 +143,12 @@ def choose(
     vectors_fit: bool,
     rows_per_expert: float,
     gathered: bool = False,
-    by_tasks: bool = True,
+    warp_specialized: bool = True,
 ) -> Chosen:
     """`tile_for` with the best path that tensors and device allow; `gathered`: rows of one operand by an index;
-    `by_tasks`: whether the kernel with a task for each warp can do it.
+    `warp_specialized`: whether the warp-specialized kernel can do it.
     """
-    if tma_fits and by_tasks and (found := specialised(kernel, dtype, target, rows_per_expert, gathered)):
+    if tma_fits and warp_specialized and (found := specialised(kernel, dtype, target, rows_per_expert, gathered)):
         return found
     path: Path = "gather" if gathered else "tma"
     if not (tma_fits and has_path(kernel, dtype, target, path)):

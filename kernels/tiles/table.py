@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple, get_args
 
 import triton
 
-# How tiles reach a multiprocessor: by descriptors, in kernels with a task for each warp; by descriptors; by descriptors
+# How tiles reach a multiprocessor: by descriptors, in warp-specialized kernels; by descriptors; by descriptors
 # but for one operand, whose rows are gathered by pointers (no TMA follows an index before Blackwell, and there only the
-# kernels with tasks ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
+# warp-specialized kernels ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
 Path = Literal["specialised", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("specialised", "tma", "gather")
 ShapeClass = Literal["short", "long"]

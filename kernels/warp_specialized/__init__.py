@@ -7,7 +7,7 @@ import triton
 
 @lru_cache
 def gluon_missing() -> str:
-    """What kernels with a task for each warp miss in this Triton; empty if nothing."""
+    """What warp-specialized kernels miss in this Triton; empty if nothing."""
     try:
         from . import gluon_compat  # noqa: F401
     except (ImportError, AttributeError) as error:

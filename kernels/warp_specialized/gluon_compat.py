@@ -1,6 +1,6 @@
 """Names of Gluon, Triton's lower level, which differ between Triton 3.6, 3.7 and 3.9: here one for each.
 
-What the specialised kernels need beside Triton: warps with tasks of their own, tiles in shared memory, mbarriers, TMA,
+What the specialised kernels need beside Triton: partitions of warps, tiles in shared memory, mbarriers, TMA,
 and wgmma and tcgen05 instructions that a kernel issues itself. Where a name is missing, importing this raises, and
 `gluon_missing` says why.
 """

@@ -1,4 +1,4 @@
-"""wgrad with a task for each warp, for Hopper and Blackwell, long loads: the same tiles in the same order as
+"""wgrad, warp-specialized, for Hopper and Blackwell, long loads: the same tiles in the same order as
 `triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; where rows are gathered, four); others multiply, and a tile is added to

@@ -36,14 +36,15 @@ class Operand(NamedTuple):
         return sum(t.shape[0] for t in self.rows or self.arrays)
 
     def described(
-        self, rows: int, columns: int, by_tasks: bool = False
+        self, rows: int, columns: int, warp_specialized: bool = False
     ) -> tuple[Descriptor | None, Sequence[Array | int]] | None:
-        """A descriptor (none where rows are gathered: vectors, then, unless `by_tasks`) and each segment's place; None:
-        go by pointers.
+        """A descriptor and each segment's place; None: go by pointers.
+
+        Where rows are gathered there is no descriptor, but vectors, unless the kernel is `warp_specialized`.
         """
         if not self.rows:
             return one_descriptor(self.arrays, rows, columns)
-        if by_tasks:
+        if warp_specialized:
             described = len(self.arrays) == 1 and fits(self.arrays[0])
             return (gathered_rows(self.arrays[0], columns), [0]) if described else None
         return (None, self.arrays) if vectors_fit(self.arrays, [], [self.columns]) else None
@@ -91,8 +92,8 @@ def plan_operands(
     num_experts: int,
     accumulate: bool,
 ) -> OperandPlan:
-    """Descriptors where all three operands fit them, judged by alignment and strides alone; where tasks have warps of
-    their own, `dw` need not.
+    """Descriptors where all three operands fit them, judged by alignment and strides alone; in warp-specialized kernels
+    `dw` need not.
     """
     dtype, rows_per_expert = left.arrays[0].dtype, left.num_rows / num_experts
     path: Path = "gather" if left.rows or right.rows else "tma"
@@ -101,8 +102,8 @@ def plan_operands(
         own = specialised("wgrad", dtype, target, rows_per_expert, path == "gather")
     if own is not None and dw_ENK is not None:
         own_rows = own.tile.BLOCK_N // target.consumers
-        lefts = left.described(own.tile.BLOCK_M, own_rows, by_tasks=True)
-        rights = right.described(own.tile.BLOCK_M, own.tile.BLOCK_K, by_tasks=True)
+        lefts = left.described(own.tile.BLOCK_M, own_rows, warp_specialized=True)
+        rights = right.described(own.tile.BLOCK_M, own.tile.BLOCK_K, warp_specialized=True)
         if lefts and rights:
             adds = accumulate and dw_ENK.base.dtype != torch.float32  # which TMA would round twice
             dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own_rows, own.tile)

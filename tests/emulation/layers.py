@@ -19,7 +19,7 @@ from fusedmlp.kernels.tiles import select, table
 def emulated(
     target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
-    """`driver.gpu`, for which launchers choose `tiles` of `target`; `specialised`: with a task for each warp."""
+    """`driver.gpu`, for which launchers choose `tiles` of `target`; `specialised`: warp-specialized ones."""
     rows = rows_of(table.TABLES[target], shape, descriptors)
     planned_for = select.Target(target, driver.MULTIPROCESSORS, rows, select.Settings(specialised))
     with ExitStack() as stack:

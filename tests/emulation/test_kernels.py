@@ -21,7 +21,7 @@ PART = [
 
 
 def has_tasks(case, target):
-    """Whether kernels with a task for each warp take a part of the case: long loads in 16 bits by descriptors."""
+    """Whether warp-specialized kernels take a part of the case: long loads in 16 bits by descriptors."""
     unfit = ["odd", "shifted", "without descriptors", "fc1_act in_out"]
     unfit.append("gathered" if target == "sm_90" else "gathered segments")  # Blackwell's TMA follows an index: of one
     if not case.name.startswith("wgrad"):  # whose main_grad may lie anywhere

@@ -1,4 +1,4 @@
-"""Kernels with a task for each warp: many orders of the warps, and what their rings and buffers must not be.
+"""Warp-specialized kernels: many orders of the warps, and what their rings and buffers must not be.
 
 What they compute is among the cases of test_kernels.py, mistakes in their compiled code among test_mutations.py.
 """

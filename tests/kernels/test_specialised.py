@@ -1,4 +1,4 @@
-"""When kernels with a task for each warp are launched, and what happens where they cannot be."""
+"""When warp-specialized kernels are launched, and what happens where they cannot be."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_the_switch(architecture, kernel):
 def test_what_they_do_not_take_goes_as_before():
     assert chosen("gemm", rows=63)[0] == "tma"
     assert chosen("gemm", dtype=torch.float32)[0] == "pointer"
-    assert chosen("fc1_act", by_tasks=False)[0] == "tma"
+    assert chosen("fc1_act", warp_specialized=False)[0] == "tma"
     assert chosen("gemm", fits=False)[0] == "pointer"
     for architecture in ("sm_80", "sm_120", "gfx942"):
         assert chosen("gemm", target(architecture))[0] == "pointer"
@@ -46,7 +46,7 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
     assert chosen("fc1_act", gathered=True)[0] == "gather"
     blackwell = target("sm_100")
     assert chosen("fc1_act", blackwell, gathered=True)[0] == "specialised"
-    assert chosen("fc1_act", blackwell, gathered=True, by_tasks=False)[0] == "gather"
+    assert chosen("fc1_act", blackwell, gathered=True, warp_specialized=False)[0] == "gather"
     assert chosen("fc1_act", blackwell, rows=63, gathered=True)[0] == "gather"
 
 
@@ -54,8 +54,8 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
 def test_rows_of_a_task(architecture, rows):
     """Of 128: `wgmma` of a warpgroup has 64, `tcgen05.mma` of one CTA all of them."""
     tile = table.TABLES["sm_100"]["gemm", "specialised", 16]["long"]
-    assert target(architecture).task_rows("specialised", tile) == rows
-    assert target(architecture).task_rows("tma", tile) == 128
+    assert target(architecture).consumer_rows("specialised", tile) == rows
+    assert target(architecture).consumer_rows("tma", tile) == 128
 
 
 def test_what_was_tuned_needs_no_switch():
@@ -149,7 +149,7 @@ def test_doctor_says_why_not(monkeypatch):
 
     monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "Triton 3.5 has no Gluon that fits: no module")
     lines = command._machine_lines(facts.machine())
-    assert "Kernels with a task for each warp: no: Triton 3.5 has no Gluon that fits: no module" in lines
+    assert "Warp-specialized kernels: no: Triton 3.5 has no Gluon that fits: no module" in lines
     monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "")
     monkeypatch.setenv("FUSEDMLP_SPECIALISED", "1")
     assert facts.machine().specialised == "yes, on Hopper and sm_100"

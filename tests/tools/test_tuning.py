@@ -126,6 +126,6 @@ def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(m
         assert (found[1].tile.num_stages, found[1].shipped.num_stages) == (2, 3)
         assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)
     if what == "wrong":
-        assert steps[-1].note == "other results than the kernel without tasks for warps"
+        assert steps[-1].note == "other results than the kernel that is not warp-specialized"
     else:  # two consumers are four warps each
         assert {step.tile.num_warps for step in steps if step.key == own} == ({4, 8} if consumers == 1 else {4})
