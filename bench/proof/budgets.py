@@ -25,7 +25,6 @@ TABLE = Path(__file__).with_name("budgets.csv")
 TARGET_NAMES = ("sm_80", "sm_90", "sm_100")
 TRITON = "3.7.1"
 TOLERANCE = 0.02  # of a number of instructions; compilers schedule a few more or less after any change
-_PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 _MORE_IS_BETTER = ("mma_in_flight", "loads_in_flight", "joined")
 
 Costs = dict[str, float | None]
@@ -33,8 +32,8 @@ Costs = dict[str, float | None]
 
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
-    costs = _measure(target, _PASSES)
-    by_tasks = [name for name in _PASSES if (name, "specialised", 16) in table.TABLES[target]]
+    costs = _measure(target, table.PASSES)
+    by_tasks = [name for name in table.PASSES if (name, "specialised", 16) in table.TABLES[target]]
     return costs | _measure(target, by_tasks, "_specialised") if by_tasks else costs
 
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, get_args
 
 import triton
 
+PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 # How tiles reach a multiprocessor: by descriptors, in warp-specialized kernels; by descriptors; by descriptors
 # but for one operand, whose rows are gathered by pointers (no TMA follows an index before Blackwell, and there only the
 # warp-specialized kernels ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
@@ -192,7 +193,7 @@ TABLES: dict[str, Rows] = {
     "gfx950": _POINTER | _AMD_RAGGED | _GFX,
     "interpreter": {
         (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path in BY_DESCRIPTORS else (1, 2, 0))))
-        for kernel in ("fc1_act", "gemm", "dgrad_act", "wgrad")
+        for kernel in PASSES
         for path in get_args(Path)
         if path != "specialised"  # Gluon has no interpreter
         for bits in (16, 32)

@@ -10,8 +10,6 @@ from fusedmlp.kernels import warp_specialized
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.table import Key
 
-KERNELS = ("fc1_act", "gemm", "dgrad_act", "wgrad")
-
 
 def target(architecture="sm_90", switch=True, tuned=()):
     return select.Target(architecture, 100, table.TABLES[architecture], select.Settings(switch, dict(tuned)))
@@ -23,7 +21,7 @@ def chosen(kernel, on=None, dtype=torch.bfloat16, rows=64, fits=True, **options)
     return found.path, found.tile
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", table.PASSES)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_the_switch(architecture, kernel):
     tile = table.TABLES[architecture][kernel, "specialised", 16]["long"]

@@ -13,6 +13,7 @@ from support import forked
 from bench.cpu import checks, passes, peers, recording
 from bench.cpu.layers import TINY, Layer
 from bench.report import page, results
+from fusedmlp.kernels.tiles import table
 
 ROOT = Path(__file__).parents[2]
 
@@ -139,7 +140,7 @@ def test_peers_with_wrong_numbers_are_found(layer):
         _checked(layer, _Overwriting("overwriting", "rows", grouped_mm.forward))
 
 
-PASSES = [import_module(f"bench.cpu.bench_{name}").PASS for name in ("fc1_act", "gemm", "dgrad_act", "wgrad")]
+PASSES = [import_module(f"bench.cpu.bench_{name}").PASS for name in table.PASSES]
 WAYS = [pytest.param(one, way, id=f"{one.what}-{way.name}") for one in PASSES for way in one.ways]
 
 

@@ -18,7 +18,7 @@ from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
 from fusedmlp.kernels.launching.run import run_now
 from fusedmlp.kernels.routing.plan import Schedule, plan_tables, tables_at
-from fusedmlp.kernels.tiles.table import TABLES
+from fusedmlp.kernels.tiles.table import PASSES, TABLES
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -180,7 +180,6 @@ def test_commands_run(command, monkeypatch, capsys):
 
 def test_files_of_recipes_exist():
     """Every item names files; `<pass>` stands for each pass."""
-    passes = ("fc1_act", "gemm", "dgrad_act", "wgrad")
     page = (ROOT / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (recipes,) = re.findall(r"^## Recipes\n(.*?)^## ", page, re.M | re.S)
     _, *each = re.split(r"^### ", recipes, flags=re.M)
@@ -193,7 +192,7 @@ def test_files_of_recipes_exist():
             assert item.startswith(f"{number}. "), item
             paths = re.findall(r"`([\w<>./-]+(?:/|\.(?:py|md|csv|cpp)))`", item)
             assert paths, item
-            filled = {path.replace("<pass>", name) for path in paths for name in passes}
+            filled = {path.replace("<pass>", name) for path in paths for name in PASSES}
             missing |= {path for path in filled if not (ROOT / path).exists()}
     assert missing == set()
 
