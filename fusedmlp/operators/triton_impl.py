@@ -177,7 +177,11 @@ def _plan_route(builder: Builder, top_k_index: Array, probs: Array, num_experts:
 
 
 def _experts(seen: Experts, dim: int) -> ExpertTensors:
-    return ExpertTensors.packed(seen[0], dim) if isinstance(seen, list) else seen
+    if not isinstance(seen, list):
+        return seen
+    if len(seen) != 1:
+        raise TypeError(f"experts: expected a list of one tensor for each; got a tuple of {len(seen)}")
+    return ExpertTensors.packed(seen[0], dim)
 
 
 def _optional(seen: Experts, dim: int) -> ExpertTensors | None:
@@ -221,4 +225,4 @@ def grouped_wgrad_(
     accumulate: bool,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
-    wgrad_of_segments_(dw, db, tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows), accumulate)
+    wgrad_of_segments_([*dw], [*db], tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows), accumulate)

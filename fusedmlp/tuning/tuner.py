@@ -1,6 +1,6 @@
 """The search for faster tiles.
 
-The tables in `kernels/tiles/select.py` need no tuning. For one GPU and shape there may be something better: from the
+The tables in `kernels/tiles/table.py` need no tuning. For one GPU and shape there may be something better: from the
 table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
 accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
 or gives other results than the table's is not taken. Where the table also has a warp-specialized kernel, that

@@ -55,7 +55,7 @@ def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list
         kinds = (kind_of(base), None if table is None else kind_of(table), *rest)
     else:
         own, lowest = [*arg], _lowest(arg)
-        kinds = tuple((*kind_of(t), _distance(t, lowest)) for t in arg)
+        kinds = tuple((*kind_of(t), _distance(t, lowest) if t.is_floating_point() else 0) for t in arg)
     tensors += own
     addresses += map(Tensor.data_ptr, own)
     return kinds

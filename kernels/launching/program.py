@@ -132,7 +132,13 @@ class Builder:
         """What has been planned; `results`: None, an array of `empty`, or a named tuple of such and of None."""
 
         def number(array: Array | None) -> int | None:
-            return None if array is None else array.source - self._num_arguments
+            if array is None:
+                return None
+            found = array.source - self._num_arguments
+            own = self._allocations[found] if found >= 0 else None
+            if array.offset or not isinstance(own, Allocation) or own.shape != array.shape:
+                raise ValueError(f"result: expected a whole tensor of `empty`; got {array}")
+            return found
 
         named = hasattr(results, "_make")
         numbers = results._make(map(number, results)) if named else number(results)

@@ -38,7 +38,7 @@ def recording() -> Iterator[list[Launch]]:
     try:
         yield launches
     finally:
-        _recordings.remove(launches)
+        _recordings[:] = [own for own in _recordings if own is not launches]
 
 
 class _Bound:

@@ -43,6 +43,8 @@ class Array:
         if isinstance(key, int):
             return self.at(key * stride, shape, strides)
         start = key.start or 0
+        if start < 0 or key.stop is not None or key.step is not None:
+            raise IndexError(f"expected array[i] or array[start:]; got {key}")
         return self.at(start * stride, (size - start, *shape), self.strides)
 
     @property

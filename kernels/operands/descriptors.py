@@ -11,7 +11,7 @@ from ..tiles.table import Path
 from .arrays import ALIGNMENT, Array
 from .expert_tensors import ExpertTensors
 
-_MAX_COORDINATE, _MAX_ROWS = 0x7FFF0000, 2**30  # of `triton.tools.ragged_tma`
+MAX_COORDINATE, MAX_ROWS = 0x7FFF0000, 2**30  # of `triton.tools.ragged_tma`
 
 
 class Descriptor(NamedTuple):
@@ -71,7 +71,7 @@ def ragged_rows(
     """
     stride, columns = array_RN.strides[0], array_RN.shape[1] // halves if columns is None else columns
     distance, both = ((columns,), (2,)) if halves == 2 else ((), ())
-    shape = (_MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, *both, columns)
+    shape = (MAX_COORDINATE, MAX_COORDINATE, MAX_ROWS, *both, columns)
     strides = (2**34 - stride, stride, stride, *distance, 1)
     block = (1, 1, block_rows, *((1,) if apart and both else both), block_columns)
     return Descriptor(array_RN, shape, strides, block)

@@ -135,6 +135,7 @@ class Schedule:
         self.num_rows = num_rows
         self.num_experts: int = plan.shape[0] - 1 if num_experts is None else num_experts
         self._plan = plan
+        self._others: dict[int, Array] = {}  # plans of one BLOCK_M, by that
         if isinstance(plan, Tensor) and plan.shape[0] == self.num_experts + 1:
             self._plan = run_now(self._tables_of, plan)
 
@@ -173,9 +174,12 @@ class Schedule:
         """See `write_tiles`."""
         blocks = row_blocks(builder.target.architecture)
         plan: Array = self._plan
-        if block_m not in blocks:  # of a tuner, in no table: once for each launch that asks
+        if block_m not in blocks:  # of a tuner, in no table
             blocks = (block_m,)
-            plan = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)
+            if block_m not in self._others:
+                own = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)
+                self._others[block_m] = own
+            plan = self._others[block_m]
         return plan[size_of_plan(self.num_rows, self.num_experts, blocks[: blocks.index(block_m)]) :]
 
     def max_tiles(self, block_m: int) -> int:

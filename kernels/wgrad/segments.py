@@ -15,10 +15,7 @@ import triton.language as tl
 from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 
 from ..operands.arrays import Array
-from ..operands.descriptors import Descriptor, fits, ragged_rows
-
-_MAX_COORDINATE = 0x7FFF0000
-_MAX_ROWS = 2**30
+from ..operands.descriptors import MAX_COORDINATE, MAX_ROWS, Descriptor, fits, ragged_rows
 
 NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros
 
@@ -91,17 +88,17 @@ def load_rows_of_step(
 def one_descriptor(segments_RC: Sequence[Array], rows: int, columns: int) -> tuple[Descriptor, list[int]] | None:
     """A descriptor of all segments, for tiles of `[rows, columns]`, and each segment's coordinate; None: impossible."""
     filled = [t for t in segments_RC if t.shape[0] > 0]  # of the others nothing is read
-    if not filled or not all(fits(t) and t.shape[0] <= _MAX_ROWS for t in filled):
+    if not filled or not all(fits(t) and t.shape[0] <= MAX_ROWS for t in filled):
         return None
     if len(segments_RC) == 1:
         return ragged_rows(filled[0], rows, columns), [0]
     lowest = min(filled, key=lambda t: t.distance)
     distances = [t.distance for t in segments_RC]
     unit = gcd(2**20, *distances)  # bytes; at least 16, as every address is a multiple of that
-    if max(distances) // unit >= _MAX_COORDINATE:
+    if max(distances) // unit >= MAX_COORDINATE:
         return None
     # The rows of a contiguous tensor are as far apart as it is wide, but if it has one row PyTorch keeps any stride.
     stride = max(filled, key=lambda t: t.shape[0]).strides[0]
-    shape = _MAX_COORDINATE, _MAX_COORDINATE, _MAX_COORDINATE, _MAX_ROWS, lowest.shape[1]
+    shape = MAX_COORDINATE, MAX_COORDINATE, MAX_COORDINATE, MAX_ROWS, lowest.shape[1]
     strides = 2**34 - stride, stride, unit // lowest.dtype.itemsize, stride, 1
     return Descriptor(lowest, shape, strides, (1, 1, 1, rows, columns)), [d // unit for d in distances]

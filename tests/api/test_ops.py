@@ -210,3 +210,21 @@ def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):
     dw1, dw2, db1, db2 = seen[0][:4]
     assert [len(group) for group in (dw1, dw2, db1, db2)] == [1, 0, 0, 0]
     assert seen[0][-3] is False  # x needs no gradient
+
+
+def test_experts_in_a_tuple_are_all_of_them_or_refused():
+    """A tuple stands for segments in a plan: not for the first expert alone."""
+    torch.manual_seed(0)
+    x, dy, offsets = torch.randn(6, 8, device=DEVICE), torch.randn(6, 4, device=DEVICE), torch.tensor([0, 2, 4, 6])
+    offsets, results = offsets.int().to(DEVICE), []
+    for kind in (list, tuple):
+        dw = [torch.zeros(4, 8, device=DEVICE) for _ in range(3)]
+        ops.grouped_wgrad_(kind(dw), kind(), [dy], [x], [offsets], [], [], True, "triton")
+        results.append(torch.stack(dw))
+    assert torch.equal(*results)
+    assert results[0].abs().amin(dim=(1, 2)).gt(0).all()
+    with (
+        torch.no_grad(),
+        pytest.raises(TypeError, match=r"experts: expected a list .* got a tuple"),
+    ):
+        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "triton")

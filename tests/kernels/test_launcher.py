@@ -15,7 +15,7 @@ import triton.language as tl
 from support import forked
 from support.grids import is_quick
 
-from fusedmlp.kernels.launching.run import Operator
+from fusedmlp.kernels.launching.run import Operator, recording, run_now
 from fusedmlp.kernels.tiles import select
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +68,27 @@ def _kernel(x_ptr, n, WIDTH: tl.constexpr):
 
 def _plan(builder, x, n):
     builder.launch(_kernel, (1,), {"x_ptr": x, "n": n, "WIDTH": 4})
+
+
+def test_recordings_inside_each_other():
+    operator, x = Operator(_plan, select.DEFAULT), torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
+    with recording() as outer:
+        with recording() as inner:  # empty, as the outer one is
+            pass
+        operator(x, 3)
+    assert (len(outer), len(inner)) == (1, 0)
+
+
+def test_what_a_program_cannot_return_is_refused():
+    for part in (lambda new: new[1:], lambda new: new[0]):
+        operator = Operator(lambda builder, x, part=part: part(builder.empty((4, 2), torch.float32)), select.DEFAULT)
+        with pytest.raises(ValueError, match="result: expected a whole tensor"):
+            operator(torch.zeros(8))
+    operator = Operator(lambda builder, x: x, select.DEFAULT)
+    with pytest.raises(ValueError, match="result: expected a whole tensor"):
+        operator(torch.zeros(8))
+    with pytest.raises(IndexError, match=r"expected array\[i\] or array\[start:\]"):
+        run_now(lambda builder, x: builder.empty((4,), torch.float32)[:2], torch.zeros(8))
 
 
 def test_under_the_interpreter_launches_are_tritons():

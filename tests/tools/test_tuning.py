@@ -5,10 +5,12 @@ import json
 import pytest
 import torch
 
+import fusedmlp
 from fusedmlp import __main__ as cli
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table, tuned
 from fusedmlp.kernels.tiles.table import Key
+from fusedmlp.operators import triton_impl
 from fusedmlp.tuning import tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
@@ -88,6 +90,20 @@ def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
             scratch.run(select.DEFAULT)
         taken = {launch.path for launch in log if launch.chosen and launch.chosen.key.kernel == scratch.kernel}
         assert taken == {tuner._key(scratch.kernel, problem).path} == {path}
+
+
+def test_passes_with_a_tuned_number_of_rows_share_one_plan():
+    """Of a number that no table has, so that plans have no table of tiles of so many rows."""
+    tile = select.tile_for(
+        "gemm", torch.float32, select.target(PROBLEM.device, select.DEFAULT, torch.float32), "tma", 64
+    )
+    tuned = {Key(kernel, "tma", 32, "short"): tile.tile._replace(BLOCK_M=64) for kernel in ("fc1_act", "gemm")}
+    planned_for = select.target(PROBLEM.device, select.Settings(tuned=tuned), torch.float32)
+    arguments = torch.empty(8, 32), [torch.empty(3, 32, 32)], [torch.empty(3, 32, 32)], [], [], torch.empty(500).int()
+    act = fusedmlp.Activation("relu").encoded
+    launches = triton_impl.grouped_mlp.program(planned_for, *arguments, None, None, act).launches
+    assert [launch.name for launch in launches] == ["plan", "grouped_fc1_act", "grouped_gemm"]
+    assert {launch.chosen.tile.BLOCK_M for launch in launches if launch.chosen} == {64}
 
 
 # What a kernel does with a task for each warp: how long it takes, and by what its results are wrong.
