@@ -121,7 +121,7 @@ def test_a_segment_of_one_row_that_was_cut_from_wider_ones(counts, operand, plac
 
 def test_segments_out_of_a_descriptors_reach_go_by_pointer(monkeypatch):
     segs = [wgrad_segment((3, 4), 48, 80, seed=i, device=DEVICE) for i in range(2)]
-    monkeypatch.setattr(segments, "_MAX_COORDINATE", 1)
+    monkeypatch.setattr(segments, "MAX_COORDINATE", 1)
     _, experts = main_grad("packed", 2, 48, 80)
     assert run(experts, segs, accumulate=True) == "pointer"
     check(experts, segs, UNTOUCHED)
