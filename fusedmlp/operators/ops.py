@@ -111,9 +111,11 @@ def _is_watched(args: Sequence[Any], single: Sequence[int], lists: Sequence[int]
             or (graph and tensor.requires_grad)
         ):
             return True
-    return any(
-        not _TYPES.issuperset(map(type, args[i])) or (graph and any(t.requires_grad for t in args[i])) for i in lists
-    )
+    for i in lists:
+        group = args[i]
+        if group and (not _TYPES.issuperset(map(type, group)) or (graph and any(t.requires_grad for t in group))):
+            return True
+    return False
 
 
 def _fake_plan(like: Tensor, num_rows: int, num_experts: int, impl: str) -> Tensor:

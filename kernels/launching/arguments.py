@@ -13,6 +13,7 @@ from ..operands.arrays import Array, kind_of
 from ..operands.expert_tensors import ExpertTensors
 
 _TENSORS = (Tensor, torch.nn.Parameter)
+_CONSTANTS = (type(None), bool, int, str)
 
 
 class Arguments(NamedTuple):
@@ -29,16 +30,20 @@ class Arguments(NamedTuple):
         tensors: list[Tensor] = []
         addresses: list[int] = []
         for arg in args:
-            own = arg
-            if type(arg) is list and len(arg) == 1:
-                (own,) = arg
-            elif type(arg) not in _TENSORS:
-                if isinstance(arg, (list, tuple)):
-                    kinds.append(_kinds_of_many(arg, tensors, addresses))
-                    continue
-                if not isinstance(arg, Tensor):
+            own, of = arg, type(arg)
+            if of not in _TENSORS:
+                if of in _CONSTANTS:
                     kinds.append(arg)
                     continue
+                if of is list and len(arg) == 1:
+                    (own,) = arg
+                elif isinstance(arg, (list, tuple)):
+                    kinds.append(_kinds_of_many(arg, tensors, addresses) if arg else ())
+                    continue
+                elif not isinstance(arg, Tensor):
+                    raise TypeError(
+                        f"operator: expected a tensor, a list, a tuple, None, a bool, int or str; got {arg!r}"
+                    )
             tensors.append(own)
             address = own.data_ptr()
             addresses.append(address)
@@ -47,8 +52,8 @@ class Arguments(NamedTuple):
 
 
 def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
-    """Of several experts' tensors as one, of segments' tensors each."""
-    if type(arg) is list and arg:
+    """The kind of several experts' tensors as a whole, or of each segment's tensor."""
+    if type(arg) is list:
         experts = ExpertTensors.of(arg, arg[0].dim())
         base, table, *rest = experts
         own = [base] if table is None else [base, table]

@@ -139,7 +139,8 @@ def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any)
     addresses = arguments.addresses.copy()
     for allocation in program.allocations:
         if isinstance(allocation, Allocation):
-            own = torch.empty(allocation.shape, dtype=allocation.dtype, device=device)
+            shape, dtype = allocation
+            own = torch.empty(shape, dtype=dtype, device=device)
         else:
             elements = (addresses[e.source] + e.offset if isinstance(e, Array) else e for e in allocation.elements)
             own = device_table(tuple(elements), device)

@@ -91,6 +91,12 @@ def test_what_a_program_cannot_return_is_refused():
         run_now(lambda builder, x: builder.empty((4,), torch.float32)[:2], torch.zeros(8))
 
 
+def test_an_argument_that_no_kind_describes_is_refused():
+    operator = Operator(lambda builder, x, number: None, select.DEFAULT)
+    with pytest.raises(TypeError, match=r"operator: expected a tensor, .* got 0\.0"):
+        operator(torch.zeros(8), 0.0)
+
+
 def test_under_the_interpreter_launches_are_tritons():
     operator = Operator(_plan, select.DEFAULT)
     for n in (3, 4, 3):
