@@ -26,7 +26,7 @@ Cases = dict[str, Callable[[torch.dtype], Calls]]
 
 
 def launches(calls: Calls, target: Target) -> Iterator[Launch]:
-    """What the calls launch on a target."""
+    """Launches of the calls on a target."""
     for operator, args in calls:
         yield from operator.program(target, *args).launches
 

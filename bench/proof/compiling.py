@@ -49,7 +49,7 @@ class _AbsentGPU:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """What specialisation asks of a tensor."""
+    """Address and dtype, which specialisation asks of a tensor."""
 
     address: int  # modulo 16
     dtype: torch.dtype

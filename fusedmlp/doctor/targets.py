@@ -44,7 +44,7 @@ class Target:
         specialised: bool = False,
         tf32: bool = False,
     ) -> select.Target:
-        """What launches are planned for: with the tiles of `shape`, whatever the sizes of the tensors.
+        """Target of plans, with the tiles of `shape`, whatever the sizes of the tensors.
 
         Without `with_tma` there is no configuration that uses descriptors, as if weights lay in no one buffer.
         `specialised`: warp-specialized kernels are used where the table has them.

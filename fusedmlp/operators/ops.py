@@ -69,12 +69,12 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
     operator = register(schema, fake, run_operator)
 
     def call(*args: Any) -> Any:
-        # The compiler knows what the first says, and looks no further.
+        # Dynamo folds `is_compiling`, so it skips `_is_watched`.
         if torch.compiler.is_compiling() or _is_watched(args, single, lists):
             return operator(*args)
         return run(*args)
 
-    call.run = run  # type: ignore[attr-defined]  # for who watches, and wants to see what it runs
+    call.run = run  # type: ignore[attr-defined]  # for modes that see the operator and run it
     return call
 
 
@@ -83,7 +83,7 @@ def _key_set(*names: str) -> int:
     return reduce(or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
 
 
-# Dispatch keys by which nobody watches: of a thread, where every mode, transform and tracer has one; and of a tensor,
+# Keys that need no dispatch: of a thread, where every mode, transform and tracer has one; and of a tensor,
 # where subclasses have one, as do memory that is no GPU's or CPU's and values that are not as they lie there.
 _OF_THREADS = _key_set("BackendSelect", "ADInplaceOrView")
 _OF_TENSORS = _key_set("ADInplaceOrView", *(of + on for of in ("", "Autograd", "Autocast") for on in ("CPU", "CUDA")))

@@ -34,7 +34,7 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "SUBTILES": (1, 2, 4),
     "GROUP_M": (1, 4, 8, 16),
 }
-# Of a warp-specialized kernel, whose tile has one shape.
+# Choices for a warp-specialized kernel: its tile has one shape.
 _TASK_CHOICES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5),
     "SUBTILES": (1, 2, 4, 8),

@@ -14,7 +14,7 @@ from ..device.tiles import round_to
 
 
 class Dprobs(NamedTuple):
-    """What a launch is to add up, and where to: tensors or, in a plan, arrays."""
+    """Partial sums that a launch adds up, and where it stores them: tensors or, in a plan, arrays."""
 
     partial: Any  # [parts, R], fp32
     rows: Any  # [R] integers: the row of every place in `out`; or None

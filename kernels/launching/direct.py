@@ -49,7 +49,7 @@ class TensorMaps(dict[int, Any]):
 
 
 class _Memory(NamedTuple):
-    """What encoding asks of a descriptor and of its base."""
+    """A descriptor and its base in one, as Triton's encoding reads them."""
 
     address: int
     shape: tuple[int, ...]
@@ -141,7 +141,7 @@ def _signature(kernel: Any) -> _Signature:
 
 
 def compiled_kind(launch: Launch) -> tuple[Any, ...]:
-    """What Triton compiles one kernel for: equal kinds are one compiled kernel on a device."""
+    """Key of a compiled kernel: Triton compiles one kernel for all launches of a kind on a device."""
     arguments, active = launch.arguments, driver.active
     kernel, parameters, constants = _signature(launch.kernel)
     kind: list[Any] = [id(kernel), active, active.get_current_device(), *launch.options.values()]
@@ -178,7 +178,7 @@ def keep(kind: tuple[Any, ...], compiled: Any) -> Direct | None:
 
 
 def is_possible(active: Any, kernels: Sequence[Any]) -> bool:
-    """Whether launches of these kernels can go past Triton now, for all that is known yet of the active driver."""
+    """Whether launches of these kernels can go past Triton now, as far as the active driver is known."""
     for kernel in kernels:
         if kernel.pre_run_hooks:
             return False

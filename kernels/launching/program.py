@@ -30,7 +30,7 @@ class Launch(NamedTuple):
     cost: Cost | Callable[[Sequence[int]], Cost] | None = None
 
     def cost_of(self, rows: Sequence[int]) -> Cost | None:
-        """What it costs with that many rows for each expert, over all segments: only the device knows a load."""
+        """Cost for a load, rows of each expert over all segments; only the device knows the load of a launch."""
         return self.cost(rows) if callable(self.cost) else self.cost
 
     @property
@@ -70,7 +70,7 @@ class Addresses(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What an operator allocates, launches and returns."""
+    """Allocations, launches and results of an operator."""
 
     allocations: tuple[Allocation | Addresses, ...]
     launches: tuple[Launch, ...]
@@ -129,7 +129,7 @@ class Builder:
         self.launch(kernel, grid, {**arguments, **own, "TILE": tile}, chosen=chosen, cost=cost, **options)
 
     def program(self, results: Any) -> Program:
-        """What has been planned; `results`: None, an array of `empty`, or a named tuple of such and of None."""
+        """The planned program. `results`: None, an array from `empty`, or a named tuple of such arrays and None."""
 
         def number(array: Array | None) -> int | None:
             if array is None:

@@ -66,7 +66,7 @@ class Operator:
         self._bound: dict[Any, _Bound] = {}
 
     def program(self, target: Target, *args: Any) -> Program:
-        """What a call would allocate and launch on that target."""
+        """Program of a call on that target; nothing is allocated or launched."""
         return self._program(target, Arguments.of(args), args)
 
     def _program(self, target: Target, arguments: Arguments, args: Sequence[Any]) -> Program:

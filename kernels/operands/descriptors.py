@@ -15,7 +15,7 @@ MAX_COORDINATE, MAX_ROWS = 0x7FFF0000, 2**30  # of `triton.tools.ragged_tma`
 
 
 class Descriptor(NamedTuple):
-    """What Triton's `TensorDescriptor` says of an array that `fits`: all but the address."""
+    """Triton's `TensorDescriptor` of an array that `fits`, without the address."""
 
     array: Array  # starts where the described memory does
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class Descriptor(NamedTuple):
 
     @property
     def kind(self) -> tuple[tuple[int, ...], torch.dtype]:
-        """What a kernel is compiled for."""
+        """Block and dtype, for which a kernel is compiled."""
         return self.block, self.array.dtype
 
     def described(self, base: Any, by_gluon: bool) -> Any:

@@ -32,14 +32,14 @@ class ExpertTensors(NamedTuple):
 
     @property
     def lowest(self) -> Array:
-        """Of those without a table in a plan: what starts at the lowest address, one expert's shape."""
+        """In a plan and without a table: an array that starts at the lowest address of all experts."""
         base: Array = self.base
         below = min(0, (self.num_experts - 1) * self.stride_e)
         return base.at(below, base.shape, base.strides)
 
     @staticmethod
     def packed(first: Array, dim: int) -> ExpertTensors:
-        """Those of one array: all experts' (one more dimension than `dim`), or the only one's."""
+        """Describe one array: all experts' tensors (one more dimension than `dim`), or the only expert's."""
         size = first.dtype.itemsize
         is_packed = len(first.shape) > dim
         count = first.shape[0] if is_packed else 1
@@ -76,7 +76,7 @@ class ExpertTensors(NamedTuple):
 
 
 def arguments(name: str, experts: ExpertTensors | None) -> dict[str, Any]:
-    """What kernels take for tensors of experts of that name, which may be absent."""
+    """Kernel arguments for experts' tensors of that name, which may be absent."""
     base, table, stride_e = experts[:3] if experts else (None, None, 0)
     return {f"{name}_ptr": base, f"{name}_table_ptr": table, f"stride_{name}_e": stride_e}
 

@@ -118,7 +118,7 @@ class CheckedPlan(NamedTuple):
 
 @Launcher
 def plan_of_counts(builder: Builder, counts_E: Array, num_rows: int) -> CheckedPlan:
-    """Of `[E]` counts of any integer dtype.
+    """Make the plan of `[E]` counts of any integer dtype.
 
     `valid` says whether no count is negative and the sum is at most `num_rows`. Whatever the counts, the rows stay
     in `[0, num_rows]` and do not decrease.
@@ -141,7 +141,7 @@ class Schedule:
 
     @staticmethod
     def planned(builder: Builder, plan: Array, num_rows: int, num_experts: int) -> Schedule:
-        """Of an array, which may be first rows."""
+        """Schedule of an array in a plan; where that is bare first rows, a launch makes the rest."""
         schedule = Schedule(plan, num_rows, num_experts)
         if plan.shape[0] == num_experts + 1:
             schedule._plan = schedule._tables_of(builder, plan)
@@ -157,7 +157,7 @@ class Schedule:
 
     @property
     def offsets(self) -> Any:
-        """What starts with the first rows of the experts, then the end of the last: `[E + 1]`, int32."""
+        """Tensor that starts with the experts' first rows, then the end of the last expert: `[E + 1]`, int32."""
         return self._plan
 
     @property

@@ -2,7 +2,7 @@
 
 
 def cdiv(size: int, block: int) -> int:
-    """How many blocks hold `size`; Triton's own asks on every call whether it is compiled."""
+    """Number of blocks that hold `size`; Triton's own function asks on every call whether it is compiled."""
     return -(-size // block)
 
 

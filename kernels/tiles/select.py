@@ -27,7 +27,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """What a user may choose; each is a value of its own."""
+    """Choices of a user. Each object is a value of its own: two are never equal."""
 
     # Whether warp-specialized kernels are used wherever the tables have them. Not by default until a GPU has
     # timed them.
@@ -40,7 +40,7 @@ DEFAULT = Settings()
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """What launches are planned for: a device, as far as a plan asks, and settings."""
+    """Device, as far as a plan asks, and settings, for which launches are planned."""
 
     architecture: str
     multiprocessors: int
@@ -49,7 +49,7 @@ class Target:
     tf32: bool = False  # whether fp32 products may be computed in TF32
 
     def precision(self, dtype: torch.dtype) -> str:
-        """How products of that dtype are computed."""
+        """Precision of products of that dtype, as `tl.dot` takes it."""
         return "tf32" if self.tf32 and dtype == torch.float32 else "ieee"
 
     @property
@@ -74,7 +74,7 @@ class Target:
 
 
 def target(device: torch.device, settings: Settings, dtype: torch.dtype) -> Target:
-    """What launches on tensors of the device and dtype are planned for."""
+    """Target of launches on tensors of the device and dtype."""
     return _target(device, settings, allows_tf32(dtype))
 
 

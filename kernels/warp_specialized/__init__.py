@@ -7,7 +7,7 @@ import triton
 
 @lru_cache
 def gluon_missing() -> str:
-    """What warp-specialized kernels miss in this Triton; empty if nothing."""
+    """Message that says why this Triton cannot compile warp-specialized kernels; empty if it can."""
     try:
         from . import gluon_compat  # noqa: F401
     except (ImportError, AttributeError) as error:

@@ -27,12 +27,12 @@ class Operand(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of `dy` or `x`."""
+        """Width of `dy` or `x`."""
         return self.arrays[0].shape[1]
 
     @property
     def num_rows(self) -> int:
-        """Of all segments together."""
+        """Rows of all segments together."""
         return sum(t.shape[0] for t in self.rows or self.arrays)
 
     def described(
@@ -130,7 +130,7 @@ def plan_operands(
 def segment_table(
     builder: Builder, plan: OperandPlan, left: Operand, right: Operand, offsets: Sequence[Array]
 ) -> Array:
-    """Of all segments their offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
+    """Table of all segments' offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
     num_segments = len(offsets)
     lefts, rights = plan.places[:num_segments], plan.places[num_segments:]
     left_rows, right_rows = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))

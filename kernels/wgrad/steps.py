@@ -144,7 +144,7 @@ def plan_steps(
     left: Gathered | None = None,
     right: Gathered | None = None,
 ) -> WgradPlan:
-    """Of one load, first rows `[E + 1]` or a plan, or of several segments.
+    """Plan the launch that makes the order of one load (first rows `[E + 1]` or a plan), or steps of several segments.
 
     `segments`, `[5, S]` int64: addresses of their first rows; bases of left operands, addresses of those' rows, bases
     of right ones, addresses of those' rows. `num_rows`: of all together, at most.

@@ -228,3 +228,21 @@ def test_experts_in_a_tuple_are_all_of_them_or_refused():
         pytest.raises(TypeError, match=r"experts: expected a list .* got a tuple"),
     ):
         ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "triton")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(("accumulate1", "accumulate2"), [(True, False), (False, True)])
+def test_each_weight_has_a_flag_of_its_own(tensors, impl, accumulate1, accumulate2):
+    """One weight gradient is added to and the other overwritten, in one backward."""
+    t, results = tensors, {}
+    h = torch.randn(7, 6, device=DEVICE)
+    for start in (0.0, 3.0):
+        dw1, dw2 = (torch.full_like(t[name], start) for name in ("fc1", "fc2"))
+        weights, rest = ([t["fc1"]], [t["fc2"]], []), (t["offsets"], None, None, t["probs"], SWIGLU)
+        flags = (accumulate1, accumulate2, True, False, impl)
+        with torch.no_grad():
+            ops.grouped_mlp_backward_([dw1], [dw2], [], [], t["dy"], t["x"], h, *weights, *rest, *flags)
+        results[start] = dw1, dw2
+    for zero, three, accumulate in zip(*results.values(), (accumulate1, accumulate2), strict=True):
+        torch.testing.assert_close(three - zero, torch.full_like(zero, 3.0 * accumulate))
+        assert zero.any()

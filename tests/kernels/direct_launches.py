@@ -43,7 +43,7 @@ planned = []  # targets, one for each time that `_plan` ran
 
 
 class Launches:
-    """What programs launch and allocate inside `with`."""
+    """Launches and allocations of programs inside `with`."""
 
     def __init__(self):
         self.launches = []  # grid, stream and what else the driver gets first; values without constants

@@ -65,7 +65,7 @@ def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=Fals
 
 
 def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
-    """Of segments that begin at those rows of one buffer."""
+    """Arguments of wgrad: segments that begin at those rows of one buffer."""
 
     def segments(*width, dtype=dtype):
         buffer = torch.zeros(max(starts) + R, *width, dtype=dtype)

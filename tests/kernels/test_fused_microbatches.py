@@ -37,7 +37,7 @@ def run(fuse, *, first=False):
 
 
 def costs(recorded, fuse):
-    """Of launches of wgrad: those of a micro-batch for each of fc1 and fc2, or of all micro-batches at once."""
+    """Costs of wgrad launches: one per micro-batch for each of fc1 and fc2, or of all micro-batches at once."""
     wgrads = [launch for launch in recorded if launch.name == "grouped_wgrad"]
     loads = [[*map(sum, zip(*COUNTS, strict=True))]] if fuse else COUNTS
     return [launch.cost_of(loads[i // 2]) for i, launch in enumerate(wgrads)]

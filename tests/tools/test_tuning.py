@@ -93,7 +93,7 @@ def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
 
 
 def test_passes_with_a_tuned_number_of_rows_share_one_plan():
-    """Of a number that no table has, so that plans have no table of tiles of so many rows."""
+    """The number is in no table, so a plan has no table of tiles for it."""
     tile = select.tile_for(
         "gemm", torch.float32, select.target(PROBLEM.device, select.DEFAULT, torch.float32), "tma", 64
     )
