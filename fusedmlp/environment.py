@@ -1,4 +1,4 @@
-"""Every environment switch of fusedmlp.
+"""Every environment switch of fusedmlp; those of kernels and tiles are read once, when the operators are imported.
 
 | variable                        | values | effect                                                                   |
 |---------------------------------|--------|--------------------------------------------------------------------------|

@@ -186,7 +186,7 @@ grouped_mlp = _register(
     _fake_grouped_mlp,
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
-# `tokens`, dy and x are [T, H]; with `rows` [R], dprobs is of flat positions, of which it has the rows.
+# `tokens`, dy and x are [T, H]; with `rows` [R], `dprobs[i]` is that of row `rows[i]`, for flat position i.
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
     "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "

@@ -3,8 +3,9 @@
 With `g`, `l` the gate and linear parts of `h`, recomputed from it:
     dh_g = p * da * d act / dg,    dh_l = p * da * d act / dl,    a = p * act
     dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
-(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, which the
-next launch adds up (`gemm/dprobs.py`): no atomics, the same bits every run.
+(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and
+the last term one more; pass (4), or a launch of its own where there is no dx, adds them up (`gemm/dprobs.py`): no
+atomics, the same bits every run.
 
 With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. dy then comes
 by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there see

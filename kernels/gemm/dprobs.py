@@ -1,6 +1,8 @@
-"""Gradients of routing probabilities, from what pass (3) leaves of each column tile: `dprobs[r] = sum_j partial[j, r]`.
+"""Gradients of routing probabilities, from the partial sums of pass (3), one for each column tile and one for a bias:
+`dprobs[r] = sum_j partial[j, r]`.
 
-In fp32 and in the order of j, rounded once: the same bits every run. The programs of the next launch share the work.
+In fp32 and in the order of j, rounded once: the same bits every run. The programs of pass (4) share the work or, where
+there is no dx, those of a launch of its own.
 """
 
 from __future__ import annotations

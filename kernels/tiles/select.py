@@ -1,4 +1,8 @@
-"""Which tile a launch has: chosen from an architecture's table, or the tuner's, by what tensors and device allow."""
+"""The choice of a launch's tile from an architecture's table, or the tuner's, by what tensors and device allow.
+
+Loads are "long" from a mean of `SHORT_ROWS` rows per expert on, padding rows and empty experts among them. wgrad's
+operands go each their own way, so that `wgrad/operands.py` chooses among its paths.
+"""
 
 from __future__ import annotations
 

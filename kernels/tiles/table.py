@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 
 class Key(NamedTuple):
-    """What a tile is chosen by, besides the architecture."""
+    """Key of a tile in an architecture's table. Where versions of Triton differ, a table is that of the one in use."""
 
     kernel: str
     path: Path

@@ -38,9 +38,10 @@ class Operand(NamedTuple):
     def described(
         self, rows: int, columns: int, warp_specialized: bool = False
     ) -> tuple[Descriptor | None, Sequence[Array | int]] | None:
-        """A descriptor and each segment's place; None: go by pointers.
+        """A descriptor and each segment's place; None: not possible, all operands go by pointers.
 
-        Where rows are gathered there is no descriptor, but vectors, unless the kernel is `warp_specialized`.
+        Gathered rows have no descriptor but come by vector loads from each segment's array, unless the kernel is
+        `warp_specialized`, whose TMA follows the index.
         """
         if not self.rows:
             return one_descriptor(self.arrays, rows, columns)

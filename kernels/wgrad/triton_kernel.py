@@ -1,12 +1,13 @@
 """Passes (5) and (6): `dw[e, n, k] (+)= sum_r dy[r, n] x[r, k]` over the rows r of expert e.
 
-In the same launch, the programs of the first column tile sum `db[e, n] = sum_r scale[r] dy[r, n]`. Rows may come in
+In the same launch, in loops of their own, all programs sum `db[e, n] = sum_r scale[r] dy[r, n]`. Rows may come in
 several segments (micro-batches), each with its own `dy`, `x` and row offsets; all are summed before the one update
 of `dw`. Each element of `dw` belongs to one program, which adds once and in a fixed order: the same bits every run.
 
-With `dy_rows` or `x_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted before. It then
-comes by pointers, through cp.async, also where the other one and `dw` go by TMA, which follows an index on Blackwell
-alone (there see `wgrad/gluon_kernel.py`).
+With an index, `left_rows` or `right_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted
+before. It then comes by pointers, through cp.async; on path "gather" the other one and `dw` go by TMA, which follows
+an index on Blackwell alone (there see `wgrad/gluon_kernel.py`). With several segments `left_rows` and `right_rows`
+are not indices, but where each row of each step lies, as `wgrad/steps.py` writes it.
 
 The kernel computes `dw[e, n, k] = sum_r left[r, n] right[r, k]`. Left is `dy` and right is `x`, or, where `dw` is
 stored `[K, N]`, the other way round (`SWAPPED`), so that rows of `dw` are contiguous.
