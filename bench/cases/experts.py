@@ -67,8 +67,9 @@ def expected_path(kernel, dtype, device, best, sizes, by_tasks=True):
     target = select.target(torch.device(device), select.DEFAULT, dtype)
     switched = target.settings.specialised
     fits = best == "tma" or (best == "gather" and switched and target.consumers == 1)
-    if by_tasks and fits and switched and select.has_path(kernel, dtype, target, "specialised"):
+    paths = {key.path for key in target.tiles if (key.kernel, key.format) == (kernel, table.FORMATS[dtype])}
+    if by_tasks and fits and switched and "specialised" in paths:
         return "specialised"
-    if best in table.BY_DESCRIPTORS and select.has_path(kernel, dtype, target, best):
+    if best in table.BY_DESCRIPTORS and best in paths:
         return best
     return "unaligned" if best == "unaligned" or any(size % 16 for size in sizes) else "pointer"

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from fusedmlp.doctor.targets import rows_of
+from fusedmlp.doctor.targets import tiles_of
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.select import Settings, Target
 
@@ -44,4 +44,4 @@ def of(shape: table.ShapeClass | None, settings: Settings, *, descriptors: bool 
 
     Without `descriptors`, only tiles that move by pointers.
     """
-    return changed(lambda target: replace(target, rows=rows_of(target.rows, shape, descriptors), settings=settings))
+    return changed(lambda target: replace(target, tiles=tiles_of(target.tiles, shape, descriptors), settings=settings))

@@ -12,10 +12,12 @@ import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from bench.limits.gpus import GPU, GPUS
 from bench.limits.shapes import LOADS, SHAPES, Shape
 from fusedmlp.kernels.device import tile_order
-from fusedmlp.kernels.tiles import table
+from fusedmlp.kernels.tiles import select, table
 
 _GRAD_BYTES = 8  # fp32, read and written
 
@@ -71,10 +73,8 @@ def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bo
     """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element;
     `specialised`: if they are to use warp-specialized kernels, where there are any.
     """
-    rows_of, shape = table.TABLES[architecture], table.shape_class(sum(rows) / len(rows))
-    paths: list[table.Path] = ["specialised", "tma", "pointer"]
-    own = (rows_of.get((kernel, path, 16), {}) for path in paths[0 if specialised else 1 :])
-    return next(tiles[shape] for tiles in own if shape in tiles)
+    target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings(specialised))
+    return select.choose(kernel, torch.bfloat16, target, True, True, sum(rows) / len(rows)).tile
 
 
 def passes(shape: Shape) -> dict[str, tuple[str, int, int]]:

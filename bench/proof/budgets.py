@@ -33,7 +33,7 @@ Costs = dict[str, float | None]
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
     costs = _measure(target, table.PASSES)
-    by_tasks = [name for name in table.PASSES if (name, "specialised", 16) in table.TABLES[target]]
+    by_tasks = [name for name in table.PASSES if (name, "specialised", "bf16", "long") in table.TABLES[target]]
     return costs | _measure(target, by_tasks, "_specialised") if by_tasks else costs
 
 

@@ -112,38 +112,38 @@ def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = 
 def rows(task: Task) -> list[Row]:
     """Compile one target's kernels for one dtype; a kernel that several cases launch is one row, named by the first."""
     torch.set_num_threads(1)
-    target, own = TARGETS[task.target], table.TABLES[task.target]
-    bits = 8 * DTYPES[task.dtype].itemsize
+    target = TARGETS[task.target]
+    number_format = table.FORMATS[DTYPES[task.dtype]]
+    own = {key: tile for key, tile in table.TABLES[task.target].items() if key.format == number_format}
     found: dict[str, tuple[Compiled, str]] = {}
-    unused = {(row, tile) for row, by_shape in own.items() if row[2] == bits for tile in by_shape.values()}
+    unused = {(*key[:2], tile) for key, tile in own.items()}
     wanted = _wanted(task)
     with compiling_for(target, binaries=not task.only_hashes):
-        for shape, with_tma, specialised, chosen in _settings(own, bits, task):
+        for shape, with_tma, specialised, chosen in _settings(own, task):
             planned_for = target.planned_for(shape, with_tma, specialised, task.dtype == "tf32")
             for case, call in chosen.items():
                 for launch in filter(wanted, cases.launches(call(DTYPES[task.dtype]), planned_for)):
                     if launch.chosen:
-                        unused.discard((launch.chosen.key[:3], launch.chosen.tile))
+                        unused.discard((*launch.chosen.key[:2], launch.chosen.tile))
                     made = compiled(launch)
                     key = getattr(made.kernel, "hash", None) or repr((launch.name, launch.sizes, case))
                     found.setdefault(key, (made, case))
     if task.dtype == "fp16":  # its configurations are those of bf16
         unused.clear()
     unreached = [
-        Row(row[0], f"{row[1]} {tile}", *task[:2], problems=("no launch uses this configuration",))
-        for row, tile in sorted(unused, key=str)
+        Row(kernel, f"{path} {tile}", *task[:2], problems=("no launch uses this configuration",))
+        for kernel, path, tile in sorted(unused, key=str)
     ]
     return [*judge(list(found.values()), task), *unreached]
 
 
-def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
+def _settings(own: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
     """`(shape class, whether descriptors can be used, whether warps have tasks of their own, cases)` that between them
     use the whole table.
     """
-    own = {row: tiles for row, tiles in rows.items() if row[2] == bits}
-    specialised = any(path == "specialised" for _, path, _ in own) and not gluon_missing()
+    specialised = any(key.path == "specialised" for key in own) and not gluon_missing()
     shapes: list[table.ShapeClass] = ["long"]
-    if any(tiles["short"] != tiles["long"] for tiles in own.values() if "short" in tiles):
+    if any(tile != own[key._replace(shape="long")] for key, tile in own.items() if key.shape == "short"):
         shapes.append("short")
     if not task.all_variants:
         for shape in shapes:
@@ -158,7 +158,7 @@ def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.S
         all_cases = all_cases | cases.ONCE
     for shape in shapes:
         yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
-        if any(path in table.BY_DESCRIPTORS for _, path, _ in own):
+        if any(key.path in table.BY_DESCRIPTORS for key in own):
             yield shape, False, False, cases.CORE
     if specialised:
         yield "long", True, True, all_cases

@@ -104,7 +104,7 @@ def _why(launch: Launch, problem: Problem, target: str) -> str:
     if not TARGETS[target].has_tma:
         return f"pointers: {target} has no TMA"
     kernel = launch.name.removeprefix("grouped_")
-    if (kernel, "tma", 8 * problem.dtype.itemsize) not in table.TABLES[target]:
+    if not any(key[:3] == (kernel, "tma", table.FORMATS[problem.dtype]) for key in table.TABLES[target]):
         return f"pointers: no configuration with descriptors for {problem.dtype}"
     if problem.weights == "separate":
         return "pointers: experts lie in allocations of their own"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from fusedmlp.kernels.tiles import select, table
 
@@ -49,9 +49,9 @@ class Target:
         Without `with_tma` there is no configuration that uses descriptors, as if weights lay in no one buffer.
         `specialised`: warp-specialized kernels are used where the table has them.
         """
-        rows = rows_of(table.TABLES[self.name], shape, with_tma)
+        tiles = tiles_of(table.TABLES[self.name], shape, with_tma)
         # How many programs a launch has changes nothing in a kernel.
-        return select.Target(self.name, 100, rows, select.Settings(specialised), tf32)
+        return select.Target(self.name, 100, tiles, select.Settings(specialised), tf32)
 
     @property
     def triton(self) -> GPUTarget:
@@ -74,12 +74,10 @@ TARGETS = {
 }
 
 
-def rows_of(rows: table.Rows, shape: table.ShapeClass | None, with_tma: bool = True) -> table.Rows:
-    """A table's tiles for one class of loads, whatever the load; None: as they are. Without `with_tma`, only tiles that
-    move by pointers.
-    """
-    return {
-        key: {"short": tiles[shape], "long": tiles[shape]} if shape else tiles
-        for key, tiles in rows.items()
-        if (with_tma or key[1] not in table.BY_DESCRIPTORS) and (shape is None or shape in tiles)
-    }
+def tiles_of(tiles: table.Tiles, shape: table.ShapeClass | None, with_tma: bool = True) -> table.Tiles:
+    """The tiles of one class of loads, for every load, or all; without `with_tma`, only tiles by pointers."""
+    kept = {key: tile for key, tile in tiles.items() if with_tma or key.path not in table.BY_DESCRIPTORS}
+    if shape is None:
+        return kept
+    every = get_args(table.ShapeClass)
+    return {key._replace(shape=own): tile for key, tile in kept.items() if key.shape == shape for own in every}

@@ -100,14 +100,14 @@ def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found
     timer, tuned = timer or _gpu_timer, dict[Key, Tile]()
     for scratch in _scratch_calls(problem):
         key = _key(scratch.kernel, problem)
-        shipped = target.rows[key[:3]][key.shape]
+        shipped = target.tiles[key]
         expected = scratch.results(Settings(False, tuned | {key: shipped}))
         found = yield from _descend(_Search(key, scratch, shipped, tuned, _CHOICES), timer, expected)
         assert found is not None  # the shipped tile gives what it is compared with
         tuned[found.key] = found.tile
         yield found
         own = key._replace(path="specialised")
-        shipped_own = target.rows.get(own[:3], {}).get(key.shape)
+        shipped_own = target.tiles.get(own)
         if key.path == "tma" and shipped_own and not gluon_missing():
             choices = _TASK_CHOICES if target.consumers == 2 else _TASK_CHOICES | _WARPS
             faster = yield from _descend(_Search(own, scratch, shipped_own, tuned, choices), timer, expected)

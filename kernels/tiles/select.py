@@ -1,12 +1,12 @@
 """The choice of a launch's tile from an architecture's table, or the tuner's, by what tensors and device allow.
 
-Loads are "long" from a mean of `SHORT_ROWS` rows per expert on, padding rows and empty experts among them. wgrad's
-operands go each their own way, so that `wgrad/operands.py` chooses among its paths.
+Loads are "long" from a mean of `SHORT_ROWS` rows per expert on, padding rows and empty experts among them. Whether the
+operands of wgrad fit depends on the tile, so `wgrad/operands.py` goes through `choices` itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .table import TABLES, TRITON, Key, Path, Rows, Tile, shape_class
+from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Tile, Tiles, shape_class
 
 
 class Chosen(NamedTuple):
@@ -36,7 +36,7 @@ class Settings:
     # Whether warp-specialized kernels are used wherever the tables have them. Not by default until a GPU has
     # timed them.
     specialised: bool = False
-    tuned: Mapping[Key, Tile] = field(default_factory=dict)  # go before the tables
+    tuned: Tiles = field(default_factory=dict)  # go before the tables
 
 
 DEFAULT = Settings()
@@ -48,7 +48,7 @@ class Target:
 
     architecture: str
     multiprocessors: int
-    rows: Rows  # the architecture's table
+    tiles: Tiles  # the architecture's table
     settings: Settings = DEFAULT
     tf32: bool = False  # whether fp32 products may be computed in TF32
 
@@ -114,29 +114,24 @@ def architecture(device: torch.device) -> str:
     return f"sm_{max(older)}"
 
 
-def tile_for(kernel: str, dtype: torch.dtype, target: Target, path: Path, rows_per_expert: float) -> Chosen:
-    """The configuration of `kernel` for activations of `dtype`."""
-    key = Key(kernel, path, 8 * dtype.itemsize, shape_class(rows_per_expert))
-    return Chosen(key, target.settings.tuned.get(key) or target.rows[key[:3]][key.shape])
-
-
-def has_path(kernel: str, dtype: torch.dtype, target: Target, path: Path) -> bool:
-    """Whether the device's table has a configuration with that way of moving tiles."""
-    return (kernel, path, 8 * dtype.itemsize) in target.rows
-
-
-def specialised(
+def choices(
     kernel: str, dtype: torch.dtype, target: Target, rows_per_expert: float, gathered: bool = False
-) -> Chosen | None:
-    """The configuration of the warp-specialized kernel; None if there is none, or it is not to be used."""
-    key = Key(kernel, "specialised", 8 * dtype.itemsize, shape_class(rows_per_expert))
-    tuned = None if gathered else target.settings.tuned.get(key)  # with rows in order
-    if not (target.settings.specialised or tuned):
-        return None
-    if (gathered and target.consumers == 2) or key[:3] not in target.rows:  # before Blackwell TMA follows no index
-        return None
-    tile = tuned or target.rows[key[:3]].get(key.shape)
-    return Chosen(key, tile) if tile else None
+) -> Iterator[Chosen]:
+    """Tiles for activations of `dtype`, best path first; `gathered`: one operand has rows by an index.
+
+    Warp-specialized kernels are among them where the settings ask for all of them, or have a tuned tile, which is for
+    rows in order. Before Blackwell, they cannot gather: TMA follows no index there.
+    """
+    paths: tuple[Path, ...] = ("specialised", "gather" if gathered else "tma", "pointer", "unaligned")
+    for path in paths:
+        key = Key(kernel, path, FORMATS[dtype], shape_class(rows_per_expert))
+        tile, tuned = target.tiles.get(key), target.settings.tuned.get(key)
+        if path == "specialised":
+            tuned = None if gathered else tuned
+            if not (target.settings.specialised or tuned) or (gathered and target.consumers == 2):
+                continue
+        if tile is not None:
+            yield Chosen(key, tuned or tile)
 
 
 def choose(
@@ -149,12 +144,10 @@ def choose(
     gathered: bool = False,
     warp_specialized: bool = True,
 ) -> Chosen:
-    """`tile_for` with the best path that tensors and device allow; `gathered`: rows of one operand by an index;
-    `warp_specialized`: whether the warp-specialized kernel can do it.
-    """
-    if tma_fits and warp_specialized and (found := specialised(kernel, dtype, target, rows_per_expert, gathered)):
-        return found
-    path: Path = "gather" if gathered else "tma"
-    if not (tma_fits and has_path(kernel, dtype, target, path)):
-        path = "pointer" if vectors_fit else "unaligned"
-    return tile_for(kernel, dtype, target, path, rows_per_expert)
+    """The first of `choices` that tensors and device allow; `warp_specialized`: whether such a kernel can do it."""
+    allowed = {"specialised": warp_specialized, "pointer": vectors_fit}
+    return next(
+        chosen
+        for chosen in choices(kernel, dtype, target, rows_per_expert, gathered)
+        if allowed.get(chosen.path, True) and (tma_fits or chosen.path not in BY_DESCRIPTORS)
+    )

@@ -1,4 +1,4 @@
-"""Tile sizes as data: one table per architecture.
+"""Tile sizes as data: one line for each architecture, pass, path, format and load.
 
 `M` rows, `N` output and `K` input features of an M-ragged GEMM; for wgrad `BLOCK_K` is the tile of input features
 and `BLOCK_M` the rows taken per step.
@@ -6,10 +6,12 @@ and `BLOCK_M` the rows taken per step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from functools import lru_cache
+from itertools import product
 from typing import Literal, NamedTuple, get_args
 
+import torch
 import triton
 
 PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
@@ -18,15 +20,16 @@ PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 # warp-specialized kernels ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
 Path = Literal["specialised", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("specialised", "tma", "gather")
+# Element type of the activations, which weights share.
+Format = Literal["bf16", "fp16", "fp32"]
+FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ShapeClass = Literal["short", "long"]
 # Mean rows per expert below which a shape is "short".
 SHORT_ROWS = 64
 
 
 class Tile(NamedTuple):
-    """One kernel's launch configuration, also its constexpr `TILE`. Rows of the tables below give the fields in this
-    order.
-    """
+    """Launch configuration of a kernel, also its constexpr `TILE`. Lines of the table give the fields in this order."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -43,175 +46,135 @@ class Key(NamedTuple):
 
     kernel: str
     path: Path
-    bits: int  # of one element of the activations: 16 or 32
+    format: Format
     shape: ShapeClass
 
 
-def _both(short: Tile, long: Tile | None = None) -> dict[ShapeClass, Tile]:
-    return {"short": short, "long": long or short}
-
-
-Rows = dict[tuple[str, Path, int], dict[ShapeClass, Tile]]
-
-# Pointer loads of fp32, and loads that cannot be vectors; sizes that compile everywhere without spilling.
-_POINTER: Rows = {
-    ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
-    ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3)),
-    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
-    ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=4)),
-}
+Tiles = Mapping[Key, Tile]
+_ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
+_LINES = """
+# architectures                 pass      path        formats   load    M   N   K warps stages SUBTILES GROUP_M PER_SM
+# Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each 64 of a tile's rows
+# (`warp_specialized/hopper.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
+# eight write (`warp_specialized/blackwell.py`).
+sm_90                           fc1_act   specialised bf16,fp16 long  128 128  64   4   3   2   8   1
+sm_100                          fc1_act   specialised bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90                           gemm      specialised bf16,fp16 long  128 256  64   4   3   1   8   1
+sm_100                          gemm      specialised bf16,fp16 long  128 256  64   8   4   4   8   1
+sm_90                           dgrad_act specialised bf16,fp16 long  128 256  64   4   3   8   8   1
+sm_100                          dgrad_act specialised bf16,fp16 long  128 256  64   8   3   8   8   1
+sm_90                           wgrad     specialised bf16,fp16 long   64 128 256   4   3   4  16   1
+sm_100                          wgrad     specialised bf16,fp16 long   64 128 256   8   3   4  16   1
+# M-ragged passes have accumulators of 128 x 256 (fc1: 128 channels of each half), because at 128 x 128 the operands
+# come from L2 at 64 FLOPs a byte, more than L2 delivers at full speed. Such programs fill a multiprocessor, so they
+# are persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the tile before.
+# wgrad: few rows per expert leave it bound by the traffic of main_grad, so two small programs share a multiprocessor,
+# and one adds while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. sm_100 has
+# no tile for fp32: Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step
+# overwrites while the last one is still multiplied, a race; by pointers there is none.
+sm_90                           fc1_act   tma         bf16,fp16 short  64  64  64   4   4   2   8   2
+sm_100                          fc1_act   tma         bf16,fp16 short  64  64  64   4   4   4   8   2
+sm_90,sm_100                    fc1_act   tma         bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90,sm_100                    gemm      tma         bf16,fp16 short  64 128  64   4   3   1   8   2
+sm_90,sm_100                    gemm      tma         bf16,fp16 long  128 256  64   8   4   2   8   1
+sm_90                           dgrad_act tma         bf16,fp16 short  64  64  64   4   4   2   8   2
+sm_100                          dgrad_act tma         bf16,fp16 short  64  64  64   8   4   4   8   2
+sm_90,sm_100                    dgrad_act tma         bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90,sm_100                    wgrad     tma         bf16,fp16 short  64 128 128   4   3   4   8   2
+sm_90,sm_100                    wgrad     tma         bf16,fp16 long   64 128 256   8   4   4  16   1
+sm_90                           wgrad     tma         fp32      any    32 128 128   8   4   4   8   1
+# Where fc1 gathers rows, programs are not persistent: addresses of two tiles at once need more registers than there
+# are. wgrad: loads of indices take some of the stages, and addresses take registers, so there are more stages and
+# threads, to have as much on its way.
+sm_90                           fc1_act   gather      bf16,fp16 short  64  64  64   4   4   2   8   0
+sm_100                          fc1_act   gather      bf16,fp16 short  64  64  64   4   4   4   8   0
+sm_90                           fc1_act   gather      bf16,fp16 long  128 128  32   8   6   8   8   0
+sm_100                          fc1_act   gather      bf16,fp16 long  128 128  64   8   4   4   8   0
+sm_90,sm_100                    dgrad_act gather      bf16,fp16 short  64  64  64   4   4   2   8   2
+sm_90,sm_100                    dgrad_act gather      bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90,sm_100                    wgrad     gather      bf16,fp16 short  64 128 128   8   4   4   8   2
+sm_90,sm_100                    wgrad     gather      bf16,fp16 long   64 128 256   8   6   4  16   1
+# One program for each tile in M-ragged passes: two or three share a multiprocessor and cover each other's epilogues,
+# and programs that find no tile left end at once. An architecture whose line differs in SUBTILES alone spills a few
+# bytes with the line of the others, because the compiler prefers spills to fewer programs on a multiprocessor.
+sm_80,sm_90,sm_100,sm_120       fc1_act   pointer     bf16,fp16 short  64  64  64   4   3   2   8   0
+gfx942,gfx950                   fc1_act   pointer     bf16,fp16 short  64  64  64   4   2   1   8   0
+sm_80,sm_90,sm_120              fc1_act   pointer     bf16,fp16 long  128  64  64   8   3   2   8   0
+sm_100                          fc1_act   pointer     bf16,fp16 long  128  64  64   8   3   4   8   0
+gfx942,gfx950                   fc1_act   pointer     bf16,fp16 long  128  64  64   8   2   1   8   0
+sm_80,sm_100,sm_120,gfx942,gfx950 fc1_act   pointer     fp32      any    64  32  32   4   3   4   8   0
+sm_90                           fc1_act   pointer     fp32      any    64  32  32   4   3   2   8   0
+sm_80,sm_90,sm_100,sm_120       gemm      pointer     bf16,fp16 short  64  64  64   4   3   1   8   0
+gfx942,gfx950                   gemm      pointer     bf16,fp16 short  64  64  64   4   2   1   8   0
+sm_80,sm_90,sm_100,sm_120       gemm      pointer     bf16,fp16 long  128 128  64   8   3   2   8   0
+gfx942,gfx950                   gemm      pointer     bf16,fp16 long  128 128  64   8   2   1   8   0
+sm_80,sm_90,sm_120,gfx942,gfx950 gemm      pointer     fp32      any    64  64  32   4   3   1   1   0
+sm_100                          gemm      pointer     fp32      any    64  64  32   4   3   2   1   0
+sm_80,sm_90                     dgrad_act pointer     bf16,fp16 short  64  64  64   4   3   2   8   0
+sm_100                          dgrad_act pointer     bf16,fp16 short  64  64  64   4   3   4   8   0
+sm_120                          dgrad_act pointer     bf16,fp16 short  64  32  64   4   3   4   8   0
+gfx942,gfx950                   dgrad_act pointer     bf16,fp16 short  64  64  64   4   2   2   8   0
+sm_80,sm_90,sm_100,sm_120       dgrad_act pointer     bf16,fp16 long  128  64  64   8   3   2   8   0
+gfx942,gfx950                   dgrad_act pointer     bf16,fp16 long  128  64  64   8   2   2   8   0
+sm_80,sm_90,gfx942,gfx950       dgrad_act pointer     fp32      any    64  32  32   4   3   2   8   0
+sm_100                          dgrad_act pointer     fp32      any    64  32  32   4   3   4   8   0
+sm_120                          dgrad_act pointer     fp32      any    64  32  32   4   3   8   8   0
+sm_80                           wgrad     pointer     bf16,fp16 any    32 128 128   8   4   4   8   2
+sm_90,sm_120                    wgrad     pointer     bf16,fp16 any    32 128 128   8   4   2   8   2
+sm_100                          wgrad     pointer     bf16,fp16 any    64 128 128   8   3   4   8   2
+gfx942,gfx950                   wgrad     pointer     bf16,fp16 any    64 128  64   4   2   2   8   2
+sm_80                           wgrad     pointer     fp32      any    16  32  64   4   3   1   8   4
+sm_90                           wgrad     pointer     fp32      any    16  32  64   4   3   2   8   4
+sm_100                          wgrad     pointer     fp32      any    32 128 128   8   3   8   8   2
+sm_120                          wgrad     pointer     fp32      any    16  32  64   4   3   4   8   4
+gfx942,gfx950                   wgrad     pointer     fp32      any    32  64  64   4   2   2   8   4
 # An address for each element that a thread loads: small tiles, for many threads.
-_UNALIGNED: Rows = {
-    ("fc1_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
-    ("gemm", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
-    ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 4, 8)),
-    ("wgrad", "unaligned", 16): _both(Tile(32, 128, 128, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-    ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
-    ("gemm", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
-    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 2, 8)),
-    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-}
-_POINTER |= _UNALIGNED
-_GFX: Rows = {
-    ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8)),
-    ("wgrad", "pointer", 16): _both(Tile(64, 128, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(32, 64, 64, 4, 2, SUBTILES=2, GROUP_M=8, PER_SM=4)),
-}
-
-# M-ragged passes by pointers. One program for each tile: two or three share a multiprocessor and cover each other's
-# epilogues, and those that find no tile left end at once.
-_NVIDIA_RAGGED: Rows = {
-    ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
-    ("gemm", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 1, 8), Tile(128, 128, 64, 8, 3, 2, 8)),
-    ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
-}
-_AMD_RAGGED: Rows = {
-    ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 1, 8), Tile(128, 64, 64, 8, 2, 1, 8)),
-    ("gemm", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 1, 8), Tile(128, 128, 64, 8, 2, 1, 8)),
-    ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 2, 2, 8), Tile(128, 64, 64, 8, 2, 2, 8)),
-}
-
-# M-ragged passes by descriptors: 128 x 256 accumulators (fc1: of 128 channels each), because at 128 x 128 the operands
-# come from L2 at 64 FLOPs a byte, more than it can deliver at full speed. They fill a multiprocessor, so programs are
-# persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the one before. Not where
-# fc1 gathers rows, whose addresses would be two tiles' at once, more than there are registers.
-_SM_90: Rows = {
-    ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
-    ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
-    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
-    ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8), Tile(128, 128, 32, 8, 6, 8, 8)),
-    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
-}
-_SM_100: Rows = {
-    ("fc1_act", "tma", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
-    ("gemm", "tma", 16): _both(Tile(64, 128, 64, 4, 3, 1, 8, 2), Tile(128, 256, 64, 8, 4, 2, 8, 1)),
-    ("dgrad_act", "tma", 16): _both(Tile(64, 64, 64, 8, 4, 4, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
-    ("fc1_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 4, 8), Tile(128, 128, 64, 8, 4, 4, 8)),
-    ("dgrad_act", "gather", 16): _both(Tile(64, 64, 64, 4, 4, 2, 8, 2), Tile(128, 128, 64, 8, 4, 4, 8, 1)),
-}
-
-# Few rows per expert leave wgrad bound by main_grad's traffic: two small programs per multiprocessor, of which one adds
-# while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. Triton 3.9 stages a
-# subtile beside the operands, which leaves room for a quarter of the tile.
-_WGRAD_TMA: Rows = {
-    ("wgrad", "tma", 16): _both(
-        Tile(64, 128, 128, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=2),
-        Tile(64, 128, 256, 8, 4, SUBTILES=4, GROUP_M=16, PER_SM=1),
-    ),
-    ("wgrad", "tma", 32): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)),
-}
-# Loads of indices take some of the stages, addresses take registers: more stages and threads, for as much on its way.
-_WGRAD_TMA |= {
-    ("wgrad", "gather", 16): _both(
-        Tile(64, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=2),
-        Tile(64, 128, 256, 8, 6, SUBTILES=4, GROUP_M=16, PER_SM=1),
-    ),
-}
-_SM_90 |= _WGRAD_TMA
-# One warp loads and two warpgroups multiply, each 64 of a tile's rows: `warp_specialized/hopper.py`. For long loads
-# alone.
-_SM_90 |= {
-    ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 4, 3, SUBTILES=2, GROUP_M=8, PER_SM=1)},
-    ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 4, 3, SUBTILES=1, GROUP_M=8, PER_SM=1)},
-    ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 4, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
-    ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 4, 3, SUBTILES=4, GROUP_M=16, PER_SM=1)},
-}
-_SM_100 |= _WGRAD_TMA
-# One warp loads, one multiplies, into sums of two tiles in turn, and these eight write:
-# `warp_specialized/blackwell.py`.
-_SM_100 |= {
-    ("fc1_act", "specialised", 16): {"long": Tile(128, 128, 64, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
-    ("gemm", "specialised", 16): {"long": Tile(128, 256, 64, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=1)},
-    ("dgrad_act", "specialised", 16): {"long": Tile(128, 256, 64, 8, 3, SUBTILES=8, GROUP_M=8, PER_SM=1)},
-    ("wgrad", "specialised", 16): {"long": Tile(64, 128, 256, 8, 3, SUBTILES=4, GROUP_M=16, PER_SM=1)},
-}
-# Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step overwrites while the last
-# one is still multiplied: by descriptors that is a race, by pointers it is not.
-del _SM_100["wgrad", "tma", 32]
-_SM_100 |= {
-    ("wgrad", "pointer", 16): _both(Tile(64, 128, 128, 8, 3, SUBTILES=4, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(32, 128, 128, 8, 3, SUBTILES=8, GROUP_M=8, PER_SM=2)),
-}
-
-# Where others spill a few bytes, because the compiler prefers those to fewer programs on a multiprocessor.
-_SM_100 |= {
-    ("fc1_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 2, 8), Tile(128, 64, 64, 8, 3, 4, 8)),
-    ("gemm", "pointer", 32): _both(Tile(64, 64, 32, 4, 3, 2)),
-    ("dgrad_act", "pointer", 16): _both(Tile(64, 64, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
-    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 4, 8)),
-}
+all                             fc1_act   unaligned   bf16,fp16 any    64  64  32   8   2   4   8   0
+sm_80                           fc1_act   unaligned   fp32      any    32  32  16   4   2   4   8   0
+sm_90,sm_100,sm_120,gfx942,gfx950 fc1_act   unaligned   fp32      any    32  32  16   4   2   2   8   0
+all                             gemm      unaligned   bf16,fp16 any    64  64  32   8   2   4   8   0
+all                             gemm      unaligned   fp32      any    32  32  16   4   2   2   8   0
+sm_80,sm_90                     dgrad_act unaligned   bf16,fp16 any    64  64  32   8   2   4   8   0
+sm_100,sm_120,gfx942,gfx950     dgrad_act unaligned   bf16,fp16 any    64  64  32   8   2   2   8   0
+sm_80,sm_100,gfx942,gfx950      dgrad_act unaligned   fp32      any    32  32  16   4   2   2   8   0
+sm_90,sm_120                    dgrad_act unaligned   fp32      any    32  32  16   4   2   4   8   0
+all                             wgrad     unaligned   bf16,fp16 any    32 128 128   8   2   2   8   2
+sm_80,sm_90                     wgrad     unaligned   fp32      any    16  32  64   8   2   4   8   2
+sm_100,sm_120,gfx942,gfx950     wgrad     unaligned   fp32      any    16  32  64   8   2   2   8   2
+# Small tiles, so that small tests have several.
+interpreter                     fc1_act,gemm,dgrad_act,wgrad tma,gather bf16,fp16,fp32 any 16 32 32 1 1 2 2 1
+interpreter                     fc1_act,gemm,dgrad_act,wgrad pointer,unaligned bf16,fp16,fp32 any 16 32 32 1 1 1 2 0
+"""
+# Triton 3.8 alone spills in dgrad_act's long tile of sm_100 with four subtiles.
+_LINES_OF_TRITON_3_8 = """
+sm_100                          dgrad_act tma         bf16,fp16 long  128 128  64   8   4   8   8   1
+"""
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
-if TRITON == (3, 8):  # alone spills there with four subtiles
-    _SM_100["dgrad_act", "tma", 16]["long"] = Tile(128, 128, 64, 8, 4, 8, 8, 1)
-_SM_80: Rows = {
-    ("fc1_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
-    ("wgrad", "pointer", 16): _both(Tile(32, 128, 128, 8, 4, SUBTILES=4, GROUP_M=8, PER_SM=2)),
-    ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=1, GROUP_M=8, PER_SM=4)),
-    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=4, GROUP_M=8, PER_SM=2)),
-}
-_SM_90 |= {
-    ("fc1_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 2, 8)),
-    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
-    ("wgrad", "unaligned", 32): _both(Tile(16, 32, 64, 8, 2, SUBTILES=4, GROUP_M=8, PER_SM=2)),
-}
-_SM_100 |= {("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8))}
-_SM_120: Rows = {
-    ("dgrad_act", "pointer", 16): _both(Tile(64, 32, 64, 4, 3, 4, 8), Tile(128, 64, 64, 8, 3, 2, 8)),
-    ("dgrad_act", "pointer", 32): _both(Tile(64, 32, 32, 4, 3, 8, 8)),
-    ("dgrad_act", "unaligned", 16): _both(Tile(64, 64, 32, 8, 2, 2, 8)),
-    ("dgrad_act", "unaligned", 32): _both(Tile(32, 32, 16, 4, 2, 4, 8)),
-    ("wgrad", "pointer", 32): _both(Tile(16, 32, 64, 4, 3, SUBTILES=4, GROUP_M=8, PER_SM=4)),
-}
-
-TABLES: dict[str, Rows] = {
-    "sm_80": _POINTER | _NVIDIA_RAGGED | _SM_80,
-    "sm_90": _POINTER | _NVIDIA_RAGGED | _SM_90,
-    "sm_100": _POINTER | _NVIDIA_RAGGED | _SM_100,
-    "sm_120": _POINTER | _NVIDIA_RAGGED | _SM_120,
-    "gfx942": _POINTER | _AMD_RAGGED | _GFX,
-    "gfx950": _POINTER | _AMD_RAGGED | _GFX,
-    "interpreter": {
-        (kernel, path, bits): _both(Tile(16, 32, 32, 1, 1, *((2, 2, 1) if path in BY_DESCRIPTORS else (1, 2, 0))))
-        for kernel in PASSES
-        for path in get_args(Path)
-        if path != "specialised"  # Gluon has no interpreter
-        for bits in (16, 32)
-    },
-}
 
 
-def shipped(architecture: str) -> Iterator[tuple[Key, Tile]]:
-    """Every configuration of one architecture."""
-    for (kernel, path, bits), by_shape in TABLES[architecture].items():
-        for shape, tile in by_shape.items():
-            yield Key(kernel, path, bits, shape), tile
+def _tables(lines: str) -> dict[str, dict[Key, Tile]]:
+    """By architecture. Each column of a line may name several, joined by commas."""
+    words = {"all": _ARCHITECTURES, "any": get_args(ShapeClass)}
+    tables: dict[str, dict[Key, Tile]] = {}
+    for line in lines.splitlines():
+        if line and not line.startswith("#"):
+            *columns, sizes = line.split(maxsplit=5)
+            tile = Tile(*map(int, sizes.split()))
+            for name, *key in product(*(words.get(column) or column.split(",") for column in columns)):
+                if tables.setdefault(name, {}).setdefault(Key(*key), tile) is not tile:
+                    raise ValueError(f"{line!r}: another line has a tile of {name} for {key}")
+    return tables
+
+
+TABLES = _tables(_LINES)
+if TRITON == (3, 8):
+    TABLES["sm_100"] |= _tables(_LINES_OF_TRITON_3_8)["sm_100"]
 
 
 @lru_cache
 def row_blocks(architecture: str) -> tuple[int, ...]:
     """Every BLOCK_M that the M-ragged passes' tables have: plans hold a table of tiles for each."""
-    return tuple(sorted({tile.BLOCK_M for key, tile in shipped(architecture) if key.kernel != "wgrad"}))
+    return tuple(sorted({tile.BLOCK_M for key, tile in TABLES[architecture].items() if key.kernel != "wgrad"}))
 
 
 def shape_class(rows_per_expert: float) -> ShapeClass:

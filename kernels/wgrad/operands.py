@@ -12,8 +12,8 @@ from ..operands.alignment import vectors_fit
 from ..operands.arrays import ALIGNMENT, Array
 from ..operands.descriptors import Descriptor, fits, gathered_rows
 from ..operands.expert_tensors import ExpertTensors
-from ..tiles.select import Chosen, Target, choose, has_path, specialised, tile_for
-from ..tiles.table import Path, Tile
+from ..tiles.select import Chosen, Target, choices
+from ..tiles.table import BY_DESCRIPTORS, Tile
 from ..warp_specialized import gluon_missing
 from .segments import one_descriptor
 from .steps import Gathered
@@ -93,39 +93,42 @@ def plan_operands(
     num_experts: int,
     accumulate: bool,
 ) -> OperandPlan:
-    """Descriptors where all three operands fit them, judged by alignment and strides alone; in warp-specialized kernels
-    `dw` need not.
-    """
-    dtype, rows_per_expert = left.arrays[0].dtype, left.num_rows / num_experts
-    path: Path = "gather" if left.rows or right.rows else "tma"
-    own = None
-    if dw_ENK is not None and not gluon_missing():
-        own = specialised("wgrad", dtype, target, rows_per_expert, path == "gather")
-    if own is not None and dw_ENK is not None:
-        own_rows = own.tile.BLOCK_N // target.consumers
-        lefts = left.described(own.tile.BLOCK_M, own_rows, warp_specialized=True)
-        rights = right.described(own.tile.BLOCK_M, own.tile.BLOCK_K, warp_specialized=True)
-        if lefts and rights:
-            adds = accumulate and dw_ENK.base.dtype != torch.float32  # which TMA would round twice
-            dw_desc = None if adds else _described(dw_ENK, num_experts, left, right, own_rows, own.tile)
-            return OperandPlan(own, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
-    if dw_ENK is not None and has_path("wgrad", dtype, target, path):
-        chosen = tile_for("wgrad", dtype, target, path, rows_per_expert)
-        tile = chosen.tile
-        dw_desc = _described(dw_ENK, num_experts, left, right, tile.BLOCK_N, tile)
-        if dw_desc is not None:
-            lefts = left.described(tile.BLOCK_M, tile.BLOCK_N)
-            rights = right.described(tile.BLOCK_M, tile.BLOCK_K)
-            if lefts and rights:
-                return OperandPlan(chosen, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
+    """The first of `choices` that operands and `dw` fit, judged by alignment and strides alone."""
     used = [left, right] if dw_ENK else [left]
-    aligned = vectors_fit(
-        [t for operand in used for t in operand.arrays],
-        [dw_ENK] if dw_ENK else [],
-        [operand.columns for operand in used],
-    )
-    chosen = choose("wgrad", dtype, target, False, aligned, rows_per_expert)
-    return OperandPlan(chosen, places=tuple(array for operand in used for array in operand.arrays))
+    arrays = [array for operand in used for array in operand.arrays]
+    vectors = vectors_fit(arrays, [dw_ENK] if dw_ENK else [], [operand.columns for operand in used])
+    gathered = bool(left.rows or right.rows)
+    for chosen in choices("wgrad", left.arrays[0].dtype, target, left.num_rows / num_experts, gathered):
+        if chosen.path in BY_DESCRIPTORS:
+            plan = dw_ENK and _by_descriptors(target, chosen, dw_ENK, left, right, num_experts, accumulate)
+            if plan:
+                return plan
+        elif vectors or chosen.path == "unaligned":
+            break
+    return OperandPlan(chosen, places=tuple(arrays))
+
+
+def _by_descriptors(
+    target: Target,
+    chosen: Chosen,
+    dw_ENK: ExpertTensors,
+    left: Operand,
+    right: Operand,
+    num_experts: int,
+    accumulate: bool,
+) -> OperandPlan | None:
+    """None: they do not fit. Warp-specialized kernels also take a `dw` that no descriptor fits."""
+    tile, warp_specialized = chosen.tile, chosen.path == "specialised"
+    if warp_specialized and gluon_missing():
+        return None
+    rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N
+    lefts = left.described(tile.BLOCK_M, rows, warp_specialized)
+    rights = right.described(tile.BLOCK_M, tile.BLOCK_K, warp_specialized)
+    adds_twice_rounded = warp_specialized and accumulate and dw_ENK.base.dtype != torch.float32  # what TMA would do
+    dw_desc = None if adds_twice_rounded else _described(dw_ENK, num_experts, left, right, rows, tile)
+    if not (lefts and rights and (dw_desc or warp_specialized)):
+        return None
+    return OperandPlan(chosen, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
 
 
 def segment_table(

@@ -11,7 +11,7 @@ from ptx_emulator import driver
 
 from bench.cases import tiles
 from fusedmlp import environment
-from fusedmlp.doctor.targets import rows_of
+from fusedmlp.doctor.targets import tiles_of
 from fusedmlp.kernels.tiles import select, table
 
 
@@ -20,8 +20,8 @@ def emulated(
     target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
     """`driver.gpu`, for which launchers choose `tiles` of `target`; `specialised`: warp-specialized ones."""
-    rows = rows_of(table.TABLES[target], shape, descriptors)
-    planned_for = select.Target(target, driver.MULTIPROCESSORS, rows, select.Settings(specialised))
+    own = tiles_of(table.TABLES[target], shape, descriptors)
+    planned_for = select.Target(target, driver.MULTIPROCESSORS, own, select.Settings(specialised))
     with ExitStack() as stack:
         stack.enter_context(tiles.planned_for(planned_for))
         stack.enter_context(mock.patch.object(environment, "triton_interpret", return_value=True))

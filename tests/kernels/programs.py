@@ -260,8 +260,8 @@ def check_tf32_is_asked_of_what_is_multiplied():
 
 
 def check_settings_are_used():
-    args, key = forward_arguments(), table.Key("gemm", "tma", 16, "short")
-    shipped, other = (table.TABLES["sm_90"]["gemm", "tma", 16][shape] for shape in ("short", "long"))
+    args, key = forward_arguments(), table.Key("gemm", "tma", "bf16", "short")
+    shipped, other = (table.TABLES["sm_90"][key._replace(shape=shape)] for shape in ("short", "long"))
     for settings, tile in ((select.DEFAULT, shipped), (select.Settings(tuned={key: other}), other)) * 2:
         with recording() as launches:
             triton_impl.grouped_mlp.run(args, settings)

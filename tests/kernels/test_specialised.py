@@ -24,7 +24,7 @@ def chosen(kernel, on=None, dtype=torch.bfloat16, rows=64, fits=True, **options)
 @pytest.mark.parametrize("kernel", table.PASSES)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_the_switch(architecture, kernel):
-    tile = table.TABLES[architecture][kernel, "specialised", 16]["long"]
+    tile = table.TABLES[architecture][kernel, "specialised", "bf16", "long"]
     assert chosen(kernel, target(architecture, switch=False))[0] == "tma"
     assert chosen(kernel, target(architecture)) == ("specialised", tile)
     assert chosen(kernel, target(architecture), torch.float16) == ("specialised", tile)
@@ -51,26 +51,26 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
 @pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128)])
 def test_rows_of_a_task(architecture, rows):
     """Of 128: `wgmma` of a warpgroup has 64, `tcgen05.mma` of one CTA all of them."""
-    tile = table.TABLES["sm_100"]["gemm", "specialised", 16]["long"]
+    tile = table.TABLES["sm_100"]["gemm", "specialised", "bf16", "long"]
     assert target(architecture).consumer_rows("specialised", tile) == rows
     assert target(architecture).consumer_rows("tma", tile) == 128
 
 
 def test_what_was_tuned_needs_no_switch():
     tile = table.Tile(128, 256, 64, 4, 2)
-    tuned = target(switch=False, tuned={Key("gemm", "specialised", 16, "long"): tile})
+    tuned = target(switch=False, tuned={Key("gemm", "specialised", "bf16", "long"): tile})
     assert chosen("gemm", tuned) == ("specialised", tile)
     assert chosen("wgrad", tuned)[0] == "tma"
 
 
 def test_what_was_tuned_is_of_rows_in_order():
     """Nobody compared it, or checked its numbers, with rows that are gathered."""
-    tuned = {Key("fc1_act", "specialised", 16, "long"): table.Tile(128, 128, 64, 8, 3)}
+    tuned = {Key("fc1_act", "specialised", "bf16", "long"): table.Tile(128, 128, 64, 8, 3)}
     (tile,) = tuned.values()
     without = target("sm_100", switch=False, tuned=tuned)
     assert chosen("fc1_act", without) == ("specialised", tile)
     assert chosen("fc1_act", without, gathered=True)[0] == "gather"
-    shipped = table.TABLES["sm_100"]["fc1_act", "specialised", 16]["long"]
+    shipped = table.TABLES["sm_100"]["fc1_act", "specialised", "bf16", "long"]
     assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("specialised", shipped)
 
 

@@ -13,7 +13,7 @@ DEVICE = torch.device("cpu")
 
 
 def test_what_is_kept_is_read_again_and_extended(tmp_path):
-    a, b = Key("gemm", "tma", 16, "long"), Key("wgrad", "pointer", 32, "short")
+    a, b = Key("gemm", "tma", "bf16", "long"), Key("wgrad", "pointer", "fp32", "short")
     tiles = [Tile(16, 32, 32, 1, 1), Tile(32, 32, 64, 4, 3, SUBTILES=2)]
     path = tuned.tiles_file(tmp_path / "new", DEVICE)
     tuned.save(path, {a: tiles[0]})
@@ -27,7 +27,7 @@ def test_what_is_kept_is_read_again_and_extended(tmp_path):
 @pytest.mark.parametrize("there", [True, False])
 def test_the_switch_loads_them(there, tmp_path):
     if there:
-        tuned.save(tuned.tiles_file(tmp_path, DEVICE), {Key("gemm", "pointer", 32, "long"): Tile(16, 64, 32, 1, 1)})
+        tuned.save(tuned.tiles_file(tmp_path, DEVICE), {Key("gemm", "pointer", "fp32", "long"): Tile(16, 64, 32, 1, 1)})
     code = "from fusedmlp.operators.triton_impl import SETTINGS; print(len(SETTINGS.tuned))"
     env = {"FUSEDMLP_TUNED": "1", "FUSEDMLP_CACHE": str(tmp_path), "PATH": "", "TRITON_INTERPRET": "1"}
     env["CUDA_VISIBLE_DEVICES"] = ""

@@ -1,7 +1,6 @@
 """The wgrad kernel by itself: every path, main_grad in odd places and layouts, several segments, no rows."""
 
 import dataclasses
-from typing import get_args
 
 import pytest
 import torch
@@ -163,13 +162,13 @@ def test_every_path_and_every_run_give_the_same_bits(segmented, dtype):
 @pytest.mark.parametrize("subtiles", [1, 2, 4])
 @pytest.mark.parametrize("place", ["packed", "misaligned"])
 def test_column_subtiles(subtiles, place):
-    rows = {}
+    own = {}
     if INTERPRETED:
         tile = Tile(16, 32, 64, 1, 1, SUBTILES=subtiles, GROUP_M=3, PER_SM=1)
-        rows = {("wgrad", path, 32): {"short": tile, "long": tile} for path in get_args(table.Path)}
+        own = {key: tile for key in table.TABLES["interpreter"] if key.kernel == "wgrad"}
     one = wgrad_segment(RAGGED, 72, 136, device=DEVICE)
     _, experts = main_grad(place, 4, 72, 136)
-    with tiles.changed(lambda target: dataclasses.replace(target, rows=target.rows | rows)):
+    with tiles.changed(lambda target: dataclasses.replace(target, tiles=target.tiles | own)):
         run(experts, [one], accumulate=True)
     check(experts, [one], UNTOUCHED)
 

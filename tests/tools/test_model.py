@@ -197,7 +197,7 @@ FIRST_BACKWARD = {  # TFLOP/s on an H100, likewise estimated
 
 def test_constants_fit_the_estimates_of_older_kernels():
     rate = rates.of("sm_90")
-    tiles = {kernel: table.TABLES["sm_90"][kernel, "tma", 16]["long"] for kernel in FIRST}
+    tiles = {kernel: table.TABLES["sm_90"][kernel, "tma", "bf16", "long"] for kernel in FIRST}
     for kernel, (fact, bubble) in FIRST.items():
         assert model.tile_cost(kernel, fact, tiles[kernel], rate).bubble == pytest.approx(bubble, rel=0.12), kernel
     joined = FIRST["wgrad"][0]._replace(joined=1)
@@ -221,7 +221,7 @@ def test_tiles_are_those_that_the_table_is_of():
             for count in shapes.LOADS.values():
                 for kernel in model.KERNELS:
                     tile = balance.tile_of(kernel, count(shape), gpu.architecture)
-                    assert tile == table.TABLES[gpu.architecture][kernel, "tma", 16]["long"]
+                    assert tile == table.TABLES[gpu.architecture][kernel, "tma", "bf16", "long"]
                     assert tile.PER_SM > 0
 
 
@@ -259,10 +259,10 @@ def test_kernels_with_a_task_for_each_warp():
     for row in rows:
         assert row["us_before"] == plain[row["gpu"], row["shape"], row["load"], row["pass"]]
     assert any(row["us"] != row["us_before"] for row in rows)
-    rows = table.TABLES["sm_90"]
+    tiles = table.TABLES["sm_90"]
     for kernel in model.KERNELS:
-        assert balance.tile_of(kernel, [64], "sm_90", True) == rows[kernel, "specialised", 16]["long"]
-        assert balance.tile_of(kernel, [63], "sm_90", True) == rows[kernel, "tma", 16]["short"]
+        assert balance.tile_of(kernel, [64], "sm_90", True) == tiles[kernel, "specialised", "bf16", "long"]
+        assert balance.tile_of(kernel, [63], "sm_90", True) == tiles[kernel, "tma", "bf16", "short"]
 
 
 def _bench(*arguments):

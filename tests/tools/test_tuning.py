@@ -48,7 +48,7 @@ def test_tiles_that_fail_or_compute_something_else_are_not_taken(monkeypatch):
             raise RuntimeError("does not fit")
         return [torch.full((2,), 1.0 if tile.BLOCK_M == 16 else 1.1)]
 
-    key = Key("gemm", "pointer", 32, "short")
+    key = Key("gemm", "pointer", "fp32", "short")
     monkeypatch.setattr(tuner, "_scratch_calls", lambda _: iter([tuner._Scratch("gemm", run)]))
     monkeypatch.setattr(tuner, "_key", lambda *_: key)
     *trials, found = tuner.tune(PROBLEM, clock)
@@ -94,10 +94,9 @@ def test_the_path_that_is_tuned_is_the_one_that_is_launched(hidden, path):
 
 def test_passes_with_a_tuned_number_of_rows_share_one_plan():
     """The number is in no table, so a plan has no table of tiles for it."""
-    tile = select.tile_for(
-        "gemm", torch.float32, select.target(PROBLEM.device, select.DEFAULT, torch.float32), "tma", 64
-    )
-    tuned = {Key(kernel, "tma", 32, "short"): tile.tile._replace(BLOCK_M=64) for kernel in ("fc1_act", "gemm")}
+    key = Key("gemm", "tma", "fp32", "short")
+    tile = select.target(PROBLEM.device, select.DEFAULT, torch.float32).tiles[key]._replace(BLOCK_M=64)
+    tuned = {key._replace(kernel=kernel): tile for kernel in ("fc1_act", "gemm")}
     planned_for = select.target(PROBLEM.device, select.Settings(tuned=tuned), torch.float32)
     arguments = torch.empty(8, 32), [torch.empty(3, 32, 32)], [torch.empty(3, 32, 32)], [], [], torch.empty(500).int()
     act = fusedmlp.Activation("relu").encoded
@@ -114,14 +113,16 @@ BY_TASKS = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 @pytest.mark.parametrize("what", BY_TASKS)
 def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
     ms, error = BY_TASKS[what]
-    key = Key("gemm", "tma", 16, "long")
+    key = Key("gemm", "tma", "bf16", "long")
     own = key._replace(path="specialised")
-    rows = {key[:3]: {"long": table.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": table.Tile(128, 256, 64, 4, 3)}}
+    tiles = {key: table.Tile(16, 32, 32, 1, 1), own: table.Tile(128, 256, 64, 4, 3)}
     architecture = "sm_90" if consumers == 2 else "sm_100"
-    monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, rows))
+    monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, tiles))
 
     def used(settings):
-        return select.specialised("gemm", torch.bfloat16, select.Target(architecture, 3, rows, settings), 64)
+        planned_for = select.Target(architecture, 3, tiles, settings)
+        chosen = select.choose("gemm", torch.bfloat16, planned_for, True, True, 64)
+        return chosen if chosen.path == "specialised" else None
 
     def run(settings):
         return [torch.full((2,), 1.0 + (error if used(settings) else 0))]
