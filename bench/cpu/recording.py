@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedmlp.kernels.launching.cost import product_flops
+
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # glibc's malloc.h
 
 
@@ -106,4 +108,4 @@ def ceilings(device: str, tiny: bool) -> Iterator[tuple[str, float, float]]:
     bandwidth = 2 * size / seconds(lambda: target.copy_(source))
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-        yield str(dtype).removeprefix("torch."), 2 * n**3 / seconds(lambda a=a, b=b: a @ b), bandwidth
+        yield str(dtype).removeprefix("torch."), product_flops(n, n, n) / seconds(lambda a=a, b=b: a @ b), bandwidth

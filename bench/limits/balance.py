@@ -17,6 +17,7 @@ import torch
 from bench.limits.gpus import GPU, GPUS
 from bench.limits.shapes import LOADS, SHAPES, Shape
 from fusedmlp.kernels.device import tile_order
+from fusedmlp.kernels.launching.cost import product_flops
 from fusedmlp.kernels.tiles import select, table
 
 _GRAD_BYTES = 8  # fp32, read and written
@@ -52,13 +53,14 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
     flop_rate, bandwidth = gpu.bf16_flops / gpu.processors, gpu.bandwidth / gpu.processors
     if kernel != "wgrad":
         num_tiles = sum(-(-n // tile.BLOCK_M) for n in rows) * -(-N // tile.BLOCK_N)
-        return [2 * tile.BLOCK_M * tile.BLOCK_N * K / flop_rate] * num_tiles
+        return [product_flops(tile.BLOCK_M, tile.BLOCK_N, K) / flop_rate] * num_tiles
     per_expert = -(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K)
-    area = tile.BLOCK_N * tile.BLOCK_K
+    grad_bytes = _GRAD_BYTES * tile.BLOCK_N * tile.BLOCK_K
     costs = []
     for n in sorted((n for n in rows if n), reverse=True):
         padded = -(-n // tile.BLOCK_M) * tile.BLOCK_M
-        costs += [2 * padded * area / flop_rate + _GRAD_BYTES * area / bandwidth] * per_expert
+        flops = product_flops(tile.BLOCK_N, tile.BLOCK_K, padded)
+        costs += [flops / flop_rate + grad_bytes / bandwidth] * per_expert
     return costs
 
 

@@ -16,6 +16,7 @@ import fusedmlp
 from bench.limits import roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.shapes import LOADS, SHAPES, Shape
+from fusedmlp.kernels.launching.cost import product_flops
 
 STEP = (*roofline.FORWARD, *roofline.BACKWARD)  # kernels of a step in the order of their launches
 _WAIT = 8_000_000  # cycles: about 4 ms
@@ -88,7 +89,7 @@ def ceilings() -> Ceilings:
     source = torch.empty(2**32, dtype=torch.int8, device="cuda").random_()
     target = torch.empty_like(source)
     copy = time_ms(lambda: target.copy_(source))
-    return Ceilings(2 * n**3 / (product / 1e3), 2 * source.numel() / (copy / 1e3))
+    return Ceilings(product_flops(n, n, n) / (product / 1e3), 2 * source.numel() / (copy / 1e3))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from bench.limits.rates import Rates
 from bench.limits.shapes import LOADS, SHAPES, Shape, even
 from bench.proof import budgets
 from bench.proof.main_loop import MainLoop
+from fusedmlp.kernels.launching.cost import product_flops
 from fusedmlp.kernels.tiles.table import Tile
 
 _BF16 = 2  # bytes
@@ -92,7 +93,7 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
     warps = 2 * tile.num_warps if specialised and fact.joined != 2 else tile.num_warps
     cycles = warps / (4 * rate.issue)  # for an instruction of every warp
-    tensor = 2 * rows * columns * depth / rate.tensor
+    tensor = product_flops(rows, columns, depth) / rate.tensor
     own = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
     ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
     ways = {

@@ -13,33 +13,33 @@ from fusedmlp.kernels.launching.cost import Cost
 _BF16, _FP32, _INT64 = 2, 4, 8  # bytes
 
 
-def passes(shape: Shape, rows: list[int]) -> dict[str, Cost]:
-    """Every pass of a gated bf16 layer with routing probabilities and fp32 main_grad; letters as in `functional.py`.
+def passes(shape: Shape, rows: list[int], itemsize: int = _BF16) -> dict[str, Cost]:
+    """Every pass of a gated layer with routing probabilities and fp32 main_grad; letters as in `functional.py`.
 
     Where the shape says how many tokens there are, also what `moe_experts` runs: passes that gather rows from them,
     routing, and combining, once in forward and once in backward.
     """
     H, F, G = shape.H, shape.F, 2 * shape.F
     costs = {
-        "fc1_act": cost.fc1_act(rows, H, F, _BF16),
-        "fc2": cost.gemm(rows, H, F, _BF16),
-        "dgrad_act": cost.dgrad_act(rows, H, F, _BF16),
-        "dx": cost.gemm(rows, H, G, _BF16),
+        "fc1_act": cost.fc1_act(rows, H, F, itemsize),
+        "fc2": cost.gemm(rows, H, F, itemsize),
+        "dgrad_act": cost.dgrad_act(rows, H, F, itemsize),
+        "dx": cost.gemm(rows, H, G, itemsize),
     }
     for suffix, accumulate in (("", True), (", overwrite", False)):
         costs |= {
-            f"wgrad fc2{suffix}": cost.wgrad(rows, H, F, _BF16, _FP32, accumulate=accumulate),
-            f"wgrad fc1{suffix}": cost.wgrad(rows, G, H, _BF16, _FP32, accumulate=accumulate),
+            f"wgrad fc2{suffix}": cost.wgrad(rows, H, F, itemsize, _FP32, accumulate=accumulate),
+            f"wgrad fc1{suffix}": cost.wgrad(rows, G, H, itemsize, _FP32, accumulate=accumulate),
         }
     if (top_k := shape.R // shape.most) > 1:
         T = shape.most
         costs |= {
             "route": cost.route(shape.R, shape.E, _INT64, _FP32),
-            "fc1_act, gathered": cost.fc1_act(rows, H, F, _BF16, tokens=T),
-            "dgrad_act, gathered": cost.dgrad_act(rows, H, F, _BF16, tokens=T),
-            "wgrad fc2, gathered": cost.wgrad(rows, H, F, _BF16, _FP32, accumulate=True, dy_tokens=T),
-            "wgrad fc1, gathered": cost.wgrad(rows, G, H, _BF16, _FP32, accumulate=True, x_tokens=T),
-            "combine": cost.combine(T, top_k, H, _BF16),
+            "fc1_act, gathered": cost.fc1_act(rows, H, F, itemsize, tokens=T),
+            "dgrad_act, gathered": cost.dgrad_act(rows, H, F, itemsize, tokens=T),
+            "wgrad fc2, gathered": cost.wgrad(rows, H, F, itemsize, _FP32, accumulate=True, dy_tokens=T),
+            "wgrad fc1, gathered": cost.wgrad(rows, G, H, itemsize, _FP32, accumulate=True, x_tokens=T),
+            "combine": cost.combine(T, top_k, H, itemsize),
         }
     return costs
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
+from bench.limits import roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.shapes import LOADS, Shape
-from fusedmlp.kernels.launching.cost import dgrad_act, fc1_act, gemm, wgrad
 
 OURS = ("fusedmlp", "fusedmlp moe_experts")
 LAYER = ["name", "E", "H", "F", "R", "load", "dtype"]  # what one layer is
@@ -63,25 +63,20 @@ def _row(benchmark: dict[str, Any], ceilings: dict[str, dict[str, float]]) -> di
 def _limit(info: dict[str, Any], flops: float, bandwidth: float) -> float | None:
     """Sum of the limits of the passes, without routing and combining; None where there is no such sum."""
     shape = Shape(*(info[key] for key in ("name", "E", "H", "F", "R", "most")))
-    rows, itemsize = LOADS[info["load"]](shape), 4 if info["dtype"] == "float32" else 2
-    H, F, G = shape.H, shape.F, 2 * shape.F
-    what = info["what"].split(",")[0]
-    launches = {
-        "forward": [fc1_act(rows, H, F, itemsize), gemm(rows, H, F, itemsize)],
-        "backward": [
-            dgrad_act(rows, H, F, itemsize),
-            gemm(rows, H, G, itemsize),
-            wgrad(rows, H, F, itemsize, 4, accumulate=True),
-            wgrad(rows, G, H, itemsize, 4, accumulate=True),
-        ],
-        "fc1_act": [fc1_act(rows, H, F, itemsize)],
-        "gemm of fc2": [gemm(rows, H, F, itemsize)],
-        "dgrad_act": [dgrad_act(rows, H, F, itemsize)],
-        "wgrad of fc1": [wgrad(rows, G, H, itemsize, 4, accumulate="overwriting" not in info["who"])],
+    itemsize = 4 if info["dtype"] == "float32" else 2
+    what, suffix = info["what"].split(",")[0], ", overwrite" if "overwriting" in info["who"] else ""
+    names = {
+        "forward": roofline.FORWARD,
+        "backward": roofline.BACKWARD,
+        "fc1_act": ("fc1_act",),
+        "gemm of fc2": ("fc2",),
+        "dgrad_act": ("dgrad_act",),
+        "wgrad of fc1": (f"wgrad fc1{suffix}",),
     }.get(what)
-    if launches is None:
+    if names is None:
         return None
-    return sum(limit_ms(launch.flops, launch.bytes, flops, bandwidth) for launch in launches)
+    costs = roofline.passes(shape, LOADS[info["load"]](shape), itemsize)
+    return sum(limit_ms(costs[name].flops, costs[name].bytes, flops, bandwidth) for name in names)
 
 
 def with_speedups(table: pd.DataFrame) -> pd.DataFrame:

@@ -1,6 +1,6 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of the operators: their products, two operations a term.
+"""FLOPs of the operators for `torch.utils.flop_counter.FlopCounterMode`: matrix products alone, as PyTorch counts.
 
-Of shapes alone, so that rows of padding count as others do. Nothing but products counts, as in PyTorch's own formulas.
+The formulas see shapes alone, so padding rows count as other rows do.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from fusedmlp.kernels.launching.cost import product_flops
+
 Shape = Sequence[int]
 
 
 def _product(num_rows: int, weights: Sequence[Shape]) -> int:
-    """Of `num_rows` rows with weights of `[E, N, K]` or E of `[N, K]`; none without weights."""
-    return 2 * num_rows * weights[0][-2] * weights[0][-1] if weights else 0
+    """FLOPs of `num_rows` rows times weights of `[E, N, K]` or E of `[N, K]`; 0 without weights."""
+    return product_flops(num_rows, *weights[0][-2:]) if weights else 0
 
 
 def _grouped_gemm(x: Shape, w: Sequence[Shape], *_: Any, **__: Any) -> int:
@@ -51,6 +53,6 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Tell PyTorch the formulas; the operators must be there."""
+    """Register the formulas with PyTorch; the operators must exist."""
     for name, formula in _FORMULAS.items():
         register_flop_formula(getattr(torch.ops.fusedmlp, name))(formula)

@@ -29,6 +29,11 @@ class Cost:
     grad_bytes: int = 0
 
 
+def product_flops(M: int, N: int, K: int) -> int:
+    """FLOPs of `[M, K] @ [K, N]`: a multiplication and an addition for each term."""
+    return 2 * M * N * K
+
+
 def fc1_act(
     rows: Sequence[int],
     H: int,
@@ -43,14 +48,14 @@ def fc1_act(
     """Pass (1): reads x `[R, H]` and fc1 `[E, G, H]`, writes h `[R, G]` and the activation `[R, F]`."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
     elements = R * (G + F) + E * G * (H + bias)
-    return Cost("fc1_act", 2 * R * G * H, itemsize * elements + _read(R, H, itemsize, tokens) + probs * R)
+    return Cost("fc1_act", product_flops(R, G, H), itemsize * elements + _read(R, H, itemsize, tokens) + probs * R)
 
 
 def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: int = 0) -> Cost:
     """Passes (2) and (4): reads x `[R, K]` and w `[E, N, K]`, writes y `[R, N]`."""
     R, E = sum(rows), _used(rows)
     elements = R * (N + K) + E * N * (K + bias)
-    return Cost("gemm", 2 * R * N * K, itemsize * elements + scale * R)
+    return Cost("gemm", product_flops(R, N, K), itemsize * elements + scale * R)
 
 
 def dgrad_act(
@@ -68,7 +73,7 @@ def dgrad_act(
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
     elements = R * (2 * G + F) + E * H * (F + bias)
     num_bytes = itemsize * elements + _read(R, H, itemsize, tokens) + (probs + _FP32 if probs else 0) * R
-    return Cost("dgrad_act", 2 * R * H * F, num_bytes)
+    return Cost("dgrad_act", product_flops(R, F, H), num_bytes)
 
 
 def wgrad(
@@ -94,7 +99,7 @@ def wgrad(
     num_bytes = grad_bytes + bias_grad * E * N + scale * R + _read(R, N, itemsize, dy_tokens)
     if grad:
         num_bytes += _read(R, K, itemsize, x_tokens)
-    flops = (2 * R * N * K if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
+    flops = (product_flops(N, K, R) if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
     return Cost("wgrad", flops, num_bytes, grad_bytes)
 
 
