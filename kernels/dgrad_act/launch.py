@@ -112,7 +112,7 @@ def grouped_dgrad_act_(
             builder.launch(_bias_dprobs, (schedule.max_tiles(tile.BLOCK_M),), of_bias | own, num_warps=8)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
         arguments |= {"h_desc": h_desc, "num_parts": parts if partial_PR else 0}
-        builder.launch_chosen(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
+        builder.launch(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= of_bias | {
         **expert_tensors.arguments("w", w_EFH),
@@ -122,5 +122,5 @@ def grouped_dgrad_act_(
         "ALIGNED": w_EFH.aligned,
         "PRECISION": target.precision(dtype),
     }
-    builder.launch_chosen(_grouped_dgrad_act_kernel, grid, arguments, chosen, costs)
+    builder.launch(_grouped_dgrad_act_kernel, grid, arguments, chosen, costs)
     return partial_PR

@@ -91,7 +91,7 @@ def grouped_fc1_act_(
     if path == "specialised":
         from .gluon_kernel import grouped_fc1_act_specialised_kernel
 
-        builder.launch_chosen(grouped_fc1_act_specialised_kernel, grid, arguments, chosen, costs)
+        builder.launch(grouped_fc1_act_specialised_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {
         "x_ptr": x_RH,
@@ -102,4 +102,4 @@ def grouped_fc1_act_(
         "ALIGNED": w_EGH.aligned,
         "PRECISION": target.precision(dtype),
     }
-    builder.launch_chosen(_grouped_fc1_act_kernel, grid, arguments, chosen, costs)
+    builder.launch(_grouped_fc1_act_kernel, grid, arguments, chosen, costs)

@@ -76,7 +76,7 @@ def grouped_gemm_(
     if path == "specialised":
         from .gluon_kernel import grouped_gemm_specialised_kernel
 
-        builder.launch_chosen(grouped_gemm_specialised_kernel, grid, arguments, chosen, costs)
+        builder.launch(grouped_gemm_specialised_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {
         "x_ptr": x_RK,
@@ -87,7 +87,7 @@ def grouped_gemm_(
         "ALIGNED": w_ENK.aligned,
         "PRECISION": target.precision(dtype),
     }
-    builder.launch_chosen(_grouped_gemm_kernel, grid, arguments, chosen, costs)
+    builder.launch(_grouped_gemm_kernel, grid, arguments, chosen, costs)
 
 
 def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:

@@ -104,29 +104,21 @@ class Builder:
         kernel: Any,
         grid: tuple[int, ...],
         arguments: Mapping[str, Any],
-        *,
         chosen: Chosen | None = None,
         cost: Cost | Callable[[Sequence[int]], Cost] | None = None,
         **options: int,
     ) -> None:
-        """As `kernel[grid](**arguments, **options)`."""
+        """As `kernel[grid](**arguments, **options)`. A chosen tile gives the options and the constant `TILE`, and a
+        warp-specialized kernel also gets the number of consumers that share a tile.
+        """
+        if chosen:
+            tile, arguments = chosen.tile, {**arguments, "TILE": chosen.tile}
+            options = {"num_warps": tile.num_warps}
+            if chosen.path == "specialised":
+                arguments["CONSUMERS"] = self.target.consumers
+            else:
+                options["num_stages"] = tile.num_stages
         self._launches.append(Launch(kernel, grid, arguments, options, chosen, cost))
-
-    def launch_chosen(
-        self,
-        kernel: Any,
-        grid: tuple[int, ...],
-        arguments: Mapping[str, Any],
-        chosen: Chosen,
-        cost: Callable[[Sequence[int]], Cost],
-    ) -> None:
-        """Launch a kernel that takes its tile, and how many consumers share one if it is warp-specialized."""
-        tile = chosen.tile
-        if chosen.path == "specialised":
-            own, options = {"CONSUMERS": self.target.consumers}, {"num_warps": tile.num_warps}
-        else:
-            own, options = {}, {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        self.launch(kernel, grid, {**arguments, **own, "TILE": tile}, chosen=chosen, cost=cost, **options)
 
     def program(self, results: Any) -> Program:
         """The planned program. `results`: None, an array from `empty`, or a named tuple of such arrays and None."""

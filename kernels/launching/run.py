@@ -104,18 +104,6 @@ class Operator:
         self._bound.clear()
 
 
-def run_now(plan: Callable[..., Any], *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
-    """Plans and runs `plan(builder, *args, **named)`, with arrays in place of tensors; nothing is remembered."""
-    tensors: list[Tensor] = []
-    args = tuple(described(arg, tensors) for arg in args)
-    named = {name: described(arg, tensors) for name, arg in named.items()}
-    device = tensors[0].device
-    builder = Builder(select.target(device, settings, torch.float32), len(tensors))
-    program = builder.program(plan(builder, *args, **named))
-    arguments = Arguments((), tensors, [*map(Tensor.data_ptr, tensors)])
-    return _run(_Bound(program), arguments, device, None if INTERPRETED else driver.active)
-
-
 class Launcher:
     """A function of tensors from a plan of arrays: plans and runs at once, with `settings`, and remembers nothing.
 
@@ -128,7 +116,14 @@ class Launcher:
 
     def __call__(self, *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
         """Runs the plan on the current stream of the tensors' device."""
-        return run_now(self.plan, *args, settings=settings, **named)
+        tensors: list[Tensor] = []
+        args = tuple(described(arg, tensors) for arg in args)
+        named = {name: described(arg, tensors) for name, arg in named.items()}
+        device = tensors[0].device
+        builder = Builder(select.target(device, settings, torch.float32), len(tensors))
+        program = builder.program(self.plan(builder, *args, **named))
+        arguments = Arguments((), tensors, [*map(Tensor.data_ptr, tensors)])
+        return _run(_Bound(program), arguments, device, None if INTERPRETED else driver.active)
 
 
 def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..launching.program import Builder
-from ..launching.run import Launcher, run_now
+from ..launching.run import Launcher
 from ..operands.arrays import Array
 from ..tiles.rounding import cdiv, power_of_2
 from ..tiles.select import architecture
@@ -137,7 +137,7 @@ class Schedule:
         self._plan = plan
         self._others: dict[int, Array] = {}  # plans of one BLOCK_M, by that
         if isinstance(plan, Tensor) and plan.shape[0] == self.num_experts + 1:
-            self._plan = run_now(self._tables_of, plan)
+            self._plan = Launcher(self._tables_of)(plan)
 
     @staticmethod
     def planned(builder: Builder, plan: Array, num_rows: int, num_experts: int) -> Schedule:

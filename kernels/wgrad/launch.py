@@ -98,7 +98,7 @@ def grouped_wgrad_(
     if path == "specialised":
         from .gluon_kernel import grouped_wgrad_specialised_kernel
 
-        builder.launch_chosen(grouped_wgrad_specialised_kernel, grid, arguments, plan.chosen, costs)
+        builder.launch(grouped_wgrad_specialised_kernel, grid, arguments, plan.chosen, costs)
         return
     arguments |= {
         "left_ptr": left.arrays[0] if plan.left is None else None,
@@ -112,7 +112,7 @@ def grouped_wgrad_(
         "WARP_SPECIALIZE": path == "tma" and tile.PER_SM == 1 and target.warp_specializes,
         "PRECISION": target.precision(dtype),
     }
-    builder.launch_chosen(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)
+    builder.launch(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)
 
 
 def _costs(

@@ -29,7 +29,7 @@ from bench.cases import tiles
 from bench.host import cost as host_cost
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching import run as running
-from fusedmlp.kernels.launching.run import Operator, run_now
+from fusedmlp.kernels.launching.run import Launcher, Operator
 from fusedmlp.kernels.operands import expert_tensors
 from fusedmlp.kernels.operands.descriptors import ragged_rows
 from fusedmlp.kernels.tiles import select, table
@@ -142,7 +142,7 @@ def _plan(builder, x, y, block, free, n, width, programs, num_warps):
 
 
 small = Operator(_plan, select.DEFAULT)
-run_once = partial(run_now, _plan)
+run_once = Launcher(_plan)
 
 
 def arguments(**changes):

@@ -15,7 +15,7 @@ import triton.language as tl
 from support import forked
 from support.grids import is_quick
 
-from fusedmlp.kernels.launching.run import Operator, recording, run_now
+from fusedmlp.kernels.launching.run import Launcher, Operator, recording
 from fusedmlp.kernels.tiles import select
 
 ROOT = Path(__file__).parents[2]
@@ -88,7 +88,7 @@ def test_what_a_program_cannot_return_is_refused():
     with pytest.raises(ValueError, match="result: expected a whole tensor"):
         operator(torch.zeros(8))
     with pytest.raises(IndexError, match=r"expected array\[i\] or array\[start:\]"):
-        run_now(lambda builder, x: builder.empty((4,), torch.float32)[:2], torch.zeros(8))
+        Launcher(lambda builder, x: builder.empty((4,), torch.float32)[:2])(torch.zeros(8))
 
 
 def test_an_argument_that_no_kind_describes_is_refused():

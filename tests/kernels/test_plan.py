@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases.experts import DEVICE
-from fusedmlp.kernels.launching.run import run_now
+from fusedmlp.kernels.launching.run import Launcher
 from fusedmlp.kernels.routing import order, plan
 from fusedmlp.kernels.tiles import select, table
 
@@ -26,7 +26,7 @@ def table_of(schedule, block):
     blocks = table.row_blocks(select.architecture(made.device))
     if block not in blocks:
         blocks = (block,)
-        made = run_now(plan.plan_tables, None, made, None, num_rows, E, blocks)
+        made = Launcher(plan.plan_tables)(None, made, None, num_rows, E, blocks)
     return made[plan.size_of_plan(num_rows, E, blocks[: blocks.index(block)]) :]
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.cases.experts import DEVICE
-from fusedmlp.kernels.launching.run import run_now
+from fusedmlp.kernels.launching.run import Launcher
 from fusedmlp.kernels.operands.expert_tensors import device_table
 from fusedmlp.kernels.wgrad import steps
 
@@ -21,10 +21,10 @@ def planned(segments, block):
     offsets = [offsets_of(counts) for counts in segments]
     num_experts = len(segments[0])
     if len(segments) == 1:
-        return run_now(steps.plan_steps, offsets[0], num_experts)
+        return Launcher(steps.plan_steps)(offsets[0], num_experts)
     addresses = (*(t.data_ptr() for t in offsets), *[0] * 4 * len(offsets))
     table = device_table(addresses, offsets[0].device)
-    return run_now(steps.plan_steps, offsets[0], num_experts, table, len(offsets), sum(map(sum, segments)), block)
+    return Launcher(steps.plan_steps)(offsets[0], num_experts, table, len(offsets), sum(map(sum, segments)), block)
 
 
 def check(segments, block):

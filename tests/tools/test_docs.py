@@ -16,7 +16,7 @@ import torch
 import fusedmlp
 from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
-from fusedmlp.kernels.launching.run import run_now
+from fusedmlp.kernels.launching.run import Launcher
 from fusedmlp.kernels.routing.plan import Schedule, plan_tables, tables_at
 from fusedmlp.kernels.tiles.table import PASSES, TABLES
 
@@ -247,7 +247,7 @@ def test_the_drawings_show_what_the_kernels_do():
     )
     offsets = torch.tensor([0, 300, 300, 428, 628], dtype=torch.int32, device=DEVICE)
     plan = Schedule(offsets, 668)
-    table = run_now(plan_tables, None, offsets, None, 668, 4, (128,))[tables_at(4) :]
+    table = Launcher(plan_tables)(None, offsets, None, 668, 4, (128,))[tables_at(4) :]
     (owned, used, _), *listed = table[: 3 * (1 + plan.max_tiles(128))].view(-1, 3).tolist()
     assert f"here {owned} tiles of experts, {used} in all" in tiles
     cells = [4 if cell == "padding" else int(cell) for cell in re.findall(r'class="list mid">(\w+)<', tiles)]
