@@ -1,4 +1,4 @@
-"""Arguments of operators and launchers as plans see them: described by kinds, with arrays in place of tensors."""
+"""Arguments of operators and launchers, as plans see them: arrays in place of tensors."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _CONSTANTS = (type(None), bool, int, str)
 class Arguments(NamedTuple):
     """Arguments of an operator: tensors, lists of all experts' tensors, tuples of segments' tensors, constants."""
 
-    kinds: tuple[Any, ...]  # of each argument: all that a plan sees of it
-    tensors: list[Tensor]  # sources, in their order
-    addresses: list[int]  # where they start
+    kinds: tuple[Any, ...]  # for each argument, all that a plan sees of it
+    tensors: list[Tensor]  # the sources of a program, in its order
+    addresses: list[int]  # of the tensors
 
     @staticmethod
     def of(args: Sequence[Any]) -> Arguments:
-        """Describe them. Called for every call of an operator."""
+        """Describe the arguments of a call. Every call of an operator takes this time."""
         kinds: list[Any] = []
         tensors: list[Tensor] = []
         addresses: list[int] = []
@@ -52,7 +52,7 @@ class Arguments(NamedTuple):
 
 
 def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
-    """The kind of several experts' tensors as a whole, or of each segment's tensor."""
+    """One kind for a list of several experts' tensors; a kind for each tensor of a tuple of segments."""
     if type(arg) is list:
         experts = ExpertTensors.of(arg, arg[0].dim())
         base, table, *rest = experts
@@ -67,8 +67,8 @@ def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list
 
 
 def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """Arguments as a plan sees them: arrays in place of tensors, `ExpertTensors` of arrays in place of several experts'
-    lists.
+    """Arguments as a plan sees them: arrays in place of tensors, and `ExpertTensors` of arrays in place of lists of
+    several experts' tensors.
     """
     count = 0
 
@@ -96,8 +96,8 @@ def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
 
 
 def described(value: Any, tensors: list[Tensor]) -> Any:
-    """The value with arrays in place of tensors, in named tuples, lists of segments and schedules, too; `tensors` gets
-    those, as the sources of the arrays.
+    """Replace tensors by arrays, also in named tuples, lists of segments and schedules; append them to `tensors`:
+    the sources of the arrays.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -111,10 +111,10 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
 
 
 def _lowest(segments: Sequence[Tensor]) -> int:
-    """Address of the lowest segment with rows."""
+    """Lowest address of the segments that have rows."""
     return min((t.data_ptr() for t in segments if t.shape[0]), default=0)
 
 
 def _distance(segment: Tensor, lowest: int) -> int:
-    """Bytes from the lowest segment; nothing is read of one without rows."""
+    """Bytes from the lowest segment; 0 without rows, as nothing is read then."""
     return segment.data_ptr() - lowest if segment.shape[0] else 0

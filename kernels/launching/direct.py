@@ -1,9 +1,10 @@
 """Launching a kernel that has been compiled, without most of what Triton does for every launch.
 
-`kernel[grid](...)` binds and specialises the arguments, looks up the kernel by a text of that, asks for hooks and
-encodes descriptors anew: several times what the driver takes. This file has what is private of Triton: which compiled
-kernel belongs to a launch, how its values are passed to the driver, and when Triton's own way is needed: for the first
-launch of a kind, while there are hooks, debugging or a patched `JITFunction.run`, under the interpreter, and on AMD.
+`kernel[grid](...)` binds and specializes the arguments, looks up the kernel by a text of those, asks for hooks and
+encodes descriptors anew, which takes several times as long as the driver. All that is private to Triton is in this
+file: which compiled kernel belongs to a launch, how its values are passed to the driver, and when Triton's own launch
+is needed: for the first launch of a kind, while there are hooks, debugging or a patched `JITFunction.run`, under the
+interpreter, and on AMD.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from ..operands.arrays import Array
 from ..operands.descriptors import Descriptor
 from .program import Launch
 
-_MOST = 4096  # compiled kernels, and tensor maps of one descriptor, that are kept
+_MOST = 4096  # upper bound on compiled kernels, and on tensor maps of one descriptor, that are kept
 _run = JITFunction.run
 _refused: Any = None  # a driver whose launch signature is not supported
-INTERPRETED = knobs.runtime.interpret  # when kernels were decorated, which then stay so
+INTERPRETED = knobs.runtime.interpret  # read once: kernels stay as they were decorated
 _compiled: dict[tuple[Any, ...], Direct] = {}
 
 
@@ -31,12 +32,12 @@ class Direct(NamedTuple):
     """A compiled kernel on its device."""
 
     passed: tuple[Any, ...]  # to the driver's launch, between the stream and the kernel's values
-    encodings: tuple[Any, ...]  # how the tensor map of each descriptor is to be made
+    encodings: tuple[Any, ...]  # Triton's metadata of each descriptor's tensor map
     tensor_maps: dict[Any, TensorMaps]  # by the number of the descriptor, its shape and strides
 
 
 class TensorMaps(dict[int, Any]):
-    """Encoded tensor maps of one descriptor of a launch, by address."""
+    """Encoded tensor maps of one descriptor of a launch, by address; made when first asked for."""
 
     def __init__(self, descriptor: Descriptor, encoding: Any) -> None:
         super().__init__()
@@ -49,7 +50,7 @@ class TensorMaps(dict[int, Any]):
 
 
 class _Memory(NamedTuple):
-    """A descriptor and its base in one, as Triton's encoding reads them."""
+    """The attributes that Triton's encoding reads of a descriptor and of its base, in one object."""
 
     address: int
     shape: tuple[int, ...]
@@ -66,26 +67,26 @@ class _Memory(NamedTuple):
 
 
 def encode(descriptor: Descriptor, encoding: Any, address: int) -> Any:
-    """The tensor map of memory that starts there, by Triton's own function."""
+    """The tensor map of the memory at `address`, by Triton's own function."""
     from triton.backends.nvidia import driver as nvidia
 
-    others = nvidia.make_tensordesc_arg.__code__.co_argcount - 2  # of newer versions, which NVIDIA's does not use
+    others = nvidia.make_tensordesc_arg.__code__.co_argcount - 2  # parameters of newer versions, unused for NVIDIA
     described: Any = _Memory(address, descriptor.shape, descriptor.strides)
     return nvidia.make_tensordesc_arg(described, encoding, *[None] * others)[0]
 
 
 class Step(NamedTuple):
-    """A launch with its compiled kernel: all but addresses is known."""
+    """A launch with its compiled kernel; only addresses are missing."""
 
     grid: tuple[int, ...]
     passed: tuple[Any, ...]
-    values: list[Any]  # as the kernel takes them; addresses and tensor maps are to be filled in
-    addresses: list[tuple[int, int, int]]  # place in `values`, number of the source, bytes past it
+    values: list[Any]  # arguments of the kernel, None where an address or a tensor map goes
+    addresses: list[tuple[int, int, int]]  # index in `values`, number of the source, bytes past its start
     maps: list[tuple[int, int, int, TensorMaps]]
 
 
 def launch_steps(steps: Sequence[Step], active: Any, addresses: Sequence[int]) -> None:
-    """Launch on the current stream; `addresses`: of the program's sources."""
+    """Launch on the current stream; `addresses` are those of the program's sources."""
     launch, stream = active.utils.launch, active.get_current_stream(active.get_current_device())
     for grid, passed, template, places, maps in steps:
         values = template.copy()
@@ -123,12 +124,12 @@ def step_of(launch: Launch, direct: Direct) -> Step:
 class _Signature(NamedTuple):
     """Names of a kernel's parameters, in its order."""
 
-    kernel: Any  # kept, so that its id stays its own
-    parameters: tuple[tuple[str, bool], ...]  # but for constants; whether Triton specialises numbers of that name
+    kernel: Any  # referenced, so that no other kernel gets its id
+    parameters: tuple[tuple[str, bool], ...]  # without constants; whether Triton specializes numbers of that name
     constants: tuple[str, ...]
 
 
-_signatures: dict[int, _Signature] = {}  # by the id of a kernel, whose hash is that of its source
+_signatures: dict[int, _Signature] = {}  # by id: a kernel's own hash is computed from its source
 
 
 def _signature(kernel: Any) -> _Signature:
@@ -178,7 +179,7 @@ def keep(kind: tuple[Any, ...], compiled: Any) -> Direct | None:
 
 
 def is_possible(active: Any, kernels: Sequence[Any]) -> bool:
-    """Whether launches of these kernels can go past Triton now, as far as the active driver is known."""
+    """Whether launches of these kernels can go past Triton now; the first launch also looks at Triton's launcher."""
     for kernel in kernels:
         if kernel.pre_run_hooks:
             return False
@@ -204,7 +205,7 @@ def _hooked(hook: Any) -> bool:
 
 
 def _direct(compiled: Any) -> Direct | None:
-    """None if Triton's launcher is not one that this file knows: NVIDIA's of 3.7 and later, without scratch memory."""
+    """None unless Triton's launcher is the one that this file knows: NVIDIA's since 3.7, without scratch memory."""
     if type(compiled) is not CompiledKernel:
         return None
     launcher = compiled.run

@@ -1,8 +1,8 @@
 """Launches as values: what an operator allocates and launches, planned from kinds of tensors.
 
-A plan is a function of a `Builder` and of what it sees of tensors (`operands/arrays.py`), and of constants. It touches
-no tensor, no device and no global: equal kinds on equal targets give equal programs, so programs are remembered, are
-compiled for GPUs that are not there, and say how each launch moves its tiles and what it costs.
+A plan is a function of a `Builder`, of arrays (`operands/arrays.py`) and of constants. It touches no tensor, no device
+and no global, so equal kinds on equal targets give equal programs. Therefore programs can be remembered, can be
+compiled for a GPU that is not there, and say how each launch moves its tiles and what it costs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's, without what every kernel's has."""
+        """The kernel's name, without the leading `_` and the suffix `_kernel`."""
         name: str = self.kernel.fn.__name__
         return name.removeprefix("_").removesuffix("_kernel")
 
@@ -74,11 +74,11 @@ class Program(NamedTuple):
 
     allocations: tuple[Allocation | Addresses, ...]
     launches: tuple[Launch, ...]
-    results: Any  # which of the allocations: None, a number, or a named tuple of those
+    results: Any  # numbers of allocations: None, one number, or a named tuple of numbers and None
 
 
 class Builder:
-    """A program while it is planned. Arguments come first among its sources, `num_arguments` of them."""
+    """A program while it is planned. Its sources are `num_arguments` arguments, then its allocations."""
 
     def __init__(self, target: Target, num_arguments: int) -> None:
         self.target = target

@@ -1,7 +1,7 @@
-"""Running programs: operators whose plans are remembered by the kinds of their arguments.
+"""Operators: programs, planned once for each kind of call and run on every call.
 
-A call of a kind that came before decides nothing: it allocates its program's tensors, fills in addresses and launches.
-A program is planned from its key alone, so a plan sees nothing that the key lacks.
+A call whose kind has been planned decides nothing: it allocates the tensors of its program, fills in addresses and
+launches. A program is planned from its key alone, so a plan sees nothing that the key lacks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _recordings: list[list[Launch]] = []
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Collects the launches that programs make inside, of every thread."""
+    """Collect the launches of all programs that run inside, in any thread."""
     launches: list[Launch] = []
     _recordings.append(launches)
     try:
@@ -42,7 +42,7 @@ def recording() -> Iterator[list[Launch]]:
 
 
 class _Bound:
-    """A program on one device; `steps` once all of its kernels have been compiled."""
+    """A program on one device, with `steps` as soon as all of its kernels have been compiled."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -51,14 +51,14 @@ class _Bound:
 
 
 class Operator:
-    """Allocates and launches what `plan` says for the kinds of its arguments.
+    """A function of tensors that runs the program which `plan` makes of the kinds of its arguments.
 
     `plan(builder, *arguments)` sees an `Array` for every tensor, for a list of several tensors (experts)
     `ExpertTensors` of arrays, for other lists and for tuples (segments) a list of arrays, and constants as they are.
     """
 
     def __init__(self, plan: Callable[..., Any], settings: Settings, multiplied: int = 0) -> None:
-        """`multiplied`: the place of an argument that has the dtype of what is multiplied, if anything is."""
+        """`multiplied`: index of an argument with the dtype of the operands; any tensor if nothing is multiplied."""
         update_wrapper(self, plan)
         self._plan = plan
         self._settings = settings
@@ -74,11 +74,11 @@ class Operator:
         return builder.program(self._plan(builder, *seen(arguments.kinds, args)))
 
     def __call__(self, *args: Any) -> Any:
-        """Runs the program of these arguments' kinds on the current stream of their device."""
+        """Run on the current stream of the arguments' device."""
         return self.run(args, self._settings)
 
     def run(self, args: Sequence[Any], settings: Settings) -> Any:
-        """A call with other settings."""
+        """Run with these settings in place of the operator's own."""
         multiplied = args[self._multiplied]
         if type(multiplied) is tuple:
             (multiplied, *_) = multiplied
@@ -100,14 +100,14 @@ class Operator:
         return _run(bound, arguments, device, active)
 
     def forget(self) -> None:
-        """Plan and bind anew."""
+        """Drop all programs: later calls plan and bind anew."""
         self._bound.clear()
 
 
 class Launcher:
-    """A function of tensors from a plan of arrays: plans and runs at once, with `settings`, and remembers nothing.
+    """A function of tensors that plans and runs on every call, with `settings`, and remembers nothing.
 
-    `launcher.plan(builder, ...)` is the plan itself, for programs of several launches.
+    Other plans, whose programs have several launches, call `launcher.plan(builder, ...)`.
     """
 
     def __init__(self, plan: Callable[..., Any]) -> None:
@@ -115,7 +115,7 @@ class Launcher:
         self.plan = plan
 
     def __call__(self, *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
-        """Runs the plan on the current stream of the tensors' device."""
+        """Run on the current stream of the tensors' device."""
         tensors: list[Tensor] = []
         args = tuple(described(arg, tensors) for arg in args)
         named = {name: described(arg, tensors) for name, arg in named.items()}
@@ -160,7 +160,7 @@ def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any)
 
 
 def _bind(bound: _Bound, sources: Sequence[Tensor], active: Any, addresses: Sequence[int]) -> None:
-    """Launches, and keeps what later launches need if all can be direct."""
+    """Launch, and keep the steps of later launches if all of them can be direct."""
     steps: list[direct.Step] = []
     for launch in bound.program.launches:
         kind = direct.compiled_kind(launch)

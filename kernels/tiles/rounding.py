@@ -7,5 +7,5 @@ def cdiv(size: int, block: int) -> int:
 
 
 def power_of_2(size: int) -> int:
-    """The next one, of a size of at least 1."""
+    """The smallest power of 2 that is at least `size`, which is at least 1."""
     return 1 << (size - 1).bit_length()

@@ -18,7 +18,7 @@ from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Tile, Til
 
 
 class Chosen(NamedTuple):
-    """A tile, and what it was chosen by."""
+    """A tile, and its key in the table."""
 
     key: Key
     tile: Tile
@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Choices of a user. Each object is a value of its own: two are never equal."""
+    """Choices of a user. Compared by identity: two objects are never equal."""
 
     # Whether warp-specialized kernels are used wherever the tables have them. Not by default until a GPU has
     # timed them.
@@ -44,7 +44,7 @@ DEFAULT = Settings()
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Device, as far as a plan asks, and settings, for which launches are planned."""
+    """The facts about a device that plans use, and the settings."""
 
     architecture: str
     multiprocessors: int
@@ -58,14 +58,14 @@ class Target:
 
     @property
     def consumers(self) -> int:
-        """How many partitions share a tile's rows in warp-specialized kernels: two that multiply, each in registers
-        of its own, or one, which finds its sums in tensor memory.
+        """Partitions that share a tile's rows in warp-specialized kernels: two with accumulators in registers,
+        or one with accumulators in tensor memory.
         """
         return 2 if self.architecture == "sm_90" else 1
 
     @property
     def warp_specializes(self) -> bool:
-        """Whether Triton specializes warps there, as it can with tensor memory from 3.7 on."""
+        """Whether Triton itself can divide the loop of a kernel among warps: with tensor memory, since Triton 3.7."""
         return TRITON >= (3, 7) and self.architecture == "sm_100"
 
     def num_programs(self, tile: Tile, tiles: int) -> int:
@@ -100,7 +100,7 @@ def _target(device: torch.device, settings: Settings, tf32: bool) -> Target:
 
 @lru_cache
 def architecture(device: torch.device) -> str:
-    """The table that serves a device: its own, or that of the newest older GPU of its kind."""
+    """Name of the table for a device: its own, or that of the newest older GPU of the same vendor."""
     if triton.knobs.runtime.interpret:
         return "interpreter"
     if torch.version.hip is not None:

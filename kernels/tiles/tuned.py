@@ -1,4 +1,4 @@
-"""The file of tiles tuned for one GPU and Triton version, by kernel, path, element size and shape class."""
+"""The file of tiles tuned for one GPU and Triton version, by kernel, path, format and shape class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tiles_file(folder: Path, device: torch.device) -> Path:
 
 
 def save(path: Path, tiles: dict[Key, Tile]) -> None:
-    """Keeps `tiles` in the file, beside what it holds for other keys."""
+    """Write `tiles` into the file; tiles of other keys stay there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = (read(path) if path.exists() else {}) | tiles
     rows = [{"key": key._asdict(), "tile": tile._asdict()} for key, tile in kept.items()]
