@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer whose experts are sharded over ranks, trained and compared with one process.
+"""A mixture-of-experts layer with experts sharded over ranks, trained and compared with one process.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--steps 20] [--experts 8] [--json results.json]
 
@@ -83,7 +83,7 @@ class ExpertParallelMoE(nn.Module):
         send, receive = torch.stack([leaving_WL.sum(1), arriving_WL.sum(1)]).tolist()  # the host's only wait
 
         rows = Exchange.apply(x_TH[token_R], send, receive, self._run_wgrads, self.group)
-        # What arrives is sorted by sender, then by expert; the grouped MLP wants all of one expert's rows together.
+        # Rows arrive sorted by sender, then by expert; the grouped MLP needs all rows of an expert together.
         local_E = torch.arange(self.num_experts, device=x_TH.device) % leaving_WL.shape[1]
         expert = local_E.repeat_interleave(arriving_WL.flatten(), output_size=sum(receive))
         by_expert = expert.argsort(stable=True)

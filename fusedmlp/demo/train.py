@@ -113,7 +113,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run measured; `losses` in nats per byte, `ms` per step."""
+    """Measurements of one run: `losses` in nats per byte, `ms` per step."""
 
     losses: list[float]
     ms: list[float]

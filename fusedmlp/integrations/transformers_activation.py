@@ -201,7 +201,7 @@ def _find_activation(experts: nn.Module, function: Any) -> _Found:
         if _agree(act, probe.act) and _agree(dh, probe.dh):
             return _Found(function, stand_in._noted, candidate)
     raise NotImplementedError(
-        f"{name}: its activation is none of those that fusedmlp has (act_fn is "
+        f"{name}: its activation is none of fusedmlp's (act_fn is "
         f"{type(getattr(experts, 'act_fn', None)).__name__}, {'not gated' if function is None else 'gated'}). "
         "Use another experts_implementation for this model"
     )

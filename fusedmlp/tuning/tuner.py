@@ -1,9 +1,9 @@
 """Search for faster tiles.
 
 The tables in `kernels/tiles/table.py` need no tuning. For one GPU and shape there may be a faster tile: from the
-table's tile, the tuner changes one number at a time, keeps a change that is faster, and stops when none is. Kernels
-run many times, also those that accumulate, so everything happens on scratch tensors. A tile that does not compile,
-does not fit, or gives other results than the table's is rejected. Where the table also has a warp-specialized kernel,
+table's tile, the tuner changes one number at a time, keeps a change that is faster, and stops when none is. All runs
+use scratch tensors, as a kernel that accumulates would otherwise add many times. A tile that does not compile, does not
+fit, or gives other results than the table's is rejected. Where the table also has a warp-specialized kernel,
 the tuner searches its tiles next, and returns the best if it is faster than the best tile so far.
 """
 
