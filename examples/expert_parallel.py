@@ -1,14 +1,14 @@
-"""A mixture-of-experts layer whose experts are sharded over ranks, trained and compared with one process.
+"""A mixture-of-experts layer with experts sharded over ranks, trained and compared with one process.
 
     torchrun --nproc-per-node 2 examples/expert_parallel.py [--steps 20] [--experts 8] [--json results.json]
 
-Every rank has its own tokens and `E / W` of the experts. The router's choices travel by all-to-all to the ranks that
-own the experts, the results travel back, and the backward of both is an all-to-all again. While the last of these is
-under way, the rank computes the weight gradients of its experts, which nobody waits for: `delay_wgrad=True` puts them
-off, `backward_dw()` runs them. They land in `main_grad`, and no other rank needs them. All else is in DDP.
+Every rank has its own tokens and `E / W` of the experts. Rows travel by all-to-all to the ranks that own their experts,
+results travel back, and the backward of each of the two is an all-to-all again. While the last all-to-all is under way,
+the rank computes the weight gradients of its experts, for which nothing waits: `delay_wgrad=True` delays them,
+`backward_dw()` computes them, into `main_grad`. No other rank needs them. DDP reduces all other gradients.
 
-With GPUs the backend is NCCL, otherwise gloo. The only values that the layer has the host wait for are the numbers of
-rows to send and to receive, one list of `2 W` integers per forward, which `all_to_all_single` needs.
+With GPUs the backend is NCCL, otherwise gloo. In a forward of the layer the host waits for the device once, for the
+`2 W` numbers of rows to send and to receive, which `all_to_all_single` needs.
 
 Letters: `W` ranks, `T` tokens of a rank, `K` experts per token, `R = T K` rows, `E` experts, `L = E / W` on a rank,
 `H` hidden size, `F` ffn size.
@@ -36,9 +36,9 @@ HIDDEN, FFN, EXPERTS_PER_TOKEN, TOKENS, MICRO_BATCHES = 32, 48, 2, 96, 2
 
 
 class Exchange(torch.autograd.Function):
-    """Rows to the ranks that they are for: `send[i]` rows to rank i, `receive[i]` rows from it.
+    """All-to-all of rows: `send[i]` rows go to rank i, `receive[i]` rows come from it.
 
-    The backward sends the gradients back, and calls `meanwhile` while they travel.
+    The backward sends gradients the other way, and calls `meanwhile` while they travel.
     """
 
     @staticmethod
@@ -80,10 +80,10 @@ class ExpertParallelMoE(nn.Module):
         leaving_WL = torch.bincount(expert_R, minlength=self.num_experts).view(self.world_size, -1)
         arriving_WL = torch.empty_like(leaving_WL)
         dist.all_to_all_single(arriving_WL, leaving_WL, group=self.group)
-        send, receive = torch.stack([leaving_WL.sum(1), arriving_WL.sum(1)]).tolist()  # the host waits here, only
+        send, receive = torch.stack([leaving_WL.sum(1), arriving_WL.sum(1)]).tolist()  # the host's only wait
 
         rows = Exchange.apply(x_TH[token_R], send, receive, self._run_wgrads, self.group)
-        # What arrives is sorted by sender, then by expert; the grouped MLP wants all of one expert's rows together.
+        # Rows arrive sorted by sender, then by expert; the grouped MLP needs all rows of an expert together.
         local_E = torch.arange(self.num_experts, device=x_TH.device) % leaving_WL.shape[1]
         expert = local_E.repeat_interleave(arriving_WL.flatten(), output_size=sum(receive))
         by_expert = expert.argsort(stable=True)
@@ -97,7 +97,7 @@ class ExpertParallelMoE(nn.Module):
 
 
 class Model(nn.Module):
-    """Dense, experts around a residual connection, dense."""
+    """A dense layer, experts with a residual connection, a dense layer."""
 
     def __init__(self, num_experts: int, group: Any) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, micro: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens of one rank, and what is to be made of them: something that differs with the signs of the first four."""
+    """Tokens of one rank and their targets, a function that depends on the signs of the first four features."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
     x_TH = torch.randn(TOKENS, HIDDEN, generator=generator)
     kind_T = (x_TH[:, :4] > 0).long() @ torch.tensor([1, 2, 4, 8])
@@ -120,7 +120,7 @@ def batch(step: int, micro: int, rank: int, device: torch.device) -> tuple[Tenso
 
 
 def in_one_process(weights: dict[str, Tensor], step: int, world_size: int) -> tuple[float, dict[str, Tensor]]:
-    """The loss and every gradient of all ranks' tokens: plain autograd in float64, one expert at a time."""
+    """The loss and all gradients for all ranks' tokens, by plain autograd in float64, one expert at a time."""
     w = {name: t.double().requires_grad_() for name, t in weights.items()}
     total = 0.0
     for micro in range(MICRO_BATCHES):
@@ -140,23 +140,23 @@ def in_one_process(weights: dict[str, Tensor], step: int, world_size: int) -> tu
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The experts of all ranks: `[L, ...] -> [E, ...]`."""
+    """Gather the experts of all ranks: `[L, ...] -> [E, ...]`."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts)
 
 
 def whole(model: Model, of: Callable[[nn.Parameter], Tensor | None]) -> dict[str, Tensor]:
-    """`of` every parameter, copied, by name; those of the experts of all ranks as `fc1` and `fc2`."""
-    found = {}
+    """Copy `of(parameter)` of every parameter, by name; experts of all ranks are gathered, as `fc1` and `fc2`."""
+    copies = {}
     for name, param in model.named_parameters():
         tensor = of(param)
         assert tensor is not None
         expert_name = name.removeprefix("moe.experts.").removesuffix(".weight")
-        found[expert_name if "experts" in name else name] = (
+        copies[expert_name if "experts" in name else name] = (
             gathered(tensor.detach()) if "experts" in name else tensor.detach().clone()
         )
-    return found
+    return copies
 
 
 def main() -> None:
@@ -177,7 +177,7 @@ def main() -> None:
         parser.error(f"--experts: expected a multiple of the {world_size} ranks; got {args.experts}")
 
     torch.manual_seed(rank)  # DDP hands rank 0's dense weights to all; each rank keeps its own experts
-    model = Model(args.experts, dist.new_group()).to(device)  # a group of its own: DDP's reductions run beside
+    model = Model(args.experts, dist.new_group()).to(device)  # its own group: DDP reduces meanwhile
     experts = list(model.moe.experts.parameters())
     buffer = fusedmlp.MainGradBuffer(experts, grad_added_to_main_grad=False)
     owned = [name for name, param in model.named_parameters() if any(param is expert for expert in experts)]
@@ -224,7 +224,7 @@ def main() -> None:
                 "losses": losses,
                 "losses_in_one_process": references,
                 "largest_differences": worst,
-                "idle_experts": idle,  # of all steps; their gradients are zero
+                "idle_experts": idle,  # summed over steps; their gradients are zero
                 "overlapped_weight_gradients": model.moe.overlapped,
             }
             args.json.write_text(json.dumps(results, indent=1))

@@ -2,7 +2,8 @@
 
     python examples/finetune_qwen3_moe.py [--model Qwen/Qwen3-30B-A3B] [--text FILE] [--steps 10] [--device cuda]
 
-Without --model the model is tiny and random, and learns this file byte by byte. The lines that use fusedmlp are marked.
+Without --model the model is tiny and random, and learns this file byte by byte. Lines that use fusedmlp are marked
+"ours".
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Run:
         self.buffer = None
         if fused:
             register(self.model)  # ours
-            # ours: an fp32 main_grad for each, which is its .grad
+            # ours: an fp32 main_grad for each weight, which is also its .grad
             self.buffer = fusedmlp.MainGradBuffer(self.expert_weights, optimizer=self.optimizer)
 
     def step(self) -> None:
@@ -84,7 +85,7 @@ class Run:
 
 
 def peak_bytes(run: Run) -> int:
-    """The most that one step allocates, and `main_grad`, which is there before it."""
+    """The most bytes that one step has allocated at once, plus those of `main_grad`, which exists before it."""
     run.optimizer.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run.step()
@@ -99,7 +100,7 @@ def peak_bytes(run: Run) -> int:
 
 
 def measure(args: argparse.Namespace, ids: Tensor, fused: bool) -> dict[str, str]:
-    """Train, and what a column of the table says."""
+    """Train, and return a column of the table."""
     run = Run(args, ids, fused)
     times = []
     for _ in range(args.steps):

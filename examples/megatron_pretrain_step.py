@@ -2,7 +2,7 @@
 
     python examples/megatron_pretrain_step.py [--steps 5] [--plain] [--device cuda]
 
-One process, on a GPU or on the CPU. The lines that make the experts ours are marked.
+One process, on a GPU or on the CPU. Lines that put in fusedmlp's experts are marked "ours".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 
 def use_cpu() -> None:
-    """Megatron-core asks for the current GPU and its streams here and there; on the CPU one stands for all."""
+    """Replace the GPU, its streams and tensors by stand-ins on the CPU, as Megatron-core asks for them throughout."""
     stream = mock.Mock()
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.current_stream = torch.cuda.Stream = lambda *_, **__: stream
@@ -83,14 +83,14 @@ def main() -> list[float]:
     )
     spec = with_fused_experts(get_gpt_layer_local_spec(num_experts=config.num_moe_experts))  # ours
     model = GPTModel(config, spec, vocabulary, length, position_embedding_type="rope").to(args.device)
-    # Of the experts alone, for Megatron's own linear layers read it when they are made, and then need Apex.
+    # Set only now, for the experts: Megatron's own linear layers read it when they are made, and would then need Apex.
     config.gradient_accumulation_fusion = not args.plain
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(overlap_grad_reduce=True), model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=3e-3, clip_grad=0.0 if on_cpu else 1.0), [ddp]
     )
 
-    # Something to learn: each token is the one before plus a step that its sequence keeps.
+    # Data that can be learned: each token is the one before it plus a step, the same throughout a sequence.
     generator = torch.Generator().manual_seed(0)
     position = torch.arange(length, device=args.device).expand(batch, -1)
     causal = torch.ones(1, 1, length, length, dtype=torch.bool, device=args.device).triu(1)

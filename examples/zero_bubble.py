@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 examples/zero_bubble.py [--schedule ZBVZeroBubble] [--steps 5] [--picture FILE]
 
 A pipeline that splits backward sends a stage's input gradient on at once (`I`) and computes the weight gradients where
-it would otherwise wait (`W`). PyTorch finds the two halves in the graph. Here the experts' half is a `WgradQueue`: `I`
-runs the layer's backward, which queues the weight gradients, and `W` runs the oldest of them, into `main_grad`. The
-same stages in plain PyTorch, one expert at a time and split by PyTorch, train beside them.
+it would otherwise wait (`W`). PyTorch can split the graph itself. Here a `WgradQueue` splits off the experts' weight
+gradients: `I` runs the layer's backward, which queues them, and `W` computes the oldest of them, into `main_grad`. For
+comparison, the same stages train in plain PyTorch, one expert at a time, with backward split by PyTorch.
 
-`--picture` draws the schedule, if forward, `I` and `W` take equally long; that needs matplotlib (`fusedmlp[demo]`).
+`--picture` draws the schedule as if forward, `I` and `W` took equally long; it needs matplotlib (`fusedmlp[demo]`).
 
 Letters: `T` tokens, `K` experts per token, `H` hidden size.
 """
@@ -31,8 +31,8 @@ import fusedmlp
 
 EXPERTS, HIDDEN, FFN, EXPERTS_PER_TOKEN, TOKENS, MICRO_BATCHES = 8, 32, 48, 2, 32, 8
 STAGES = 4
-# By schedule: the stages of both ranks.
-PLACES = {
+# Schedule -> stages of rank 0, stages of rank 1.
+STAGES_OF_RANKS = {
     "Interleaved1F1B": ((0, 2), (1, 3)),
     "InterleavedZeroBubble": ((0, 2), (1, 3)),
     "ZBVZeroBubble": ((0, 3), (1, 2)),
@@ -42,7 +42,7 @@ Slot = tuple[int, float, float, str, int, int]  # rank, start, end, what, stage,
 
 
 class Stage(nn.Module):
-    """A dense layer, and experts around a residual connection."""
+    """A dense layer, and experts with a residual connection."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -66,15 +66,15 @@ class Stage(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens of all micro-batches, and what is to be made of them."""
+    """Tokens of all micro-batches, and their targets."""
     x_TH = torch.randn(MICRO_BATCHES * TOKENS, HIDDEN, generator=torch.Generator().manual_seed(step))
     return x_TH, torch.sin(x_TH.roll(1, dims=1))
 
 
 def pipeline(name: str, modules: list[Stage]) -> Any:
-    """The schedule over this rank's stages."""
+    """Build the schedule over this rank's stages."""
     stages = []
-    for index, module in zip(PLACES[name][dist.get_rank()], modules, strict=True):
+    for index, module in zip(STAGES_OF_RANKS[name][dist.get_rank()], modules, strict=True):
         queue, rows = module.queue, torch.empty(TOKENS, HIDDEN, requires_grad=True)
         builder = None if queue is None else lambda queue=queue: queue.run_oldest  # what "W" calls
         inputs = rows.detach().requires_grad_(index > 0)
@@ -90,7 +90,7 @@ def pipeline(name: str, modules: list[Stage]) -> Any:
 
 
 def train(name: str, modules: list[Stage], steps: int) -> tuple[list[float], dict[str, Tensor], Any]:
-    """The losses (on the rank with the last stage), the gradients of the last step, the schedule."""
+    """Train; return losses (on the rank with the last stage), gradients of the last step, and the schedule."""
     params = [param for module in modules for param in module.parameters()]
     fused = modules[0].queue is not None
     experts = [param for module in modules for param in module.experts.parameters()]
@@ -103,7 +103,7 @@ def train(name: str, modules: list[Stage], steps: int) -> tuple[list[float], dic
             buffer.zero_()
         x, target = batch(step)
         parts: list[Tensor] = []
-        schedule.step(*[x] * (0 in PLACES[name][dist.get_rank()]), target=target, losses=parts)
+        schedule.step(*[x] * (0 in STAGES_OF_RANKS[name][dist.get_rank()]), target=target, losses=parts)
         losses.append(float(sum(part.detach() for part in parts)))
         with nullcontext() if buffer is None else buffer.as_grad():
             for i, module in enumerate(modules):
@@ -115,27 +115,27 @@ def train(name: str, modules: list[Stage], steps: int) -> tuple[list[float], dic
 
 
 def slots(name: str, order: dict[int, list[Any]]) -> list[Slot]:
-    """When everything runs, if forward, `I` and `W` take 1, whole backwards 2, and sending nothing."""
+    """Start and end of every action, if forward, `I` and `W` take 1, a whole backward 2, and sending takes no time."""
     queues = {
         rank: [part for action in actions if action for part in (getattr(action, "sub_actions", None) or [action])]
         for rank, actions in order.items()
     }
     ends: dict[tuple[str, int, int], float] = {}
     clock: dict[int, float] = defaultdict(float)
-    found: list[Slot] = []
+    placed: list[Slot] = []
     while any(queues.values()):
         rank, action = min(
             ((rank, queue[0]) for rank, queue in queues.items() if queue and _ready(queue[0], ends) is not None),
-            key=lambda each: max(clock[each[0]], _ready(each[1], ends) or 0.0),
+            key=lambda item: max(clock[item[0]], _ready(item[1], ends) or 0.0),
         )
         what, stage, micro = _what(action)
         start = max(clock[rank], _ready(action, ends) or 0.0)
         clock[rank] = ends[what, stage, micro] = start + (2 if what == "B" else 1)
         if what == "B":
             ends["I", stage, micro] = clock[rank]
-        found.append((rank, start, clock[rank], what, stage, micro))
+        placed.append((rank, start, clock[rank], what, stage, micro))
         queues[rank].pop(0)
-    return found
+    return placed
 
 
 def _what(action: Any) -> tuple[str, int, int]:
@@ -144,7 +144,7 @@ def _what(action: Any) -> tuple[str, int, int]:
 
 
 def _ready(action: Any, ends: dict[tuple[str, int, int], float]) -> float | None:
-    """From when on it can run; None: what it needs has not been placed yet."""
+    """Earliest start of an action; None while an action that it depends on has not been placed."""
     what, stage, micro = _what(action)
     needs = {
         "F": [("F", stage - 1, micro)] * (stage > 0),
@@ -154,13 +154,13 @@ def _ready(action: Any, ends: dict[tuple[str, int, int], float]) -> float | None
 
 
 def idle_share(placed: list[Slot]) -> float:
-    """Of both ranks' time, from the first to the last."""
+    """Share of both ranks' time, until the last action ends, in which they run nothing."""
     busy = sum(end - start for _, start, end, *_ in placed)
     return 1 - busy / (max(end for _, _, end, *_ in placed) * len({rank for rank, *_ in placed}))
 
 
 def draw(timelines: dict[str, list[Slot]], path: Path) -> None:
-    """One row of boxes for each rank, by schedule."""
+    """Draw each schedule, with a row of boxes for each rank."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -185,41 +185,41 @@ def draw(timelines: dict[str, list[Slot]], path: Path) -> None:
 def main() -> None:
     """Train both ways, print a table, draw."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedule", choices=sorted(PLACES), default="ZBVZeroBubble")
+    parser.add_argument("--schedule", choices=sorted(STAGES_OF_RANKS), default="ZBVZeroBubble")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--picture", type=Path, help="draw the schedule, beside one that does not split, as SVG")
     args = parser.parse_args()
     dist.init_process_group("gloo")
     if dist.get_world_size() != 2:
         parser.error(f"expected 2 ranks; got {dist.get_world_size()}")
-    torch.manual_seed(0)  # on both ranks: every stage begins alike everywhere
+    torch.manual_seed(0)  # on both ranks, so that they agree on the initial weights of all stages
     whole = [Stage(fused=True) for _ in range(STAGES)]
-    mine = [whole[index] for index in PLACES[args.schedule][dist.get_rank()]]
+    mine = [whole[index] for index in STAGES_OF_RANKS[args.schedule][dist.get_rank()]]
     plain = copy.deepcopy(mine)
     for module in plain:
         module.queue = None
     losses, grads, schedule = train(args.schedule, mine, args.steps)
     plain_losses, plain_grads, _ = train(args.schedule, plain, args.steps)
-    apart = max(float((grads[key] - grad).norm() / grad.norm()) for key, grad in plain_grads.items())
-    every: list[Any] = [None, None]
-    dist.all_gather_object(every, (losses, plain_losses, apart))
+    difference = max(float((grads[key] - grad).norm() / grad.norm()) for key, grad in plain_grads.items())
+    results: list[Any] = [None, None]
+    dist.all_gather_object(results, (losses, plain_losses, difference))
     if dist.get_rank() == 0:
-        last = next(rank for rank, places in enumerate(PLACES[args.schedule]) if STAGES - 1 in places)
-        ours, theirs, _ = every[last]
+        last = next(rank for rank, stages in enumerate(STAGES_OF_RANKS[args.schedule]) if STAGES - 1 in stages)
+        ours, theirs, _ = results[last]
         placed = slots(args.schedule, schedule.pipeline_order)
-        print(
-            f"{args.schedule}, {MICRO_BATCHES} micro-batches: idle {idle_share(placed):.0%} if F, I and W take as long"
-        )
+        idle = f"idle {idle_share(placed):.0%} if F, I and W take equally long"
+        print(f"{args.schedule}, {MICRO_BATCHES} micro-batches: {idle}")
         print("\n| | plain | fusedmlp |\n|---|---|---|")
         print(f"| loss, first step | {theirs[0]:.6f} | {ours[0]:.6f} |")
         print(f"| loss, last step | {theirs[-1]:.6f} | {ours[-1]:.6f} |")
         print("| weight gradients of experts | by PyTorch's split, to `.grad` | queue in W, to `main_grad` |")
-        print(f"\nGradients of the last step differ by at most {max(each[2] for each in every):.1e} of their norm.")
+        largest = max(difference for _, _, difference in results)
+        print(f"\nGradients of the last step differ by at most {largest:.1e} of their norm.")
     if args.picture:
-        beside = pipeline("Interleaved1F1B", mine)
+        unsplit = pipeline("Interleaved1F1B", mine)
         if dist.get_rank() == 0:
-            names = {"Interleaved1F1B": beside, args.schedule: schedule}
-            draw({name: slots(name, each.pipeline_order) for name, each in names.items()}, args.picture)
+            schedules = {"Interleaved1F1B": unsplit, args.schedule: schedule}
+            draw({name: slots(name, drawn.pipeline_order) for name, drawn in schedules.items()}, args.picture)
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""The demo's experiment: the three runs, and whether the loss curves of the two that matter agree."""
+"""The demo's experiment: three training runs, and whether the loss curves of `plain` and `fused` agree."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from statistics import fmean, median
 from fusedmlp.demo.count import StepCount, count_step
 from fusedmlp.demo.train import Column, Run, Settings, Trainer, train
 
-# The bound, in units of the drift or of the last place of the loss, and the steps in which the latter counts: see
-# `agreement`.
+# The bound in units of the last place of the loss (the first `_EARLY` steps) or of the drift: see `agreement`.
 SLACK = 4
 _EARLY = 3
 _FP32_EPSILON = 2**-23
@@ -35,7 +34,7 @@ class Agreement:
 
     @property
     def agree(self) -> bool:
-        """Whether no step is out of bounds. A loss that is not a number agrees with nothing."""
+        """Whether every step is within its bound; a NaN never is."""
         return all(d <= b for d, b in zip(self.difference, self.bound, strict=True))
 
     @property
@@ -46,7 +45,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Results:
-    """Everything that the demo found out."""
+    """Everything that the demo measured."""
 
     settings: Settings
     plain: Measured
@@ -56,7 +55,7 @@ class Results:
 
     @property
     def passed(self) -> bool:
-        """The curves agree, and autograd neither copied nor added a gradient of the fused expert weights."""
+        """Whether the curves agree, and autograd neither copied nor added a gradient of the fused expert weights."""
         return self.agreement.agree and self.fused.step.copies == 0 and self.fused.step.adds == 0
 
 
@@ -81,16 +80,16 @@ def _measured(run: Run, step: StepCount) -> Measured:
 def agreement(plain: list[float], fused: list[float], control: list[float]) -> Agreement:
     """Compare the curves of `plain` and `fused` with a bound that is measured, not chosen.
 
-    Two runs that differ only in rounding stay within a few units in the last place of each other until a token,
-    nearly undecided, goes to another expert; then they drift apart visibly. Whether and when that happens is chance,
-    so the bound has two parts.
+    Two runs that differ only in rounding stay within a few units in the last place of each other until a token with two
+    nearly equal router probabilities goes to another expert; then they drift apart visibly. Whether and when that
+    happens is chance, so the bound has two parts.
 
     In the first three steps it is `SLACK` units in the last place of the loss (of 8 seeds, the largest difference in
-    the first 8 steps was 1.4 units). These steps are what finds an error: a lost or stale gradient shows in the second
-    or third one, at hundreds of times the bound.
+    the first 8 steps was 1.4 units). These steps find errors: a lost or stale gradient shows in the second or third
+    one, at hundreds of times the bound.
 
     From then on it is `SLACK` times the largest drift `|control - plain|`, as two drifts of one kind differ by a random
-    factor. `control` makes the event happen: its closest routing decisions go the other way.
+    factor. `control` causes the drift on purpose: its closest routing decisions are flipped.
     """
     ulps = [_FP32_EPSILON * abs(p) for p in plain]
     drift = max(abs(c - p) for c, p in zip(control, plain, strict=True))

@@ -1,4 +1,4 @@
-"""What one training step does with expert weight gradients, as PyTorch's profiler saw it."""
+"""Count copies, adds and peak memory of expert weight gradients in one training step, by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALLOCATION_GRANULE = 512  # bytes; the CUDA allocator rounds sizes up to it
 
 @dataclass(frozen=True)
 class StepCount:
-    """Of one optimizer step, expert weights only.
+    """Counts of one optimizer step, for expert weights only.
 
     Attributes:
         copies: `copy_` that AccumulateGrad ran, itself or in a `clone`.
@@ -33,14 +33,14 @@ class StepCount:
 def count_step(trainer: Trainer) -> StepCount:
     """Run one more step of `trainer` under the profiler and count.
 
-    Copies and adds are the operators inside an AccumulateGrad whose first input has the shape of an expert weight
-    (no other parameter has one).
+    Copies and adds are operators inside AccumulateGrad with a first input of an expert weight's shape, which no other
+    parameter has.
 
-    `peak_bytes` is measured: the `main_grad` buffer, if there is one, plus the highest sum of the allocations then
-    live that could hold an expert weight's gradient. Those are the allocations of an expert weight's size in bytes,
-    made outside `optimizer.step()` (whose temporaries are of that size too) by an operator that has an input of an
-    expert weight's shape, such as `empty_like` or `add`. The shape tells them from activations that happen to be of
-    the same size; so does the name of a product of rows with weights, whose result is activations.
+    `peak_bytes` is the `main_grad` buffer, if there is one, plus the largest sum of live allocations that could hold
+    gradients of expert weights. Such an allocation has an expert weight's size in bytes and is made by an operator with
+    an input of an expert weight's shape, such as `empty_like` or `add`. Three others of that size are left out:
+    temporaries of `optimizer.step()`; activations, as no input of their operators has the shape; and results of
+    `_grouped_mm`, which are activations although a weight is an input.
     """
     weights = trainer.model.expert_weights()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as prof:
@@ -92,7 +92,7 @@ def _peak(roots: list[_ProfilerEvent], weights: list[nn.Parameter]) -> int:
 def _allocations(
     event: _ProfilerEvent, shapes: set[tuple[int, ...]], of_weight_shape: bool = False
 ) -> Iterator[tuple[_ProfilerEvent, bool]]:
-    """Every allocation and release under `event`, and whether an operator with a weight-shaped input made it."""
+    """Yield every allocation and release under `event`, and whether an operator with a weight-shaped input made it."""
     fields = event.extra_fields
     if isinstance(fields, _ExtraFields_Allocation):
         yield event, of_weight_shape

@@ -29,7 +29,7 @@ class ModelConfig:
     experts_per_token: int = 2
     ffn: int = 256
     context: int = 128
-    ngram: int = 4  # bytes that a token's embedding sees, itself included: saves attention the first epochs
+    ngram: int = 4  # bytes in a token's embedding, its own included: attention need not first learn to find them
 
 
 class Attention(nn.Module):
@@ -52,10 +52,10 @@ class Attention(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Top-k routing around `fusedmlp.GroupedMLP`; nothing in it waits for the device.
+    """Top-k routing around `fusedmlp.GroupedMLP`, without a host synchronization.
 
-    `flip_closest` sends the one token whose choice was closest to its runner-up expert, in place of its last choice:
-    the most that a rounding difference does to routing.
+    `flip_closest` sends one token to its runner-up expert instead of its last choice: the token for which these two
+    probabilities are closest. A rounding difference changes routing no more than that.
     """
 
     def __init__(self, config: ModelConfig, accumulate_wgrad: Mode) -> None:
@@ -100,7 +100,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the experts, each after a norm and around a residual connection."""
+    """Attention, then the experts, each after a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, accumulate_wgrad: Mode) -> None:
         super().__init__()
@@ -134,13 +134,13 @@ class LanguageModel(nn.Module):
             nn.init.normal_(embedding.weight, std=0.5)
 
     def flip_closest(self) -> None:
-        """From now on, disturb the routing of every layer as little as can be; see `MixtureOfExperts`."""
+        """Flip the closest routing decision of every layer from now on; see `MixtureOfExperts`."""
         for module in self.modules():
             if isinstance(module, MixtureOfExperts):
                 module.flip_closest = True
 
     def expert_weights(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the fused run keeps in `main_grad`."""
+        """Return the weights of all experts; the fused run keeps their gradients in `main_grad`."""
         return [p for m in self.modules() if isinstance(m, GroupedMLP) for p in m.parameters()]
 
     def forward(self, text: Tensor, *, is_first_microbatch: bool | None = None) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ class LanguageModel(nn.Module):
 
         Args:
             text: `[B, S + 1]` byte values; the first `S` are read, the last `S` predicted.
-            is_first_microbatch: overwrite the `main_grad` of the expert weights instead of adding to it.
+            is_first_microbatch: True overwrites the `main_grad` of the expert weights instead of adding to it.
         """
         inputs_BS, targets_BS = text[:, :-1], text[:, 1:]
         positions_S = torch.arange(inputs_BS.shape[1], device=text.device)

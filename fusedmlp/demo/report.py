@@ -1,4 +1,4 @@
-"""What the demo shows: a table, a picture and a JSON file."""
+"""Output of the demo: a table, a picture and a JSON file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PALE, _DARK, _BOUND = "#9ecae1", "#08306b", "#d94801"
 
 
 def table(results: Results) -> str:
-    """The two columns, the verdict on the loss curves, and what the numbers are."""
+    """Format both columns and the verdict on the loss curves as text."""
     plain, fused = _cells(results.plain), _cells(results.fused)
     rows = [("", _PLAIN, _FUSED), *((name, plain[name], fused[name]) for name in plain)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -51,7 +51,7 @@ def verdict(results: Results) -> str:
 
 
 def as_json(results: Results) -> str:
-    """All results; `losses` are nats per byte, one per step."""
+    """Format all results as JSON; `losses` are in nats per byte, one per step."""
     curves = results.agreement
     document = {
         "versions": {"fusedmlp": __version__, "torch": torch.__version__, "python": platform.python_version()},

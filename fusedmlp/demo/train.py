@@ -3,8 +3,8 @@
 `plain`: PyTorch accumulates the gradients of the micro-batches in `.grad`. `fused`: the backward of the experts
 accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output may round at other
 places than a GEMM followed by an add. Mostly that stays invisible, until it sends a token to another expert; training
-amplifies that. How far, `control` measures: it is `plain` again, but in every layer and micro-batch the one token
-whose choice of experts was the closest goes the other way.
+amplifies that. `control` measures how far: it is `plain`, except that in every layer and micro-batch the token with the
+closest choice of experts goes to its runner-up expert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WARMUP = 20  # steps; then the learning rate falls linearly
 
 @dataclass(frozen=True)
 class Settings:
-    """What the runs have in common."""
+    """Settings that all runs share."""
 
     steps: int = 200
     micro_batch: int = 8
@@ -54,8 +54,8 @@ class Trainer:
     """A model, its optimizer, its data, and one step of the loop.
 
     Args:
-        settings: of the run.
-        column: which run. Only what depends on it may differ between runs.
+        settings: shared by all runs.
+        column: the run. Runs differ only in what depends on it.
     """
 
     def __init__(self, settings: Settings, column: Column) -> None:
@@ -67,7 +67,7 @@ class Trainer:
         self.model.to(settings.device)
         self.buffer: MainGradBuffer | None = None
         if column == "fused":
-            # Nothing in this loop reads the flag that Megatron's hooks read, so it is not asked for.
+            # The flag grad_added_to_main_grad is for Megatron's hooks; nothing in this loop reads it.
             self.buffer = MainGradBuffer(self.model.expert_weights(), grad_added_to_main_grad=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -81,10 +81,10 @@ class Trainer:
         return data[(starts[:, None] + window).to(data.device)]
 
     def step(self) -> Tensor:
-        """One optimizer step on new data; the loss before it, mean over the micro-batches, on the device.
+        """Run one optimizer step on new data; return the loss before it: the mean over micro-batches, on the device.
 
-        `is_first_microbatch=True` makes the first backward of a step overwrite `main_grad`. Every expert weight is
-        in every backward, so all of the buffer is overwritten and need not be zeroed.
+        `is_first_microbatch=True` makes the first backward of a step overwrite `main_grad`. Every expert weight takes
+        part in every backward, so the whole buffer is overwritten and need not be zeroed.
         """
         losses = []
         for i in range(MICRO_BATCHES):
@@ -104,7 +104,7 @@ class Trainer:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Nats per byte over windows spread evenly over the held-out text."""
+        """Return the loss in nats per byte over windows spread evenly over the held-out text."""
         last = len(self._held_out) - self.settings.model.context - 1
         starts = torch.linspace(0, last, 8 * self.settings.micro_batch).long()
         batches = torch.split(self._windows(self._held_out, starts), self.settings.micro_batch)
@@ -113,7 +113,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run measured; `losses` in nats per byte, `ms` per step."""
+    """Measurements of one run: `losses` in nats per byte, `ms` per step."""
 
     losses: list[float]
     ms: list[float]
@@ -121,7 +121,7 @@ class Run:
 
 
 def train(trainer: Trainer) -> Run:
-    """All steps, with a progress bar on stderr."""
+    """Run all steps, with a progress bar on stderr."""
     losses, ms = [], []
     with tqdm(_timed_steps(trainer), desc=f"{trainer.column:8}", total=trainer.settings.steps, unit="step") as bar:
         for loss, seconds in bar:

@@ -18,7 +18,13 @@ RIGHT, WRONG_NUMBERS, CANNOT_RUN = 0, 1, 2
 
 
 def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
-    """Print the report on a layer (`paths.Problem` by name) for `target`, or else for the GPU here; the exit status."""
+    """Print the report and return the exit status.
+
+    Args:
+        layer: fields of `paths.Problem`, with the dtype by name.
+        target: architecture to show kernels for; default: that of the GPU here, or sm_90 without one.
+        as_json: print one JSON object instead of text.
+    """
     machine = facts.machine()
     libraries = facts.integrations()
     checks, seconds = selftest.run(getattr(torch, layer["dtype"]))
@@ -53,7 +59,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
 
 
 def _passes(layer: dict[str, Any], target: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of `paths.passes`, or why there are none."""
+    """Return the rows of `paths.passes`, and why there are none ("" if there are)."""
     if environment.triton_interpret():
         return [], "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     try:
@@ -87,15 +93,15 @@ def _pass_lines(passes: list[dict[str, Any]]) -> list[str]:
 
 
 def _check_lines(checks: list[selftest.Check]) -> Iterator[str]:
-    """A line for each step, with its worst result; where results are wrong, one for each of those."""
+    """Yield one line for each step, with its worst result, or one line for each wrong result."""
     for (implementation, device, dtype, step), group in groupby(
         checks, attrgetter("implementation", "device", "dtype", "step")
     ):
         results = list(group)
         worst = max(results, key=lambda check: check.error / check.allowed if check.allowed else 0.0)
         for check in [check for check in results if not check.ok] or [worst]:
-            found = check.raised or f"{check.result}: error {check.error:.1e}, allowed {check.allowed:.1e}"
-            verdict = f"not run: {check.not_run}" if check.not_run else f"{found}  {'ok' if check.ok else 'WRONG'}"
+            outcome = check.raised or f"{check.result}: error {check.error:.1e}, allowed {check.allowed:.1e}"
+            verdict = f"not run: {check.not_run}" if check.not_run else f"{outcome}  {'ok' if check.ok else 'WRONG'}"
             where = f"{implementation} on {device}"
             yield f"  {where:<16}{dtype:<10}{step:<14}{verdict}"
 

@@ -1,4 +1,4 @@
-"""What is installed and what the machine has."""
+"""Facts about the installation and the machine: versions, the GPU, integrations that can be imported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fusedmlp.version import __version__
 
 @dataclass(frozen=True)
 class Machine:
-    """Versions, the GPU if there is one, and what is wrong with them (empty: nothing)."""
+    """Versions, the GPU if there is one, and the problems with them (empty: none)."""
 
     fusedmlp: str
     python: str
@@ -28,19 +28,19 @@ class Machine:
     triton: str | None
     supported: dict[str, str]  # by package
     gpu: str | None
-    architecture: str | None  # whose kernels it runs
+    architecture: str | None  # its table of tiles, such as "sm_90"
     driver: str | None
     memory_bytes: int | None
     multiprocessors: int | None
-    implementation: str  # that impl="auto" takes for tensors on the best device here
-    why: str
+    implementation: str  # what impl="auto" means for tensors on the GPU, or on the CPU without one
+    why: str  # why that implementation
     specialised: str  # whether warp-specialized kernels are used, or why they cannot be
     switches: dict[str, str]  # environment variables that are set
     problems: list[str]
 
 
 def machine() -> Machine:
-    """Look; starts no kernel."""
+    """Collect facts without launching a kernel."""
     problems = [unsupported] if (unsupported := versions.problem()) else []
     gpu = architecture = memory = multiprocessors = None
     if torch.cuda.is_available():
@@ -77,7 +77,7 @@ def machine() -> Machine:
 
 
 def supported_versions() -> dict[str, str]:
-    """Versions that the import accepts, and those that are tested."""
+    """By package, the versions that `import fusedmlp` accepts and the versions that are tested."""
     return {
         package: f"{oldest} or newer, tested with {', '.join(versions.TESTED[package])}"
         for package, oldest in versions.OLDEST.items()
@@ -122,7 +122,7 @@ def _version(package: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The GPU driver's own version, by its tool."""
+    """The version of the GPU driver, from nvidia-smi or rocm-smi; None if neither says."""
     for command in (
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
         ["rocm-smi", "--showdriverversion", "--csv"],
@@ -136,16 +136,16 @@ def _driver() -> str | None:
 
 @dataclass(frozen=True)
 class Integration:
-    """One library that fusedmlp plugs into."""
+    """A library that fusedmlp integrates with, and whether the integration can be imported."""
 
     name: str
     version: str | None  # None: not installed
-    module: str  # of fusedmlp that serves it
-    ok: bool
+    module: str  # fusedmlp's module for it
+    ok: bool  # whether that module can be imported
     why_not: str
 
 
-# Library as users know it, package, module to be found, module of ours that serves it.
+# Name of the library, package to install, a module of it, fusedmlp's module for it.
 _INTEGRATIONS = (
     ("Megatron-core", "megatron-core", "megatron.core", "fusedmlp.integrations.megatron"),
     ("Transformers", "transformers", "transformers", "fusedmlp.integrations.transformers"),
@@ -156,8 +156,8 @@ _INTEGRATIONS = (
 
 
 def integrations() -> list[Integration]:
-    """Import what serves each library that is installed; others are rows that say so."""
-    found = []
+    """Import the integration of each library that is installed; the row of any other says how to install it."""
+    rows = []
     for name, package, library, ours in _INTEGRATIONS:
         why_not = ""
         if find_spec(library.split(".")[0]) is None:
@@ -165,9 +165,9 @@ def integrations() -> list[Integration]:
         else:
             try:
                 with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of what those libraries do not find
+                    warnings.simplefilter("ignore")  # about optional packages that the library does not find
                     import_module(ours)
             except Exception as error:  # whatever a library raises when imported is what the user needs to see
                 why_not = f"import {ours}: {type(error).__name__}: {error}".splitlines()[0]
-        found.append(Integration(name, _version(package), ours, not why_not, why_not))
-    return found
+        rows.append(Integration(name, _version(package), ours, not why_not, why_not))
+    return rows

@@ -1,7 +1,7 @@
-"""Which kernels a layer's passes launch, with which tiles, and how tiles are moved: as their programs say.
+"""Kernels, tiles and paths of a layer's passes, read from the launches that their programs plan.
 
-Programs are planned for uninitialised tensors of the layer's sizes and few experts: only the class of the load, by mean
-rows per expert, decides besides sizes and addresses.
+Programs are planned for uninitialised tensors with the layer's sizes, but few rows and experts. Besides sizes and
+addresses, a plan depends on the shape class of the load, which is set from the layer's mean rows per expert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedmlp.kernels.tiles import table
 from fusedmlp.operators import triton_impl
 
 WEIGHTS = ("packed", "separate", "megatron")
-# Kernels of a step in the order of their launches, by the names that `bench --roofline` gives them.
+# Launches of a step in their order, by the names that `bench --roofline` uses.
 STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
 _EXPERTS, _ROWS = 3, 64
 
@@ -35,14 +35,14 @@ class Problem:
     F: int = 768
     R: int = 65536
     dtype: torch.dtype = torch.bfloat16
-    # "packed"; "separate": each expert's tensors are allocations of their own; "megatron": views of one buffer, last
-    # expert first, those of main_grad without any alignment
+    # "packed"; "separate": an allocation for each expert; "megatron": views of one buffer, last expert first, where
+    # main_grad starts 4 bytes late, so that it is not aligned
     weights: str = "packed"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What one pass launches."""
+    """The launch of one pass."""
 
     name: str  # as in `bench --roofline`
     kernel: str
@@ -52,7 +52,7 @@ class Pass:
 
 
 def passes(problem: Problem, target: str) -> list[Pass]:
-    """The passes of a forward and a backward with fp32 `main_grad`, in the order of their launches."""
+    """Plan a forward and a backward with fp32 `main_grad`; return their passes in the order of their launches."""
     shape = table.shape_class(problem.R / problem.E)
     planned_for = TARGETS[target].planned_for(shape, specialised=triton_impl.SETTINGS.specialised)
     programs = (operator.program(planned_for, *args) for operator, args in _step(problem))
@@ -81,7 +81,7 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
 
 
 def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int = 0) -> list[Tensor]:
-    """Memory that is never touched; in Megatron's order the buffer starts `first` elements late."""
+    """Return uninitialised expert tensors; with "megatron", they start `first` elements into their buffer."""
     if where == "packed":
         return [torch.empty(_EXPERTS, *shape, dtype=dtype)]
     if where == "separate":
@@ -92,15 +92,16 @@ def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int 
 
 
 def _why(launch: Launch, problem: Problem, target: str) -> str:
-    """The first reason, in the order in which launchers look."""
+    """Return the reason for a launch's path: the first that applies, in the order in which passes are planned."""
     if launch.path == "specialised":
         return "descriptors, warp-specialized"
     if launch.path == "tma":
         return "descriptors: the GPU has TMA, and all bases and rows are multiples of 16 bytes"
-    odd = [f"{letter}={size}" for letter, size in (("H", problem.H), ("F", problem.F)) if size % 16]
+    misaligned = [f"{letter}={size}" for letter, size in (("H", problem.H), ("F", problem.F)) if size % 16]
     if launch.path == "unaligned":
-        cause = f"{' and '.join(odd)} not a multiple of 16" if odd else "an address is not a multiple of 16 bytes"
-        return f"no vectors: {cause}"
+        if misaligned:
+            return f"no vectors: {' and '.join(misaligned)} not a multiple of 16"
+        return "no vectors: an address is not a multiple of 16 bytes"
     if not TARGETS[target].has_tma:
         return f"pointers: {target} has no TMA"
     kernel = launch.name.removeprefix("grouped_")

@@ -1,4 +1,4 @@
-"""The GPUs that kernels are proven for."""
+"""GPU architectures for which kernels are compiled and checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Target:
     """One architecture and the most shared memory (LDS on AMD) that one of its blocks can have, in bytes.
 
     Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (163, 227, 227 and 99 KiB;
-    the reserved 1 KiB a block is already off); AMD CDNA 3 and CDNA 4 ISA guides (64 and 160 KiB).
+    the reserved 1 KiB a block is subtracted); AMD CDNA 3 and CDNA 4 ISA guides (64 and 160 KiB).
     """
 
     name: str
@@ -24,17 +24,17 @@ class Target:
 
     @property
     def is_amd(self) -> bool:
-        """Whether HIP serves it."""
+        """Whether it is an AMD GPU (HIP)."""
         return self.name.startswith("gfx")
 
     @property
     def has_tma(self) -> bool:
-        """Whether tiles can be moved by descriptors."""
+        """Whether it has TMA, which moves tiles by descriptors."""
         return not self.is_amd and self.capability >= 90
 
     @property
     def capability(self) -> int:
-        """NVIDIA's compute capability, times ten."""
+        """NVIDIA's compute capability, times ten; ValueError for AMD."""
         return int(self.name.removeprefix("sm_"))
 
     def planned_for(
@@ -44,18 +44,18 @@ class Target:
         specialised: bool = False,
         tf32: bool = False,
     ) -> select.Target:
-        """Target of plans, with the tiles of `shape`, whatever the sizes of the tensors.
+        """Return the target to plan launches for, with the tiles of `shape` for every load (None: each load's own).
 
-        Without `with_tma` there is no configuration that uses descriptors, as if weights lay in no one buffer.
-        `specialised`: warp-specialized kernels are used where the table has them.
+        Without `with_tma` no tile uses descriptors, as if weights were in separate allocations. With `specialised`,
+        warp-specialized kernels are used where the table has them.
         """
         tiles = tiles_of(table.TABLES[self.name], shape, with_tma)
-        # How many programs a launch has changes nothing in a kernel.
+        # 100 multiprocessors: the number of programs changes a launch's grid, not its kernel.
         return select.Target(self.name, 100, tiles, select.Settings(specialised), tf32)
 
     @property
     def triton(self) -> GPUTarget:
-        """What Triton calls it."""
+        """The same target as Triton's compiler takes it: backend, architecture, warp size."""
         from triton.backends.compiler import GPUTarget  # not above: the command line lists targets without Triton too
 
         return GPUTarget("hip", self.name, 64) if self.is_amd else GPUTarget("cuda", self.capability, 32)
@@ -75,7 +75,10 @@ TARGETS = {
 
 
 def tiles_of(tiles: table.Tiles, shape: table.ShapeClass | None, with_tma: bool = True) -> table.Tiles:
-    """The tiles of one class of loads, for every load, or all; without `with_tma`, only tiles by pointers."""
+    """Tiles of which every load gets those of `shape` (None: each load its own).
+
+    Without `with_tma`, tiles that need descriptors are left out.
+    """
     kept = {key: tile for key, tile in tiles.items() if with_tma or key.path not in table.BY_DESCRIPTORS}
     if shape is None:
         return kept

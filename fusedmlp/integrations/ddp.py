@@ -1,9 +1,9 @@
-"""PyTorch's `DistributedDataParallel`: weight gradients that are added straight into its buckets.
+"""PyTorch's `DistributedDataParallel`: add weight gradients straight into its buckets.
 
 DDP reduces flat buckets. With `gradient_as_bucket_view=True`, each `.grad` becomes a view of its bucket, and with
 `accumulate_wgrad="auto"` or "grad" the GEMM then adds into what is reduced: nothing is allocated or copied. Two things
 stand in the way, and `grads_in_buckets` removes both. DDP makes the views only when it first reduces a gradient, so
-that the first step holds every weight gradient twice. And `zero_grad()` lets go of them: the next gradient is a fresh
+that the first step holds every weight gradient twice. And `zero_grad()` drops the views: the next gradient is a new
 tensor again, which DDP copies.
 """
 
@@ -23,7 +23,7 @@ def grads_in_buckets(
     parameters: Iterable[nn.Parameter],
     wrap: Callable[[nn.Module], DistributedDataParallel],
 ) -> DistributedDataParallel:
-    """Wrap a module in DDP so that the `.grad` of some of its parameters is never anything but a view of a bucket.
+    """Wrap a module in DDP so that the `.grad` of some of its parameters is a view of a bucket from the first step on.
 
         ddp = grads_in_buckets(
             model,
@@ -31,17 +31,17 @@ def grads_in_buckets(
             lambda m: DistributedDataParallel(m, gradient_as_bucket_view=True),
         )
 
-    From then on these parameters behave as under `zero_grad(set_to_none=False)`, whichever way they are zeroed: one
-    without a gradient in a step has a zero one, not None. Every result is the same without this function; it saves
-    memory and copies.
+    However these parameters are zeroed, they then behave as after `zero_grad(set_to_none=False)`: a parameter that a
+    step does not use has a zero gradient, not None. Gradients are the same without this function; it saves memory and
+    copies.
 
     Args:
-        module: what is to be wrapped.
-        parameters: those that layers with `accumulate_wgrad="auto"` or "grad" use; those that are frozen are left out.
+        module: the module to wrap.
+        parameters: weights of layers with `accumulate_wgrad="auto"` or "grad"; frozen ones are skipped.
         wrap: makes the DDP from the module, with `gradient_as_bucket_view=True`.
 
     Returns:
-        What `wrap` returned.
+        The DDP that `wrap` made.
 
     Raises:
         ValueError: `wrap` left a `.grad` that is no view of a bucket.
@@ -74,10 +74,10 @@ _views = WeakTensorKeyDictionary()  # parameter -> its view of a bucket
 
 
 class _KeepGrads:
-    """Gives parameters whose `.grad` is None their views back, zeroed, and takes note of the others'.
+    """Forward pre-hook: sets a `.grad` that is None to its view, zeroed, and remembers every other `.grad` as a view.
 
-    A forward pre-hook of DDP and of the module inside: between the two, DDP makes new buckets once, copies the
-    gradients that it finds, and lets `.grad` be views of those.
+    Runs for DDP and again for the module inside: between the two, DDP makes new buckets once, copies the gradients
+    that it finds into them, and makes `.grad` views of the new buckets.
     """
 
     def __init__(self, params: list[nn.Parameter]) -> None:
@@ -89,5 +89,5 @@ class _KeepGrads:
         for param in self.params:
             if param.grad is not None:
                 _views[param] = param.grad
-            elif param in _views:  # a copy of the module has none
+            elif param in _views:  # parameters of a copied module have no view
                 param.grad = _views[param].zero_()

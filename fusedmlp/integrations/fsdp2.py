@@ -1,4 +1,4 @@
-"""FSDP2 (`torch.distributed.fsdp.fully_shard`): gradients accumulated in the dtype that they are reduced in.
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): accumulate gradients in the dtype in which they are reduced.
 
 See docs/fsdp2.md.
 """
@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Keep `.grad` of unsharded parameters in `dtype`, for `MixedPrecisionPolicy(reduce_dtype=dtype)`.
 
-    Left alone, FSDP2 has every micro-batch's gradient made in `param_dtype`, casts it and adds it. After this, with
-    `accumulate_wgrad="auto"` or "grad", the weight-gradient GEMM itself adds in `dtype` and nothing is rounded, cast or
-    copied. It holds for all parameters of the model: FSDP2 wants one gradient dtype in each of its groups.
+    By default every micro-batch's gradient is computed in `param_dtype`, and FSDP2 casts and adds it. After this call,
+    with `accumulate_wgrad="auto"` or "grad", the weight-gradient GEMM itself adds in `dtype`, and nothing is rounded,
+    cast or copied. Applies to all parameters of the model: FSDP2 needs one gradient dtype in each of its groups.
 
     Args:
-        model: after `fully_shard` of it and of its parts.
+        model: after all calls of `fully_shard` on it and on its parts.
         dtype: the policy's `reduce_dtype`.
 
     Raises:
@@ -29,7 +29,7 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
-        raise ValueError("model: expected parts that went through fully_shard; got none")
+        raise ValueError("model: expected parts that went through fully_shard; got none. Call fully_shard first")
     for module in sharded:
         policy = module._get_fsdp_state()._mp_policy
         if (policy.reduce_dtype or policy.param_dtype or dtype) != dtype:
@@ -40,8 +40,8 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
 
     def set_grad_dtype(module: nn.Module, args: Any) -> None:
         for param in module.parameters():
-            if not isinstance(param, DTensor) and param.requires_grad:  # those that are unsharded now
+            if not isinstance(param, DTensor) and param.requires_grad:  # unsharded now
                 param.grad_dtype = dtype
 
-    for module in sharded:  # after FSDP2's own hook, which unshards
+    for module in sharded:  # runs after FSDP2's own hook, which unshards
         module.register_forward_pre_hook(set_grad_dtype)

@@ -17,13 +17,13 @@ _KERNELS = Path(__file__).parents[1] / "kernels"
 
 
 def assemble(folder: Path) -> None:
-    """Write the layout into `folder`, which must not exist or be empty.
+    """Write the layout into `folder`, which must be new or empty.
 
     Raises:
-        FileExistsError: it holds something.
+        FileExistsError: `folder` is not empty.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise FileExistsError(f"folder: expected an empty or a new one; got {folder}, which holds something")
+        raise FileExistsError(f"folder: expected an empty or a new one; got {folder}, which is not empty")
     general = tomllib.loads((_KERNELS / "build.toml").read_text())["general"]
     module = general["name"].replace("-", "_")
     _copy_package(folder / "torch-ext" / module)

@@ -35,19 +35,19 @@ from fusedmlp.integrations.megatron_linear import ExpertLinear
 
 
 class FusedGroupedMLP(TEGroupedMLP):
-    """Megatron's experts, whose weight gradients the kernels add into `main_grad`.
+    """Megatron's experts, with kernels that add weight gradients into `main_grad`.
 
-    Takes the place of `TEGroupedMLP`, whose state dicts it shares, without TransformerEngine. `tokens_per_expert` is
-    not copied to the host.
+    Replaces `TEGroupedMLP`: has the same state dicts, does not need TransformerEngine, and does not copy
+    `tokens_per_expert` to the host.
 
     Args:
         num_local_experts: experts on this rank.
         config: Megatron's; see `megatron_config.py` for what is refused.
-        submodules: ignored: the linear layers are ours.
+        submodules: ignored: the linear layers are `ExpertLinear`.
         pg_collection: process groups; default: those of `parallel_state`.
         name: ignored.
-        fuse_microbatches: the first `backward_dw()` computes the weight gradients of every backward before it, in one
-            launch for each weight, and later ones find theirs done.
+        fuse_microbatches: with `config.delay_wgrad_compute`, the first `backward_dw()` computes the weight gradients of
+            every backward before it, in one launch for each weight, and later calls find nothing left to compute.
 
     Raises:
         ValueError: a config field that is not supported.
@@ -81,7 +81,7 @@ class FusedGroupedMLP(TEGroupedMLP):
     ) -> tuple[Tensor, None]:
         """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`."""
         x: Tensor = permuted_local_hidden_states
-        # With moe_router_dtype="fp64" they come in float64, and autograd returns their gradient so.
+        # float64 with moe_router_dtype="fp64"; autograd casts the gradient back to float64.
         probs: Tensor | None = permuted_probs.float() if permuted_probs.dtype == torch.float64 else permuted_probs
         linears = (self.linear_fc1, self.linear_fc2)
         if torch.is_grad_enabled():
@@ -114,7 +114,10 @@ class FusedGroupedMLP(TEGroupedMLP):
         return y, None
 
     def backward_dw(self) -> None:
-        """The weight gradients that `delay_wgrad_compute` put off in the oldest backward: fc2's, then fc1's."""
+        """Compute the delayed weight gradients of the oldest backward, then fire DDP's hooks; fc2 before fc1.
+
+        With `fuse_microbatches`, those of every backward. Does nothing without `config.delay_wgrad_compute`.
+        """
         if self._queue is None:
             return
         if self._queue.fuse_microbatches:
@@ -126,20 +129,24 @@ class FusedGroupedMLP(TEGroupedMLP):
 
 
 def with_fused_experts(layer_spec: Any) -> Any:
-    """A copy of a Megatron layer's spec (or a block's, or a list of them) with `FusedGroupedMLP` as experts.
+    """Copy the spec of a Megatron layer (or of a block, or a list of specs) with `FusedGroupedMLP` as experts.
 
     Layers without experts stay as they are.
 
     Raises:
-        TypeError: something else, or no layer has experts.
+        TypeError: the argument is no such spec, or no layer in it has experts.
     """
     replaced, count = _replace_experts(layer_spec)
     if count == 0:
-        raise TypeError(f"layer_spec: expected a Megatron spec that holds a MoELayer; got {layer_spec!r}"[:300])
+        raise TypeError(
+            "layer_spec: expected a Megatron spec that holds a MoELayer, as one made with num_experts does; got "
+            f"{layer_spec!r}"[:300]
+        )
     return replaced
 
 
 def _replace_experts(spec: Any) -> tuple[Any, int]:
+    """Replace experts in a copy of `spec`; return it and the number of replacements."""
     if isinstance(spec, MoESubmodules):
         return dataclasses.replace(spec, experts=FusedGroupedMLP), 1
     if isinstance(spec, list | tuple):
@@ -147,8 +154,8 @@ def _replace_experts(spec: Any) -> tuple[Any, int]:
         return type(spec)(part for part, _ in parts), sum(count for _, count in parts)
     if isinstance(spec, partial):
         keywords = {key: _replace_experts(value) for key, value in spec.keywords.items()}
-        made = partial(spec.func, *spec.args, **{key: value for key, (value, _) in keywords.items()})
-        return made, sum(count for _, count in keywords.values())
+        copied = partial(spec.func, *spec.args, **{key: value for key, (value, _) in keywords.items()})
+        return copied, sum(count for _, count in keywords.values())
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type | MLPSubmodules):
         fields = {f.name: _replace_experts(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
         replaced: Any = copy.copy(spec)

@@ -1,10 +1,10 @@
-"""Which of Megatron-core's `TransformerConfig` fields the fused experts honour, and which they refuse.
+"""Fields of Megatron-core's `TransformerConfig` that the fused experts honour, and fields that they refuse.
 
 Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`, `glu_linear_offset`,
 `add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
 `gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
 initialisation fields, expert and tensor parallel sizes. `bias_activation_fusion`, `use_fused_weighted_squared_relu` and
-`moe_act` recomputation ask for what the kernels always do. The rest of this file refuses.
+`moe_act` recomputation ask for what the kernels always do. `refuse_unsupported` refuses the rest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from fusedmlp.activation import Activation
 
-# (plain, gated) by function.
+# Function -> names of the plain and of the gated activation.
 _ACTIVATIONS: dict[Callable[..., Any], tuple[str, str | None]] = {
     F.silu: ("silu", "swiglu"),
     F.gelu: ("gelu", "geglu"),
@@ -27,7 +27,7 @@ _ACTIVATIONS: dict[Callable[..., Any], tuple[str, str | None]] = {
     quick_gelu: ("quick_gelu", "quick_geglu"),
     squared_relu: ("relu2", None),
 }
-# Fields that change the computation, where TEGroupedMLP itself would follow them.
+# Field -> what it asks for. TEGroupedMLP supports that; ignoring the field would change the computation.
 _REFUSED = {
     "fp8": "quantised experts",
     "fp4": "quantised experts",
@@ -40,33 +40,39 @@ _REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients computed inside the dispatcher's backward",
     "quant_recipe": "quantised experts",
     "moe_paged_stash": "paged activations of TransformerEngine's own fused experts",
-    "init_model_with_meta_device": "parameters that are made without memory",
+    "init_model_with_meta_device": "parameters on the meta device",
 }
 
 
 def refuse_unsupported(config: Any) -> None:
     """Raise for the first config field that the fused experts cannot honour."""
-    for name, what in _REFUSED.items():
+    for name, feature in _REFUSED.items():
         value = getattr(config, name, None)
         if value not in (None, False):
-            raise ValueError(f"config.{name}: expected it unset, as {what} are not supported; got {value!r}")
+            raise ValueError(
+                f"config.{name}: expected it unset, as FusedGroupedMLP does not support {feature} (keep TEGroupedMLP "
+                f"for that); got {value!r}"
+            )
     if getattr(config, "fine_grained_activation_offloading", False):
         modules = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
         if modules:
             raise ValueError(
-                "config.offload_modules: expected none inside the experts, which keep no activation; got "
+                "config.offload_modules: expected none inside the experts, as FusedGroupedMLP offloads nothing; got "
                 f"{sorted(modules)}"
             )
     shards = getattr(config, "expert_gtp_weight_remat_size", 1)
     if shards > 1:
-        raise ValueError(f"config.expert_gtp_weight_remat_size: expected 1, as weights stay whole; got {shards}")
+        raise ValueError(
+            "config.expert_gtp_weight_remat_size: expected 1, as FusedGroupedMLP does not gather shards of a weight "
+            f"(leave expert_tensor_parallel_num_weight_shards unset); got {shards}"
+        )
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         raise ValueError("config.transformer_impl: expected 'local' or 'transformer_engine'; got 'inference_optimized'")
     clamped = config.gated_linear_unit and config.activation_func_clamp_value is not None
     if clamped and config.bias_activation_fusion and config.activation_func == F.silu:
         raise ValueError(
-            "config.activation_func_clamp_value: expected None, or bias_activation_fusion False, with swiglu, as "
-            f"TEGroupedMLP's fusion ignores it; got {config.activation_func_clamp_value}"
+            "config.activation_func_clamp_value: expected None, or bias_activation_fusion=False to clamp, with swiglu, "
+            f"as TEGroupedMLP's fusion ignores the clamp; got {config.activation_func_clamp_value}"
         )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         raise ValueError(f"config.moe_apply_probs_on_input: expected moe_router_topk 1; got {config.moe_router_topk}")
@@ -76,11 +82,18 @@ def refuse_unsupported(config: Any) -> None:
             f"got {config.expert_tensor_parallel_size}"
         )
     if config.add_bias_linear and config.bias_dropout_fusion:
-        raise ValueError("config.bias_dropout_fusion: expected False with add_bias_linear, as experts return no bias")
+        raise ValueError(
+            "config.bias_dropout_fusion: expected False with add_bias_linear, as experts add their bias themselves and "
+            "return none; got True"
+        )
 
 
 def activation(config: Any) -> Activation:
-    """The experts' activation, with its clamp and offset if it is gated (Megatron ignores them otherwise)."""
+    """Return the experts' activation; a gated one has the config's clamp and offset, which a plain one ignores.
+
+    Raises:
+        ValueError: fusedmlp does not have it.
+    """
     function = config.activation_func
     if isinstance(function, partial) and function.func is F.gelu and function.keywords == {"approximate": "tanh"}:
         names: tuple[str, str | None] = ("gelu_tanh", "geglu_tanh")
@@ -89,7 +102,10 @@ def activation(config: Any) -> Activation:
     name = names[config.gated_linear_unit]
     if not name:
         kind = "gated" if config.gated_linear_unit else "plain"
-        raise ValueError(f"config.activation_func: expected a {kind} activation that fusedmlp has; got {function}")
+        raise ValueError(
+            f"config.activation_func: expected a {kind} activation that fusedmlp has (silu, gelu, gelu with "
+            f"approximate='tanh', relu, quick_gelu; squared_relu if not gated); got {function}"
+        )
     if not config.gated_linear_unit:
         return Activation(name)
     return Activation(

@@ -1,4 +1,4 @@
-"""Megatron-FSDP: what it would do to gradients that a kernel adds into its buffers, prevented or refused."""
+"""Megatron-FSDP: prevent what it would do wrong to gradients that kernels add into its buffers, or refuse to run."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-_fsdps: weakref.WeakSet[Any] = weakref.WeakSet()  # all that there are; their weights know them since 0.19 only
+_fsdps: weakref.WeakSet[Any] = weakref.WeakSet()  # every instance; before 0.19, weights do not refer to theirs
 
 
 def _remember_fsdp(parent: nn.Module, name: str, child: nn.Module | None) -> None:
-    """PyTorch's hook, called when a module gets a submodule: Megatron-FSDP gets the model that it shards."""
+    """Record a Megatron-FSDP instance when the model that it shards becomes its submodule; PyTorch calls this hook."""
     if any(kind.__name__ == "MegatronFSDP" for kind in type(parent).__mro__):
         _fsdps.add(parent)
 
@@ -22,11 +22,11 @@ register_module_module_registration_hook(_remember_fsdp)
 
 
 def keep_what_fsdp_adds_up(weights: Sequence[Tensor]) -> None:
-    """Take `overwrite_main_grad` off weights in whose `main_grad` Megatron-FSDP adds micro-batches up.
+    """Clear `overwrite_main_grad` of weights for which Megatron-FSDP sums micro-batches in `main_grad`.
 
-    It sets it on all weights whenever it gathers them: before a forward, that of recomputation included, and for some
-    modules before their backward. Where it does not shard gradients (the strategy "optim", or no other rank to shard
-    them with), `main_grad` outlives a micro-batch, and overwriting would lose those before.
+    Megatron-FSDP sets the flag on all weights whenever it gathers them: before every forward, also of recomputation,
+    and for some modules before their backward. Where it does not shard gradients (the strategy "optim", or no other
+    rank to shard them with), `main_grad` holds earlier micro-batches, which an overwrite would lose.
 
     Raises:
         RuntimeError: as `refuse_wrong_gradients`.
@@ -39,11 +39,11 @@ def keep_what_fsdp_adds_up(weights: Sequence[Tensor]) -> None:
 
 
 def refuse_wrong_gradients(weight: Tensor) -> None:
-    """Raise where Megatron-FSDP makes wrong gradients, plain autograd's included.
+    """Refuse a weight for which Megatron-FSDP computes wrong gradients, whether fused or by plain autograd.
 
     Raises:
-        RuntimeError: it has never gathered the weight, would add this rank's gradient to the reduced one, or would
-            scale what earlier micro-batches left in `main_grad` again with every one.
+        RuntimeError: Megatron-FSDP has never gathered the weight, would add this rank's gradient to the reduced one, or
+            would scale the sum of earlier micro-batches in `main_grad` again with every micro-batch.
     """
     buffer: Any = weight._gbuf  # type: ignore[attr-defined]
     strategy = buffer.ddp_config.data_parallel_sharding_strategy
@@ -51,14 +51,14 @@ def refuse_wrong_gradients(weight: Tensor) -> None:
         return
     if not hasattr(weight, "overwrite_main_grad"):
         raise RuntimeError(
-            "fsdp_unit_modules: expected modules whose hooks run, so that Megatron-FSDP gathers their weights; got "
-            "experts whose weights it never gathered (before megatron-core 0.19 the hooks of the module that it wraps "
-            "do not run: wrap another module around it)"
+            "fsdp_unit_modules: expected modules that run their hooks, so that Megatron-FSDP gathers their weights; "
+            "got experts with weights that were never gathered (before megatron-core 0.19, Megatron-FSDP does not run "
+            "the hooks of the module that it wraps: wrap another module around it)"
         )
     if buffer.is_data_distributed:
         return
     for fsdp in _fsdps:
-        buffers = getattr(fsdp, "param_and_grad_buffer", None)  # one whose constructor failed has none
+        buffers = getattr(fsdp, "param_and_grad_buffer", None)  # missing if its constructor failed
         if buffers is None or weight not in buffers.param_to_param_group:
             continue
         if not hasattr(buffers, "mp_policy"):
@@ -72,13 +72,14 @@ def refuse_wrong_gradients(weight: Tensor) -> None:
             continue
         if buffers.mp_policy.grad_comm_dtype not in (None, buffer.dtype):
             raise RuntimeError(
-                f"megatron_fsdp_grad_comm_dtype: expected None or {buffer.dtype}, as main_grad is, with {strategy} "
-                f"where experts have an expert data parallel size of 1; got {buffers.mp_policy.grad_comm_dtype}, with "
-                "which Megatron-FSDP adds a rank's own gradient to the reduced one"
+                f"megatron_fsdp_grad_comm_dtype: expected None or {buffer.dtype}, the dtype of main_grad, with "
+                f"{strategy} where experts have an expert data parallel size of 1; got "
+                f"{buffers.mp_policy.grad_comm_dtype}, with which Megatron-FSDP adds a rank's own gradient to the "
+                "reduced one"
             )
         if fsdp.microbatch_count > 0 and buffer.gradient_scaling_factor not in (None, 1):
             raise RuntimeError(
                 "data_parallel_sharding_strategy: expected no_shard or optim, one micro-batch, or "
                 f"calculate_per_token_loss, where experts have an expert data parallel size of 1; got {strategy}, "
-                "under which Megatron-FSDP scales what earlier micro-batches left in main_grad again with every one"
+                "under which Megatron-FSDP scales the sum of earlier micro-batches in main_grad again with every one"
             )

@@ -26,7 +26,7 @@ class ExpertLinear(MegatronModule):
         num_local_experts: experts on this rank.
         in_features: of the whole layer, before tensor parallelism.
         out_features: likewise.
-        parallel: "column" or "row": the dimension, out or in, that expert tensor parallelism divides.
+        parallel: "column" if expert tensor parallelism divides `out`, "row" if it divides `in`.
         config: Megatron's.
         init_method: fills one weight.
         groups: `ep`, `expt_tp` and `expt_dp` are used.
@@ -44,7 +44,7 @@ class ExpertLinear(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.num_local_experts, self.partition_dim, self.groups = num_local_experts, int(parallel == "row"), groups
-        self.tensor_model_parallel = True  # by this and partition_dim, Megatron-FSDP knows how weights are divided
+        self.tensor_model_parallel = True  # with partition_dim, tells Megatron-FSDP how weights are divided
         self.use_bias: bool = config.add_bias_linear
         self.delay_wgrad_compute: bool = config.delay_wgrad_compute
         self._hooks: list[Callable[[], object]] = []
@@ -54,8 +54,8 @@ class ExpertLinear(MegatronModule):
         tp_size = groups.expt_tp.size()
         if shape[self.partition_dim] % tp_size:
             raise ValueError(
-                f"{parallel} parallel experts: expected {shape[self.partition_dim]} features to divide by the expert "
-                f"tensor parallel size {tp_size}"
+                f"{parallel} parallel experts: expected a multiple of expert_tensor_parallel_size={tp_size} features; "
+                f"got {shape[self.partition_dim]}"
             )
         shape[self.partition_dim] //= tp_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -85,9 +85,9 @@ class ExpertLinear(MegatronModule):
         )
 
     def _mark(self, param: Any, *, is_partitioned: bool) -> torch.nn.Parameter:
-        """Attributes by which Megatron's DDP, optimizer and gradient norm know what a parameter is."""
+        """Set the attributes that Megatron's DDP, optimizer and gradient norm read of a parameter; return it."""
         config = self.config
-        # True: reduced over the dense layers' data-parallel group, which is then the experts' too.
+        # True: reduced over the data-parallel group of the dense layers, which is then also that of the experts.
         param.allreduce = (
             config.expert_model_parallel_size == 1
             and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
@@ -101,35 +101,35 @@ class ExpertLinear(MegatronModule):
         return marked
 
     def group(self, name: str) -> list[Tensor]:
-        """The `"weight"`s or `"bias"`es of all experts."""
+        """Return the `"weight"` or the `"bias"` of every expert, in order."""
         return [getattr(self, f"{name}{i}") for i in range(self.num_local_experts)]
 
     # Part of TransformerEngine's state dicts; empty unless there is fp8 state.
     def get_extra_state(self) -> Tensor:
-        """No elements."""
+        """Return the state of a layer without fp8: a tensor without elements."""
         return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Accepts the empty state of a layer without fp8."""
+        """Accept the empty state of a layer without fp8; raise ValueError for any other."""
         if isinstance(state, Tensor) and state.numel():
             raise ValueError(f"_extra_state: expected no fp8 state; got {state.numel()} bytes")
 
     def forward(self) -> None:
-        """Nothing, but calling a layer runs the hooks with which an owner gathers its weights beforehand."""
+        """Compute nothing; calling the layer runs the hooks by which DDP or Megatron-FSDP gathers its weights."""
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
-        """Called by Megatron's DDP for every weight with a delayed gradient."""
+        """Keep a hook for `fire_hooks`; Megatron's DDP calls this for every weight with a delayed gradient."""
         self._hooks.append(hook)
 
     def refuse_owners_that_do_not_wait(self) -> None:
-        """Raise if the weights' owner is going to reduce their gradients before the delayed ones are there."""
+        """Raise RuntimeError if DDP or Megatron-FSDP would reduce gradients before `backward_dw()` computes them."""
         weight: Any = self.get_parameter("weight0")
         if not self.delay_wgrad_compute:
             return
         if hasattr(weight, "__fsdp_param__"):
             raise RuntimeError(
                 "config.delay_wgrad_compute: expected False under Megatron-FSDP, which reduces gradients when backward "
-                "ends, before backward_dw() computes them"
+                "ends, before backward_dw() computes them; got True"
             )
         if hasattr(weight, "grad_added_to_main_grad") and not self._hooks:
             raise RuntimeError(
@@ -140,7 +140,7 @@ class ExpertLinear(MegatronModule):
     def fire_hooks(self) -> None:
         """Tell Megatron's DDP that the gradients of one micro-batch are in `main_grad`, or in `.grad`."""
         if self._hooks:
-            # The hook of an earlier micro-batch took the dummy away, and DDP asserts that there is one.
+            # DDP asserts that .grad is not None, and its hook of an earlier micro-batch has removed the dummy.
             for weight in self.group("weight"):
                 if weight.requires_grad:
                     set_dummy_wgrad(weight, state_of(weight), environment.dense_dummy())
@@ -153,7 +153,10 @@ class ExpertLinear(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """One sharded tensor for each expert, under the keys of `SequentialMLP`, as `TEGroupedMLP` has them."""
+        """Return a sharded tensor for each parameter of each expert.
+
+        Keys in the checkpoint are those of `SequentialMLP`, as `TEGroupedMLP` has them, too.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         assert metadata is not None
         singleton = metadata.get("singleton_local_shards", False)
@@ -172,12 +175,12 @@ class ExpertLinear(MegatronModule):
             for name in names:
                 result[f"{prefix}{name}{i}"] = shards[f"{i}.{name}"]
             result[f"{prefix}_extra_state{i or ''}"] = shards[f"{i}._extra_state"]
-        for shard in result.values():  # (pipeline, tensor, data): experts are replicated over their own data group
+        for shard in result.values():  # (pipeline, tensor, data) ranks; experts are replicated over expt_dp
             shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
         return result
 
 
 def _drop_other_extra_states(module: ExpertLinear, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Sharded checkpoints hold one for each expert; modules have one."""
+    """Drop `_extra_state1` and so on: a sharded checkpoint holds one for each expert, a module has one."""
     for i in range(1, module.num_local_experts):
         module.set_extra_state(state_dict.pop(f"{prefix}_extra_state{i}", None))

@@ -1,14 +1,14 @@
-"""torchtitan (0.3): experts whose weight gradients accumulate where they are used. See docs/torchtitan.md.
+"""torchtitan 0.3: experts that add weight gradients straight into `main_grad` or `.grad`. See docs/torchtitan.md.
 
     from fusedmlp.integrations.torchtitan import FusedExpertsConverter, convert
 
     # before the model is built
     converters = [FusedExpertsConverter.Config()]
     model_spec = model_registry("30B-A3B", converters=converters)
-    # or in a model that is
+    # or in a model that is built
     convert(model)
 
-Letters as torchtitan's suffixes: `E` experts, `F` expert ffn size, `D` model dimension, `R` routed rows; `G` is `2F`.
+Shape suffixes are torchtitan's: `E` experts, `F` expert ffn size, `D` model dimension, `R` routed rows; `G` is `2F`.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
 
-# Rows of w13 alternate, gate first: a part of its rows (tensor parallelism) has both of each channel.
+# Rows of w13 alternate, gate first, so that a shard of them (tensor parallelism) has both rows of each channel.
 _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
-_Init = dict[str, Callable[[Tensor], object]] | None  # by name of the parameter
+_Init = dict[str, Callable[[Tensor], object]] | None  # initialiser by name of the parameter
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
 # Attributes of GroupedExperts that its replacement takes over; others are refused, as are buffers and modules inside.
 _TAKEN_OVER = ("num_experts", "training", "_param_init", "_sharding_config", "_parameters", "_buffers", "_modules")
-_ADVICE = "Call zero_grad() and convert() first; attach hooks and attributes to the new module and its w13_EGD then"
+_ADVICE = "Call zero_grad() and convert() first, then attach hooks and attributes to the new module and its w13_EGD"
 
 
 class FusedGroupedExperts(GroupedExperts):
-    """torchtitan's `GroupedExperts`, with its arguments, its state dict, and `w1`, `w3` as one parameter.
+    """torchtitan's `GroupedExperts` with `w1` and `w3` in one parameter; same arguments, same state dict.
 
-    `w13_EGD` holds row `f` of `w1` in row `2f` and that of `w3` in row `2f + 1`. Optimizers see `w13_EGD` and `w2_EDF`;
-    state dicts hold `w1_EFD`, `w2_EDF` and `w3_EFD`, which are attributes too (copies on save, views as attributes).
-    Computes in the dtype of its weights; torchtitan's own experts compute in bfloat16 always.
+    `w13_EGD` holds row `f` of `w1` in row `2f` and row `f` of `w3` in row `2f + 1`. Optimizers see `w13_EGD` and
+    `w2_EDF`. State dicts hold `w1_EFD`, `w2_EDF` and `w3_EFD`: `w1_EFD` and `w3_EFD` are copies there, and views as
+    attributes. Computes in the dtype of its weights; torchtitan's own experts always compute in bfloat16.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        """That of `GroupedExperts`. Initialisers and shardings of `w1_EFD` and `w3_EFD` are applied to `w13_EGD`."""
+        """Config of `GroupedExperts`; initialisers and shardings of `w1_EFD` and `w3_EFD` apply to `w13_EGD`."""
 
         def build(self, **kwargs: Any) -> FusedGroupedExperts:
-            """The module, on the current default device."""
+            """Build the module on the current default device."""
             built = cast(FusedGroupedExperts, GroupedExperts.Config.build(self, **kwargs))
             built._param_init = _packed_init(self.param_init)
             built._sharding_config = _packed_sharding(self.sharding_config)
@@ -58,7 +58,8 @@ class FusedGroupedExperts(GroupedExperts):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{cls.__name__}: fusedmlp's experts have no low-precision form; use its converter without torchtitan's"
+            f"{cls.__name__}: fusedmlp's experts have no low-precision form; leave torchtitan's MXFP8 and float8 "
+            "converters out"
         )
 
     def __init__(self, config: Config) -> None:
@@ -71,16 +72,19 @@ class FusedGroupedExperts(GroupedExperts):
 
     @property
     def w1_EFD(self) -> Tensor:
-        """The gate's weights."""
+        """Weights of the gate: `[E, F, D]`, a view of `w13_EGD`."""
         return _halves(self.w13_EGD)[:, :, 0]
 
     @property
     def w3_EFD(self) -> Tensor:
-        """The linear part's weights."""
+        """Weights of the linear part: `[E, F, D]`, a view of `w13_EGD`."""
         return _halves(self.w13_EGD)[:, :, 1]
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
-        """`[R, D]` to `[R, D]`; rows of expert 0 first. Rows beyond the sum of the counts are padding."""
+        """`[R, D]` to `[R, D]`; rows of expert 0 first.
+
+        Rows beyond the sum of the counts are padding, and zeros in the result.
+        """
         w13_EGD, w2_EDF = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_EGD, self.w2_EDF))
         y_RD = fusedmlp.grouped_mlp(
             x_RD.to(w13_EGD.dtype), w13_EGD, w2_EDF, num_tokens_per_expert_E, activation=_SWIGLU
@@ -89,7 +93,7 @@ class FusedGroupedExperts(GroupedExperts):
 
 
 class FusedExpertsConverter(ModelConfigConverter):
-    """Puts `FusedGroupedExperts` in the place of every `GroupedExperts` of a model's config tree."""
+    """Replaces every `GroupedExperts` in a model's config tree with `FusedGroupedExperts`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
@@ -99,10 +103,10 @@ class FusedExpertsConverter(ModelConfigConverter):
         pass
 
     def convert(self, model_config: Module.Config) -> Module.Config:
-        """The converted tree; it is changed in place where it can be.
+        """Convert a config tree in place and return it; a tree that is itself a config of experts is replaced.
 
         Raises:
-            NotImplementedError: experts of a class derived from `GroupedExperts`; names it.
+            NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
             ValueError: no experts.
         """
         found = list(model_config.traverse(GroupedExperts.Config))
@@ -121,17 +125,17 @@ class FusedExpertsConverter(ModelConfigConverter):
 
 
 def convert(model: nn.Module) -> None:
-    """Put `FusedGroupedExperts` in the place of every `GroupedExperts` inside a model that is built.
+    """Replace every `GroupedExperts` inside a built model with `FusedGroupedExperts`.
 
-    The weights stay; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Experts that are shared stay shared.
-    Convert before the model is parallelized, before its optimizer is made, and before anything is attached to the
-    experts: all of them keep the parameters and the module that they were given.
+    Weights keep their values; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Experts that are shared stay
+    shared. Convert before the model is parallelized, before its optimizer is made, and before anything is attached to
+    the experts: all of these would go on using the old module and parameters.
 
     Raises:
-        NotImplementedError: experts of a class derived from `GroupedExperts`; names it.
+        NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
         RuntimeError: a model that is parallelized.
-        ValueError: no experts, or experts with what the new module would not have: one of `w1_EFD` and `w3_EFD` frozen
-            or shared without the other, their gradients, hooks and attributes, the module's hooks and attributes.
+        ValueError: no experts, or something that conversion would lose: `w1_EFD` or `w3_EFD` frozen or shared without
+            the other; a gradient, hook or attribute of these two; a hook or attribute of the module.
     """
     found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
     if not found or model in found:
@@ -139,7 +143,10 @@ def convert(model: nn.Module) -> None:
     for experts, path in found.items():
         _refuse_derived(type(experts))
         if experts._parallelized or any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
-            raise RuntimeError(f"model: expected one that is not parallelized yet; got {path} with sharded weights")
+            raise RuntimeError(
+                f"model: expected one that is not parallelized yet; got {path} with sharded weights. Call convert() "
+                "before the model is parallelized"
+            )
         _refuse_attached(experts, path)
     _refuse_partly_shared(model, found)
     packed: dict[tuple[int, int], nn.Parameter] = {}
@@ -171,7 +178,7 @@ def _converted(experts: GroupedExperts, packed: dict[tuple[int, int], nn.Paramet
 
 
 def _refuse_attached(experts: GroupedExperts, path: str) -> None:
-    """Refuse what would stay behind with the replaced module and its `w1_EFD` and `w3_EFD`."""
+    """Refuse hooks, attributes and gradients that would be lost with the old module and its `w1_EFD` and `w3_EFD`."""
     blank = vars(nn.Module())
     attached = [name for name, value in vars(experts).items() if name not in blank or value != blank[name]]
     attached = [name for name in attached if name not in _TAKEN_OVER] + [*experts._buffers, *experts._modules]
@@ -198,8 +205,8 @@ def _refuse_partly_shared(model: nn.Module, found: dict[GroupedExperts, str]) ->
         pair = id(experts.w1_EFD), id(experts.w3_EFD)
         if pair[0] == pair[1] or any(pairs.setdefault(half, pair) != pair for half in pair):
             raise ValueError(
-                f"{path}: expected {_GATE} and {_LINEAR} to be shared together, each as itself; got one that is also "
-                "another weight of these or other experts. Untie them first, or keep torchtitan's experts"
+                f"{path}: expected {_GATE} and {_LINEAR} to be shared together, each under its own name; got one that "
+                "is also another weight of these or other experts. Untie them first, or keep torchtitan's experts"
             )
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -212,7 +219,10 @@ def _refuse_partly_shared(model: nn.Module, found: dict[GroupedExperts, str]) ->
 
 def _refuse_derived(owner: type) -> None:
     if owner is not GroupedExperts:
-        raise NotImplementedError(f"{owner.__name__}: expected GroupedExperts itself, whose forward fusedmlp knows")
+        raise NotImplementedError(
+            f"{owner.__name__}: expected GroupedExperts itself; got a class derived from it, which may compute "
+            "something else. Keep torchtitan's experts for this model"
+        )
 
 
 def _packed(w1_EFD: Tensor, w3_EFD: Tensor) -> Tensor:
@@ -221,7 +231,7 @@ def _packed(w1_EFD: Tensor, w3_EFD: Tensor) -> Tensor:
 
 
 def _halves(w13_EGD: Tensor) -> Tensor:
-    """`[E, F, 2, D]`: views whose last-but-one dimension is never sharded, so that either half can be written to."""
+    """View as `[E, F, 2, D]`, gate first. Dimension 2 is never sharded, so that either half can be written to."""
     halves: Tensor = w13_EGD.unflatten(1, (-1, 2))
     return halves
 

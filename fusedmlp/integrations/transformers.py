@@ -7,8 +7,8 @@
         name, experts_implementation="fusedmlp"
     )
 
-or, for a model that is there, `register(model)`. Parameters, state dicts and routers stay Transformers' own: only the
-function that computes the experts changes. See docs/transformers.md.
+or `register(model)`, for a model that is loaded already. Parameters, state dicts and routers stay Transformers' own:
+only the function that computes the experts changes. See docs/transformers.md.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
     """Add `"fusedmlp"` to the implementations of experts that Transformers knows.
 
     Args:
-        model: switch this model to it, after a check that all of its experts can be computed. Without the check an
-            activation that fusedmlp lacks raises in the first forward, and a model whose experts do not use
-            Transformers' interface goes on computing them by itself.
-        accumulate_wgrad: see `fusedmlp.grouped_mlp`; of every model that uses `"fusedmlp"`, from now on.
+        model: check that fusedmlp can compute all experts of this model, then switch it. Without the check an
+            activation that fusedmlp lacks raises in the first forward, and experts that do not use Transformers'
+            interface keep their own implementation silently.
+        accumulate_wgrad: see `fusedmlp.grouped_mlp`; holds from now on for every model that uses `"fusedmlp"`.
 
     Raises:
-        NotImplementedError: experts that fusedmlp cannot compute; names their class.
-        ValueError: a model without experts that use Transformers' interface.
+        NotImplementedError: fusedmlp cannot compute some experts; the message names their class.
+        ValueError: no experts of the model use Transformers' interface.
         ImportError: a Transformers older than 5.7.
     """
     _refuse_old_versions()
@@ -54,7 +54,8 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
     experts = [module for module in model.modules() if _uses_interface(module)]
     if not experts:
         raise ValueError(
-            f"model: expected experts that use Transformers' experts interface; got a {type(model).__name__} without"
+            f"model: expected experts that use Transformers' experts interface; got a {type(model).__name__} without, "
+            "which ignores experts_implementation: keep its own experts"
         )
     for module in experts:
         activation_of(module)
@@ -62,12 +63,13 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
 
 
 def fp32_accumulation() -> TrainerCallback:
-    """A callback with which `Trainer` accumulates the gradients of 16-bit weights in float32, and clips them so.
+    """Return a callback with which `Trainer` accumulates and clips gradients of 16-bit weights in float32.
 
         Trainer(model, arguments, callbacks=[fp32_accumulation()], ...)
 
-    With Accelerate, or in a loop of one's own, `FP32Accumulation(model, optimizer)` of
-    `fusedmlp.integrations.fp32_accumulation` does the same; its errors are raised when the training begins.
+    With Accelerate, or in your own loop, `FP32Accumulation(model, optimizer)` of
+    `fusedmlp.integrations.fp32_accumulation` does the same. Errors, among them `ValueError` under
+    DistributedDataParallel, are raised when training begins.
     """
     from transformers import TrainerCallback
     from transformers.training_args import ParallelMode
@@ -76,11 +78,12 @@ def fp32_accumulation() -> TrainerCallback:
         accumulation: FP32Accumulation | None = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.on_train_end(args, state, control)  # of a training that was interrupted
+            self.on_train_end(args, state, control)  # an interrupted training left its hooks
             if args.parallel_mode == ParallelMode.DISTRIBUTED and not args.fsdp:
                 raise ValueError(
                     "fp32_accumulation(): expected one process, or FSDP; got several with DistributedDataParallel, "
-                    "which reduces gradients in the dtype of the parameters"
+                    "which reduces gradients in the dtype of the parameters (FSDP2 with reduce_dtype=torch.float32 and "
+                    "fusedmlp.integrations.fsdp2.accumulate_in accumulates in float32)"
                 )
             self.accumulation = FP32Accumulation(kwargs["model"], kwargs["optimizer"])
 
@@ -95,9 +98,10 @@ def fp32_accumulation() -> TrainerCallback:
 def _experts_forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, accumulate_wgrad: Mode
 ) -> Tensor:
-    """The function that Transformers calls: `[T, H]`, `[T, K]`, `[T, K]` to `[T, H]`.
+    """Compute experts for Transformers: rows `[T, H]`, expert ids `[T, K]` and their weights `[T, K]` to `[T, H]`.
 
-    The dtype is that of the weights, as in Transformers' own implementations: under autocast, norms give float32.
+    Computes in the dtype of the experts' weights, as Transformers' own implementations do, and returns the dtype of
+    `hidden_states`: under autocast, norms return float32.
     """
     experts: Any = module
     activation = activation_of(module)
@@ -126,9 +130,9 @@ def _refuse_old_versions() -> None:
 
     if "is_concatenated" not in inspect.signature(use_experts_implementation).parameters:
         raise ImportError(
-            f"register(): expected transformers>=5.7; got {transformers.__version__}, where a model takes only names "
-            "of Transformers' own as experts_implementation, and experts do not say whether gate and linear channels "
-            "alternate (is_concatenated)"
+            f"register(): expected transformers>=5.7; got {transformers.__version__}, where experts_implementation "
+            "accepts only Transformers' own names, and experts lack is_concatenated, which says whether gate and "
+            "linear channels alternate"
         )
 
 

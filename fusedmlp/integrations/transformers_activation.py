@@ -1,4 +1,4 @@
-"""The activation between the two GEMMs of Transformers' experts. See docs/transformers.md."""
+"""Find the activation between the two GEMMs of Transformers' experts. See docs/transformers.md."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation
 
-# Scalars on which activations are compared: near zero, around every bend, and beyond any clamp in use.
+# Activations are compared at these numbers, of both signs: near zero, around every bend, beyond any clamp in use.
 _MAGNITUDES = (0.01, 0.04, 0.2, 0.6, 1.1, 1.9, 2.8, 4.3, 6.7, 7.3, 9.1, 13.0, 40.0, 150.0, 1000.0)
-# Classes that compute in float32 whatever the input must pass, gelu and its tanh form must differ (by up to 5e-4).
+# Loose enough for classes that always compute in float32; tight enough to tell gelu from its tanh form, which differ
+# by up to 5e-4.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-6
 
-# Activations without parameters, buffers and modules inside, which are the same in training and evaluation.
+# Classes of act_fn without parameters, buffers or submodules, which compute the same in training and in evaluation.
 _CLASSES = (
     "torch.nn.modules.activation.SiLU",
     "torch.nn.modules.activation.GELU",
@@ -46,10 +47,10 @@ class _Refused(NotImplementedError):
 
 
 class _Found(NamedTuple):
-    """An activation, and all that it was found from."""
+    """An activation, and everything from which it was found."""
 
-    function: object  # `_apply_gate`, a function of the class
-    read: dict[str, object]  # what that reads of the module
+    function: object  # behind `_apply_gate`; None without a gate
+    read: dict[str, object]  # attributes of the module that the activation depends on, by name
     activation: Activation
 
 
@@ -58,24 +59,24 @@ _activations: WeakKeyDictionary[nn.Module, _Found] = WeakKeyDictionary()
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def activation_of(experts: nn.Module) -> Activation:
-    """The activation of experts that use Transformers' interface; found once, and again when it was changed.
+    """Return the activation of experts that use Transformers' interface; found once, and again after a change.
 
-    `act_fn` must be of a class that is known to have no parameters and to be the same in training and evaluation. A
-    gate (`_apply_gate`) may read this `act_fn` and numbers of the module, and nothing else. With those, the activation
-    is the one that agrees in value and in gradient with what the gate, or `act_fn` without a gate, computes.
+    `act_fn` must be one of `_FUNCTIONS`, or an instance of one of `_CLASSES`. A gate (`_apply_gate`) may read this
+    `act_fn` and numbers, strings and None of the module, and nothing else. The result is the activation that agrees in
+    value and in gradient with what the gate, or `act_fn` where there is no gate, computes.
 
     Raises:
-        NotImplementedError: no activation agrees, the gate or `act_fn` may depend on something else, or experts do more
-            than one MLP; names the module's class.
+        NotImplementedError: no activation agrees; the gate or `act_fn` may depend on something else; or a norm follows
+            each expert. The message names the module's class.
     """
-    function, found = _function_of(experts), _activations.get(experts)
-    if found is None or found.function is not function or found.read != {n: _read(experts, n) for n in found.read}:
-        found = _activations[experts] = _find_activation(experts, function)
-    return found.activation
+    function, last = _function_of(experts), _activations.get(experts)
+    if last is None or last.function is not function or last.read != {name: _read(experts, name) for name in last.read}:
+        last = _activations[experts] = _find_activation(experts, function)
+    return last.activation
 
 
 def _function_of(experts: Any) -> Any:
-    """The function behind `_apply_gate`, or None without a gate."""
+    """Return the function behind the method `_apply_gate`, or None without a gate."""
     if not experts.has_gate:
         return None
     gate = experts._apply_gate
@@ -83,26 +84,28 @@ def _function_of(experts: Any) -> Any:
     if getattr(gate, "__self__", None) is not experts or getattr(function, "__closure__", None) is not None:
         raise _Refused(
             f"{type(experts).__name__}: expected _apply_gate to be a method of its class and no closure, so that "
-            f"everything that it depends on can be seen; got {gate!r}"
+            f"everything that it depends on can be seen; got {gate!r}. "
+            "Use another experts_implementation for this model"
         )
     return function
 
 
 def _read(experts: nn.Module, name: str) -> object:
-    """An attribute on which an activation may depend, in a form that can be compared later."""
+    """Return an attribute in a form that can be compared later; refuse all but numbers, strings, None and `act_fn`."""
     value = getattr(experts, name, None)
     if name == "act_fn" and value is not None:
-        return _known(experts, value)
+        return _read_act_fn(experts, value)
     if name == "training" or not isinstance(value, _PLAIN):
         raise _Refused(
-            f"{type(experts).__name__}: expected its _apply_gate to read numbers and act_fn only; got {name}, "
-            + ("which is another in evaluation" if name == "training" else f"a {type(value).__name__}")
+            f"{type(experts).__name__}: expected its _apply_gate to read numbers, strings and act_fn only; got {name}, "
+            + ("which differs in evaluation" if name == "training" else f"a {type(value).__name__}")
+            + ". Use another experts_implementation for this model"
         )
     return value
 
 
-def _known(experts: nn.Module, act_fn: Any) -> object:
-    """All on which an `act_fn` of a known class depends."""
+def _read_act_fn(experts: nn.Module, act_fn: Any) -> object:
+    """Return a known function itself, or the class and settings of a known module; refuse any other `act_fn`."""
     if any(act_fn is function for function in _FUNCTIONS):
         return act_fn
     kind = type(act_fn)
@@ -114,18 +117,18 @@ def _known(experts: nn.Module, act_fn: Any) -> object:
         )
     if getattr(act_fn.forward, "__func__", None) is not kind.forward or any(getattr(act_fn, hooks) for hooks in _HOOKS):
         raise _Refused(f"{got} with hooks or a forward of its own, which fusedmlp would not call; remove them")
-    held = {
+    settings = {
         name: value for name, value in vars(act_fn).items() if name not in ("training", "forward") and name[0] != "_"
     }
-    others = [*act_fn._parameters, *act_fn._buffers, *act_fn._modules]
-    others += [name for name, value in held.items() if not (isinstance(value, _PLAIN) or _is_of(act_fn, value))]
-    if others:
-        raise _Refused(f"{got} with {', '.join(others)} set on it, which may be trained or change; remove them")
-    return kind, held
+    unknown = [*act_fn._parameters, *act_fn._buffers, *act_fn._modules]
+    unknown += [n for n, value in settings.items() if not (isinstance(value, _PLAIN) or _is_known(act_fn, value))]
+    if unknown:
+        raise _Refused(f"{got} with {', '.join(unknown)} set on it, which may be trained or change; remove them")
+    return kind, settings
 
 
-def _is_of(act_fn: nn.Module, value: object) -> bool:
-    """Whether a value is a function that Transformers' gelu classes hold: torch's, or a method of the class."""
+def _is_known(act_fn: nn.Module, value: object) -> bool:
+    """Whether a value is a function that Transformers' gelu classes store: torch's, or a method of the class itself."""
     if isinstance(value, MethodType):
         return value.__self__ is act_fn and value.__func__ in vars(type(act_fn)).values()
     function = value.func if isinstance(value, partial) else value
@@ -133,9 +136,9 @@ def _is_of(act_fn: nn.Module, value: object) -> bool:
 
 
 class _StandIn:
-    """Stands for experts in a call of their `_apply_gate`; notes what that reads, and has nothing that it may not."""
+    """Replaces the experts as `self` of `_apply_gate`: records each attribute that it reads, refuses unknown ones."""
 
-    __slots__ = ("_experts", "_noted")  # a gate that assigns raises
+    __slots__ = ("_experts", "_noted")  # so that a gate that assigns an attribute raises
 
     def __init__(self, experts: nn.Module) -> None:
         self._experts = experts
@@ -147,7 +150,7 @@ class _StandIn:
 
 
 def guard_in_graph(experts: nn.Module) -> None:
-    """In a graph, compare what `activation_of` depends on: Dynamo compiles again when what was compared has changed."""
+    """Compare in a graph what `activation_of` depends on: Dynamo guards on it, and compiles again after a change."""
     for name, value in _numbers_read(experts):
         if getattr(experts, name) != value:
             raise AssertionError(f"{name} changed while it was traced")
@@ -175,30 +178,37 @@ def _settings_of(act_fn: nn.Module) -> tuple[tuple[str, object], ...]:
 def _find_activation(experts: nn.Module, function: Any) -> _Found:
     name = type(experts).__name__
     if getattr(experts, "has_post_expert_norm", False):
-        raise NotImplementedError(f"{name}: fusedmlp has no norm between an expert and its routing weight")
+        raise NotImplementedError(
+            f"{name}: fusedmlp has no norm between an expert and its routing weight. "
+            "Use another experts_implementation for this model"
+        )
     stand_in = _StandIn(experts)
     try:
-        # A new thread has none of what surrounds this forward: no_grad, inference mode, a default device, a checkpoint,
-        # which counts the tensors that backward saves.
+        # A new thread is outside of this forward's contexts: no_grad, inference mode, a default device, a checkpoint,
+        # which counts the tensors that are saved for backward.
         with ThreadPoolExecutor(1) as thread:
             probe = thread.submit(_probe, experts, stand_in, function).result()
     except _Refused:
         raise
     except Exception as error:
-        raise NotImplementedError(f"{name}: its activation cannot be probed in float64 on the CPU") from error
+        raise NotImplementedError(
+            f"{name}: its activation cannot be probed in float64 on the CPU. "
+            "Use another experts_implementation for this model"
+        ) from error
     for candidate in _candidates(experts, stand_in._noted):
         act, dh = torch.empty_like(probe.act), torch.empty_like(probe.h)
         torch_activation.backward(candidate, probe.h, probe.grad, act, dh)
         if _agree(act, probe.act) and _agree(dh, probe.dh):
             return _Found(function, stand_in._noted, candidate)
     raise NotImplementedError(
-        f"{name}: its activation is none of those that fusedmlp has (act_fn is "
-        f"{type(getattr(experts, 'act_fn', None)).__name__}, {'not gated' if function is None else 'gated'})"
+        f"{name}: its activation is none of fusedmlp's (act_fn is "
+        f"{type(getattr(experts, 'act_fn', None)).__name__}, {'not gated' if function is None else 'gated'}). "
+        "Use another experts_implementation for this model"
     )
 
 
 class _Probe(NamedTuple):
-    """A module's activation at `h`, and its gradient for that `grad` of the result; float64."""
+    """A module's activation `act` at inputs `h`, and `dh` for the output gradient `grad`; float64."""
 
     h: Tensor
     grad: Tensor
@@ -224,7 +234,7 @@ def _agree(ours: Tensor, theirs: Tensor) -> bool:
 
 
 def _candidates(experts: Any, read: dict[str, object]) -> Iterator[Activation]:
-    """Activations that the module might mean; a number that its gate reads may be a limit or a scale."""
+    """Yield activations to compare with; each number that the gate reads is tried as `limit` and as `alpha`."""
     if not experts.has_gate:
         yield from map(Activation, ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))
         return

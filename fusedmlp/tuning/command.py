@@ -1,4 +1,4 @@
-"""`python -m fusedmlp tune`: progress, and what was found, as text or JSON."""
+"""`python -m fusedmlp tune`: prints progress, and the tiles found as text or JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fusedmlp.tuning.tuner import Found, Problem, tune
 
 
 def run(problem: Problem, as_json: bool) -> None:
-    """Tune for `problem`, keep what was found, and print it."""
+    """Tune for `problem`, save the tiles found, and print them."""
     found = _tune_with_progress(problem)
     path = tuned.tiles_file(environment.cache_folder(), problem.device)
     tuned.save(path, {f.key: f.tile for f in found})
@@ -21,7 +21,7 @@ def run(problem: Problem, as_json: bool) -> None:
 
 
 def _tune_with_progress(problem: Problem) -> list[Found]:
-    """`tune`, with a line on stderr for every kernel that grows with its trials (a bar, if tqdm is installed)."""
+    """Run `tune`; print a line on stderr for every tile found, and a bar of the trials if tqdm is installed."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
@@ -52,13 +52,13 @@ def _short(tile: Tile) -> str:
 
 
 def _table(found: list[Found]) -> str:
-    """What was found, a kernel a line."""
+    """Format the tiles found, one kernel a line."""
     header = f"{'kernel':10} {'path':11} {'shipped, ms':>12} {'tuned, ms':>12}  tile"
     lines = [f"{f.key.kernel:10} {f.key.path:11} {f.shipped_ms:12.4f} {f.ms:12.4f}  {_short(f.tile)}" for f in found]
     return "\n".join([header, *lines])
 
 
 def _as_json(found: list[Found]) -> str:
-    """What was found: a list of objects with the fields of `Found`."""
+    """Format the tiles found as a list of objects with the fields of `Found`."""
     tuples = ("key", "shipped", "tile")
     return json.dumps([asdict(f) | {name: getattr(f, name)._asdict() for name in tuples} for f in found], indent=1)

@@ -1,10 +1,10 @@
-"""The search for faster tiles.
+"""Search for faster tiles.
 
-The tables in `kernels/tiles/table.py` need no tuning. For one GPU and shape there may be something better: from the
-table's tile, the tuner changes one number at a time, keeps what is faster, and stops when nothing is. A kernel that
-accumulates runs many times then, so everything happens on scratch tensors. A tile that does not compile, does not fit,
-or gives other results than the table's is not taken. Where the table also has a warp-specialized kernel, that
-is tried next, and found if it is faster than what was tuned so far.
+The tables in `kernels/tiles/table.py` need no tuning. For one GPU and shape there may be a faster tile: from the
+table's tile, the tuner changes one number at a time, keeps a change that is faster, and stops when none is. All runs
+use scratch tensors, as a kernel that accumulates would otherwise add many times. A tile that does not compile, does not
+fit, or gives other results than the table's is rejected. Where the table also has a warp-specialized kernel,
+the tuner searches its tiles next, and returns the best if it is faster than the best tile so far.
 """
 
 from __future__ import annotations
@@ -34,15 +34,14 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "SUBTILES": (1, 2, 4),
     "GROUP_M": (1, 4, 8, 16),
 }
-# Choices for a warp-specialized kernel: its tile has one shape.
-_TASK_CHOICES: dict[str, tuple[int, ...]] = {
+# Choices for a warp-specialized kernel: the shape of its tile is fixed.
+_SPECIALISED_CHOICES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5),
     "SUBTILES": (1, 2, 4, 8),
     "GROUP_M": (1, 4, 8, 16),
 }
-_WARPS = {"num_warps": (4, 8)}  # of its one consumer; where two multiply, each has four
-# A change must save that share of the time, or it is noise.
-_WORTH = 0.01
+_CONSUMER_WARPS = {"num_warps": (4, 8)}  # added where there is one consumer; of two, each has four
+_MIN_SAVING = 0.01  # share of the time that a change must save; less is noise
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Trial:
-    """One tile tried; `ms` is None if it failed, and `note` says how."""
+    """One tile tried; `ms` is None if it failed, and `note` says why."""
 
     key: Key
     tile: Tile
@@ -69,7 +68,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Found:
-    """The best tile of one kernel."""
+    """The fastest tile found for one kernel, beside the shipped one."""
 
     key: Key
     shipped: Tile
@@ -83,7 +82,7 @@ Timer = Callable[[Callable[[], object]], float]  # milliseconds that a call take
 
 @dataclass(frozen=True)
 class _Scratch:
-    """A call that runs one kernel on tensors of its own, and what sets those back to where they were."""
+    """A call that runs one kernel on scratch tensors, and one that restores what the kernel accumulates into."""
 
     kernel: str
     run: Callable[[Settings], list[Tensor]]
@@ -95,7 +94,12 @@ class _Scratch:
 
 
 def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found]:
-    """Tunes every kernel: each trial as it is made, and each kernel's result, which later kernels' runs use."""
+    """Tune every kernel; yield each trial and each tile found. Later trials run with the tiles found before.
+
+    Args:
+        problem: the layer.
+        timer: times a call, in milliseconds; default: Triton's `do_bench` on a GPU.
+    """
     target = select.target(problem.device, Settings(), problem.dtype)
     timer, tuned = timer or _gpu_timer, dict[Key, Tile]()
     for scratch in _scratch_calls(problem):
@@ -103,21 +107,22 @@ def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found
         shipped = target.tiles[key]
         expected = scratch.results(Settings(False, tuned | {key: shipped}))
         found = yield from _descend(_Search(key, scratch, shipped, tuned, _CHOICES), timer, expected)
-        assert found is not None  # the shipped tile gives what it is compared with
+        assert found is not None  # `expected` is what the shipped tile gives
         tuned[found.key] = found.tile
         yield found
-        own = key._replace(path="specialised")
-        shipped_own = target.tiles.get(own)
-        if key.path == "tma" and shipped_own and not gluon_missing():
-            choices = _TASK_CHOICES if target.consumers == 2 else _TASK_CHOICES | _WARPS
-            faster = yield from _descend(_Search(own, scratch, shipped_own, tuned, choices), timer, expected)
-            if faster is not None and faster.ms < (1 - _WORTH) * found.ms:
-                tuned[own] = faster.tile
+        specialised = key._replace(path="specialised")
+        shipped_specialised = target.tiles.get(specialised)
+        if key.path == "tma" and shipped_specialised and not gluon_missing():
+            choices = _SPECIALISED_CHOICES if target.consumers == 2 else _SPECIALISED_CHOICES | _CONSUMER_WARPS
+            search = _Search(specialised, scratch, shipped_specialised, tuned, choices)
+            faster = yield from _descend(search, timer, expected)
+            if faster is not None and faster.ms < (1 - _MIN_SAVING) * found.ms:
+                tuned[specialised] = faster.tile
                 yield faster
 
 
 class _Search(NamedTuple):
-    """One kernel's, from its shipped tile; `tuned`: tiles of kernels before."""
+    """A search for one kernel's tile that starts from the shipped one; `tuned`: tiles of kernels tuned before."""
 
     key: Key
     scratch: _Scratch
@@ -126,29 +131,29 @@ class _Search(NamedTuple):
     choices: dict[str, tuple[int, ...]]
 
     def settings(self, tile: Tile) -> Settings:
-        """With which the kernel has that tile."""
+        """Return settings that give the kernel that tile."""
         return Settings(self.key.path == "specialised", self.tuned | {self.key: tile})
 
 
 def _descend(search: _Search, timer: Timer, expected: list[Tensor]) -> Generator[Trial, None, Found | None]:
-    """From the table's tile to the fastest; None if that one fails or gives other results."""
+    """Find the fastest tile, changing one number at a time; None if the shipped tile fails or gives other results."""
     key, scratch, best = search.key, search.scratch, search.shipped
-    own = search.settings(best)
+    settings = search.settings(best)
     try:
-        if not _agree(scratch.results(own), expected):
+        if not _agree(scratch.results(settings), expected):
             yield Trial(key, best, None, "other results than the kernel that is not warp-specialized")
             return None
     except Exception as error:  # whatever the compiler and the launcher raise
         yield Trial(key, best, None, type(error).__name__)
         return None
-    best_ms = shipped_ms = timer(partial(scratch.run, own))
+    best_ms = shipped_ms = timer(partial(scratch.run, settings))
     tried = {best}
     while candidate := next((tile for tile in _neighbours(best, search.choices) if tile not in tried), None):
         tried.add(candidate)
-        own = search.settings(candidate)
+        settings = search.settings(candidate)
         try:
-            results = scratch.results(own)
-            ms = timer(partial(scratch.run, own))
+            results = scratch.results(settings)
+            ms = timer(partial(scratch.run, settings))
         except Exception as error:  # whatever the compiler and the launcher raise
             yield Trial(key, candidate, None, type(error).__name__)
             continue
@@ -156,25 +161,21 @@ def _descend(search: _Search, timer: Timer, expected: list[Tensor]) -> Generator
             yield Trial(key, candidate, None, "other results than the shipped tile's")
             continue
         yield Trial(key, candidate, ms)
-        if ms < (1 - _WORTH) * best_ms:
+        if ms < (1 - _MIN_SAVING) * best_ms:
             best, best_ms = candidate, ms
     return Found(key, search.shipped, shipped_ms, best, best_ms)
 
 
-def _neighbours(tile: Tile, numbers: dict[str, tuple[int, ...]]) -> Iterator[Tile]:
-    """Tiles that differ in one of the numbers, by one step."""
-    for name, choices in numbers.items():
+def _neighbours(tile: Tile, choices: dict[str, tuple[int, ...]]) -> Iterator[Tile]:
+    """Yield tiles that differ in one number: the next smaller or the next larger of its choices."""
+    for name, values in choices.items():
         value = getattr(tile, name)
-        yield from (
-            tile._replace(**{name: c}) for c in choices if c < value and not any(c < d < value for d in choices)
-        )
-        yield from (
-            tile._replace(**{name: c}) for c in choices if c > value and not any(value < d < c for d in choices)
-        )
+        yield from (tile._replace(**{name: v}) for v in values if v < value and not any(v < w < value for w in values))
+        yield from (tile._replace(**{name: v}) for v in values if v > value and not any(value < w < v for w in values))
 
 
 def _agree(results: list[Tensor], expected: list[Tensor]) -> bool:
-    """Equal but for rounding in another order: within 1% of the largest value."""
+    """Whether results differ only by rounding in another order: by at most 1% of the largest value."""
     return all(
         bool((a.double() - b.double()).abs().max() <= 0.01 * b.double().abs().max())
         for a, b in zip(results, expected, strict=True)
@@ -182,7 +183,7 @@ def _agree(results: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def _key(kernel: str, problem: Problem) -> Key:
-    """What the problem's tensors, which are contiguous, will be launched by."""
+    """Return the key of a launch on the problem's tensors, which are contiguous."""
     itemsize, rows_per_expert = problem.dtype.itemsize, problem.rows / problem.experts
     tma_fits, vectors_fit = (
         all(size % multiple == 0 for size in (problem.hidden, problem.ffn)) for multiple in (16 // itemsize, 16)
@@ -192,7 +193,7 @@ def _key(kernel: str, problem: Problem) -> Key:
 
 
 def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
-    """A call for every kernel. That of fc1_act also runs gemm, which is tuned by then."""
+    """Yield a call for every kernel. The one of fc1_act also runs gemm, which is tuned by then."""
     E, H, F, R = problem.experts, problem.hidden, problem.ffn, problem.rows
 
     def random(*shape: int) -> Tensor:

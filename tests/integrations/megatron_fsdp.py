@@ -58,7 +58,7 @@ class FsdpCell(Cell):
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-NEVER_GATHERED = "fsdp_unit_modules: expected modules whose hooks run"
+NEVER_GATHERED = "fsdp_unit_modules: expected modules that run their hooks"
 NO_STORAGE = "out of bounds for storage of size 0"  # PyTorch's, of the dense layer before the experts
 ADDED_TO_OWN = "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, .* got {0.strategy} with"
 DTYPE_ADDED_TO_OWN = "megatron_fsdp_grad_comm_dtype: expected None or torch.float32, .* with {0.strategy} where"

@@ -416,7 +416,7 @@ FOOLING = {
         "got beta, a Parameter",
     ),
     "a tensor of the gate": (_with("beta", torch.ones(()), _scaled_gate), "got beta, a Tensor"),
-    "dropout in the gate": (_with("p", 0.5, _dropping_gate), "got training, which is another in evaluation"),
+    "dropout in the gate": (_with("p", 0.5, _dropping_gate), "got training, which differs in evaluation"),
     "a dropout of the gate": (_with("dropout", torch.nn.Dropout(), _dropping_module_gate), "got dropout, a Dropout"),
     "a gate that counts": (_with("calls", 0, _counting_gate), "cannot be probed"),
     "a closure": (_closed_over, "expected _apply_gate to be a method of its class and no closure"),
