@@ -19,8 +19,10 @@ def run(
     before: Path | None = None,
     specialised: bool = False,
 ) -> None:
-    """Print the rows of one report; for the model, `before`: an older table of budgets to compare with, `specialised`:
-    warp-specialized kernels, compared with the others.
+    """Print the rows of one report.
+
+    For the model, `before` is an older table of budgets to compare with; `specialised`: model warp-specialized kernels,
+    and compare with the default ones.
     """
     if what == "model":
         from bench.limits import model  # needs Triton

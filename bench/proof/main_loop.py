@@ -1,7 +1,7 @@
-"""What a step along the reduction costs a warp, and a tile beside its steps: the numbers behind a kernel's speed.
+"""A warp's costs of a step along the reduction, and of a tile beside its steps: the numbers behind a kernel's speed.
 
-From the SASS on NVIDIA GPUs, where ptxas has placed waits and moved addresses, and from the assembly on AMD's. Where
-ptxas has unrolled the loop, a step is as many MMAs as the loop of the PTX has; one of PTX is one of SASS.
+They are read from the SASS on NVIDIA GPUs, where ptxas has placed waits and moved addresses, and from the assembly on
+AMD's. Where ptxas has unrolled the loop, a step has as many MMAs as the loop of the PTX; one of PTX is one of SASS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ADDRESS = re.compile(r"\[(%\w+)\]")
 
 
 class MainLoop(NamedTuple):
-    """Of a warp that multiplies: a step, then what a tile costs beside its steps, each instruction counted once; where
-    other warps store, what it costs one of those.
+    """Costs of a step for a warp that multiplies, then of a tile beside its steps, each instruction counted once. Where
+    other warps store, the costs of a tile are for one of those.
     """
 
     instructions: float
@@ -33,14 +33,13 @@ class MainLoop(NamedTuple):
     tile_stores: int  # to global memory: of TMA and of threads, reductions among them
     tile_waits: int  # for stores, and for the last operands and MMAs
     tile_barriers: int
-    joined: (
-        int  # 1 if steps and tiles are one loop, or other warps load: a tile's first loads then run under the stores
-    )
-    # of the one before; 2 if other warps load and store: so do its products
+    # 1: steps and tiles are one loop, or other warps load, so that a tile's first loads run during the stores of the
+    # tile before; 2: other warps load and store, so that its MMAs do, too; 0: neither.
+    joined: int
 
 
 def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
-    """Of each `CompiledKernel` for one GPU; None if no loop that multiplies on tensor cores is found."""
+    """Costs of each `CompiledKernel` for one GPU; None if no loop that multiplies on tensor cores is found."""
     if compiled and "amdgcn" in compiled[0].asm:
         return [read(assembly.gcn(each.asm["amdgcn"])) for each in compiled]
     sources = {place: assembly.ptx(each.asm["ptx"]) for place, each in enumerate(compiled)}
@@ -52,7 +51,7 @@ def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
 
 
 def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLoop | None:
-    """From AMD's assembly, or from the SASS that was made of `ptx`."""
+    """Read the costs from AMD's assembly, or from the SASS that was made of `ptx`."""
     loop = loops.multiplying(code)
     if loop is None:
         return None

@@ -1,4 +1,4 @@
-"""One row per kernel that a launch can need, and what is wrong with it."""
+"""One row per kernel that a launch can need, with its problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
 }
 TENSOR_MEMORY_COLUMNS = 512
-# How many variants of each configuration stand for all; of fp16, which needs what bf16 needs, one of each kernel.
+# The number of variants that stand for all of a configuration; for fp16, which needs what bf16 needs, of a kernel.
 _VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 
 
@@ -85,9 +85,9 @@ def tasks(targets: Sequence[str], all_variants: bool = False, only_hashes: bool 
 
 
 def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = lambda _: None) -> list[Row]:
-    """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the tasks' tables.
+    """Compile every row of the tasks' tables, in `jobs` processes, which need `TRITON_INTERPRET` unset.
 
-    Of each, the few variants of `cases.DEMANDING` or, much longer, `all_variants` that there are.
+    Each row is compiled in the few variants of `cases.DEMANDING`, or in `all_variants`, which takes much longer.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that every process starts with Triton imported
@@ -137,8 +137,8 @@ def rows(task: Task) -> list[Row]:
 
 
 def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
-    """`(shape class, whether descriptors can be used, whether warps have tasks of their own, cases)` that between them
-    use the whole table.
+    """`(shape class, whether descriptors can be used, whether kernels are warp-specialized, cases)`, which together use
+    the whole table.
     """
     own = {row: tiles for row, tiles in rows.items() if row[2] == bits}
     specialised = any(path == "specialised" for _, path, _ in own) and not gluon_missing()
@@ -165,7 +165,7 @@ def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.S
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
-    """Which launches to compile; what has no row, schedules in integers, is the same for all dtypes."""
+    """Which launches to compile; kernels without a row, which compute integers, are the same for all dtypes."""
     seen: dict[Any, set[Any]] = defaultdict(set)
 
     def wanted(launch: Launch) -> bool:
@@ -246,5 +246,5 @@ def problems(
 
 
 def default_jobs() -> int:
-    """As many processes as this one may use cores."""
+    """One process for each core that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -18,7 +18,7 @@ _TMA = re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.")
 
 
 class Resources(NamedTuple):
-    """Of one kernel; bytes of one thread for `spill`, of one block for `shared`."""
+    """Resources of one kernel; bytes of one thread for `spill`, of one block for `shared`."""
 
     registers: int
     spill: int  # local memory, whether registers were spilled into it or an array lies there

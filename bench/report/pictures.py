@@ -127,7 +127,7 @@ def ideas(table: pd.DataFrame) -> str:
 
 
 def demo(results: dict[str, Any]) -> str:
-    """Of the demo's `results.json`: the loss curves of both runs, and the most bytes that held weight gradients."""
+    """The loss curves of both runs in the demo's `results.json`, and the most bytes that held weight gradients."""
     names = list(results["columns"])
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=[2.1, 1])
