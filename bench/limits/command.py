@@ -28,7 +28,7 @@ def run(
         from bench.limits import model  # needs Triton
 
         rows, text = list(model.rows(before, specialised)), model_line
-        compared = str(before) if before else "the kernels that are the default" if specialised else ""
+        compared = str(before) if before else "the default kernels" if specialised else ""
         header = "\n".join(_about_model(rows, compared))
     elif what == "schedule":
         from bench.limits import balance  # needs Triton

@@ -106,14 +106,14 @@ def test_passes_with_a_tuned_number_of_rows_share_one_plan():
     assert {launch.chosen.tile.BLOCK_M for launch in launches if launch.chosen} == {64}
 
 
-# What a kernel does with a task for each warp: how long it takes, and by what its results are wrong.
-BY_TASKS = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
+# A warp-specialized kernel: its ms, and the error of its results.
+SPECIALISED = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 
 
 @pytest.mark.parametrize("consumers", [1, 2])
-@pytest.mark.parametrize("what", BY_TASKS)
+@pytest.mark.parametrize("what", SPECIALISED)
 def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
-    ms, error = BY_TASKS[what]
+    ms, error = SPECIALISED[what]
     key = Key("gemm", "tma", 16, "long")
     own = key._replace(path="specialised")
     rows = {key[:3]: {"long": table.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": table.Tile(128, 256, 64, 4, 3)}}
