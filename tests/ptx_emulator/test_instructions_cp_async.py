@@ -1,4 +1,4 @@
-"""cp.async: what is copied, when it is there, and what nobody waited for."""
+"""cp.async: the bytes copied, when they are there, and copies that nothing waited for."""
 
 import numpy as np
 import pytest
@@ -122,7 +122,7 @@ TRACKED = {"as arrivals that it expects": (32, NOINC), "beside its own arrivals"
 
 
 def handed_over(count, producer, consumer):
-    """A warp copies, and another one loads what is there."""
+    """A warp copies, and another one loads the bytes that are there."""
     out = np.zeros(1024, np.uint8)
     body = HEAD.format(size=16) + INIT.format(count)
     body += f"""

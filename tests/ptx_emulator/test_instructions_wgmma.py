@@ -1,4 +1,4 @@
-"""wgmma: operands in every layout, in registers, negated; what must be fenced and waited for."""
+"""wgmma: operands in every layout, in registers, negated; the fences and waits that it needs."""
 
 import numpy as np
 import pytest
@@ -164,7 +164,7 @@ def test_groups_end_in_order():
 
 
 THIRD_WARP = "shr.u32 %r20, %tid, 5; setp.eq.u32 %p5, %r20, 2;"
-# What the third warp of a group does otherwise than the others.
+# Differences between the third warp of a group and the others.
 DISAGREEMENTS = {
     "another order": (
         "@%p5 bra OTHER; {0} {1} bra.uni JOIN; OTHER: {1} {0} JOIN:",

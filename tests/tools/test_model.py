@@ -126,7 +126,7 @@ def test_a_pass_is_no_faster_than_its_bytes():
     assert (times["fc2"].us, times["fc2"].bound) == (pytest.approx(2 * 1536 + 2404 + 1400), "L2")
 
 
-DEFAULT_ALONE = {"MI300X": "gfx942"}
+NO_GLUON = {"MI300X": "gfx942"}
 # Facts by which waits and instructions of a step count. MMAs do not: wider and narrower ones multiply as fast.
 SERIAL = FACT._replace(mma_in_flight=0)
 LATE = FACT._replace(loads_in_flight=2)
@@ -290,7 +290,7 @@ def test_the_command_prints_every_pass_and_their_sums():
 
 def test_the_command_compares_kernels_with_a_task_for_each_warp():
     _, *left_out, columns, line = _bench("--specialised").stdout.splitlines()[:4]
-    assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in DEFAULT_ALONE.items()]
+    assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in NO_GLUON.items()]
     assert "us by the default kernels" in columns
     assert float(line.split()[-1]) > 0
 
