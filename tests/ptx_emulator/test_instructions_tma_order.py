@@ -100,10 +100,10 @@ ENDINGS = {
     "a fence of another warp": (f"@%p4 {FENCE} bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "a fence of global memory": (f"fence.proxy.async.global; bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "without a barrier": (f"{FENCE} {STORE} {COMMIT} {WRITTEN}", "RACE in shared memory"),
-    "never committed": (f"{FENCE} bar.sync 0; {STORE}", "bulk stores not committed that nobody waited for"),
+    "never committed": (f"{FENCE} bar.sync 0; {STORE}", "bulk stores not committed that nothing waited for"),
     "never waited for": (
         f"{FENCE} bar.sync 0; {STORE} {COMMIT}",
-        "shared memory may still be read that nobody waited for",
+        "shared memory may still be read that nothing waited for",
     ),
     "overwritten before it is read": (
         f"{FENCE} bar.sync 0; {STORE} {OVERWRITE} {COMMIT} {WRITTEN}",
