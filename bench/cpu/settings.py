@@ -63,7 +63,7 @@ def _medians(layer: layers.Layer, peers: list[Peer]) -> dict[str, list[float]]:
             if turn >= WARM_UP:
                 times[peer.name].append((middle - start, time.perf_counter() - middle))
             del y
-    return {name: [statistics.median(each) for each in zip(*own, strict=True)] for name, own in times.items()}
+    return {name: [statistics.median(each) for each in zip(*of_peer, strict=True)] for name, of_peer in times.items()}
 
 
 def compare() -> list[dict[str, Any]]:
@@ -91,12 +91,12 @@ def summary(found: list[dict[str, Any]]) -> list[list[str]]:
     lines = []
     for setting in found:
         for peer in OTHERS:
-            own = [row for row in setting["rows"] if row["peer"] == peer]
+            rows = [row for row in setting["rows"] if row["peer"] == peer]
             spread = [
                 f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-                for values in ([row[what] for row in own] for what in ("forward", "backward") if own)
+                for values in ([row[what] for row in rows] for what in ("forward", "backward") if rows)
             ]
-            if own:  # Transformers may be missing
+            if rows:  # Transformers may be missing
                 lines.append([str(setting["threads"]), setting["allocation"], peer, *spread])
     return lines
 

@@ -251,8 +251,8 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
                 times = zip(*(_step(row) for _ in range(ROUND)), strict=True)
                 rounds[name].append([1e6 * statistics.median(part) for part in times])
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, own in rounds.items():
-        fastest = (round(min(part), 1) for part in zip(*own, strict=True))
+    for name, of_row in rounds.items():
+        fastest = (round(min(part), 1) for part in zip(*of_row, strict=True))
         found[name] = {"us": dict(zip(PARTS, fastest, strict=True)), **counted[name]}
     return found
 

@@ -81,9 +81,9 @@ class Layer:
         if self.experts == "packed":
             group = [torch.empty(3, *shape, dtype=dtype)]
         else:
-            places = (2, 1, 0) if self.experts == "reversed" else (0, 3, 1)
+            slots = (2, 1, 0) if self.experts == "reversed" else (0, 3, 1)
             pool = torch.empty(4, *shape, dtype=dtype)
-            group = [pool[place] for place in places]
+            group = [pool[slot] for slot in slots]
         return [t.mT for t in group] if self.in_out and len(shape) == 2 else group
 
 

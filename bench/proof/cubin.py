@@ -33,8 +33,8 @@ def disassemblies(cubins: Sequence[bytes], capability: int) -> list[str]:
     listing = _inspect(triton.knobs.nvidia.nvdisasm.path, options, b"".join(codes)) if codes else ""
     lines = [(int(found[1], 16), line) for line in listing.splitlines() if (found := _ADDRESS.match(line))]
     ends = list(accumulate(map(len, codes)))
-    places = [0, *(bisect_left(lines, (end, "")) for end in ends)]
-    return ["\n".join(line for _, line in lines[start:end]) for start, end in pairwise(places)]
+    bounds = [0, *(bisect_left(lines, (end, "")) for end in ends)]
+    return ["\n".join(line for _, line in lines[start:end]) for start, end in pairwise(bounds)]
 
 
 def code(cubin: bytes) -> bytes:

@@ -37,17 +37,17 @@ def loops(code: Sequence[Instruction]) -> list[Loop]:
             found[head] = {head}.union(*(_reached(predecessors, block, head) for block in back))
     result = []
     for head, body in found.items():
-        places = frozenset(place for block in body for place in range(starts[block], ends[block]))
+        indices = frozenset(index for block in body for index in range(starts[block], ends[block]))
         last = max(ends[block] - 1 for block in body if head in successors[block])
         # LLVM may print the end of a loop before its head, and sets nothing apart.
-        result.append(Loop(starts[head], last if last >= starts[head] else max(places), places))
+        result.append(Loop(starts[head], last if last >= starts[head] else max(indices), indices))
     return result
 
 
 def _blocks(code: Sequence[Instruction]) -> tuple[list[int], list[list[int]]]:
     """Starts of basic blocks, and the successors of each."""
     starts = {0, *(each.target for each in code if each.target is not None)}
-    starts |= {place + 1 for place, each in enumerate(code) if each.target is not None or _ends(each)}
+    starts |= {index + 1 for index, each in enumerate(code) if each.target is not None or _ends(each)}
     ordered = sorted(start for start in starts if start < len(code))
     number = {start: block for block, start in enumerate(ordered)}
     successors: list[list[int]] = []
@@ -55,7 +55,7 @@ def _blocks(code: Sequence[Instruction]) -> tuple[list[int], list[list[int]]]:
         last = code[end - 1]
         falls = not _ends(last) and (last.target is None or last.conditional)
         following = {last.target, end if falls else None}
-        successors.append([number[place] for place in following if place in number])
+        successors.append([number[index] for index in following if index in number])
     return ordered, successors
 
 
@@ -77,7 +77,7 @@ def _reached(following: Sequence[Sequence[int]], start: int, without: int) -> se
 
 def multiplying(code: Sequence[Instruction]) -> Loop | None:
     """The innermost loop with the most MMAs; other loops that multiply are remainders of an unrolled one."""
-    products = {loop: count([code[place] for place in loop.body], "mma") for loop in loops(code)}
+    products = {loop: count([code[index] for index in loop.body], "mma") for loop in loops(code)}
     found = [loop for loop, mma in products.items() if mma]
     innermost = [loop for loop in found if not any(other.body < loop.body for other in found)]
     return max(innermost, key=lambda loop: (products[loop], -loop.head), default=None)
@@ -91,19 +91,19 @@ def steady(code: Sequence[Instruction], loop: Loop) -> list[int]:
     epilogue, whatever it loads.
     """
     path: list[int] = []
-    place = loop.head
+    index = loop.head
     while len(path) < len(loop.body):
-        path.append(place)
-        target, following = code[place].target, place + 1
+        path.append(index)
+        target, following = code[index].target, index + 1
         if target is not None:
-            leaps = place < target <= loop.end and not _is_work(code[following:target])
+            leaps = index < target <= loop.end and not _is_work(code[following:target])
             leaves = following not in loop.body
-            if target == loop.head or not code[place].conditional or leaves or (target in loop.body and leaps):
+            if target == loop.head or not code[index].conditional or leaves or (target in loop.body and leaps):
                 following = target
         if following == loop.head:
             return path
-        place = following
-        if place not in loop.body:
+        index = following
+        if index not in loop.body:
             break
     return []
 
@@ -130,14 +130,14 @@ def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int], apart: 
         around = [other for other in loops(code) if loop.body < other.body and stores(code, other)]
         whole = Loop(0, len(code) - 1, frozenset(range(len(code))))
         tiles, steps = min(around, key=lambda other: len(other.body), default=whole), loop.body
-    return [code[place] for place in sorted(tiles.body - steps) if place <= tiles.end]
+    return [code[index] for index in sorted(tiles.body - steps) if index <= tiles.end]
 
 
 def stores(code: Sequence[Instruction], loop: Loop) -> bool:
     """Whether a loop has stores. If the loop that multiplies has, it joins steps and tiles, and the first loads of a
     tile run during the stores of the tile before.
     """
-    return any(code[place].kind == "store" for place in loop.body)
+    return any(code[index].kind == "store" for index in loop.body)
 
 
 def count(code: Sequence[Instruction], kind: Kind) -> int:

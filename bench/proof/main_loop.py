@@ -42,9 +42,9 @@ def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
     """Costs of each `CompiledKernel` for one GPU; None if no loop that multiplies on tensor cores is found."""
     if compiled and "amdgcn" in compiled[0].asm:
         return [read(assembly.gcn(each.asm["amdgcn"])) for each in compiled]
-    sources = {place: assembly.ptx(each.asm["ptx"]) for place, each in enumerate(compiled)}
-    multiply = [place for place, source in sources.items() if count(source, "mma")]
-    cubins = [compiled[place].asm["cubin"] for place in multiply]
+    sources = {index: assembly.ptx(each.asm["ptx"]) for index, each in enumerate(compiled)}
+    multiply = [index for index, source in sources.items() if count(source, "mma")]
+    cubins = [compiled[index].asm["cubin"] for index in multiply]
     listings = disassemblies(cubins, compiled[0].metadata.target.arch) if cubins else []
     listing = dict(zip(multiply, listings, strict=True))
     return [read(assembly.sass(listing[i]), source) if i in listing else None for i, source in sources.items()]
@@ -55,16 +55,16 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLo
     loop = loops.multiplying(code)
     if loop is None:
         return None
-    places = loops.steady(code, loop)
-    if not places:
+    indices = loops.steady(code, loop)
+    if not indices:
         return None
-    path = [code[place] for place in places]
+    path = [code[index] for index in indices]
     source = loops.multiplying(ptx)
-    step = [ptx[place] for place in source.body] if source else path
+    step = [ptx[index] for index in source.body] if source else path
     unrolled = count(path, "mma") / count(step, "mma")
     is_tcgen05 = any(each.opcode.startswith("UTC") for each in path)
     joined = _joined(code, loop, path, is_tcgen05)
-    tile = loops.beside(code, loop, places, apart=joined == 2)
+    tile = loops.beside(code, loop, indices, apart=joined == 2)
     return MainLoop(
         round(len(path) / unrolled, 1),
         round(count(path, "mma") / unrolled, 1),

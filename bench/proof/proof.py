@@ -112,13 +112,13 @@ def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = 
 def rows(task: Task) -> list[Row]:
     """Compile one target's kernels for one dtype; a kernel that several cases launch is one row, named by the first."""
     torch.set_num_threads(1)
-    target, own = TARGETS[task.target], table.TABLES[task.target]
+    target, by_row = TARGETS[task.target], table.TABLES[task.target]
     bits = 8 * DTYPES[task.dtype].itemsize
     found: dict[str, tuple[Compiled, str]] = {}
-    unused = {(row, tile) for row, by_shape in own.items() if row[2] == bits for tile in by_shape.values()}
+    unused = {(row, tile) for row, by_shape in by_row.items() if row[2] == bits for tile in by_shape.values()}
     wanted = _wanted(task)
     with compiling_for(target, binaries=not task.only_hashes):
-        for shape, with_tma, specialised, chosen in _settings(own, bits, task):
+        for shape, with_tma, specialised, chosen in _settings(by_row, bits, task):
             planned_for = target.planned_for(shape, with_tma, specialised, task.dtype == "tf32")
             for case, call in chosen.items():
                 for launch in filter(wanted, cases.launches(call(DTYPES[task.dtype]), planned_for)):
@@ -140,10 +140,10 @@ def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.S
     """`(shape class, whether descriptors can be used, whether kernels are warp-specialized, cases)`, which together use
     the whole table.
     """
-    own = {row: tiles for row, tiles in rows.items() if row[2] == bits}
-    specialised = any(path == "specialised" for _, path, _ in own) and not gluon_missing()
+    of_format = {row: tiles for row, tiles in rows.items() if row[2] == bits}
+    specialised = any(path == "specialised" for _, path, _ in of_format) and not gluon_missing()
     shapes: list[table.ShapeClass] = ["long"]
-    if any(tiles["short"] != tiles["long"] for tiles in own.values() if "short" in tiles):
+    if any(tiles["short"] != tiles["long"] for tiles in of_format.values() if "short" in tiles):
         shapes.append("short")
     if not task.all_variants:
         for shape in shapes:
@@ -158,7 +158,7 @@ def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.S
         all_cases = all_cases | cases.ONCE
     for shape in shapes:
         yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
-        if any(path in table.BY_DESCRIPTORS for _, path, _ in own):
+        if any(path in table.BY_DESCRIPTORS for _, path, _ in of_format):
             yield shape, False, False, cases.CORE
     if specialised:
         yield "long", True, True, all_cases

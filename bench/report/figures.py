@@ -88,11 +88,13 @@ def comparison() -> str:
     rows = []
     for level in ("sorted rows", "whole layer of tokens"):
         for who in dict.fromkeys(table[table.what == f"backward, {level}"].who):
-            own = table[table.who == who]
-            times = [_spread(own[own.what == f"{what}, {level}"].speedup) for what in ("forward", "backward")]
+            of_peer = table[table.who == who]
+            times = [_spread(of_peer[of_peer.what == f"{what}, {level}"].speedup) for what in ("forward", "backward")]
             if who in results.OURS:
                 times = ["1", "1"]
-            memory = [f"{per_row[own.index][own['dtype'] == dtype].median():.1f}" for dtype in ("float32", "bfloat16")]
+            memory = [
+                f"{per_row[of_peer.index][of_peer['dtype'] == dtype].median():.1f}" for dtype in ("float32", "bfloat16")
+            ]
             rows.append([level, who, *times, *memory])
     header = ["takes", "", "forward, times ours", "backward, times ours", "KiB a row, fp32", "KiB a row, bf16"]
     return _table(header, rows)

@@ -173,8 +173,8 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
 )
 def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile(kernel, changes, check):
     key = kernel, "specialised", 16
-    own = table.TABLES["sm_90"]
+    rows = table.TABLES["sm_90"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(own, key, {"long": own[key]["long"]._replace(**changes)})
+        patch.setitem(rows, key, {"long": rows[key]["long"]._replace(**changes)})
         with emulated("sm_90", "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
             CASES[check].run()

@@ -115,8 +115,8 @@ SPECIALISED = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
     ms, error = SPECIALISED[what]
     key = Key("gemm", "tma", 16, "long")
-    own = key._replace(path="specialised")
-    rows = {key[:3]: {"long": table.Tile(16, 32, 32, 1, 1)}, own[:3]: {"long": table.Tile(128, 256, 64, 4, 3)}}
+    specialised = key._replace(path="specialised")
+    rows = {key[:3]: {"long": table.Tile(16, 32, 32, 1, 1)}, specialised[:3]: {"long": table.Tile(128, 256, 64, 4, 3)}}
     architecture = "sm_90" if consumers == 2 else "sm_100"
     monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, rows))
 
@@ -137,11 +137,11 @@ def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(m
 
     steps = list(tuner.tune(PROBLEM, clock))
     found = [step for step in steps if isinstance(step, tuner.Found)]
-    assert [f.key for f in found] == [key, own] if what == "faster" else [key]
+    assert [f.key for f in found] == [key, specialised] if what == "faster" else [key]
     if what == "faster":
         assert (found[1].tile.num_stages, found[1].shipped.num_stages) == (2, 3)
         assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)
     if what == "wrong":
         assert steps[-1].note == "other results than the kernel that is not warp-specialized"
     else:  # two consumers are four warps each
-        assert {step.tile.num_warps for step in steps if step.key == own} == ({4, 8} if consumers == 1 else {4})
+        assert {step.tile.num_warps for step in steps if step.key == specialised} == ({4, 8} if consumers == 1 else {4})
