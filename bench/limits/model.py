@@ -36,7 +36,7 @@ class Kernel(NamedTuple):
     """Facts of a kernel that neither the table nor a tile has."""
 
     widths: int  # the accumulator's width, in widths of the tile
-    stored: int  # bytes for each element of the accumulator
+    stored: int  # bytes stored for each element of the accumulator
     trips: int  # loads from L2, one after another, before a tile's first operands can be loaded
     joined: bool  # whether steps and tiles are one loop, for tables that are older than that column
 

@@ -34,7 +34,7 @@ class MainLoop(NamedTuple):
     tile_waits: int  # for stores, and for the last operands and MMAs
     tile_barriers: int
     # 1: steps and tiles are one loop, or other warps load, so that a tile's first loads run during the stores of the
-    # tile before; 2: other warps load and store, so that its MMAs do, too; 0: neither.
+    # tile before; 2: other warps load and store, so that a tile's MMAs run then, too; 0: neither.
     joined: int
 
 
