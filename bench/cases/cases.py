@@ -82,7 +82,7 @@ def _grid(
             yield Case(name, precision, shape, partial(check, dtype), **options)
 
 
-def _ragged(
+def ragged_check(
     check: Callable[..., object],
     load: str = "uneven",
     sizes: tuple[int, int] = ALIGNED,
@@ -120,13 +120,13 @@ def _ragged(
 
 
 def _gemm() -> Iterator[Case]:
-    case = partial(_ragged, gemm.check)
+    case = partial(ragged_check, gemm.check)
     plain = {"bias": False}  # gemm.check adds a bias by default
     yield from _grid("gemm packed", case(), EVERY, quick=True)
     yield from _grid("gemm in_out", case(layout="in_out"), EVERY)
     for name in ("no bias", "scaled bias"):
         check = partial(gemm.check, **(plain if name == "no bias" else {"scale": True}))
-        yield from _grid(f"gemm {name}", _ragged(check), (BF16, TF32))
+        yield from _grid(f"gemm {name}", ragged_check(check), (BF16, TF32))
     for where in ("reversed", "scattered", "misaligned", "scattered misaligned"):
         yield from _grid(f"gemm {where}", case(where=where), (BF16, FP32))
         yield from _grid(f"gemm {where} in_out", case(where=where, layout="in_out"), shapes=("long",))
@@ -141,7 +141,7 @@ def _gemm() -> Iterator[Case]:
 
 def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
     """Cases of a pass with an activation: fc1_act or dgrad_act."""
-    case = partial(_ragged, check)
+    case = partial(ragged_check, check)
     gpt_oss = {"options": GPT_OSS, "bias": True}
     clamped = {"activation": "geglu", "options": {"limit": 0.5, "linear_offset": 1.0}, "bias": True}
     yield from _grid(f"{name} swiglu", case(), EVERY)
@@ -175,7 +175,7 @@ def _dgrad_act() -> Iterator[Case]:
     return _activations(dgrad_act.check, "dgrad_act")
 
 
-def _of_wgrad(
+def wgrad_check(
     loads: tuple[str, ...] = ("uneven",),
     sizes: tuple[int, int] = ALIGNED,
     *,
@@ -187,7 +187,10 @@ def _of_wgrad(
     gathered: str = "",
     shift: bool = False,
 ) -> Callable[[torch.dtype], None]:
-    """`shift`: the last micro-batch's `x` starts at an address that no vector can be loaded from."""
+    """A check of wgrad over micro-batches with these loads, with the best path that the operands allow.
+
+    `shift`: the last micro-batch's `x` starts at an address that no vector can be loaded from.
+    """
 
     def run(dtype: torch.dtype) -> None:
         N, K = sizes
@@ -198,8 +201,8 @@ def _of_wgrad(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        by_tasks = not (gathered and len(loads) > 1)  # a warp-specialized kernel gathers the rows of one segment
-        described = sizes != ODD and not shift and by_tasks
+        can_specialise = not (gathered and len(loads) > 1)  # a warp-specialized kernel gathers the rows of one segment
+        described = sizes != ODD and not shift and can_specialise
         best = "tma" if described and wgrad.is_specialised(dtype, bool(gathered)) else wgrad.PLACES[where]
         best = best if sizes != ODD and not shift else "unaligned"
         _, experts = wgrad.main_grad(where, count, N, K, grad)
@@ -213,7 +216,7 @@ def _of_wgrad(
         db = torch.full((count, N), float("nan"), dtype=grad, device=DEVICE) if bias else None
         scale_R = segs[0].scale() if scale else None
         path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **rows)
-        assert path == wgrad.path_of(best, dtype, sizes, by_tasks)
+        assert path == wgrad.path_of(best, dtype, sizes, can_specialise)
         wgrad.check(experts, segs, wgrad.UNTOUCHED if accumulate else 0.0)
         wgrad.check_untouched(experts, segs, accumulate)
         if bias:
@@ -223,7 +226,7 @@ def _of_wgrad(
 
 
 def _wgrad() -> Iterator[Case]:
-    case = _of_wgrad
+    case = wgrad_check
     bf16 = {"grad": torch.bfloat16}
     yield from _grid("wgrad packed", case(), EVERY, quick=True)
     yield from _grid("wgrad overwrite", case(accumulate=False), EVERY)

@@ -60,15 +60,16 @@ def tiles_of(counts, num_rows, device):
     return plan.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
 
 
-def expected_path(kernel, dtype, device, best, sizes, by_tasks=True):
+def expected_path(kernel, dtype, device, best, sizes, can_specialise=True):
     """`best`, or the next path that those sizes and that device allow.
 
-    "specialised" if the settings ask for it, the pass has it (for gathered rows on Blackwell alone), and `by_tasks`.
+    "specialised" if the settings ask for it, the pass has it (for gathered rows on Blackwell alone), and the case can
+    have it (`can_specialise`).
     """
     target = select.target(torch.device(device), select.DEFAULT, dtype)
     switched = target.settings.specialised
     fits = best == "tma" or (best == "gather" and switched and target.consumers == 1)
-    if by_tasks and fits and switched and select.has_path(kernel, dtype, target, "specialised"):
+    if can_specialise and fits and switched and select.has_path(kernel, dtype, target, "specialised"):
         return "specialised"
     if best in table.BY_DESCRIPTORS and select.has_path(kernel, dtype, target, best):
         return best

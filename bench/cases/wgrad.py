@@ -68,8 +68,8 @@ def is_specialised(dtype, gathered=False):
     return path_of("gather" if gathered else "tma", dtype) == "specialised"
 
 
-def path_of(best, dtype, sizes=(40, 72), by_tasks=True):
-    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes, by_tasks)
+def path_of(best, dtype, sizes=(40, 72), can_specialise=True):
+    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes, can_specialise)
 
 
 def check(experts, segs, initial):

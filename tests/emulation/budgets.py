@@ -40,9 +40,9 @@ COLUMNS = {
 
 def passes() -> dict[str, Callable[[torch.dtype], None]]:
     """Checks by name of a pass, each of which makes one launch of it."""
-    ragged = partial(cases._ragged, load="even", sizes=_SIZES)
-    wgrad = partial(cases._of_wgrad, ("even",), _SIZES)
-    segments = partial(cases._of_wgrad, ("even",) * 3, _SIZES)
+    ragged = partial(cases.ragged_check, load="even", sizes=_SIZES)
+    wgrad = partial(cases.wgrad_check, ("even",), _SIZES)
+    segments = partial(cases.wgrad_check, ("even",) * 3, _SIZES)
     fc1, dgrad = partial(ragged, cases.fc1_act.check), partial(ragged, cases.dgrad_act.check)
     gpt_oss = {"options": cases.GPT_OSS, "bias": True}
     return {
