@@ -17,7 +17,7 @@ from fusedmlp.kernels.tiles.select import Settings, Target
 
 @contextmanager
 def changed(change: Callable[[Target], Target]) -> Iterator[None]:
-    """Inside, plan launches for `change(target)`, of the device's target."""
+    """Plan launches in this context for `change(target)`, of the device's target."""
     of_device, cached_change = select.target, cache(change)
 
     def target(device: torch.device, settings: Settings, dtype: torch.dtype) -> Target:
@@ -29,7 +29,7 @@ def changed(change: Callable[[Target], Target]) -> Iterator[None]:
 
 @contextmanager
 def planned_for(target: Target) -> Iterator[None]:
-    """Inside, plan launches for that target, whatever the device; only TF32 follows torch's setting."""
+    """Plan launches in this context for that target, whatever the device; only TF32 follows torch's setting."""
     with_tf32, without = replace(target, tf32=True), replace(target, tf32=False)
 
     def fixed(_device: torch.device, _settings: Settings, dtype: torch.dtype) -> Target:
@@ -40,7 +40,7 @@ def planned_for(target: Target) -> Iterator[None]:
 
 
 def of(shape: table.ShapeClass | None, settings: Settings, *, descriptors: bool = True) -> AbstractContextManager[None]:
-    """Inside, plan launches with those settings and the device's tiles for one class of loads, whatever the load.
+    """Plan launches inside with those settings, and the device's tiles for one class of loads, whatever the load.
 
     Without `descriptors`, only paths by pointers have tiles.
     """

@@ -28,7 +28,7 @@ SIZE, ROUND = 8, 20
 
 
 class ContractClock:
-    """Inside `with`, adds up the seconds that a backward spends in the contract."""
+    """Adds up the seconds that backwards in this context spend in the contract."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -79,7 +79,7 @@ class GroupedMM:
         self.ends = layer.counts.cumsum(0).to(torch.int32)
 
     def forward(self) -> torch.Tensor:
-        """Through plain autograd."""
+        """Run forward under plain autograd."""
         layer = self.layer
         gate, linear = F.grouped_mm(layer.x, layer.fc1.mT, offs=self.ends).chunk(2, dim=-1)
         a = (F.silu(gate) * linear * layer.probs.unsqueeze(1)).to(layer.x.dtype)

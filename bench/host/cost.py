@@ -163,7 +163,7 @@ def rows() -> dict[str, Row]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[null_driver.Counters]:
-    """Inside, CPU tensors take the code paths of tensors on a GPU."""
+    """Make CPU tensors in this context take the code paths of tensors on a GPU."""
     counters, empty = null_driver.install(), torch.empty
 
     def allocate(*size: Any, **options: Any) -> Tensor:

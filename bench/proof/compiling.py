@@ -74,7 +74,7 @@ def _without_binary(*compiling: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def compiling_for(target: Target, *, binaries: bool = True) -> Iterator[None]:
-    """Inside, Triton compiles for that target.
+    """Make Triton compile for that target in this context.
 
     Without `binaries` NVIDIA's kernels are compiled to PTX and no further: ptxas takes longer than all before it. There
     is no line information then, which would change the code of ptxas, but not the PTX.
@@ -93,7 +93,7 @@ def compiling_for(target: Target, *, binaries: bool = True) -> Iterator[None]:
 
 
 def compiled(launch: Launch) -> Compiled:
-    """Compile the launch's kernel; call it inside `compiling_for`."""
+    """Compile the launch's kernel; call it in the context `compiling_for`."""
     kernel = launch.kernel
     arguments = {name: _value(value, kernel.is_gluon()) for name, value in launch.arguments.items()}
     with redirect_stdout(StringIO()) as log:

@@ -65,7 +65,7 @@ class Row:
 
 
 class Task(NamedTuple):
-    """What one worker process compiles."""
+    """The kernels that one worker process compiles."""
 
     target: str
     dtype: Dtype
@@ -165,7 +165,7 @@ def _settings(rows: table.Rows, bits: int, task: Task) -> Iterator[tuple[table.S
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
-    """Which launches to compile; kernels without a row, which compute integers, are the same for all dtypes."""
+    """Selects the launches to compile; kernels without a row, which compute integers, are the same for all dtypes."""
     seen: dict[Any, set[Any]] = defaultdict(set)
 
     def wanted(launch: Launch) -> bool:

@@ -1,4 +1,4 @@
-"""What a compiled kernel uses, from the compiler's own reports."""
+"""Resources of a compiled kernel, from the compiler's own reports."""
 
 from __future__ import annotations
 

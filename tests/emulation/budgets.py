@@ -39,7 +39,7 @@ COLUMNS = {
 
 
 def passes() -> dict[str, Callable[[torch.dtype], None]]:
-    """Checks by name of a pass, each of which makes one launch of it."""
+    """Checks by name of a pass; each makes one launch of it."""
     ragged = partial(cases.ragged_check, load="even", sizes=_SIZES)
     wgrad = partial(cases.wgrad_check, ("even",), _SIZES)
     segments = partial(cases.wgrad_check, ("even",) * 3, _SIZES)

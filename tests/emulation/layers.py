@@ -19,7 +19,7 @@ from fusedmlp.kernels.tiles import select, table
 def emulated(
     target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
-    """`driver.gpu`; inside, launches are planned for `target`, with its tiles of the class of loads `shape`, if given.
+    """`driver.gpu`, with launches planned for `target`, and with its tiles of the class of loads `shape`, if given.
 
     Without `descriptors`, only paths by pointers have tiles. `specialised`: settings ask for warp-specialized kernels.
     """

@@ -211,7 +211,7 @@ SUBJECTS = {
 
 
 def described(number: int, **changes: Callable[[Any], object]) -> AbstractContextManager[object]:
-    """Inside, change properties of the tensor map that is made as the `number`-th, from 0 on."""
+    """Change properties of the tensor map that is made as the `number`-th in this context, from 0 on."""
     made = iter(range(10**6))
     make = library.tensor_map
 

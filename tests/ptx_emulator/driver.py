@@ -205,7 +205,7 @@ class _Driver:
 def gpu(
     target: str, *, orders: Sequence[Order] = ORDERS, mutation: Mutation | None = None, strict: bool = True
 ) -> Iterator[list[Launched]]:
-    """Inside, launches are compiled for `target` and executed here; yields the list of executed launches.
+    """Compile launches in this context for `target`, and execute them here; yields the list of executed launches.
 
     `mutation(name, ptx)` returns the PTX to execute instead. `strict`: races and the like are errors; else they are in
     the notes of the launch.

@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: 8 x 8 halves, of which each lane holds two neighbours of a row, or of a column with .trans."""
+"""ldmatrix and stmatrix: 8 x 8 halves; each lane holds two neighbours of a row, or with .trans of a column."""
 
 import numpy as np
 import pytest

@@ -54,7 +54,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_an_init_is_made_visible_before_a_load(between):
-    """By a fence, or by a barrier alone, as in Triton's pipelines."""
+    """A fence makes it visible, or a barrier alone, as in Triton's pipelines."""
     array = zeros()
     body = INIT.replace("bar.sync 0;", between) + tma.load((0, 0), 1024) + "bar.sync 0;" + WAIT
 

@@ -90,7 +90,7 @@ def test_types_and_columns(kind, columns):
 
 @pytest.mark.parametrize(("swizzle", "mn"), [(3, False), (2, False), (0, False), (3, True), (1, True), (0, True)])
 def test_steps_advance_inside_a_layout(swizzle, mn):
-    """In K-major layouts by adding bytes to the address, though it is swizzled."""
+    """K-major steps add bytes to the address, though it is swizzled."""
     steps = {3: 4, 2: 2}.get(swizzle, 3) if not mn else 3
     product = Product("f16", 32, a_swizzle=swizzle, b_swizzle=swizzle, a_mn=mn, b_mn=mn, steps=steps)
     product.check(each_step(product), product.a @ product.b.T)

@@ -40,7 +40,7 @@ def map_of(
 
 
 def box_of(array: np.ndarray, box: Sequence[int], at: Sequence[int], fill: float = 0) -> np.ndarray:
-    """The elements from `at` on, some of which may lie outside."""
+    """The elements of the box from `at` on; those outside of the array are `fill`."""
     out = np.full(box, fill, array.dtype)
     inside, of = [], []
     for size, start, length in zip(array.shape, at, box, strict=True):

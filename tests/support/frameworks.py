@@ -639,7 +639,7 @@ def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def run(name: str) -> dict[str, Any]:
-    """By column: the error of the parameters' changes, or the message of the refusal."""
+    """Run a row; return by column the error of the parameters' changes, or the message of the refusal."""
     row, found = FRAMEWORKS[name], {}
     if row.library:
         sys.path.insert(0, str(LIBRARIES))
@@ -673,5 +673,5 @@ def is_another(param: Tensor, before: Tensor) -> bool:
 
 
 def run_alone(name: str, out: str) -> None:
-    """In a process without a group."""
+    """Run a row in a process without a process group."""
     Path(out).write_text(json.dumps(run(name)))

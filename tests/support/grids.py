@@ -1,6 +1,6 @@
 """Selects the tests of `make test` (`--quick`): every test, but only a part of large grids. `make test-all` runs all.
 
-Of a grid, enough cells run that every two values that meet in some cell meet in one of these: most mistakes need two
+Enough cells of a grid run that every two values that meet in some cell meet in one of these: most mistakes need two
 conditions to show. With the mark `sparse`, for tests whose cells take seconds, every value is in one of the cells that
 run. Cases with the mark `exhaustive` do not run.
 """
@@ -27,7 +27,7 @@ def examples(number: int) -> int:
 
 
 def seeds(number: int, quick: int) -> list:
-    """Parameters `0, 1, ...`, of which a quick run has the first few."""
+    """Parameters `0, 1, ...`; a quick run has only the first `quick`."""
     return [pytest.param(i, marks=[pytest.mark.exhaustive] if i >= quick else []) for i in range(number)]
 
 

@@ -140,7 +140,7 @@ def test_passes_do_not_import_each_other(one, other):
 
 
 def test_folders_of_kernels_import_those_that_come_later():
-    """In this order: a launch consists of operands and tiles, which do not know launches."""
+    """A launch consists of operands and tiles, which do not know launches."""
     order = ["routing", "warp_specialized", "launching", "device", "operands", "tiles"]
     places = {f"fusedmlp.kernels.{name}": place for place, name in enumerate(order, start=1)}
     places |= {f"fusedmlp.kernels.{name}": 0 for name in PASSES}

@@ -247,7 +247,7 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
 
 
 def test_kernels_with_a_task_for_each_warp():
-    """Two warpgroups multiply: 100 instructions of 8 warps, of which `num_warps`, 4, is half. If other warps store,
+    """Two warpgroups multiply: 100 instructions of 8 warps, twice `num_warps`. If other warps store,
     `num_warps` are all that do.
     """
     four = TILE._replace(num_warps=4)
