@@ -1,14 +1,16 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
 # `make emulate` executes the compiled kernels of sm_80, sm_90 and sm_100, instruction by instruction, on the CPU.
-# `make kernels` compiles every kernel for every GPU with every Triton named here, beside that of .venv; with
+# `make kernels` compiles every kernel for every GPU with the Triton of .venv and each of TRITONS; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
-# `make hashes` writes anew which code they are, the table with which `make kernels` compares.
-# `make megatron` runs its tests with that of .venv and every megatron-core named here; `make megatron-0.18.0` with one.
+# `make hashes` writes the table of code hashes anew, with which `make kernels` compares.
+# `make megatron` runs Megatron's tests with the megatron-core of .venv and each of MEGATRONS; `make megatron-0.18.0`
+# with one of them.
 # `make transformers` runs whole models with every older Transformers named here.
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
-# PART=1/3 those of every third architecture.
-# `make versions` runs the contract's tests, those of compiled layers and the doctor with the newest torch named here.
+# PART=1/3 only those of every third architecture.
+# `make versions` runs the tests of the contract and of compiled layers, and the doctor, with the torch of
+# tests/requirements-newest.txt and the last of TRITONS.
 TRITONS := 3.8.0 3.9.0
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' tests/requirements-newest.txt)
 NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITONS))
@@ -25,7 +27,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-# Not to be removed as intermediate files.
+# make would remove these as intermediate files.
 .SECONDARY: $(MEGATRONS:%=.megatron/%/.ready)
 
 .PHONY: demo test test-all emulate lint docs bench kernels hashes versions hub megatron transformers peers clean
@@ -40,9 +42,9 @@ test: $(READY) $(VENV)/.integrations
 test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The emulator's own tests and its cases; those tests of kernels, ALSO, that no case repeats; then what each Triton of
-# TRITONS makes of the kernels with a task for each warp, as names of Gluon change (not layers of tokens or with experts
-# apart, for which other kernels run, too).
+# First the emulator's own tests and the cases of kernels; then the tests of kernels in ALSO, which no case repeats;
+# then the warp-specialized kernels as each Triton of TRITONS compiles them, since names of Gluon change between
+# versions (not layers of tokens or of separate experts, which run other kernels, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulation tests/ptx_emulator
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
@@ -60,14 +62,14 @@ lint: $(READY)
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 
-# .venv has the oldest torch, with which every other target tests. Of warnings, those of fusedmlp itself are errors: a
-# newer torch warns of what is to come in PyTorch's own calls.
+# .venv has the oldest supported torch, with which every other target tests. Only warnings of fusedmlp itself are
+# errors: a newer torch also warns of changes to come in calls that PyTorch itself makes.
 versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(TRITONS:%=.triton/%/.ready)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
 	  tests/contract tests/api/test_compile.py tests/tools/test_versions.py tests/kernels/test_routing.py
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m fusedmlp doctor
 
-# Fused multiply-adds are what every one of these defaults to, but 3.9 warns of a change to come.
+# All of these Tritons fuse multiply-adds by default; to say so avoids 3.9's warning that the default will change.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
 	@for triton in '' $(TRITONS:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton $(BIN)/python -m fusedmlp kernels $(KERNELS) >.triton/kernels.txt \
@@ -87,7 +89,7 @@ hashes: $(READY) $(TRITONS:%=.triton/%/.ready)
 	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-# Without the libraries of CUDA that it asks for.
+# The newest torch, with stand-ins for the CUDA libraries that it needs.
 .torch/%/.ready: $(READY)
 	rm -rf $(@D)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) torch==$* || \
@@ -107,7 +109,7 @@ megatron-%: $(VENV)/.integrations .megatron/%/.ready
 	  { echo "megatron: megatron-core $*, one of MEGATRONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-# Tests of architectures that these versions lack, or whose options they call otherwise, are left out.
+# -k leaves out tests of architectures that these versions lack, or whose options have other names there.
 transformers: $(VENV)/.integrations $(OLD_TRANSFORMERS:%=.transformers/wheel-%/.ready)
 	@for version in $(OLD_TRANSFORMERS:%=$(CURDIR)/.transformers/wheel-%); do \
 	  PYTHONPATH=$$version $(BIN)/python -m pytest tests/integrations/test_transformers.py \
@@ -116,7 +118,7 @@ transformers: $(VENV)/.integrations $(OLD_TRANSFORMERS:%=.transformers/wheel-%/.
 	    || exit 1; \
 	done
 
-# With what it depends on, of which it refuses the newest; before 5.13 it fails to be imported beside a newer `kernels`.
+# With its dependencies, since it refuses their newest versions; before 5.13, its import fails beside a newer `kernels`.
 .transformers/wheel-%/.ready: $(READY)
 	rm -rf $(@D)
 	$(BIN)/pip install --quiet --disable-pip-version-check --target $(@D) transformers==$* && \
@@ -127,7 +129,7 @@ transformers: $(VENV)/.integrations $(OLD_TRANSFORMERS:%=.transformers/wheel-%/.
 peers: $(VENV)/.integrations .transformers/$(TRANSFORMERS)/.ready
 	PYTHONPATH=tests $(BIN)/python -m peers --part $(PART)
 
-# The tests that its source distribution holds; its wheel has none.
+# Transformers' tests are in its source distribution; its wheel has none.
 .transformers/%/.ready: $(READY)
 	rm -rf $(@D)
 	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary transformers --no-build-isolation \
@@ -150,9 +152,9 @@ $(READY): pyproject.toml constraints.txt Makefile
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev,docs,bench]'
 	@touch $(READY)
 
-# The libraries that fusedmlp plugs into. Those of the first line ask for packages that the tests do without (and
-# megatron-core for Python 3.12); tyro and tomlkit are what torchtitan and kernels then lack, einops what Megatron-FSDP
-# does, parameterized what Transformers' own tests do.
+# The libraries that fusedmlp plugs into. The first command leaves out dependencies that the tests do without (and
+# megatron-core's requirement of Python 3.12). The second installs what is then missing: tyro and tomlkit for torchtitan
+# and kernels, einops for Megatron-FSDP, parameterized for Transformers' own tests.
 $(VENV)/.integrations: $(READY)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
 	  megatron-core torchtitan spmd_types kernels
@@ -160,16 +162,17 @@ $(VENV)/.integrations: $(READY)
 	  einops parameterized
 	@touch $@
 
-# Libraries whose loops tests/integrations/test_frameworks.py runs. They are in a folder of their own, as Transformers,
-# Accelerate and PEFT import whichever of them .venv holds; it is called site-packages, as dill asks for that. They ask
-# for packages that the tests do without. DeepSpeed builds none of its operators, but imports torch to say so.
+# Libraries whose loops tests/integrations/test_frameworks.py runs. They are in a folder of their own, because
+# Transformers, Accelerate and PEFT import any of them that .venv holds; dill needs the folder's name, site-packages.
+# Dependencies that the tests do without are left out. DeepSpeed builds none of its operators, but its build imports
+# torch, hence --no-build-isolation.
 .frameworks/.ready: $(VENV)/.integrations
 	rm -rf $(@D)
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps \
 	  --no-build-isolation --target $(@D)/site-packages $(FRAMEWORKS)
 	@touch $@
 
-# What `kernel-builder` and `kernels` of Hugging Face take, in build/hub.
+# The layout that Hugging Face's `kernel-builder` and `kernels` take, in build/hub.
 hub: $(READY)
 	rm -rf build/hub
 	$(BIN)/python -m fusedmlp.integrations.hub build/hub

@@ -1,4 +1,4 @@
-"""`pytest bench --benchmark-only`: options, the layers, and what goes into the results beside times."""
+"""`pytest bench --benchmark-only`: options, the layers, and facts that go into the results beside times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedmlp")
     group.addoption("--tiny", action="store_true", help="one tiny layer in three rounds, to try the benchmarks")
     group.addoption("--seconds", type=float, default=0.06, help="spent on the rounds of each row in each turn")
-    group.addoption("--turns", type=int, default=3, help="how often everything is timed for each layer, one by one")
+    group.addoption("--turns", type=int, default=3, help="how often all rows of a layer are timed")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-benchmark reads its options
@@ -44,8 +44,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Layer by layer, and there turn by turn: what is compared runs close together, and not only once. The speed of a
-    machine that others share changes from second to second."""
+    """Order items by layer, then by turn: rows that are compared run close together, and several times, because the
+    speed of a shared machine changes from second to second."""
     layers_in_order = list(dict.fromkeys(_parameter(item, "layer") for item in items))
     items.sort(key=lambda item: (layers_in_order.index(_parameter(item, "layer")), _parameter(item, "turn")))
 
@@ -107,7 +107,7 @@ def record(benchmark: Any, request: pytest.FixtureRequest, turn: int) -> Record:
 
 @pytest.fixture
 def require() -> Callable[[str, Callable[[str], str]], None]:
-    """`require(who, missing)`: a peer that cannot run here is a row of the results that says why."""
+    """`require(who, missing)`: skip a peer that cannot run here, and record the reason in the results."""
 
     def require(who: str, missing: Callable[[str], str]) -> None:
         if why := missing(DEVICE):
@@ -120,7 +120,7 @@ def require() -> Callable[[str, Callable[[str], str]], None]:
 
 
 def pytest_benchmark_update_json(config: pytest.Config, benchmarks: Any, output_json: dict[str, Any]) -> None:
-    """Versions, ceilings of this machine and who was missing go into the file with the times."""
+    """Add versions, ceilings of this machine and missing peers to the file with the times."""
     name = torch.cuda.get_device_name() if DEVICE == "cuda" else output_json["machine_info"]["cpu"]["brand_raw"]
     ceilings = recording.ceilings(DEVICE, config.getoption("tiny"))
     output_json["fusedmlp"] = {

@@ -1,1 +1,1 @@
-"""Inputs, float64 references, the tolerance rule and cases of every pass: what tests and `bench.gpu` have in common."""
+"""Inputs, float64 references, the tolerance rule and cases of every pass: shared by tests and `bench.gpu`."""

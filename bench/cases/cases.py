@@ -1,4 +1,4 @@
-"""Every pass and path at sizes of several compiled tiles: what the emulator executes, and a GPU when there is one.
+"""Every pass and path at sizes of several compiled tiles, for the emulator, and for a GPU when there is one.
 
 Each case compares with float64 by the one tolerance rule (`tolerance.py`), knows the path that it should take,
 and poisons what must not be read.
@@ -21,7 +21,7 @@ DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: 
 EVERY = (BF16, FP16, FP32, TF32)
 SHAPES = ("short", "long")
 
-# Rows of each expert, and rows of nobody after them.
+# Rows of each expert, and padding rows after them.
 LOADS = {
     "uneven": ((70, 0, 150, 1, 33), 9),
     "few": ((3, 0, 17, 1), 2),
@@ -31,14 +31,15 @@ LOADS = {
     "even": ((128, 128, 128, 128), 0),
     "many": ((1, 0, 2, 65, 0, 0, 7, 1, 128, 3, 0), 70),
 }
-# (H, F). Aligned: descriptors and vectors. Eights: 16 bytes for descriptors, not the 32 that vectors ask for.
+# (H, F). ALIGNED suits descriptors and vectors. Rows of EIGHTS are multiples of 16 bytes, as descriptors need, and not
+# of 32, as vectors need.
 ALIGNED, ODD, EIGHTS, DEEP = (208, 144), (101, 67), (136, 72), (656, 144)
 GPT_OSS = {"interleaved": True, "limit": 0.7, "alpha": 1.702, "linear_offset": 1.0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`check()` raises unless the results are right. `shape`: the class of tiles, whatever the load."""
+    """`check()` raises unless the results are right. `shape`: the class of tiles to use, whatever the load."""
 
     name: str
     precision: str
@@ -63,7 +64,7 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All of them, for any GPU."""
+    """All cases, for any GPU."""
     return [*_gemm(), *_fc1_act(), *_dgrad_act(), *_wgrad(), *_layers()]
 
 
@@ -81,7 +82,7 @@ def _grid(
             yield Case(name, precision, shape, partial(check, dtype), **options)
 
 
-def _ragged(
+def ragged_check(
     check: Callable[..., object],
     load: str = "uneven",
     sizes: tuple[int, int] = ALIGNED,
@@ -94,7 +95,7 @@ def _ragged(
     options: dict[str, object] | None = None,
     **rest: object,
 ) -> Callable[[torch.dtype], None]:
-    """A check of an M-ragged pass, with what the path should be."""
+    """A check of an M-ragged pass, with the best path that these operands allow."""
     counts, padding = LOADS[load]
     best = "unaligned" if sizes == ODD or "misaligned" in where else "pointer" if "scattered" in where else "tma"
     if rest.get("gathered") and best == "tma":
@@ -119,13 +120,13 @@ def _ragged(
 
 
 def _gemm() -> Iterator[Case]:
-    case = partial(_ragged, gemm.check)
-    plain = {"bias": False}  # the check's own, which adds one by default
+    case = partial(ragged_check, gemm.check)
+    plain = {"bias": False}  # gemm.check adds a bias by default
     yield from _grid("gemm packed", case(), EVERY, quick=True)
     yield from _grid("gemm in_out", case(layout="in_out"), EVERY)
     for name in ("no bias", "scaled bias"):
         check = partial(gemm.check, **(plain if name == "no bias" else {"scale": True}))
-        yield from _grid(f"gemm {name}", _ragged(check), (BF16, TF32))
+        yield from _grid(f"gemm {name}", ragged_check(check), (BF16, TF32))
     for where in ("reversed", "scattered", "misaligned", "scattered misaligned"):
         yield from _grid(f"gemm {where}", case(where=where), (BF16, FP32))
         yield from _grid(f"gemm {where} in_out", case(where=where, layout="in_out"), shapes=("long",))
@@ -139,8 +140,8 @@ def _gemm() -> Iterator[Case]:
 
 
 def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
-    """What fc1 and the backward of fc2 share."""
-    case = partial(_ragged, check)
+    """Cases of a pass with an activation: fc1_act or dgrad_act."""
+    case = partial(ragged_check, check)
     gpt_oss = {"options": GPT_OSS, "bias": True}
     clamped = {"activation": "geglu", "options": {"limit": 0.5, "linear_offset": 1.0}, "bias": True}
     yield from _grid(f"{name} swiglu", case(), EVERY)
@@ -174,7 +175,7 @@ def _dgrad_act() -> Iterator[Case]:
     return _activations(dgrad_act.check, "dgrad_act")
 
 
-def _of_wgrad(
+def wgrad_check(
     loads: tuple[str, ...] = ("uneven",),
     sizes: tuple[int, int] = ALIGNED,
     *,
@@ -186,7 +187,10 @@ def _of_wgrad(
     gathered: str = "",
     shift: bool = False,
 ) -> Callable[[torch.dtype], None]:
-    """`shift`: the last micro-batch's rows start where no vector can be loaded."""
+    """A check of wgrad over micro-batches with these loads, with the best path that the operands allow.
+
+    `shift`: the last micro-batch's `x` starts at an address that no vector can be loaded from.
+    """
 
     def run(dtype: torch.dtype) -> None:
         N, K = sizes
@@ -197,8 +201,8 @@ def _of_wgrad(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        by_tasks = not (gathered and len(loads) > 1)  # their TMA follows the index of one segment
-        described = sizes != ODD and not shift and by_tasks
+        can_specialise = not (gathered and len(loads) > 1)  # a warp-specialized kernel gathers the rows of one segment
+        described = sizes != ODD and not shift and can_specialise
         best = "tma" if described and wgrad.is_specialised(dtype, bool(gathered)) else wgrad.PLACES[where]
         best = best if sizes != ODD and not shift else "unaligned"
         _, experts = wgrad.main_grad(where, count, N, K, grad)
@@ -212,7 +216,7 @@ def _of_wgrad(
         db = torch.full((count, N), float("nan"), dtype=grad, device=DEVICE) if bias else None
         scale_R = segs[0].scale() if scale else None
         path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **rows)
-        assert path == wgrad.path_of(best, dtype, sizes, by_tasks)
+        assert path == wgrad.path_of(best, dtype, sizes, can_specialise)
         wgrad.check(experts, segs, wgrad.UNTOUCHED if accumulate else 0.0)
         wgrad.check_untouched(experts, segs, accumulate)
         if bias:
@@ -222,7 +226,7 @@ def _of_wgrad(
 
 
 def _wgrad() -> Iterator[Case]:
-    case = _of_wgrad
+    case = wgrad_check
     bf16 = {"grad": torch.bfloat16}
     yield from _grid("wgrad packed", case(), EVERY, quick=True)
     yield from _grid("wgrad overwrite", case(accumulate=False), EVERY)

@@ -10,7 +10,7 @@ from fusedmlp.kernels.tiles import select, table
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 INTERPRETED = triton.knobs.runtime.interpret  # else kernels are compiled: for a GPU, or for the emulator of one
 
-# And the best path by which weights can be loaded from there.
+# Layouts in which owners keep weights, and the best path that loads them.
 PLACES = {
     "packed": "tma",
     "reversed": "tma",
@@ -47,7 +47,7 @@ def logical(described, layout):
 
 
 def among_others(rows, owned, index_dtype=torch.int32, seed=1):
-    """`(tokens, index)`: the rows in another order, among rows that nobody wants; `tokens[index]` undoes it."""
+    """`(tokens, index)`: the rows in another order, among rows of NaN; `tokens[index]` has them in order again."""
     order = torch.randperm(2 * rows.shape[0], generator=torch.Generator().manual_seed(seed))[: rows.shape[0]]
     tokens = torch.full((2 * rows.shape[0], rows.shape[1]), float("nan"), dtype=rows.dtype)
     tokens[order] = rows.cpu()
@@ -60,15 +60,17 @@ def tiles_of(counts, num_rows, device):
     return plan.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
 
 
-def expected_path(kernel, dtype, device, best, sizes, by_tasks=True):
-    """`best`, or what comes after it for those sizes and that device; "specialised" where that is asked, for gathered
-    rows on Blackwell alone, and possible (`by_tasks`).
+def expected_path(kernel, dtype, device, best, sizes, can_specialise=True):
+    """`best`, or the next path that those sizes and that device allow.
+
+    "specialised" if the settings ask for it, the pass has it (for gathered rows on Blackwell alone), and the case can
+    have it (`can_specialise`).
     """
     target = select.target(torch.device(device), select.DEFAULT, dtype)
     switched = target.settings.specialised
     fits = best == "tma" or (best == "gather" and switched and target.consumers == 1)
     paths = {key.path for key in target.tiles if (key.kernel, key.format) == (kernel, table.FORMATS[dtype])}
-    if by_tasks and fits and switched and "specialised" in paths:
+    if can_specialise and fits and switched and "specialised" in paths:
         return "specialised"
     if best in table.BY_DESCRIPTORS and best in paths:
         return best

@@ -1,4 +1,4 @@
-"""The one place that makes inputs for numerical tests, and the one that runs the library on them."""
+"""Makes the inputs of all numerical tests, and runs the library on them."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -103,7 +103,7 @@ class Inputs:
         self.initial_main_grad = 0.0 if case.overwrite else 0.5
 
     def tensors(self):
-        """What gets a gradient."""
+        """The tensors that get a gradient, by name."""
         names = ["x", "fc1", "fc2"] + ["probs"] * self.case.probs + ["bias1", "bias2"] * self.case.bias
         return {name: getattr(self, name) for name in names}
 
@@ -172,7 +172,7 @@ class Segment:
         return torch.stack([dy.T @ x for dy, x in pairs])
 
     def scale(self):
-        """A probability for each row, NaN for those of nobody."""
+        """A probability for each row, NaN for padding rows."""
         scale = torch.rand(self.dy.shape[0], generator=torch.Generator().manual_seed(3)) + 0.5
         scale[int(self.offsets[-1]) :] = float("nan")
         return scale.to(self.dy.device)

@@ -1,4 +1,4 @@
-"""Inputs for `moe_experts`, what runs the library on them, and the oracle: a loop over tokens and their choices."""
+"""Inputs for `moe_experts`, a run of the library on them, and the reference: a loop over tokens and their choices."""
 
 import random
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class Inputs:
 
     @property
     def before(self):
-        """What every element of `main_grad` or `.grad` holds, if it is added to."""
+        """The value of every element of `main_grad` or `.grad` before a run that adds to it; 0 if none adds."""
         return 0.5 if self.case.mode in ("main_grad", "grad") else 0.0
 
 
@@ -151,7 +151,7 @@ def run(inputs, impl, device="cpu"):
 
 
 def _concatenated(of_tokens):
-    """Of all micro-batches, so that a small one is not measured by its own largest value."""
+    """Results of all micro-batches in one tensor each: a small one is not compared by its own largest value."""
     return dict(zip(("y", "dx", "dprobs"), map(torch.cat, zip(*of_tokens, strict=True)), strict=True))
 
 

@@ -17,11 +17,11 @@ from fusedmlp.kernels.tiles.select import Settings, Target
 
 @contextmanager
 def changed(change: Callable[[Target], Target]) -> Iterator[None]:
-    """Launches inside are planned for what `change` makes of the device's target."""
-    of_device, once = select.target, cache(change)
+    """Plan launches in this context for `change(target)`, of the device's target."""
+    of_device, cached_change = select.target, cache(change)
 
     def target(device: torch.device, settings: Settings, dtype: torch.dtype) -> Target:
-        return once(of_device(device, settings, dtype))
+        return cached_change(of_device(device, settings, dtype))
 
     with mock.patch.object(select, "target", target):
         yield
@@ -29,7 +29,7 @@ def changed(change: Callable[[Target], Target]) -> Iterator[None]:
 
 @contextmanager
 def planned_for(target: Target) -> Iterator[None]:
-    """Launches inside are planned for that target, whatever the device, but for TF32, which torch's setting allows."""
+    """Plan launches in this context for that target, whatever the device; only TF32 follows torch's setting."""
     with_tf32, without = replace(target, tf32=True), replace(target, tf32=False)
 
     def fixed(_device: torch.device, _settings: Settings, dtype: torch.dtype) -> Target:
@@ -40,8 +40,8 @@ def planned_for(target: Target) -> Iterator[None]:
 
 
 def of(shape: table.ShapeClass | None, settings: Settings, *, descriptors: bool = True) -> AbstractContextManager[None]:
-    """Launches inside have the device's tiles for one class of loads, whatever the load is, with those settings.
+    """Plan launches inside with those settings, and the device's tiles for one class of loads, whatever the load.
 
-    Without `descriptors`, only tiles that move by pointers.
+    Without `descriptors`, only paths by pointers have tiles.
     """
     return changed(lambda target: replace(target, tiles=tiles_of(target.tiles, shape, descriptors), settings=settings))

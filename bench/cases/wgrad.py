@@ -1,4 +1,4 @@
-"""The wgrad kernel by itself: main_grad where owners keep it, several segments, gathered rows, against float64."""
+"""The wgrad kernel by itself, against float64: layouts of main_grad, several segments, gathered rows."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 
 UNTOUCHED = 0.25  # what an owner's buffer holds around main_grad
 
-# Where owners keep main_grad, and the best path to get there.
+# Layouts in which owners keep main_grad, and the best path for each.
 PLACES = {
     "packed": "tma",
     "packed in_out": "tma",
@@ -45,7 +45,7 @@ def main_grad(place, count, N, K, dtype=torch.float32):
 
 
 def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
-    """The path that was taken. `rest`: `dy_rows` or `x_rows`; an order."""
+    """Run wgrad, and return the path that it took. `rest`: `dy_rows` or `x_rows`; `order`."""
     group = experts
     if packed:
         size = experts[0].shape.numel()
@@ -64,12 +64,12 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
 
 
 def is_specialised(dtype, gathered=False):
-    """Whether warps have tasks of their own; then `dw` may lie anywhere."""
+    """Whether the warp-specialized kernel runs, which writes `dw` at any address."""
     return path_of("gather" if gathered else "tma", dtype) == "specialised"
 
 
-def path_of(best, dtype, sizes=(40, 72), by_tasks=True):
-    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes, by_tasks)
+def path_of(best, dtype, sizes=(40, 72), can_specialise=True):
+    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes, can_specialise)
 
 
 def check(experts, segs, initial):
@@ -81,7 +81,7 @@ def check(experts, segs, initial):
 
 
 def check_untouched(experts, segs, accumulate):
-    """Of an expert without rows, not a bit may change."""
+    """No bit of an expert without rows may change."""
     for e, expert in enumerate(experts):
         if accumulate and all(s.offsets[e] == s.offsets[e + 1] for s in segs):
             assert (expert == UNTOUCHED).all()
@@ -100,13 +100,13 @@ def check_bias(db, one, scale):
 
 
 def shifted(one):
-    """The segment with its `x` at an address that no vector can be loaded from, as a view of a larger tensor has it."""
+    """The segment with its `x` at an address that no vector can be loaded from, as in a view of a larger tensor."""
     flat = torch.cat([one.x.new_zeros(1), one.x.flatten()])
     return dataclasses.replace(one, x=flat[1:].view_as(one.x))
 
 
 def gathered(segs, name, index_dtype=torch.int32):
-    """`(segments, index of each)`: one operand's rows in another order, among rows that nobody wants."""
+    """`(segments, row ids by argument name)`: one operand's rows in another order, among rows of NaN."""
     moved, rows = [], []
     for i, one in enumerate(segs):
         tokens, order = support.among_others(getattr(one, name), int(one.offsets[-1]), index_dtype, seed=i)

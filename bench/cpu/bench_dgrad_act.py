@@ -16,8 +16,8 @@ def _operands(layer: Layer) -> tuple[Tensor, Tensor]:
     return layer.dy_RH, passes.normal(layer, 2 * layer.shape.F)
 
 
-def _of_activation(da_RF: Tensor, h_RG: Tensor, probs_R: Tensor) -> Results:
-    """From the gradient of `a`, which is computed anew, as fusedmlp does."""
+def _activation_backward(da_RF: Tensor, h_RG: Tensor, probs_R: Tensor) -> Results:
+    """Backward of the activation from the gradient of `a`; computes `a` again, as fusedmlp does."""
     with torch.enable_grad():
         h, probs = h_RG.detach().requires_grad_(), probs_R.detach().requires_grad_()
         a = passes.swiglu(h, probs)
@@ -27,7 +27,8 @@ def _of_activation(da_RF: Tensor, h_RG: Tensor, probs_R: Tensor) -> Results:
 
 def _reference(layer: Layer, dtype: torch.dtype, dy_RH: Tensor, h_RG: Tensor) -> Results:
     pairs = zip(dy_RH.to(dtype).split(layer.rows), layer.fc2.detach().to(dtype), strict=True)
-    return _of_activation(torch.cat([dy @ fc2 for dy, fc2 in pairs]), h_RG.to(dtype), passes.probs_of(layer, dtype))
+    da = torch.cat([dy @ fc2 for dy, fc2 in pairs])
+    return _activation_backward(da, h_RG.to(dtype), passes.probs_of(layer, dtype))
 
 
 def _fused(layer: Layer, dy_RH: Tensor, h_RG: Tensor) -> Results:
@@ -45,7 +46,7 @@ def _fused(layer: Layer, dy_RH: Tensor, h_RG: Tensor) -> Results:
 
 
 def _grouped_mm(layer: Layer, dy_RH: Tensor, h_RG: Tensor) -> Results:
-    return _of_activation(F.grouped_mm(dy_RH, layer.fc2.detach(), offs=layer.ends), h_RG, layer.probs_R)
+    return _activation_backward(F.grouped_mm(dy_RH, layer.fc2.detach(), offs=layer.ends), h_RG, layer.probs_R)
 
 
 def _loop(layer: Layer, dy_RH: Tensor, h_RG: Tensor) -> Results:

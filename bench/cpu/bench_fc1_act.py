@@ -1,4 +1,4 @@
-"""fc1 and its activation alone, of which backward keeps the first result: fusedmlp beside its peers."""
+"""fc1 and its activation alone, with the output of fc1 kept for backward: fusedmlp beside its peers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ LEVELS = {"rows": "sorted rows", "tokens": "whole layer of tokens"}
 
 @cache
 def checked(layer: Layer, peer: Peer) -> dict[str, Any]:
-    """Numbers, over two runs, so that a peer that overwrites where it should add is seen; then memory and operators."""
+    """Check the results of two runs, which show a peer that overwrites where it should add; then count memory and
+    operators.
+    """
     layer.buffer.flat.zero_()
     for _ in range(2):
         layer.reset()

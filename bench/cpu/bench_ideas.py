@@ -1,4 +1,4 @@
-"""What each idea saves: the same work with and without it, on the same layer.
+"""Time that each idea saves: the same work with and without it, on the same layer.
 
 | idea | without | with |
 |---|---|---|
@@ -22,7 +22,7 @@ from bench.cpu.peers import FUSED_ROWS
 
 
 def _forward(layer: Layer, **options: object) -> Callable[[], None]:
-    """Runs forward; returns the backward."""
+    """Run forward, and return the backward."""
     y = fusedmlp.grouped_mlp(layer.x_RH, *layer.weights, layer.counts, probs=layer.probs_R, **options)
     return partial(y.backward, layer.dy_RH)
 

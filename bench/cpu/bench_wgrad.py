@@ -24,7 +24,7 @@ def _reference(layer: Layer, dtype: torch.dtype, dh_RG: Tensor, x_RH: Tensor) ->
 
 
 def _results(layer: Layer, way: Way, dh_RG: Tensor, x_RH: Tensor) -> Results:
-    """Of two runs, so that a peer that overwrites where it should add is seen."""
+    """Results of two runs, which show a way that overwrites where it should add."""
     layer.buffer.flat.zero_()
     for _ in range(2):
         way.run(layer, dh_RG, x_RH)

@@ -17,7 +17,7 @@ TINY = (Shape("tiny", 4, 32, 16, 2 * 24, 24),)
 
 
 def shapes(device: str, tiny: bool) -> tuple[Shape, ...]:
-    """What is run: small layers on a CPU, the layers of models on a GPU."""
+    """Shapes to run: small layers on a CPU, the layers of models on a GPU."""
     return TINY if tiny else CPU_SHAPES if device == "cpu" else SHAPES
 
 
@@ -36,7 +36,7 @@ class Layer:
         self.counts = torch.tensor(self.rows, device=device)
         self.ends = self.counts.cumsum(0).to(torch.int32)
         sorted_experts = torch.arange(E, device=device).repeat_interleave(self.counts)
-        # No expert has more rows than there are tokens, so that none comes twice in a column.
+        # No expert has more rows than there are tokens, so that no token gets an expert twice.
         self.top_k_index = sorted_experts.view(R // T, T).T.contiguous()
         self.slots = self.top_k_index.flatten().argsort(stable=True)
         self.tokens = self.slots // (R // T)

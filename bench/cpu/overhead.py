@@ -1,11 +1,11 @@
-"""What Python costs: one forward and backward of tiny layers, where there is next to nothing to compute.
+"""Overhead of Python: one forward and backward of tiny layers, where there is next to nothing to compute.
 
     python -m bench.cpu.overhead [--json] [--seconds 12]
 
-Features are 8, with two rows an expert, on one thread. Beside `GroupedMLP` in each mode stands the same layer written
-with `torch.nn.functional.grouped_mm` and autograd. Times are in microseconds: of the whole step, and of what the
-gradient contract takes of it before and after the GEMMs of backward (`fusedmlp/contract/`). Each is the fastest of
-several rounds, taken in turn, of the median of 20 steps: others use the machine too.
+Layers have 8 features and two rows an expert, and run on one thread: `GroupedMLP` in each mode, and the same layer
+written with `torch.nn.functional.grouped_mm` and autograd. Times are in microseconds: of the whole step, and of the
+gradient contract's part in it (`fusedmlp/contract/`), before and after the GEMMs of backward. A round is the median of
+20 steps; rows take turns, and the fastest of several rounds counts, because other processes use the machine, too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE, ROUND = 8, 20
 
 
 class ContractClock:
-    """Inside `with`, adds up the seconds that a backward spends in the contract."""
+    """Adds up the seconds that backwards in this context spend in the contract."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -92,7 +92,7 @@ def _inputs(num_experts: int, device: str) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def cases(device: str) -> dict[str, Callable[[], None]]:
-    """What is timed: a function for each row."""
+    """The step to time for each row."""
     return {
         "4 experts, packed, main_grad": layer(4, device, "flag"),
         "4 experts, packed, plain": layer(4, device),
@@ -109,7 +109,7 @@ def cases(device: str) -> dict[str, Callable[[], None]]:
 
 
 def measure(seconds: float) -> dict[str, dict[str, float]]:
-    """`{row: {"us": ..., "contract_us": ...}}`: the fastest of rounds, which are taken in turn, of a row's median."""
+    """`{row: {"us": ..., "contract_us": ...}}`: the fastest round of each row; rows take turns."""
     steps = cases("cuda" if torch.cuda.is_available() else "cpu")
     rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     deadline = time.perf_counter() + seconds

@@ -19,12 +19,12 @@ Results = dict[str, Tensor]
 
 
 class Way(NamedTuple):
-    """`run(layer, *operands)` returns results by name, or leaves them in main_grad."""
+    """One way to run a pass: `run(layer, *operands)` returns results by name, or leaves them in main_grad."""
 
     name: str
     run: Callable[..., Any]
     missing: Callable[[str], str] = lambda _: ""  # by device; empty: it can run
-    overwrites: bool = False  # main_grad, which others add to
+    overwrites: bool = False  # main_grad, to which other ways add
 
 
 def _run(layer: Layer, way: Way, *operands: Tensor) -> Results:
@@ -32,7 +32,7 @@ def _run(layer: Layer, way: Way, *operands: Tensor) -> Results:
 
 
 class Pass(NamedTuple):
-    """A pass with the operands that every way gets, and their right results by a dtype's arithmetic."""
+    """A pass with the operands that every way gets, and reference results in the arithmetic of a dtype."""
 
     what: str
     operands: Callable[[Layer], tuple[Tensor, ...]]
@@ -89,12 +89,12 @@ def implementation(layer: Layer) -> str:
 
 
 def needs_triton(device: str) -> str:
-    """On a CPU a pass that has no operator of its own is a part of the layer's."""
+    """Why a pass without an operator of its own cannot run: PyTorch's implementation has it only inside the layer's."""
     return "needs a GPU, or TRITON_INTERPRET=1" if device == "cpu" and not triton_interpret() else ""
 
 
 def swiglu_options() -> object:
-    """Swiglu as kernels take it."""
+    """The kernels' options for swiglu."""
     from fusedmlp.operators.triton_impl import _options
 
     return _options(fusedmlp.Activation("swiglu").encoded)

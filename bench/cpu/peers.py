@@ -1,7 +1,7 @@
-"""Who is compared: ways to run one layer's forward and backward that end with the gradients in fp32 `main_grad`.
+"""Peers: ways to run one layer's forward and backward that end with the gradients in fp32 `main_grad`.
 
-A peer takes sorted rows ("rows") or tokens and their experts ("tokens"). Those whose gradients come in `.grad` are
-followed by the `main_grad.add_` that fusedmlp does without. `missing` says why a peer cannot run here.
+A peer takes sorted rows ("rows") or tokens and their experts ("tokens"). If its gradients come in `.grad`, a
+`main_grad.add_` follows, which fusedmlp does without. `missing` says why a peer cannot run here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Peer:
     adds: bool = True  # whether its gradients come in .grad
 
     def backward(self, layer: Layer, y: Tensor) -> None:
-        """From the output's gradient to `main_grad`."""
+        """Run backward until the gradients are in `main_grad`."""
         y.backward(layer.dy_RH if self.level == "rows" else layer.dy_TH)
         if self.adds:
             for weight in layer.weights:
@@ -88,7 +88,7 @@ def _liger(layer: Layer) -> Tensor:
 
 
 def _transformer_engine(layer: Layer) -> Tensor:
-    """Its GroupedLinear layers, which add into main_grad themselves; PyTorch's activation between them."""
+    """TransformerEngine's GroupedLinear layers, which add into main_grad; PyTorch's activation between them."""
     te = __import__("transformer_engine.pytorch").pytorch
     shape = layer.shape
 

@@ -1,4 +1,4 @@
-"""How a run is timed and what it allocates."""
+"""Timers, and the memory that a run allocates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # glibc's malloc.h
 
 def keep_freed_memory() -> None:
     """Have glibc keep what is freed. Otherwise large tensors are mapped and given back again and again, and which ones
-    depends on what ran before: times then differ by up to twice for reasons that are no peer's."""
+    depends on what ran before: times then differ by up to twice, whatever the peer."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         for option in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
@@ -43,14 +43,14 @@ def clock(device: str) -> Callable[[], Any]:
 
 
 def flush_cache(device: str) -> None:
-    """Fill a GPU's L2 cache with something else, and let it wait so that launches queue up."""
+    """Fill a GPU's L2 cache with other data, and make the GPU wait so that launches queue up."""
     if device != "cpu":
         torch.empty(512 * 2**20, dtype=torch.int8, device=device).zero_()
         torch.cuda._sleep(8_000_000)
 
 
 class Footprint(NamedTuple):
-    """Of one backward."""
+    """Memory and operators of one backward."""
 
     peak_bytes: int  # most that was allocated at once, beyond what was there before
     largest_bytes: int  # the largest single allocation
@@ -58,7 +58,7 @@ class Footprint(NamedTuple):
 
 
 def footprint(run: Callable[[], None]) -> Footprint:
-    """By PyTorch's profiler."""
+    """Count with PyTorch's profiler."""
     with torch.profiler.profile(profile_memory=True) as profile:
         run()
     events = profile.profiler.kineto_results.events()
@@ -73,7 +73,7 @@ def footprint(run: Callable[[], None]) -> Footprint:
 
 
 def saved_bytes(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> int:
-    """What forward keeps for backward, without its inputs: every storage once."""
+    """Bytes that forward saves for backward, without its inputs: every storage once."""
     kept: dict[int, int] = {}
     known = {tensor.untyped_storage().data_ptr() for tensor in inputs}
 

@@ -1,10 +1,10 @@
-"""Forward and backward beside peers on a CPU: with one and all threads, with glibc's allocation and memory kept.
+"""Forward and backward beside peers on a CPU: one and all threads, glibc's default and freed memory kept.
 
     python -m bench.cpu.settings [--json]
 
-Each setting is a process of its own, and goes through all layers. Peers take turns, each first as often as any other;
-a figure is the median time of a peer over ours. glibc maps and returns large tensors again and again unless it is told
-to keep what is freed; what that costs depends on how much memory a peer takes.
+Each setting runs all layers in a process of its own. Peers take turns, and each is first equally often; a figure is the
+median time of a peer over ours. Unless glibc is told to keep freed memory, it maps and returns large tensors again and
+again; the cost of that depends on how much memory a peer takes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from bench.limits.shapes import LOADS
 ALLOCATIONS = ("default", "kept")
 OURS = {"rows": "fusedmlp", "tokens": "fusedmlp moe_experts"}
 OTHERS = ("grouped_mm", "Transformers grouped_mm")
-ROUNDS, WARM_UP = 12, 2  # a multiple of the peers
+ROUNDS, WARM_UP = 12, 2  # rounds: a multiple of the number of peers
 
 Ratios = list[dict[str, Any]]
 
 
 def measure() -> Ratios:
-    """In this process's setting: a row for each layer and peer."""
+    """Measure in this process's setting: a row for each layer and peer."""
     peers = [peer for peer in PEERS if peer.name in (*OURS.values(), *OTHERS) and not peer.missing("cpu")]
     cases = [(s, load, d) for s in layers.CPU_SHAPES for load in LOADS for d in (torch.float32, torch.bfloat16)]
     found: Ratios = []
@@ -50,7 +50,7 @@ def measure() -> Ratios:
 
 
 def _medians(layer: layers.Layer, peers: list[Peer]) -> dict[str, list[float]]:
-    """Of forward and backward, by peer."""
+    """Median seconds of forward and of backward, by peer."""
     times: dict[str, list[tuple[float, float]]] = {peer.name: [] for peer in peers}
     for turn in range(WARM_UP + ROUNDS):
         first = turn % len(peers)
@@ -63,11 +63,11 @@ def _medians(layer: layers.Layer, peers: list[Peer]) -> dict[str, list[float]]:
             if turn >= WARM_UP:
                 times[peer.name].append((middle - start, time.perf_counter() - middle))
             del y
-    return {name: [statistics.median(each) for each in zip(*own, strict=True)] for name, own in times.items()}
+    return {name: [statistics.median(each) for each in zip(*of_peer, strict=True)] for name, of_peer in times.items()}
 
 
 def compare() -> list[dict[str, Any]]:
-    """All settings, one after the other."""
+    """Measure all settings, one after the other."""
     found = []
     for threads in sorted({1, os.cpu_count() or 1}):
         for allocation in ALLOCATIONS:
@@ -91,12 +91,12 @@ def summary(found: list[dict[str, Any]]) -> list[list[str]]:
     lines = []
     for setting in found:
         for peer in OTHERS:
-            own = [row for row in setting["rows"] if row["peer"] == peer]
+            rows = [row for row in setting["rows"] if row["peer"] == peer]
             spread = [
                 f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
-                for values in ([row[what] for row in own] for what in ("forward", "backward") if own)
+                for values in ([row[what] for row in rows] for what in ("forward", "backward") if rows)
             ]
-            if own:  # Transformers may be missing
+            if rows:  # Transformers may be missing
                 lines.append([str(setting["threads"]), setting["allocation"], peer, *spread])
     return lines
 

@@ -1,1 +1,1 @@
-"""What needs a GPU: checks of the kernels and times, in one command."""
+"""Checks and timings of the kernels that need a GPU, in one command."""

@@ -1,11 +1,11 @@
 """Checks of the kernels on a real GPU, one per process: `python -m bench.gpu.checks STEP [--device cpu]`.
 
     cases        passes by themselves, as the emulator executes them at every commit (bench/cases/cases.py)
-    all-cases    every pass and path so, which takes a while
+    all-cases    the same for every pass and path, which takes a while
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
     sync         the same under PyTorch's sync debug mode "error"
     graph        capture, then replays with other loads, against runs without a graph
-    repeat       the same bits every run
+    repeat       the same bits in every run
     small        one small step, for compute-sanitizer
 
 On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves; cases
@@ -26,7 +26,7 @@ from fusedmlp.environment import triton_interpret
 
 
 def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
-    """Every case and load; all failures are reported."""
+    """Check every case and load, and report all failures."""
     failures = 0
     for (name, case), (load, counts) in itertools.product(
         cases(small).items(), (SMALL_LOADS if small else LOADS).items()
@@ -34,7 +34,7 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
         layer = Layer(case, counts, dtype, device)
         try:
             print(f"ok   {dtype} {name}, {load}: error {compare(layer, layer.run(_impl(device))):.1e}", flush=True)
-        except Exception as error:  # a GPU that has failed fails the rest too, and each says so
+        except Exception as error:  # after a fault of the GPU, all other cases fail, too, and are reported
             failures += 1
             print(f"FAIL {dtype} {name}, {load}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     if failures:
@@ -42,7 +42,7 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
 
 
 def passes(device: str, small: bool, everything: bool = False) -> None:
-    """The cases that the emulator executes, too, which a GPU so checks. All failures are reported."""
+    """Run the cases that the emulator executes, too, and report all failures."""
     from bench.cases import cases as listed
     from bench.cases import tiles
     from fusedmlp.operators import triton_impl
@@ -65,7 +65,7 @@ def passes(device: str, small: bool, everything: bool = False) -> None:
 
 
 def sync(device: str, small: bool) -> None:
-    """No host synchronisation in any mode, once kernels are compiled."""
+    """No case synchronises the host, once kernels are compiled."""
     for name, case in cases(small).items():
         layer = Layer(case, (SMALL_LOADS if small else LOADS)["ragged"], torch.bfloat16, device)
         layer.run(_impl(device))
@@ -80,13 +80,13 @@ def sync(device: str, small: bool) -> None:
 
 
 def graph(device: str, small: bool) -> None:
-    """Captured steps: plain, with tables of addresses, of experts' tensors and of micro-batches, and from tokens."""
+    """Replay captured steps: plain, with tables of addresses (of experts' tensors, of micro-batches), and of tokens."""
     for name in ("add", "apart", "fused queue", "tokens", "tokens, apart, fused queue"):
         _replay(name, cases(small)[name], device, small)
 
 
 def _replay(name: str, case: Case, device: str, small: bool) -> None:
-    """A captured step, replayed with other loads of as many rows at most, equals the step without a graph."""
+    """A captured step, replayed with other loads of no more rows, equals the step without a graph."""
     loads = ((20, 0, 7, 3), (0, 30, 0, 0)) if small else ((300, 0, 100, 56), (0, 456, 0, 0))
     layer, fresh = (Layer(case, loads[0], torch.bfloat16, device) for _ in range(2))
     if device == "cuda":
@@ -116,7 +116,7 @@ def _replay(name: str, case: Case, device: str, small: bool) -> None:
 
 
 def repeat(device: str, small: bool) -> None:
-    """The same bits from equal inputs."""
+    """Equal inputs give the same bits."""
     for name, case in cases(small).items():
         runs = [
             Layer(case, (SMALL_LOADS if small else LOADS)["ragged"], torch.bfloat16, device).run(_impl(device))

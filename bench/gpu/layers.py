@@ -1,4 +1,4 @@
-"""Layers that a GPU's checks run, over loads, layouts and modes, and whether their results are right."""
+"""Layers for the checks on a GPU, over loads, layouts and modes, and the comparison of their results with float64."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Case:
     apart: bool = False  # one tensor per expert, each at an address of its own
     misaligned: bool = False  # main_grad starts 4 bytes off
     mode: str = "add"  # "overwrite", "queue", "fused queue"
-    top_k: int = 0  # moe_experts, of tokens with so many experts each
+    top_k: int = 0  # if not 0, moe_experts of tokens with this number of experts each
 
 
 def cases(small: bool) -> dict[str, Case]:
-    """What is checked."""
+    """The layers to check, by name."""
     H, F = (32, 16) if small else (512, 256)
     gpt_oss = {"interleaved": True, "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0}
     return {
@@ -95,7 +95,7 @@ class Layer:
         self.load(counts)
 
     def load(self, counts: Counts) -> None:
-        """Give experts other numbers of rows; of tokens, the rows that are left are of experts elsewhere."""
+        """Give experts other numbers of rows. The remaining choices of tokens are experts elsewhere, -1."""
         self.count_tensor.copy_(torch.tensor(counts))
         experts = torch.full((self.ids.numel(),), -1)
         experts[: sum(counts)] = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -106,7 +106,7 @@ class Layer:
         return [Parameter(t.clone()) for t in packed] if self.case.apart else [Parameter(packed)]
 
     def forward(self, queue: fusedmlp.WgradQueue | None = None, impl: str = "auto") -> Tensor:
-        """Through the public function."""
+        """Call the public function."""
         w1, w2, b1, b2 = (
             group if self.case.apart else group[0] if group else None for group in (*self.weights, *self.biases)
         )
@@ -149,7 +149,7 @@ class Layer:
         return torch.stack(group) if self.case.apart else group[0]
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The same in plain autograd, expert by expert, in `dtype`."""
+        """The results of `run` by plain autograd, expert by expert, in `dtype`."""
         transposed = self.case.layout == "in_out"
         params = [self._joined([p.detach() for p in g]).to(dtype).requires_grad_() for g in self.weights]
         biases = [self._joined([p.detach() for p in g]).to(dtype).requires_grad_() for g in self.biases if g]
@@ -188,7 +188,10 @@ class Layer:
 
 
 def compare(layer: Layer, results: dict[str, Tensor]) -> float:
-    """Largest relative error (2-norm) of any result; raises unless within twice that of plain autograd in the dtype."""
+    """Largest relative error (2-norm) of any result.
+
+    Raises if an error is over twice that of plain autograd in the dtype, plus one rounding.
+    """
     exact, plain = layer.reference(torch.float64), layer.reference(layer.dtype)
     band = torch.finfo(layer.dtype).eps / 2  # one rounding
     worst = 0.0

@@ -1,13 +1,12 @@
 """Everything that needs a GPU, in one command: `python -m bench.gpu --out DIR [--minutes 9]`.
 
 Every step is a process with a time limit of its own, and a failure or a hang of one leaves the others alone:
-the checks of `bench.gpu.checks`, those under compute-sanitizer, then `bench.gpu.timings` shape by shape into
-DIR/timings.csv, each also with the warp-specialized kernels. What they print is in DIR/log.txt. Short
-tables of times and of steps, with what failed, come last.
-Exit status 1 if any step failed.
+the checks of `bench.gpu.checks`, the small one under compute-sanitizer, and `bench.gpu.timings` shape by shape into
+DIR/timings.csv, each also with the warp-specialized kernels. Output of the steps goes to DIR/log.txt. Short tables of
+times and of steps, with their failures, come last. Exit status 1 if any step failed.
 
 `--unsupported-versions` is for GPU machines that have nothing newer than torch 2.11 and Triton 3.6: kernels run there,
-but the library does not work with them (docs/limits.md), so nothing else may set the switch that this sets.
+but the library does not work with them (docs/limits.md), so nothing else may set FUSEDMLP_UNSUPPORTED_VERSIONS.
 
 `--device cpu` tries every step on tiny shapes without a GPU; that checks this program, not the kernels.
 """
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Most telling first: the clock may stop the list anywhere.
+# The most informative first: time may run out anywhere in the list.
 SHAPES = (
     "qwen3-30b-8k",
     "sonic-d",
@@ -53,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended."""
+    """How a step ended."""
 
     step: str
     status: str  # "ok", or what went wrong
@@ -62,7 +61,7 @@ class Outcome:
 
 
 def steps(device: str, out: Path) -> list[Step]:
-    """What runs, in order; limits leave room for compiling kernels the first time."""
+    """The steps, in order; time limits leave room for compiling kernels the first time."""
 
     def check(name: str, seconds: float, *prefix: str, size: tuple[str, ...] = (), step: str = "") -> Step:
         command = (*prefix, sys.executable, "-m", "bench.gpu.checks", name, "--device", device, *size)
@@ -82,12 +81,12 @@ def steps(device: str, out: Path) -> list[Step]:
     shapes = SHAPES if device == "cuda" else ("tiny",)
     memcheck = []
     if device == "cuda" and (tool := shutil.which("compute-sanitizer")):
-        # One allocation for each tensor: what runs over its end would else land in PyTorch's cached block, unseen.
+        # One allocation for each tensor: an access past its end would else land in PyTorch's cached block, undetected.
         uncached = ("env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1")
         prefix = (*uncached, tool, "--tool", "memcheck", "--error-exitcode", "9", "--launch-timeout", "60")
         memcheck = [check("small", 90, *prefix, size=("--small",), step="memcheck-small")]
     timings = [timing(shape) for shape in shapes]
-    if device == "cuda":  # what no table has is passed over, and the default kernels run again
+    if device == "cuda":  # passes without such a kernel run the default one again
         timings = [each for one in timings for each in (one, specialised(one))]
         checks = [each for one in checks for each in ((one, specialised(one)) if one.name != "sync" else (one,))]
     # The first timings come early, so that a slow memory checker cannot cost all of them.

@@ -2,8 +2,8 @@
 
 For every load: every pass, forward, backward and both, beside `grouped_mm`, autograd and `main_grad.add_`, and Liger's
 fused MoE when that can be imported (its rows are permuted inside, and the load is always even). With
-FUSEDMLP_SPECIALISED=1 the warp-specialized kernels alone, without peers. The ceilings, a
-dense bf16 product and a large copy, are measured first and again last. Times are medians in ms by CUDA events.
+FUSEDMLP_SPECIALISED=1 the warp-specialized kernels alone, without peers. The ceilings, a dense bf16 product and a large
+copy, are measured first and again last. Times are medians in ms by CUDA events.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ TINY = Shape("tiny", 4, 32, 16, 40, 40)
 
 
 def machine(device: str) -> dict[str, str]:
-    """What every row of the CSV starts with."""
+    """The columns with which every row of the CSV starts."""
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     versions["kernels"] = "specialised" if triton_impl.SETTINGS.specialised else "default"
     if device == "cpu":
@@ -64,7 +64,7 @@ def clock_mhz(device: str) -> str:
 
 
 def nvidia_smi(field: str) -> str:
-    """One property of the GPU; containers need not have the program."""
+    """One property of the GPU; "unknown" where there is no nvidia-smi, as in some containers."""
     if shutil.which("nvidia-smi") is None:
         return "unknown"
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
@@ -72,14 +72,14 @@ def nvidia_smi(field: str) -> str:
 
 
 class GroupedMM:
-    """PyTorch's own: grouped_mm and autograd, whose gradients are then added to main_grad."""
+    """PyTorch's grouped_mm with autograd; the gradients are then added to main_grad."""
 
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.ends = layer.counts.cumsum(0).to(torch.int32)
 
     def forward(self) -> torch.Tensor:
-        """Through plain autograd."""
+        """Run forward under plain autograd."""
         layer = self.layer
         gate, linear = F.grouped_mm(layer.x, layer.fc1.mT, offs=self.ends).chunk(2, dim=-1)
         a = (F.silu(gate) * linear * layer.probs.unsqueeze(1)).to(layer.x.dtype)
@@ -166,7 +166,7 @@ def rows_of(shape: Shape, load: str, ceiling: Ceilings, device: str) -> Iterator
 
 @contextmanager
 def _reporting(what: str) -> Iterator[None]:
-    """One failure is printed, and the rest goes on."""
+    """Print a failure inside, and go on."""
     try:
         yield
     except Exception as error:

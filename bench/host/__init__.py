@@ -1,1 +1,1 @@
-"""What a layer costs the host, on a CUDA driver that does nothing."""
+"""Costs of a layer on the host, with a CUDA driver that does nothing."""

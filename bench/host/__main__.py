@@ -1,4 +1,4 @@
-"""`python -m bench.host`: what a layer costs the host on a GPU; see `cost.py`."""
+"""`python -m bench.host`: costs of a layer on the host of a GPU; see `cost.py`."""
 
 import os
 

@@ -1,14 +1,14 @@
-"""What a layer costs the host on a GPU, measured without one: Triton's own launcher on a driver that does nothing.
+"""Costs of a layer on the host of a GPU, measured without one: Triton's own launcher on a driver that does nothing.
 
     python -m bench.host [--json] [--profile ROW] [--seconds 30]
 
 For a forward, a backward and both: Triton launches; other operators by which PyTorch launches kernels (no views, no
 allocations); TMA descriptors built; tensors allocated; microseconds. Sizes are tiny, bf16, one thread. Rows take turns
-in one process; a time is the fastest of rounds, each the median of its steps: others use the machine too.
+in one process. A round is the median of its steps; the fastest round counts, as other processes use the machine, too.
 
-Liger 0.8.5 (`pip install liger-kernel`) stands beside, with the `main_grad.add_` that its gradients need after it, and
-with its autotuner pinned (LIGER_FUSED_MOE_AUTOTUNE=0), which is its cheapest way. Tensors are on the CPU: what PyTorch
-and its allocator take on a GPU beyond that is in nobody's row. Nor is Liger's wait for the device, once a forward.
+Liger 0.8.5 (`pip install liger-kernel`) is a row, too: followed by the `main_grad.add_` that its gradients need, and
+with its autotuner pinned (LIGER_FUSED_MOE_AUTOTUNE=0), its cheapest setting. Tensors are on the CPU: no row includes
+the additional time of PyTorch and its allocator on a GPU, nor Liger's wait for the device, once a forward.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def liger(num_experts: int) -> Row:
 
 
 def engine(num_parameters: int) -> Row:
-    """What PyTorch's autograd alone takes for a layer of so many parameters that returns no gradient for them."""
+    """PyTorch's autograd alone: a layer with `num_parameters` parameters that returns no gradient for them."""
 
     class Nothing(torch.autograd.Function):
         @staticmethod
@@ -139,13 +139,13 @@ def _bare_kernel(
 
 
 def bare() -> Row:
-    """One launch of a kernel without work, by Triton's own way, with as many arguments as our largest has."""
+    """One launch of an empty kernel by Triton's own `kernel[grid]`, with as many arguments as our largest has."""
     pointers, numbers = [torch.zeros(16) for _ in range(17)], range(16, 16 * 14, 16)
     return Row(lambda: _bare_kernel[(1,)](*pointers, *numbers, *range(15)), lambda _: None)
 
 
 def rows() -> dict[str, Row]:
-    """What is measured."""
+    """The rows to measure, by name."""
     with_liger = {LIGER: liger(8)} if find_spec("liger_kernel") else {}
     return {
         "moe_experts, packed": layer(8, tokens=True),
@@ -163,18 +163,18 @@ def rows() -> dict[str, Row]:
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[null_driver.Counters]:
-    """CPU tensors go the ways of those on a GPU."""
+    """Make CPU tensors in this context take the code paths of tensors on a GPU."""
     counters, empty = null_driver.install(), torch.empty
 
     def allocate(*size: Any, **options: Any) -> Tensor:
         tensor = empty(*size, **options)
         if not options.get("dtype", DTYPE).is_floating_point:
-            tensor.numpy().fill(1)  # kernels write nothing; indices, sizes and flags would come from them
+            tensor.numpy().fill(1)  # kernels, which write nothing, would fill indices, sizes and flags
         return tensor
 
     with ExitStack() as patches:
         for patch in (
-            mock.patch.object(environment, "triton_interpret", _yes),  # it lets "triton" take CPU tensors
+            mock.patch.object(environment, "triton_interpret", _yes),  # lets impl="triton" take CPU tensors
             mock.patch.object(functional, "_offsets", _offsets),
             mock.patch.object(torch, "empty", allocate),
         ):
@@ -187,7 +187,7 @@ def _yes() -> bool:
 
 
 def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:
-    """Counts on a GPU become offsets there; `functional._offsets` would read these on the host."""
+    """Make offsets by kernels, as of counts on a GPU; `functional._offsets` would read CPU counts on the host."""
     return ops.expert_offsets(counts, x.shape[0], impl)  # type: ignore[no-any-return]
 
 
@@ -199,7 +199,7 @@ class Operators(TorchDispatchMode):
         self.launching = self.allocated = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fusedmlp":  # what that runs counts
+        if func.namespace == "fusedmlp":  # count the operators that it runs
             with self:
                 return getattr(ops, func._opname).run(*args)
         new = sum(r.alias_info is None for r in func._schema.returns if "Tensor" in str(r.type))
@@ -210,7 +210,7 @@ class Operators(TorchDispatchMode):
 
 
 def count(row: Row, counters: null_driver.Counters) -> dict[str, dict[str, int]]:
-    """By what is counted: a forward's, a backward's and their sum."""
+    """Counts by kind: of a forward, of a backward, and their sum."""
 
     def now() -> list[int]:
         return [*counters.read(), operators.launching, operators.allocated]
@@ -241,7 +241,7 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
     with as_on_a_gpu() as counters:
         steps = rows()
         for row in steps.values():
-            for _ in range(4):  # compiles, comes again, encodes descriptors
+            for _ in range(4):  # compile kernels, remember programs, encode descriptors
                 _step(row)
         counted = {name: count(row, counters) for name, row in steps.items()}
         rounds: dict[str, list[list[float]]] = {name: [] for name in steps}
@@ -251,8 +251,8 @@ def measure(seconds: float) -> dict[str, dict[str, dict[str, float]]]:
                 times = zip(*(_step(row) for _ in range(ROUND)), strict=True)
                 rounds[name].append([1e6 * statistics.median(part) for part in times])
     found: dict[str, dict[str, dict[str, float]]] = {}
-    for name, own in rounds.items():
-        fastest = (round(min(part), 1) for part in zip(*own, strict=True))
+    for name, of_row in rounds.items():
+        fastest = (round(min(part), 1) for part in zip(*of_row, strict=True))
         found[name] = {"us": dict(zip(PARTS, fastest, strict=True)), **counted[name]}
     return found
 

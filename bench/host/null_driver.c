@@ -1,5 +1,5 @@
-// A CUDA driver of which every call succeeds and no kernel does anything: what a step then takes is the host's part.
-// It has what Triton's driver.c calls, as an sm_90 with 132 multiprocessors, and counts what costs the host time.
+// A CUDA driver on which every call succeeds and no kernel runs: the time of a step is then the host's part alone.
+// It has the calls of Triton's driver.c, for an sm_90 with 132 multiprocessors, and counts launches and descriptors.
 #include <cuda.h>
 #include <string.h>
 

@@ -22,7 +22,7 @@ CAPABILITY, MULTIPROCESSORS = (9, 0), 132
 
 
 def compiler() -> str:
-    """The one that Triton would take too."""
+    """The C compiler, chosen as Triton chooses it."""
     found = os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc", "clang")), None)
     if found is None:
         raise RuntimeError("null driver: expected a C compiler, as Triton does: $CC, cc, gcc or clang; got none")
@@ -30,7 +30,7 @@ def compiler() -> str:
 
 
 def build() -> Path:
-    """The folder with the library; made once for every text of its source."""
+    """Build the library, once for each version of its source, and return its folder."""
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     key = hashlib.sha256(SOURCE.read_bytes() + (headers / "cuda.h").read_bytes()).hexdigest()[:16]
     folder = ROOT / "build" / "cache" / "null_driver" / f"{key}-{sysconfig.get_platform()}"
@@ -49,7 +49,7 @@ def build() -> Path:
 
 
 class Counters:
-    """What the driver was asked for so far."""
+    """Calls of the driver so far."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._launches, self._descriptors = library.null_driver_launches, library.null_driver_descriptors
@@ -61,7 +61,7 @@ class Counters:
 
 
 def install() -> Counters:
-    """From now on this process has one GPU, an sm_90 that does nothing; tensors stay on the CPU."""
+    """Give this process one GPU, an sm_90 that does nothing; tensors stay on the CPU."""
     folder = build()
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
     library = ctypes.CDLL(str(folder / LIBRARY), mode=ctypes.RTLD_GLOBAL)

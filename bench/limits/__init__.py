@@ -1,1 +1,1 @@
-"""What hardware allows, and how near the kernels come: shapes, GPUs, limit times, schedules, a model, measurements."""
+"""Limits of hardware, and how near the kernels come: shapes, GPUs, limit times, schedules, a model, measurements."""

@@ -1,9 +1,9 @@
 """How evenly the kernels' order of tiles keeps a GPU's multiprocessors busy, by simulation.
 
-Every kernel works through a list of tiles. Each tile has a program of its own, which start in that order wherever a
-multiprocessor is free, or persistent programs take every n-th (there and back in wgrad, whose tiles do not cost the
-same). Programs that share a multiprocessor are one here. A tile's cost is the time of its arithmetic and of its weight
-gradient's traffic on one multiprocessor's share of the GPU.
+Every kernel works through a list of tiles. Either each tile has a program of its own, and the next one starts wherever
+a multiprocessor is free; or each of n persistent programs takes every n-th tile (there and back in wgrad, whose tiles
+do not cost the same). Programs that share a multiprocessor count as one. A tile's cost is the time of its arithmetic
+and of its weight gradient's traffic on one multiprocessor's share of the GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _GRAD_BYTES = 8  # fp32, read and written
 
 
 def idle_share(costs: Sequence[float], processors: int, dealt_out: bool = False) -> float:
-    """Share of the processors' time, until the last is done, in which they have nothing to do. Costs never rise.
+    """Share of the processors' time in which they are idle, until the last is done. `costs` must not rise.
 
-    `dealt_out`: in turns there and back, not to whoever is free.
+    `dealt_out`: programs take tiles in turns, there and back; otherwise the first free processor takes the next.
     """
     if not costs:
         return 0.0
@@ -72,8 +72,9 @@ def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, specia
 
 
 def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> table.Tile:
-    """The one that the launchers choose where sizes and addresses fit descriptors, for 16 bits an element;
-    `specialised`: if they are to use warp-specialized kernels, where there are any.
+    """The tile that a plan chooses for 16-bit elements where sizes and addresses fit descriptors.
+
+    `specialised`: settings ask for warp-specialized kernels, where there are any.
     """
     target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings(specialised))
     return select.choose(kernel, torch.bfloat16, target, True, True, sum(rows) / len(rows)).tile

@@ -19,14 +19,16 @@ def run(
     before: Path | None = None,
     specialised: bool = False,
 ) -> None:
-    """Print the rows of one report; for the model, `before`: an older table of budgets to compare with, `specialised`:
-    warp-specialized kernels, compared with the others.
+    """Print the rows of one report.
+
+    For the model, `before` is an older table of budgets to compare with; `specialised`: model warp-specialized kernels,
+    and compare with the default ones.
     """
     if what == "model":
         from bench.limits import model  # needs Triton
 
         rows, text = list(model.rows(before, specialised)), model_line
-        compared = str(before) if before else "the kernels that are the default" if specialised else ""
+        compared = str(before) if before else "the default kernels" if specialised else ""
         header = "\n".join(_about_model(rows, compared))
     elif what == "schedule":
         from bench.limits import balance  # needs Triton

@@ -1,4 +1,4 @@
-"""Ceilings of GPUs by their vendors' datasheets, as leads: a measurement has its own, taken in the same run."""
+"""Ceilings of GPUs by their vendors' datasheets; a measurement has its own instead, taken in the same run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class GPU:
     """Rates are dense, without structured sparsity, for which datasheets give twice as much."""
 
     name: str
-    architecture: str  # whose kernels it runs (`kernels/tiles/select.py`)
+    architecture: str  # the kernels that it runs, by the names of `kernels/tiles/select.py`
     bf16_flops: float  # FLOP/s
     bandwidth: float  # bytes/s of its memory
     processors: int  # streaming multiprocessors, compute units

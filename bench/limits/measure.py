@@ -62,7 +62,7 @@ class Layer:
 
 
 def time_ms(run: Callable[[], object], repetitions: int = 20) -> float:
-    """Median of the device's time for one run, each with an L2 cache full of something else.
+    """Median ms of one run on the device; before each, the L2 cache is filled with other data.
 
     The GPU waits before each, so that launches queue up and the host's time does not count.
     """
@@ -82,7 +82,7 @@ def time_ms(run: Callable[[], object], repetitions: int = 20) -> float:
 
 
 def ceilings() -> Ceilings:
-    """Of this GPU, now: a product of random bf16 matrices, and a copy of 4 GiB."""
+    """Measure this GPU now: a product of random bf16 matrices, and a copy of 4 GiB."""
     n = 8192
     a, b = (torch.randn(n, n, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     product = time_ms(lambda: a @ b)
@@ -94,7 +94,7 @@ def ceilings() -> Ceilings:
 
 @contextmanager
 def kernel_times() -> Iterator[list[tuple[str, Callable[[], float]]]]:
-    """Collects `(name, function that returns its ms)` of every kernel of Triton launched inside, in order."""
+    """Collects `(name, function that returns its ms)` of every Triton kernel launched inside, in order."""
     from triton import knobs  # there is no Triton without Linux
 
     found: list[tuple[str, Callable[[], float]]] = []
@@ -137,7 +137,7 @@ def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, f
 def beside_limits(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Rows of `roofline.rows` with `ms` and `of_limit`, the share of the limit by ceilings measured in this run.
 
-    Passes of `moe_experts` alone are not measured, and stay as they are.
+    Rows of passes that `moe_experts` alone has are not measured, and stay as they are.
     """
     ceiling = ceilings()
     shapes = {shape.name: shape for shape in SHAPES}

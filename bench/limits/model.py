@@ -1,16 +1,17 @@
-"""What every pass takes by a model of its compiled code, beside its limit: what a change of a kernel would be worth.
+"""Time of every pass by a model of its compiled code, beside its limit: the worth of a change of a kernel.
 
-It rests on the table of `proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of
-`kernels/tiles/select.py` and on the constants of `rates`. The time of a tile is
+It rests on the table of `proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of `kernels/tiles/table.py` and
+on the constants of `rates`. The time of a tile is
 
-    steps * max(tensor cores, L2, a warp's own way, arrival of loads) + bubble
+    steps * max(tensor cores, L2, issue, arrival of loads) + bubble
 
-A warp's own way through a step is the instructions of all warps on four schedulers, its waits and its barriers; where
-no MMA is left in flight, the tensor cores stand still meanwhile. The bubble is what a tile costs beside its steps:
-instructions, stores and waits for them, barriers, and, unless steps and tiles are one loop, the way to its first
-operands. Multiprocessors take tiles as in `balance`. No pass is faster than its bytes go through memory.
+Issue is the time of a step's instructions, of all warps on four schedulers, with its waits and barriers; where no MMA
+is left in flight, the tensor cores' time is added, as they are idle meanwhile. The bubble is the time of a tile beside
+its steps: instructions, stores and waits for them, barriers, and, unless steps and tiles are one loop, the time until
+its first operands arrive. Multiprocessors take tiles as in `balance`. No pass is faster than its bytes go through
+memory.
 
-Not in it: launches, power, conflicts of shared memory's banks, what misses L2, what misses the instruction cache.
+Not modelled: launches, power, bank conflicts of shared memory, misses of L2, misses of the instruction cache.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ _BF16 = 2  # bytes
 
 
 class Kernel(NamedTuple):
-    """What neither the table nor a tile says."""
+    """Facts of a kernel that neither the table nor a tile has."""
 
-    widths: int  # of the tile, that its accumulator is wide
-    stored: int  # bytes that leave for each element of the accumulator
+    widths: int  # the accumulator's width, in widths of the tile
+    stored: int  # bytes stored for each element of the accumulator
     trips: int  # loads from L2, one after another, before a tile's first operands can be loaded
-    joined: bool  # whether steps and tiles are one loop, in tables written before they had that column
+    joined: bool  # whether steps and tiles are one loop, for tables that are older than that column
 
 
 KERNELS = {
@@ -56,25 +57,25 @@ TOTALS = {
 
 
 class Cost(NamedTuple):
-    """Of a tile that has its multiprocessor for itself, in cycles."""
+    """Cycles of a tile that has its multiprocessor for itself."""
 
     step: float
-    bound: str  # by what a step is
+    bound: str  # what bounds a step
     bubble: float
     start: float  # until a program's first step, where it is no part of the bubble
-    apart: bool = False  # other warps have the bubble, under the next tile's steps
+    apart: bool = False  # other warps do the bubble's work, during the next tile's steps
 
 
 class Time(NamedTuple):
-    """Of a pass."""
+    """Time of a pass."""
 
     us: float
-    bound: str  # by what it, or most of a tile, is
+    bound: str  # "memory", or what bounds a step
     cost: Cost
 
 
 def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]:
-    """Of each kernel with its tiles for long loads; none if the table has no rows of that architecture."""
+    """`MainLoop` of each kernel with its tiles for long loads; empty if the table has no rows of that architecture."""
     found: dict[str, dict[str, Any]] = budgets.allowed(architecture, table)
     for kernel, costs in found.items():
         if costs["joined"] is None:
@@ -83,8 +84,9 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
 
 
 def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
-    """Of a tile of one kernel; warp-specialized, by two warpgroups that multiply, or by one warp that does and
-    those that store.
+    """Cost of a tile of one kernel.
+
+    In a warp-specialized kernel two warpgroups multiply, or one warp does and others store.
     """
     kernel, specialised, _ = kernel.partition(SPECIALISED)
     about = KERNELS[kernel]
@@ -94,16 +96,16 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
     warps = 2 * tile.num_warps if specialised and fact.joined != 2 else tile.num_warps
     cycles = warps / (4 * rate.issue)  # for an instruction of every warp
     tensor = product_flops(rows, columns, depth) / rate.tensor
-    own = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
+    issue = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
     ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
     ways = {
         "tensor": tensor,
         "L2": _BF16 * (rows + columns) * depth / rate.l2,
-        "issue": own + (tensor if fact.mma_in_flight == 0 else 0),
-        "arrival": rate.first_load / ahead if ahead else rate.first_load + own + tensor,
+        "issue": issue + (tensor if fact.mma_in_flight == 0 else 0),
+        "arrival": rate.first_load / ahead if ahead else rate.first_load + issue + tensor,
     }
     bound = max(ways, key=lambda way: ways[way])
-    # A store waits until the one before has left its buffer, as fast as L2 takes it; the last leaves unwaited for.
+    # A store waits until the one before has left its buffer, as fast as L2 takes it; nothing waits for the last.
     waited = about.stored * rows * columns * (1 - 1 / max(fact.tile_stores, 1))
     bubble = fact.tile_instructions * cycles + waited / rate.l2
     bubble += fact.tile_stores * rate.store + fact.tile_waits * rate.store_wait + fact.tile_barriers * rate.barrier
@@ -114,7 +116,7 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
 
 
 def tile_steps(kernel: str, tile: Tile, rows: Sequence[int], N: int, K: int) -> list[tuple[int, int]]:
-    """Steps of a tile, and how many such tiles come next, in the order of work; N and K as in `balance.passes`."""
+    """`(steps of a tile, number of such tiles)` in the order of work; N and K as in `balance.passes`."""
     if kernel == "wgrad":
         per_expert = -(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K)
         return [(-(-n // tile.BLOCK_M), per_expert) for n in sorted(rows, reverse=True) if n]
@@ -125,15 +127,17 @@ def tile_steps(kernel: str, tile: Tile, rows: Sequence[int], N: int, K: int) -> 
 def cycles(
     cost: Cost, steps: Sequence[tuple[int, int]], tile: Tile, processors: int, *, persistent: bool = True
 ) -> float:
-    """Until the last multiprocessor is done. Programs that share one multiply under each other's bubbles; one that is
-    not `persistent` has one tile.
+    """Cycles until the last multiprocessor is done.
+
+    Programs that share a multiprocessor multiply during each other's bubbles. One that is not `persistent` has one
+    tile.
     """
     programs = max(tile.PER_SM, 1)
     costs: list[float] = []
     for n, count in steps:
-        own = n * cost.step
-        whole = max(own, cost.bubble) if cost.apart and persistent else own + cost.bubble
-        costs += [max(own, (whole if persistent else whole + cost.start) / programs)] * count
+        stepping = n * cost.step
+        whole = max(stepping, cost.bubble) if cost.apart and persistent else stepping + cost.bubble
+        costs += [max(stepping, (whole if persistent else whole + cost.start) / programs)] * count
     busy = sum(costs) / (processors * (1 - balance.idle_share(costs, processors, persistent)))
     return busy + cost.start if persistent else busy
 
@@ -141,12 +145,12 @@ def cycles(
 def passes(
     gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates, specialised: bool = False
 ) -> dict[str, Time]:
-    """Every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: of those that are warp-specialized."""
+    """Time of every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: by warp-specialized ones."""
     least, times = roofline.passes(shape, list(rows)), {}
     for name, (kernel, N, K) in balance.passes(shape).items():
         tile = balance.tile_of(kernel, rows, gpu.architecture, specialised)
-        own = kernel + SPECIALISED if specialised and kernel + SPECIALISED in by else kernel
-        cost = tile_cost(own, by[own], tile, rate)
+        variant = kernel + SPECIALISED if specialised and kernel + SPECIALISED in by else kernel
+        cost = tile_cost(variant, by[variant], tile, rate)
         steps = tile_steps(kernel, tile, rows, N, K)
         persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, specialised)
         compute = cycles(cost, steps, tile, gpu.processors, persistent=persistent) / rate.clock
@@ -156,7 +160,10 @@ def passes(
 
 
 def uncertainty(gpu: GPU) -> float:
-    """Of the time of all passes of all shapes with even loads, as a share: what `rates` says, taken as independent."""
+    """Uncertainty of the time of all passes of all shapes with even loads, as a share of it.
+
+    It follows from the uncertainties of `rates`, taken as independent.
+    """
     by = facts(gpu.architecture)
 
     def total(off: str | None) -> float:
@@ -168,14 +175,14 @@ def uncertainty(gpu: GPU) -> float:
 
 
 def modelled() -> list[GPU]:
-    """GPUs whose kernels the table has, and rates are known of."""
+    """GPUs that have kernels in the table, and constants in `rates`."""
     return [gpu for gpu in GPUS if facts(gpu.architecture) and gpu.architecture in rates.RATES]
 
 
 def rows(before: Path | None = None, specialised: bool = False) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
 
-    `specialised`: of the GPUs that have warp-specialized kernels, those, compared with the others.
+    `specialised`: warp-specialized kernels, of GPUs that have them, compared with the default ones.
     """
     for gpu in modelled():
         by, rate, within = facts(gpu.architecture), rates.of(gpu.architecture), uncertainty(gpu)

@@ -1,8 +1,8 @@
-"""What `model` takes GPUs to do, each with its source and uncertainty. Nothing here was measured by this project.
+"""Constants of GPUs for `model`, each with its source and uncertainty. Nothing here was measured by this project.
 
-Those of a tile are fitted, within what hardware allows, to estimates that were read from listings of older kernels:
-a tile beside its steps took 13,000 cycles in fc1, 2,200 in the GEMM, 17,000 in dgrad, 8,500 in wgrad, and 4,600 in one
-with its loops joined.
+Sources say which constants are fitted, within the limits of the hardware, to estimates from listings of older kernels:
+beside its steps, a tile took 13,000 cycles in fc1, 2,200 in the GEMM, 17,000 in dgrad, 8,500 in wgrad, and 4,600 in a
+kernel with joined loops over steps and tiles.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Rates(NamedTuple):
     tensor: float  # bf16 FLOP a cycle and multiprocessor
     l2: float  # bytes a cycle and multiprocessor, while all of them load or store
     memory: float  # sustained share of the datasheet's bandwidth
-    issue: float  # instructions a cycle and scheduler (of four), beside what they wait for
+    issue: float  # instructions a cycle and scheduler (of four), apart from waits
     barrier: float  # cycles, of the whole block
-    wait: float  # cycles of one in a step, where what it waits for has mostly come
+    wait: float  # cycles of one in a step; most often its data is there
     store: float  # cycles to hand one to the TMA unit, fence and election included, or to issue it
-    store_wait: float  # cycles until a store has read its buffer, beside the time of its bytes; the tile's other waits
+    store_wait: float  # cycles until a store has read its buffer, beside the time of its bytes; any other wait
     trip: float  # cycles of a load from L2 that a warp waits for
-    first_load: float  # cycles from the issue of a load by TMA to the step that has it, memory and L2 mixed
+    first_load: float  # cycles from the issue of a TMA load to the step that uses it, memory and L2 mixed
 
 
 _COMMON = {
@@ -54,8 +54,8 @@ RATES: dict[str, dict[str, Constant]] = {
     "sm_100": {
         "clock": Constant(1.7e9, 0.1, "estimate, as sm_90; the datasheet's peak is at 1.86 GHz"),
         "tensor": Constant(8192, 0.0, "datasheet: 2,250 TFLOP/s by 148 multiprocessors at 1.86 GHz"),
-        # By tiles of 128 x 256 of one CTA, 85 FLOP a byte: 67 bytes at 1.7 GHz and 148 multiprocessors, 56 at 2 GHz and
-        # 152.
+        # Tiles of 128 x 256 of one CTA have 85 FLOP a byte: 67 bytes a cycle at 1.7 GHz and 148 multiprocessors, 56 at
+        # 2 GHz and 152.
         "l2": Constant(60, 0.15, "1,448 TFLOP/s of a GB200, in a tutorial of Triton's (gluon/08-warp-specialization)"),
     }
     | _COMMON,
@@ -63,7 +63,7 @@ RATES: dict[str, dict[str, Constant]] = {
 
 
 def of(architecture: str, off: str | None = None) -> Rates:
-    """Rates of `RATES`; that named `off` is slower, or takes longer, by its uncertainty."""
+    """Rates of an architecture; the one named `off` is slower, or takes longer, by its uncertainty."""
     values = {name: constant.value for name, constant in RATES[architecture].items()}
     if off is not None:
         faster_if_more = off in ("clock", "tensor", "l2", "memory", "issue")

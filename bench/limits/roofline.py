@@ -44,7 +44,7 @@ def passes(shape: Shape, rows: list[int], itemsize: int = _BF16) -> dict[str, Co
     return costs
 
 
-# Passes of one training step in the order of their launches; the limit of the whole is the sum of its passes'.
+# Passes of one training step in the order of their launches; the limit of a step is the sum of its passes' limits.
 FORWARD = ("fc1_act", "fc2")
 BACKWARD = ("dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
 
@@ -53,14 +53,14 @@ def rows() -> Iterator[dict[str, Any]]:
     """One row per shape, load and pass; limits in ms by GPU."""
     for shape in SHAPES:
         for load, count in LOADS.items():
-            for name, own in passes(shape, count(shape)).items():
+            for name, each in passes(shape, count(shape)).items():
                 yield {
                     "shape": shape.name,
                     "load": load,
                     "pass": name,
-                    "flops": own.flops,
-                    "bytes": own.bytes,
+                    "flops": each.flops,
+                    "bytes": each.bytes,
                     "limit_ms": {
-                        gpu.name: limit_ms(own.flops, own.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
+                        gpu.name: limit_ms(each.flops, each.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
                     },
                 }

@@ -38,12 +38,12 @@ SHAPES = (
 
 
 def even(shape: Shape) -> list[int]:
-    """The same for every expert, to within one row."""
+    """The same number of rows for every expert, to within one."""
     return [shape.R // shape.E + (e < shape.R % shape.E) for e in range(shape.E)]
 
 
 def zipf(shape: Shape) -> list[int]:
-    """Proportional to 1/1, 1/2, 1/3, ... over the experts in a fixed random order, no expert above `shape.most`."""
+    """Rows in proportion to 1/1, 1/2, 1/3, ... for experts in a fixed random order, none above `shape.most`."""
     experts = list(range(shape.E))
     random.Random(0).shuffle(experts)
     rows = [0] * shape.E
@@ -56,7 +56,7 @@ def zipf(shape: Shape) -> list[int]:
 
 
 def rank_weight(rank: int, experts: int) -> float:
-    """What remains for the ranks from `rank` (counted from 0) on, in units of what that rank gets."""
+    """Rows of the ranks from `rank` (counted from 0) on, in units of the rows of that rank."""
     return sum((rank + 1) / (r + 1) for r in range(rank, experts))
 
 

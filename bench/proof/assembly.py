@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, cast
 
 # Loads are of operands; stores to global memory, reductions among them; waits for copies and MMAs; barriers of blocks.
 Kind = Literal["mma", "load", "store", "wait", "barrier"]
-_Branch = Callable[[str, str], tuple[str, bool] | None]  # of opcode and operands: label, and whether it is conditional
+_Branch = Callable[[str, str], tuple[str, bool] | None]  # (opcode, operands) -> label, whether conditional
 
 _LABEL = re.compile(r"\s*([.$]?\w+):")
 # Source files, lines and the labels between them. PTX has its debug sections last, each in braces; in AMD's assembly
@@ -25,7 +25,7 @@ _SASS_TARGET = re.compile(r"(.*?)(0x[0-9a-f]+)$")
 
 
 class Instruction(NamedTuple):
-    """One of a listing; `target` is the place in the listing that it branches to."""
+    """An instruction of a listing; `target` is the index in the listing of the instruction that it branches to."""
 
     opcode: str
     operands: str = ""
@@ -35,8 +35,8 @@ class Instruction(NamedTuple):
 
 
 class _Language(NamedTuple):
-    line: re.Pattern[str]  # finds an address, if lines have one, guard, opcode and operands
-    kind: re.Pattern[str]  # a group for each, of how instructions begin
+    line: re.Pattern[str]  # groups: address (empty if lines have none), guard, opcode, operands
+    kind: re.Pattern[str]  # a group for each kind, which matches the beginnings of its instructions
 
 
 _SASS = _Language(
@@ -62,10 +62,10 @@ _GCN = _Language(
 
 
 def sass(listing: str) -> list[Instruction]:
-    """What nvdisasm prints of a binary. A branch is conditional by its guard or by a predicate before its target."""
+    """Read SASS as nvdisasm prints it. A branch is conditional by its guard or by a predicate before its target."""
 
     def branch(opcode: str, operands: str) -> tuple[str, bool] | None:
-        # Where a warp's threads have diverged BRA.DIV goes, and no warp of these kernels needs to.
+        # BRA.DIV branches if a warp's threads have diverged, which those of these kernels do not.
         if not opcode.startswith("BRA") or opcode == "BRA.DIV" or not (found := _SASS_TARGET.match(operands)):
             return None
         return found[2], bool(found[1].strip())
@@ -74,7 +74,7 @@ def sass(listing: str) -> list[Instruction]:
 
 
 def ptx(source: str) -> list[Instruction]:
-    """PTX as LLVM prints it. Branches of inline assembly, whose labels are its own, are none here: they wait."""
+    """Read PTX as LLVM prints it, without the branches of inline assembly, which repeat a wait at labels of its own."""
 
     def branch(opcode: str, operands: str) -> tuple[str, bool] | None:
         return (operands, False) if opcode in ("bra", "bra.uni") and operands.startswith("$") else None
@@ -83,7 +83,7 @@ def ptx(source: str) -> list[Instruction]:
 
 
 def gcn(source: str) -> list[Instruction]:
-    """AMD's assembly as LLVM prints it."""
+    """Read AMD's assembly as LLVM prints it."""
 
     def branch(opcode: str, operands: str) -> tuple[str, bool] | None:
         return (operands, opcode != "s_branch") if opcode.startswith(("s_branch", "s_cbranch")) else None

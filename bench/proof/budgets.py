@@ -1,6 +1,6 @@
-"""What compiled kernels may cost a step and a tile: `python -m bench.proof.budgets` writes the table anew.
+"""Costs allowed to compiled kernels, of a step and of a tile: `python -m bench.proof.budgets` writes the table anew.
 
-One launch of each pass, and of its warp-specialized kernel where there is one, with packed weights,
+The table has one launch of each pass, and of its warp-specialized kernel where there is one, with packed weights,
 `main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long loads, as the Triton of
 `constraints.txt` compiles it.
 """
@@ -33,8 +33,9 @@ Costs = dict[str, float | None]
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
     costs = _measure(target, table.PASSES)
-    by_tasks = [name for name in table.PASSES if (name, "specialised", "bf16", "long") in table.TABLES[target]]
-    return costs | _measure(target, by_tasks, "_specialised") if by_tasks else costs
+    tiles = table.TABLES[target]
+    with_specialised = [name for name in table.PASSES if (name, "specialised", "bf16", "long") in tiles]
+    return costs | _measure(target, with_specialised, "_specialised") if with_specialised else costs
 
 
 def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, Costs]:
@@ -56,7 +57,7 @@ def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, 
 
 
 def allowed(target: str, table: Path = TABLE) -> dict[str, Costs]:
-    """The committed table, or another; None for a column that one older than the column lacks."""
+    """Read the committed table, or another; None for a column that an older table lacks."""
     with table.open(encoding="utf-8") as file:
         return {
             row["pass"]: {name: float(row[name]) if row.get(name) else None for name in main_loop.MainLoop._fields}
@@ -66,7 +67,7 @@ def allowed(target: str, table: Path = TABLE) -> dict[str, Costs]:
 
 
 def changes(before: Mapping[str, Costs], after: Mapping[str, Costs]) -> tuple[list[str], list[str]]:
-    """What is worse and what is only different, as text."""
+    """`(worse, only different)`: the numbers that changed, as text."""
     worse: list[str] = []
     different: list[str] = []
     for name, costs in after.items():

@@ -26,7 +26,7 @@ Cases = dict[str, Callable[[torch.dtype], Calls]]
 
 
 def launches(calls: Calls, target: Target) -> Iterator[Launch]:
-    """Launches of the calls on a target."""
+    """Plan the launches of the calls on a target."""
     for operator, args in calls:
         yield from operator.program(target, *args).launches
 
@@ -48,11 +48,11 @@ class Layer:
     grad_dtype: torch.dtype | None = torch.float32  # of main_grad; None: the weight's
     add: bool = True
     only_biases: bool = False  # weights do not require gradients
-    gathered: bool = False  # rows, of x and of dy, from tokens
+    gathered: bool = False  # rows of x and of dy are gathered from tokens
     need_dx: bool = True
 
     def __call__(self, dtype: torch.dtype) -> Calls:
-        """The passes."""
+        """Calls of forward and of backward."""
         H, F = self.sizes
         G = 2 * F if self.activation.gated else F
         offsets = _offsets((40, 60, 0))
@@ -81,9 +81,9 @@ class Layer:
         if self.experts == "packed":
             group = [torch.empty(3, *shape, dtype=dtype)]
         else:
-            places = (2, 1, 0) if self.experts == "reversed" else (0, 3, 1)
+            slots = (2, 1, 0) if self.experts == "reversed" else (0, 3, 1)
             pool = torch.empty(4, *shape, dtype=dtype)
-            group = [pool[place] for place in places]
+            group = [pool[slot] for slot in slots]
         return [t.mT for t in group] if self.in_out and len(shape) == 2 else group
 
 
@@ -100,7 +100,7 @@ def _linear(biases: bool, dtype: torch.dtype) -> Calls:
 
 
 def _microbatches(add: bool, gathered: bool, dtype: torch.dtype) -> Calls:
-    """`gathered`: rows of x from tokens, as fc1 has them."""
+    """`gathered`: rows of x are gathered from tokens, as those of fc1."""
     offsets = (_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0)))
     dy, x = (tuple(torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets) for width in (128, 256))
     rows = tuple(torch.empty(t.shape[0], dtype=torch.int32) for t in x) if gathered else ()
@@ -124,9 +124,9 @@ def _many_experts(dtype: torch.dtype) -> Calls:
 
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}
 
-# What needs the most registers, first of all on every path that the tables have: by pointers (experts apart), by
-# pointers without vectors (odd sizes), and by descriptors where there are any, for all operands or for all but the one
-# that is gathered.
+# Those that need the most registers come first, on every path that the tables have: by pointers (experts apart), by
+# pointers without vectors (odd sizes), and by descriptors where there are any, for all operands or for all but the
+# gathered one.
 DEMANDING: Cases = {
     "gathered, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", gathered=True),
     "gathered, odd sizes, gpt-oss, biases, experts apart": Layer(
@@ -140,9 +140,9 @@ DEMANDING: Cases = {
     "first micro-batch": Layer(add=False),
     "no dx": Layer(need_dx=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
-    "512 experts": _many_experts,  # for the schedules
+    "512 experts": _many_experts,  # for the kernels that plan a load
 }
-# The same of kernels whose warps have tasks of their own.
+# The same for warp-specialized kernels.
 SPECIALISED: Cases = {
     "main_grad": Layer(),
     "gpt-oss, biases": DEMANDING["gpt-oss, biases"],
@@ -155,7 +155,7 @@ SPECIALISED: Cases = {
     "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
     **_SEVERAL,
 }
-# What differs most between kernels, and so between compilers: for every dtype and path. Together they have every
+# Cases that differ most between kernels, and so between compilers: for every dtype and path. Together they have every
 # optional input absent and present, adding and overwriting, gated and not, aligned and not.
 CORE: Cases = {
     "no option": Layer(probs=False, grad_dtype=None, add=False),
@@ -166,7 +166,7 @@ CORE: Cases = {
     "odd sizes, gpt-oss, biases, experts apart": Layer(_GPT_OSS, biases=True, experts="apart", sizes=(257, 131)),
     **_SEVERAL,
 }
-# What differs in layout or in the scalar function: for bf16 and fp32.
+# Cases that differ in layout or in the scalar function: for bf16 and fp32.
 VARIATIONS: Cases = {
     "in_out, biases": Layer(biases=True, in_out=True),
     "experts reversed, main_grad of the weight's dtype": Layer(experts="reversed", grad_dtype=None),
@@ -178,7 +178,7 @@ VARIATIONS: Cases = {
     "linear, bias": partial(_linear, True),
     "bias gradients alone": Layer(biases=True, only_biases=True),
 }
-# What no dtype changes: activations are computed in fp32, and schedules in integers.
+# Cases that no dtype changes: activations are computed in fp32, plans of loads in integers.
 ONCE: Cases = {
     "geglu": Layer(Activation("geglu")),
     "geglu_tanh": Layer(Activation("geglu_tanh")),

@@ -17,7 +17,7 @@ from fusedmlp.doctor.targets import TARGETS
 
 
 def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_variants: bool) -> int:
-    """Compile, print, and return the exit status: 1 if any kernel is not fit to ship, or not the code of `hashes`."""
+    """Compile, print, and return the exit status: 1 if any kernel is not fit to ship, or its hash differs."""
     rows, summary = _compile(proof.tasks(_names(targets), all_variants), jobs)
     bad = [row for row in rows if not row.ok]
     print(json.dumps([row.as_json() for row in rows], indent=1) if as_json else table(rows))
@@ -71,19 +71,19 @@ def _compile(tasks: Sequence[proof.Task], jobs: int | None) -> tuple[list[proof.
 
 
 def _compare(rows: Sequence[proof.Row], targets: Sequence[str], file: Path) -> int:
-    """Say on stderr which launches are other code than the table's; 1 if any is."""
+    """Print the launches whose hash differs from the table's to stderr; return 1 if there are any, else 0."""
     lines = list(hashes.differences(hashes.read(triton.__version__, targets, file), hashes.of(rows)))
     if lines:
         print(f"{len(lines)} launches are other code than in {file}:", *lines, hashes.MEND, sep="\n", file=sys.stderr)
     return 1 if lines else 0
 
 
-# Of a step of the main loop, then of a tile beside its steps, in the order of `MainLoop`; "left": still in flight.
+# Columns of a step of the main loop, then of a tile beside its steps, in the order of `MainLoop`; "left": in flight.
 _LOOP = ("step", "MMA", "waits", "bar", "MMA left", "loads left", "tile", "stores", "waits", "bar", "joined")
 
 
 def table(rows: Sequence[proof.Row]) -> str:
-    """Rows as text; what is wrong with a row stands where the others say ok."""
+    """Rows as text; the last column is ok, or the problems of a row."""
     resources = ("regs", "spill B", "shared B", "tensor core", "TMA")
     header = ("target", "dtype", "kernel", *resources, *_LOOP, "config", "ok")
     lines: list[tuple[Any, ...]] = [header]

@@ -1,7 +1,7 @@
 """Compiles launches of programs for a GPU that need not be there, and launches nothing.
 
-Programs are planned for the GPU from kinds of tensors, so that the compiled kernels have the very signatures, constants
-and specialisations of real launches. Only Triton's idea of the current GPU is replaced.
+Programs are planned for the GPU from kinds of tensors, so that the compiled kernels have the signatures, constants and
+specialisations of real launches. Only Triton's idea of the current GPU is replaced.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Compiled:
 
 
 class _AbsentGPU:
-    """As much of a Triton driver as compiling asks for."""
+    """The part of a Triton driver that compiling uses."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
@@ -41,7 +41,7 @@ class _AbsentGPU:
         return self._target.triton
 
     def get_current_device(self) -> int:
-        return list(TARGETS).index(self._target.name)  # Triton keeps what it compiled by this number
+        return list(TARGETS).index(self._target.name)  # the key by which Triton keeps compiled kernels
 
     def get_current_stream(self, _: int) -> int:
         return 0
@@ -49,7 +49,7 @@ class _AbsentGPU:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """Address and dtype, which specialisation asks of a tensor."""
+    """Address and dtype: the facts of a tensor that specialisation uses."""
 
     address: int  # modulo 16
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class _Pointer:
         return self.address
 
     def ptr_range(self) -> int:
-        """On AMD: bytes that offsets reach, which fit 32 bits as those of most tensors do."""
+        """On AMD: bytes that offsets reach; 0 stands for any number that fits 32 bits, as that of most tensors."""
         return 0
 
 
@@ -74,10 +74,10 @@ def _without_binary(*compiling: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def compiling_for(target: Target, *, binaries: bool = True) -> Iterator[None]:
-    """Triton compiles for that target inside.
+    """Make Triton compile for that target in this context.
 
     Without `binaries` NVIDIA's kernels are compiled to PTX and no further: ptxas takes longer than all before it. There
-    is no line information then, which changes what ptxas makes, but not the PTX.
+    is no line information then, which would change the code of ptxas, but not the PTX.
     """
     active = driver._active
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def compiling_for(target: Target, *, binaries: bool = True) -> Iterator[None]:
 
 
 def compiled(launch: Launch) -> Compiled:
-    """The launch's kernel, inside of `compiling_for`."""
+    """Compile the launch's kernel; call it in the context `compiling_for`."""
     kernel = launch.kernel
     arguments = {name: _value(value, kernel.is_gluon()) for name, value in launch.arguments.items()}
     with redirect_stdout(StringIO()) as log:

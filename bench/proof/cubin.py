@@ -1,4 +1,4 @@
-"""What NVIDIA's tools, which come with Triton, say of a compiled kernel."""
+"""Reports of NVIDIA's tools, which come with Triton, on a compiled kernel."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def resource_usage(cubin: bytes) -> str:
 
 
 def disassemblies(cubins: Sequence[bytes], capability: int) -> list[str]:
-    """The SASS of each, as nvdisasm prints it: of all in one run, because starting takes it longer than a kernel."""
+    """The SASS of each, as nvdisasm prints it: all in one run, because its start takes longer than a kernel."""
     codes = [code(cubin) for cubin in cubins]
-    # Without an analysis of the flow of data, which is not printed either.
+    # -ndf: without data-flow analysis, which would not be printed.
     options = ["-ndf", "--binary", f"SM{capability}"]
     listing = _inspect(triton.knobs.nvidia.nvdisasm.path, options, b"".join(codes)) if codes else ""
     lines = [(int(found[1], 16), line) for line in listing.splitlines() if (found := _ADDRESS.match(line))]
     ends = list(accumulate(map(len, codes)))
-    places = [0, *(bisect_left(lines, (end, "")) for end in ends)]
-    return ["\n".join(line for _, line in lines[start:end]) for start, end in pairwise(places)]
+    bounds = [0, *(bisect_left(lines, (end, "")) for end in ends)]
+    return ["\n".join(line for _, line in lines[start:end]) for start, end in pairwise(bounds)]
 
 
 def code(cubin: bytes) -> bytes:
-    """The one kernel in an ELF file of 64 bits: its section `.text.<name>` (System V ABI, Object Files)."""
+    """The one kernel in a 64-bit ELF file: its section `.text.<name>` (System V ABI, Object Files)."""
     (sections,) = struct.unpack_from("<Q", cubin, 0x28)
     size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(number)]
@@ -61,7 +61,7 @@ def _inspect(tool: str, options: Sequence[str], binary: bytes) -> str:
 
 
 def warnings(compiled: Any, log: str) -> tuple[str, ...]:
-    """The `C75xx` of ptxas, which say that it makes every wgmma wait for the one before.
+    """Warnings `C75xx` of ptxas: it makes every wgmma wait for the one before.
 
     `log` is what ptxas said when it made the kernel. It is empty if the kernel was in Triton's cache; then one with
     wgmma is assembled again, by Triton and so by the same ptxas with the same options.

@@ -1,7 +1,7 @@
 """Hashes of the code of every launch: `hashes.csv` has those of each Triton that fusedmlp is tested with.
 
 They show that a change only moves source: to another file, into a function, under another name of a variable. A hash
-changes with an instruction, a register, a label, a constant and the name of a kernel, and does not with lines, files,
+changes with an instruction, a register, a label, a constant and the name of a kernel, but not with lines, files,
 modules and the functions that a kernel calls, which Triton inlines. A row is a launch that the proof compiles, named as
 in its table; launches of one name are numbered. `make hashes` writes the table anew.
 """
@@ -26,7 +26,7 @@ MEND = (
 
 
 class Launch(NamedTuple):
-    """Names one: the first columns of the table."""
+    """The name of a launch: the first columns of the table."""
 
     target: str
     dtype: str
@@ -58,7 +58,7 @@ def read(triton: str, targets: Collection[str], table: Path = TABLE) -> Hashes:
 
 
 def differences(before: Hashes, after: Hashes, *, part: bool = False) -> Iterator[str]:
-    """A line for each launch that is other code; with `part`, `after` need not have every launch."""
+    """A line for each launch whose hash differs; with `part`, `after` need not have every launch."""
     for launch in sorted(before.keys() | after.keys()):
         old, new = before.get(launch), after.get(launch)
         if old == new or (part and new is None):

@@ -1,4 +1,4 @@
-"""The loop that multiplies, the way through it within a tile, and what a tile costs beside.
+"""The loop that multiplies, the path of a step through it, and the instructions of a tile beside its steps.
 
 Loops are natural loops: A. Aho, M. Lam, R. Sethi, J. Ullman, "Compilers", 9.6.
 """
@@ -15,7 +15,7 @@ _ENDS = ("EXIT", "RET", "ret", "exit", "s_endpgm")
 
 
 class Loop(NamedTuple):
-    """Places in a listing. Past `end` is only what compilers set apart, as it hardly ever runs: a wait's second try."""
+    """Indices in a listing. Past `end` is only code that compilers set apart as rarely run: a wait's second try."""
 
     head: int
     end: int  # the last branch to the head
@@ -23,7 +23,7 @@ class Loop(NamedTuple):
 
 
 def loops(code: Sequence[Instruction]) -> list[Loop]:
-    """All of them, one for each head: what can come back to it, and no way into it but by its head."""
+    """All natural loops, one for each head: the code that can come back to the head and is entered only there."""
     starts, successors = _blocks(code)
     predecessors: list[list[int]] = [[] for _ in starts]
     for block, following in enumerate(successors):
@@ -37,17 +37,17 @@ def loops(code: Sequence[Instruction]) -> list[Loop]:
             found[head] = {head}.union(*(_reached(predecessors, block, head) for block in back))
     result = []
     for head, body in found.items():
-        places = frozenset(place for block in body for place in range(starts[block], ends[block]))
+        indices = frozenset(index for block in body for index in range(starts[block], ends[block]))
         last = max(ends[block] - 1 for block in body if head in successors[block])
         # LLVM may print the end of a loop before its head, and sets nothing apart.
-        result.append(Loop(starts[head], last if last >= starts[head] else max(places), places))
+        result.append(Loop(starts[head], last if last >= starts[head] else max(indices), indices))
     return result
 
 
 def _blocks(code: Sequence[Instruction]) -> tuple[list[int], list[list[int]]]:
-    """Where straight lines of code start, and which may follow which."""
+    """Starts of basic blocks, and the successors of each."""
     starts = {0, *(each.target for each in code if each.target is not None)}
-    starts |= {place + 1 for place, each in enumerate(code) if each.target is not None or _ends(each)}
+    starts |= {index + 1 for index, each in enumerate(code) if each.target is not None or _ends(each)}
     ordered = sorted(start for start in starts if start < len(code))
     number = {start: block for block, start in enumerate(ordered)}
     successors: list[list[int]] = []
@@ -55,7 +55,7 @@ def _blocks(code: Sequence[Instruction]) -> tuple[list[int], list[list[int]]]:
         last = code[end - 1]
         falls = not _ends(last) and (last.target is None or last.conditional)
         following = {last.target, end if falls else None}
-        successors.append([number[place] for place in following if place in number])
+        successors.append([number[index] for index in following if index in number])
     return ordered, successors
 
 
@@ -64,7 +64,7 @@ def _ends(each: Instruction) -> bool:
 
 
 def _reached(following: Sequence[Sequence[int]], start: int, without: int) -> set[int]:
-    """Blocks on ways from `start` that avoid another."""
+    """Blocks on paths from `start` that avoid the block `without`."""
     reached: set[int] = set()
     waiting = [start]
     while waiting:
@@ -76,34 +76,34 @@ def _reached(following: Sequence[Sequence[int]], start: int, without: int) -> se
 
 
 def multiplying(code: Sequence[Instruction]) -> Loop | None:
-    """Of the innermost loops that multiply the one with the most MMAs: others are remainders of an unrolled one."""
-    products = {loop: count([code[place] for place in loop.body], "mma") for loop in loops(code)}
+    """The innermost loop with the most MMAs; other loops that multiply are remainders of an unrolled one."""
+    products = {loop: count([code[index] for index in loop.body], "mma") for loop in loops(code)}
     found = [loop for loop, mma in products.items() if mma]
     innermost = [loop for loop in found if not any(other.body < loop.body for other in found)]
     return max(innermost, key=lambda loop: (products[loop], -loop.head), default=None)
 
 
 def steady(code: Sequence[Instruction], loop: Loop) -> list[int]:
-    """Places that a step within a tile goes through; empty if no way is found.
+    """Indices of the instructions of a step within a tile; empty if no path is found.
 
-    A branch out of the loop, past its end or back within it is not taken (a wait succeeds). One forward is taken unless
-    it leaps over MMAs or over loads of operands, which are the part of a warp in the step. Where there are stores is
-    the epilogue of a tile, whatever it loads.
+    A branch out of the loop, past its end or back within it is not taken (a wait succeeds). A forward branch is taken
+    unless it leaps over MMAs or over loads of operands, which are a warp's work in a step. Code with stores is a tile's
+    epilogue, whatever it loads.
     """
     path: list[int] = []
-    place = loop.head
+    index = loop.head
     while len(path) < len(loop.body):
-        path.append(place)
-        target, following = code[place].target, place + 1
+        path.append(index)
+        target, following = code[index].target, index + 1
         if target is not None:
-            leaps = place < target <= loop.end and not _is_work(code[following:target])
+            leaps = index < target <= loop.end and not _is_work(code[following:target])
             leaves = following not in loop.body
-            if target == loop.head or not code[place].conditional or leaves or (target in loop.body and leaps):
+            if target == loop.head or not code[index].conditional or leaves or (target in loop.body and leaps):
                 following = target
         if following == loop.head:
             return path
-        place = following
-        if place not in loop.body:
+        index = following
+        if index not in loop.body:
             break
     return []
 
@@ -114,12 +114,12 @@ def _is_work(part: Sequence[Instruction]) -> bool:
 
 
 def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int], apart: bool = False) -> list[Instruction]:
-    """What a tile costs beside its steps: its prologue and its epilogue, each instruction once.
+    """Instructions of a tile beside its steps: its prologue and its epilogue, each instruction once.
 
-    That is the rest of the loop over tiles, the innermost with stores (one over segments has none), or, where every
-    tile has a program of its own, of the kernel. Where there are stores in the loop that multiplies, the compiler has
-    made one of steps and tiles. If other warps than those that multiply store (`apart`), it is their loop over tiles,
-    the largest beside the other that has stores.
+    They are the rest of the loop over tiles, the innermost with stores (a loop over segments has none); where every
+    tile has a program of its own, they are the rest of the kernel. If the loop that multiplies has stores, the compiler
+    has joined the loops over steps and tiles. If other warps store (`apart`), they are the loop over tiles of those
+    warps: the largest loop with stores that shares nothing with the loop that multiplies.
     """
     others = [other for other in loops(code) if apart and not other.body & loop.body and stores(code, other)]
     if others:
@@ -130,14 +130,14 @@ def beside(code: Sequence[Instruction], loop: Loop, path: Sequence[int], apart: 
         around = [other for other in loops(code) if loop.body < other.body and stores(code, other)]
         whole = Loop(0, len(code) - 1, frozenset(range(len(code))))
         tiles, steps = min(around, key=lambda other: len(other.body), default=whole), loop.body
-    return [code[place] for place in sorted(tiles.body - steps) if place <= tiles.end]
+    return [code[index] for index in sorted(tiles.body - steps) if index <= tiles.end]
 
 
 def stores(code: Sequence[Instruction], loop: Loop) -> bool:
-    """Whether a loop has stores. One that multiplies then is of steps and tiles, and loads run ahead across both: a
-    tile's first under the stores of the one before.
+    """Whether a loop has stores. If the loop that multiplies has, it joins steps and tiles, and the first loads of a
+    tile run during the stores of the tile before.
     """
-    return any(code[place].kind == "store" for place in loop.body)
+    return any(code[index].kind == "store" for index in loop.body)
 
 
 def count(code: Sequence[Instruction], kind: Kind) -> int:

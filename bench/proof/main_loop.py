@@ -1,7 +1,7 @@
-"""What a step along the reduction costs a warp, and a tile beside its steps: the numbers behind a kernel's speed.
+"""A warp's costs of a step along the reduction, and of a tile beside its steps: the numbers behind a kernel's speed.
 
-From the SASS on NVIDIA GPUs, where ptxas has placed waits and moved addresses, and from the assembly on AMD's. Where
-ptxas has unrolled the loop, a step is as many MMAs as the loop of the PTX has; one of PTX is one of SASS.
+They are read from the SASS on NVIDIA GPUs, where ptxas has placed waits and moved addresses, and from the assembly on
+AMD's. Where ptxas has unrolled the loop, a step has as many MMAs as the loop of the PTX; one of PTX is one of SASS.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _ADDRESS = re.compile(r"\[(%\w+)\]")
 
 
 class MainLoop(NamedTuple):
-    """Of a warp that multiplies: a step, then what a tile costs beside its steps, each instruction counted once; where
-    other warps store, what it costs one of those.
+    """Costs of a step for a warp that multiplies, then of a tile beside its steps, each instruction counted once. Where
+    other warps store, the costs of a tile are for one of those.
     """
 
     instructions: float
@@ -33,39 +33,38 @@ class MainLoop(NamedTuple):
     tile_stores: int  # to global memory: of TMA and of threads, reductions among them
     tile_waits: int  # for stores, and for the last operands and MMAs
     tile_barriers: int
-    joined: (
-        int  # 1 if steps and tiles are one loop, or other warps load: a tile's first loads then run under the stores
-    )
-    # of the one before; 2 if other warps load and store: so do its products
+    # 1: steps and tiles are one loop, or other warps load, so that a tile's first loads run during the stores of the
+    # tile before; 2: other warps load and store, so that a tile's MMAs run then, too; 0: neither.
+    joined: int
 
 
 def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
-    """Of each `CompiledKernel` for one GPU; None if no loop that multiplies on tensor cores is found."""
+    """Costs of each `CompiledKernel` for one GPU; None if no loop that multiplies on tensor cores is found."""
     if compiled and "amdgcn" in compiled[0].asm:
         return [read(assembly.gcn(each.asm["amdgcn"])) for each in compiled]
-    sources = {place: assembly.ptx(each.asm["ptx"]) for place, each in enumerate(compiled)}
-    multiply = [place for place, source in sources.items() if count(source, "mma")]
-    cubins = [compiled[place].asm["cubin"] for place in multiply]
+    sources = {index: assembly.ptx(each.asm["ptx"]) for index, each in enumerate(compiled)}
+    multiply = [index for index, source in sources.items() if count(source, "mma")]
+    cubins = [compiled[index].asm["cubin"] for index in multiply]
     listings = disassemblies(cubins, compiled[0].metadata.target.arch) if cubins else []
     listing = dict(zip(multiply, listings, strict=True))
     return [read(assembly.sass(listing[i]), source) if i in listing else None for i, source in sources.items()]
 
 
 def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLoop | None:
-    """From AMD's assembly, or from the SASS that was made of `ptx`."""
+    """Read the costs from AMD's assembly, or from the SASS that was made of `ptx`."""
     loop = loops.multiplying(code)
     if loop is None:
         return None
-    places = loops.steady(code, loop)
-    if not places:
+    indices = loops.steady(code, loop)
+    if not indices:
         return None
-    path = [code[place] for place in places]
+    path = [code[index] for index in indices]
     source = loops.multiplying(ptx)
-    step = [ptx[place] for place in source.body] if source else path
+    step = [ptx[index] for index in source.body] if source else path
     unrolled = count(path, "mma") / count(step, "mma")
     is_tcgen05 = any(each.opcode.startswith("UTC") for each in path)
     joined = _joined(code, loop, path, is_tcgen05)
-    tile = loops.beside(code, loop, places, apart=joined == 2)
+    tile = loops.beside(code, loop, indices, apart=joined == 2)
     return MainLoop(
         round(len(path) / unrolled, 1),
         round(count(path, "mma") / unrolled, 1),

@@ -1,4 +1,4 @@
-"""One row per kernel that a launch can need, and what is wrong with it."""
+"""One row per kernel that a launch can need, with its problems."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
 }
 TENSOR_MEMORY_COLUMNS = 512
-# How many variants of each configuration stand for all; of fp16, which needs what bf16 needs, one of each kernel.
+# The number of variants that stand for all of a configuration; for fp16, which needs what bf16 needs, of a kernel.
 _VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 
 
@@ -65,7 +65,7 @@ class Row:
 
 
 class Task(NamedTuple):
-    """What one worker process compiles."""
+    """The kernels that one worker process compiles."""
 
     target: str
     dtype: Dtype
@@ -85,9 +85,9 @@ def tasks(targets: Sequence[str], all_variants: bool = False, only_hashes: bool 
 
 
 def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = lambda _: None) -> list[Row]:
-    """Compile in `jobs` processes, which need `TRITON_INTERPRET` unset, every row of the tasks' tables.
+    """Compile every row of the tasks' tables, in `jobs` processes, which need `TRITON_INTERPRET` unset.
 
-    Of each, the few variants of `cases.DEMANDING` or, much longer, `all_variants` that there are.
+    Each row is compiled in the few variants of `cases.DEMANDING`, or in `all_variants`, which takes much longer.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])  # so that every process starts with Triton imported
@@ -114,12 +114,12 @@ def rows(task: Task) -> list[Row]:
     torch.set_num_threads(1)
     target = TARGETS[task.target]
     number_format = table.FORMATS[DTYPES[task.dtype]]
-    own = {key: tile for key, tile in table.TABLES[task.target].items() if key.format == number_format}
+    of_format = {key: tile for key, tile in table.TABLES[task.target].items() if key.format == number_format}
     found: dict[str, tuple[Compiled, str]] = {}
-    unused = {(*key[:2], tile) for key, tile in own.items()}
+    unused = {(*key[:2], tile) for key, tile in of_format.items()}
     wanted = _wanted(task)
     with compiling_for(target, binaries=not task.only_hashes):
-        for shape, with_tma, specialised, chosen in _settings(own, task):
+        for shape, with_tma, specialised, chosen in _settings(of_format, task):
             planned_for = target.planned_for(shape, with_tma, specialised, task.dtype == "tf32")
             for case, call in chosen.items():
                 for launch in filter(wanted, cases.launches(call(DTYPES[task.dtype]), planned_for)):
@@ -137,13 +137,13 @@ def rows(task: Task) -> list[Row]:
     return [*judge(list(found.values()), task), *unreached]
 
 
-def _settings(own: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
-    """`(shape class, whether descriptors can be used, whether warps have tasks of their own, cases)` that between them
-    use the whole table.
+def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
+    """`(shape class, whether descriptors can be used, whether kernels are warp-specialized, cases)`, which together use
+    the whole table.
     """
-    specialised = any(key.path == "specialised" for key in own) and not gluon_missing()
+    specialised = any(key.path == "specialised" for key in of_format) and not gluon_missing()
     shapes: list[table.ShapeClass] = ["long"]
-    if any(tile != own[key._replace(shape="long")] for key, tile in own.items() if key.shape == "short"):
+    if any(tile != of_format[key._replace(shape="long")] for key, tile in of_format.items() if key.shape == "short"):
         shapes.append("short")
     if not task.all_variants:
         for shape in shapes:
@@ -158,14 +158,14 @@ def _settings(own: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeClass, 
         all_cases = all_cases | cases.ONCE
     for shape in shapes:
         yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
-        if any(key.path in table.BY_DESCRIPTORS for key in own):
+        if any(key.path in table.BY_DESCRIPTORS for key in of_format):
             yield shape, False, False, cases.CORE
     if specialised:
         yield "long", True, True, all_cases
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
-    """Which launches to compile; what has no row, schedules in integers, is the same for all dtypes."""
+    """Selects the launches to compile; kernels without a row, which compute integers, are the same for all dtypes."""
     seen: dict[Any, set[Any]] = defaultdict(set)
 
     def wanted(launch: Launch) -> bool:
@@ -246,5 +246,5 @@ def problems(
 
 
 def default_jobs() -> int:
-    """As many processes as this one may use cores."""
+    """One process for each core that this process may use."""
     return len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""What a compiled kernel uses, from the compiler's own reports."""
+"""Resources of a compiled kernel, from the compiler's own reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TMA = re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.")
 
 
 class Resources(NamedTuple):
-    """Of one kernel; bytes of one thread for `spill`, of one block for `shared`."""
+    """Resources of one kernel; bytes of one thread for `spill`, of one block for `shared`."""
 
     registers: int
     spill: int  # local memory, whether registers were spilled into it or an array lies there

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(folder: Path, measured: Path | None, tiny: bool, as_json: bool) -> int:
-    """Write `index.html` and `results.csv` into the folder; the exit status."""
+    """Write `index.html` and `results.csv` into the folder; return the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     if measured is None:
         measured = folder / "benchmarks.json"

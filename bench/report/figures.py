@@ -1,12 +1,12 @@
-"""Write the figures in README.md and docs/ from the committed results, so that none is typed.
+"""Write the figures in README.md and docs/ from the committed results, so that none is typed by hand.
 
     python -m bench.report.figures
 
 Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
 `python -m bench.cpu.overhead --json`, `python -m bench.cpu.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
 `cpu_settings.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
-(`transformers_tests.json`). In a page, each figure's text stands
-between `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
+(`transformers_tests.json`). In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures
+go to `docs/pictures/`.
 """
 
 from __future__ import annotations
@@ -88,11 +88,13 @@ def comparison() -> str:
     rows = []
     for level in ("sorted rows", "whole layer of tokens"):
         for who in dict.fromkeys(table[table.what == f"backward, {level}"].who):
-            own = table[table.who == who]
-            times = [_spread(own[own.what == f"{what}, {level}"].speedup) for what in ("forward", "backward")]
+            of_peer = table[table.who == who]
+            times = [_spread(of_peer[of_peer.what == f"{what}, {level}"].speedup) for what in ("forward", "backward")]
             if who in results.OURS:
                 times = ["1", "1"]
-            memory = [f"{per_row[own.index][own['dtype'] == dtype].median():.1f}" for dtype in ("float32", "bfloat16")]
+            memory = [
+                f"{per_row[of_peer.index][of_peer['dtype'] == dtype].median():.1f}" for dtype in ("float32", "bfloat16")
+            ]
             rows.append([level, who, *times, *memory])
     header = ["takes", "", "forward, times ours", "backward, times ours", "KiB a row, fp32", "KiB a row, bf16"]
     return _table(header, rows)
@@ -103,7 +105,7 @@ def _spread(values: pd.Series) -> str:
 
 
 def machine() -> str:
-    """Where and when that was measured, and over what."""
+    """Machine, date and layers of that comparison."""
     found = _benchmarks()
     layers = found.table[results.LAYER].drop_duplicates()
     about = found.about
@@ -130,7 +132,7 @@ def overhead() -> str:
 
 
 def host_cost() -> str:
-    """What a step on a GPU costs the host."""
+    """Costs of a step on the host of a GPU."""
     counts = ("launches", "operators", "descriptors", "allocations")
     header = ["forward and backward", "us", "of these forward", "launches", "of PyTorch", "descriptors", "allocations"]
     rows = [
@@ -145,7 +147,7 @@ def host_cost() -> str:
 
 
 def transformers_tests() -> str:
-    """What Transformers' own tests say, by architecture."""
+    """Results of Transformers' own tests, by architecture."""
     found = json.loads((RESULTS / "transformers_tests.json").read_text())
     rows = [
         [

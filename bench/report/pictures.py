@@ -52,9 +52,9 @@ def speedups(table: pd.DataFrame) -> str:
     layers = list(dict.fromkeys(rows.layer))[::-1]
     figure, axes = _axes(len(layers), 2)
     for axis, what in zip(axes, ("forward", "backward"), strict=True):
-        for who, own in rows[rows.what.str.startswith(what)].groupby("who", sort=False):
-            places = [layers.index(layer) for layer in own.layer]
-            axis.scatter(own.speedup, places, label=who, color=_COLOURS[str(who)], s=26, zorder=3)
+        for who, group in rows[rows.what.str.startswith(what)].groupby("who", sort=False):
+            places = [layers.index(layer) for layer in group.layer]
+            axis.scatter(group.speedup, places, label=who, color=_COLOURS[str(who)], s=26, zorder=3)
         axis.axvline(1, color="#1b7837", linewidth=1.5)
         axis.set(xscale="log", title=what, xlabel="time of the peer / time of fusedmlp")
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -72,13 +72,13 @@ def shares_of_limit(table: pd.DataFrame) -> str:
     names = ("forward", "backward", "wgrad of fc1")
     figure, axes = _axes(len(layers), len(names))
     for axis, what in zip(axes, names, strict=True):
-        own = rows[rows.what.str.startswith(what)]
-        ours = own[own.who == "fusedmlp"].set_index("layer").of_limit
-        best = own[~own.who.str.startswith("fusedmlp")].groupby("layer").of_limit.max()
+        group = rows[rows.what.str.startswith(what)]
+        ours = group[group.who == "fusedmlp"].set_index("layer").of_limit
+        best = group[~group.who.str.startswith("fusedmlp")].groupby("layer").of_limit.max()
         places = range(len(layers))
         axis.barh([p + 0.2 for p in places], [ours.get(x, 0) for x in layers], 0.38, color="#1b7837", label="fusedmlp")
         axis.barh([p - 0.2 for p in places], [best.get(x, 0) for x in layers], 0.38, color="#bbbbbb", label="best peer")
-        axis.set(title=what, xlabel="limit / time", xlim=(0, max(1.0, 1.05 * own.of_limit.max())))
+        axis.set(title=what, xlabel="limit / time", xlim=(0, max(1.0, 1.05 * group.of_limit.max())))
         axis.grid(axis="x", alpha=0.25)
         axis.set_yticks(places, layers)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
@@ -92,8 +92,8 @@ def memory(table: pd.DataFrame) -> str:
     figure, axes = _axes(2 * len(peers), 2)
     panels = (("peak_bytes", "most allocated in backward"), ("saved_bytes", "saved by forward"))
     for axis, (column, title) in zip(axes, panels, strict=True):
-        for shift, (dtype, own) in zip((0.2, -0.2), rows.groupby("dtype", sort=False), strict=False):
-            per_row = (own[column] / own.R / 1024).groupby(own.who).median()
+        for shift, (dtype, group) in zip((0.2, -0.2), rows.groupby("dtype", sort=False), strict=False):
+            per_row = (group[column] / group.R / 1024).groupby(group.who).median()
             places = [place + shift for place in range(len(peers))]
             colours = [_COLOURS[who] for who in peers]
             bars = axis.barh(places, [per_row[who] for who in peers], 0.36, color=colours)
@@ -114,10 +114,10 @@ def ideas(table: pd.DataFrame) -> str:
     names = list(dict.fromkeys(rows.idea))[::-1]
     figure, (axis,) = _axes(2 * len(names))
     for place, name in enumerate(names):
-        own = rows[rows.idea == name].saved
-        axis.barh(place, own.median(), 0.5, color="#7fbf7b")
-        axis.scatter(own, [place] * len(own), s=16, color="#1b7837", alpha=0.6, zorder=3)
-        axis.annotate(f"{own.median():.0f}%", (own.median(), place + 0.32), fontsize=9, ha="center")
+        saved = rows[rows.idea == name].saved
+        axis.barh(place, saved.median(), 0.5, color="#7fbf7b")
+        axis.scatter(saved, [place] * len(saved), s=16, color="#1b7837", alpha=0.6, zorder=3)
+        axis.annotate(f"{saved.median():.0f}%", (saved.median(), place + 0.32), fontsize=9, ha="center")
     axis.axvline(0, color="#444444", linewidth=1)
     axis.set(xlabel="time saved, % of the time without the idea")
     axis.set_yticks(range(len(names)), names)
@@ -127,7 +127,7 @@ def ideas(table: pd.DataFrame) -> str:
 
 
 def demo(results: dict[str, Any]) -> str:
-    """Of the demo's `results.json`: the loss curves of both runs, and the most bytes that held weight gradients."""
+    """The loss curves of both runs in the demo's `results.json`, and the most bytes that held weight gradients."""
     names = list(results["columns"])
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=[2.1, 1])

@@ -14,16 +14,16 @@ from bench.limits.gpus import limit_ms
 from bench.limits.shapes import LOADS, Shape
 
 OURS = ("fusedmlp", "fusedmlp moe_experts")
-LAYER = ["name", "E", "H", "F", "R", "load", "dtype"]  # what one layer is
+LAYER = ["name", "E", "H", "F", "R", "load", "dtype"]  # columns that tell layers apart
 
 
 @dataclass(frozen=True)
 class Results:
-    """The table, and what is true of the whole run."""
+    """The table, and facts of the whole run."""
 
     table: pd.DataFrame
     about: dict[str, Any]  # device, device_name, threads, torch, date
-    missing: pd.DataFrame  # who could not run, and why
+    missing: pd.DataFrame  # peers that could not run, and why
 
 
 def load(path: Path) -> Results:
@@ -42,7 +42,7 @@ def load(path: Path) -> Results:
 
 
 def save(results: Results, path: Path) -> None:
-    """A CSV whose first line, a comment, holds what is true of the whole run."""
+    """Write a CSV with the facts of the whole run in its first line, a comment."""
     notes = {"about": results.about, "missing": results.missing.to_dict("records")}
     path.write_text(f"# {json.dumps(notes)}\n{results.table.to_csv(index=False)}", encoding="utf-8")
 
@@ -89,7 +89,7 @@ def with_speedups(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_turns(table: pd.DataFrame) -> pd.DataFrame:
-    """One row for all turns of a measurement: their medians, and how many rounds they were in all."""
+    """One row for all turns of a measurement: medians, and the sum of their rounds."""
     timed = ("ms", "iqr_ms", "of_limit", "speedup")
     how = {name: "median" if name in timed else "sum" if name == "rounds" else "first" for name in table.columns}
     keys = [*LAYER, "what", "who"]

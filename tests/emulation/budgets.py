@@ -1,7 +1,7 @@
-"""What one launch of each pass costs in executed instructions, traffic and waits: `python -m emulation.budgets`.
+"""Executed instructions, traffic and waits of one launch of each pass: `python -m emulation.budgets`.
 
 Sizes are multiples of all tiles and the load is even, so that nothing is wasted at edges; the counters are those of the
-first order. `budgets.csv` holds what is allowed; the command writes it anew, and prints what changed.
+first order. `budgets.csv` holds the numbers allowed; the command writes it anew, and prints the changes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fusedmlp.kernels.launching.run import recording
 TABLE = Path(__file__).with_name("budgets.csv")
 TOLERANCE = 0.02
 _SIZES = (512, 512)
-SPECIALISED = ", specialised"  # added to the names of passes whose warps have tasks of their own
+SPECIALISED = ", specialised"  # added to the names of warp-specialized passes
 _WGRADS = ("wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
 _RAGGED = ("fc1_act", "gemm", "dgrad_act")
 _GATHERED = ("fc1_act gathered", "dgrad_act gathered", "wgrad gathered dy", "wgrad gathered x")
@@ -39,10 +39,10 @@ COLUMNS = {
 
 
 def passes() -> dict[str, Callable[[torch.dtype], None]]:
-    """One launch of each."""
-    ragged = partial(cases._ragged, load="even", sizes=_SIZES)
-    wgrad = partial(cases._of_wgrad, ("even",), _SIZES)
-    segments = partial(cases._of_wgrad, ("even",) * 3, _SIZES)
+    """Checks by name of a pass; each makes one launch of it."""
+    ragged = partial(cases.ragged_check, load="even", sizes=_SIZES)
+    wgrad = partial(cases.wgrad_check, ("even",), _SIZES)
+    segments = partial(cases.wgrad_check, ("even",) * 3, _SIZES)
     fc1, dgrad = partial(ragged, cases.fc1_act.check), partial(ragged, cases.dgrad_act.check)
     gpt_oss = {"options": cases.GPT_OSS, "bias": True}
     return {
@@ -67,7 +67,7 @@ def passes() -> dict[str, Callable[[torch.dtype], None]]:
 
 
 def measure(target: str, name: str) -> dict[str, int]:
-    """Counters of a pass, in bf16 with tiles for long loads, and the bytes that its equation asks for."""
+    """Counters of a pass, in bf16 with tiles for long loads, and the bytes that its equation needs."""
     name, specialised, _ = name.partition(SPECIALISED)
     check = passes()[name]
     torch.manual_seed(0)
@@ -86,7 +86,7 @@ def _row(launch: Launched) -> dict[str, int]:
 
 
 def everything() -> Iterator[tuple[str, str]]:
-    """`(GPU, pass)`."""
+    """All `(GPU, pass)` of the table."""
     yield from ((target, name) for target in ("sm_80", "sm_90") for name in passes())
     yield from (("sm_90", name + SPECIALISED) for name in (*_RAGGED, *_WGRADS))
     yield from (("sm_100", name) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
@@ -94,7 +94,7 @@ def everything() -> Iterator[tuple[str, str]]:
 
 
 def allowed() -> dict[tuple[str, str], dict[str, int]]:
-    """The committed table."""
+    """Read the committed table."""
     with TABLE.open() as file:
         return {
             (row["gpu"], row["pass"]): {name: int(row[name]) for name in (*COLUMNS, "asked_bytes")}

@@ -1,4 +1,4 @@
-"""This project's kernels on the emulator, which is tested in `ptx_emulator/`: the same holds for both folders."""
+"""Tests of this project's kernels on the emulator; they run where those of the emulator, in `ptx_emulator/`, run."""
 
 from ptx_emulator.conftest import _compiler, collect_ignore_glob
 

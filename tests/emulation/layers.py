@@ -19,7 +19,10 @@ from fusedmlp.kernels.tiles import select, table
 def emulated(
     target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
-    """`driver.gpu`, for which launchers choose `tiles` of `target`; `specialised`: warp-specialized ones."""
+    """`driver.gpu`, with launches planned for `target`, and with its tiles of the class of loads `shape`, if given.
+
+    Without `descriptors`, only paths by pointers have tiles. `specialised`: settings ask for warp-specialized kernels.
+    """
     own = tiles_of(table.TABLES[target], shape, descriptors)
     planned_for = select.Target(target, driver.MULTIPROCESSORS, own, select.Settings(specialised))
     with ExitStack() as stack:

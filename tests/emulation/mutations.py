@@ -1,4 +1,4 @@
-"""Compiled kernels with one mistake in them: does executing them notice?"""
+"""Compiled kernels with one mistake in them, and whether their execution notices it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MMA = r"^\s*(@%p\d+ tcgen05\.mma.*, )(%p\d+);"
 _DESCRIPTOR = r"^(\tor\.b64 \t%rd\d+, %rd\d+, )(-?\d{15,})(;.*)"
 
 
-# When what nobody waits for is not there.
+# In this order, the results of asynchronous work that nothing waits for are missing.
 LATE = Order("late", races=True, global_races=True)
 
 
@@ -33,7 +33,7 @@ def _plus(match: re.Match[str], value: str, by: int, rest: str) -> str:
     return f"{{ .reg .b32 other; add.s32 other, {value}, {by}; {match[1]}{rest} }}"
 
 
-# One line of PTX, and what to make of it.
+# Mistakes by name: a pattern for one line of PTX, and the line that replaces it.
 KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "bar.sync removed": (r"^\tbar\.sync \t\d+(?:, \d+)?;", lambda m: ""),
     "mbarrier wait removed": (_COMPLETE, lambda m: "mov.pred complete, -1;"),
@@ -61,7 +61,7 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "matrix swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
     "tcgen05 product removed": (_MMA, lambda m: ""),
     "tcgen05 sum begun anew or not": (_MMA, lambda m: f"{{ .reg .pred other; not.pred other, {m[2]}; {m[1]} other; }}"),
-    # M of 64 or 128 above, N in the middle; the bit that is changed says how A lies.
+    # The upper bits are M, 64 or 128, the middle ones N; the bit that is changed is the major-ness of A.
     "tcgen05 major-ness": (
         r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6})(;)",
         lambda m: f"{m[1]}{int(m[2]) ^ 1 << 15}{m[3]}",
@@ -88,8 +88,8 @@ _AFTER = re.compile(r"(st|ld)\.shared|[sl][td]matrix|wgmma\.mma_async|tcgen05\.m
 
 
 def _orders(lines: list[str], at: int) -> bool:
-    """Whether shared memory is used on both sides of a barrier. Triton also has barriers around what one thread starts
-    (a TMA load, its `expect_tx`), which order nothing that the next wait for an mbarrier does not."""
+    """Whether shared memory is used on both sides of a barrier. Triton also has barriers around instructions of one
+    thread (a TMA load, its `expect_tx`), which order nothing that the next wait for an mbarrier does not."""
 
     def up_to_next(step: int) -> str:
         found, i = [], at + step
@@ -102,7 +102,7 @@ def _orders(lines: list[str], at: int) -> bool:
 
 
 def places(ptx: str, kind: str) -> list[int]:
-    """Lines, from 0 on, that can be changed so."""
+    """Lines, from 0 on, that a mistake of this kind can change."""
     pattern, lines = re.compile(KINDS[kind][0]), ptx.split("\n")
     found = [i for i, line in enumerate(lines) if pattern.match(line)]
     return [i for i in found if _orders(lines, i)] if kind == "bar.sync removed" else found
@@ -119,12 +119,12 @@ def changed(ptx: str, kind: str, line: int) -> str:
 class Subject:
     """A kernel with a check of its results."""
 
-    kernel: str  # what its name holds
+    kernel: str  # part of its name
     check: Callable[[], None]
     gpu: Callable[..., AbstractContextManager[list[driver.Launched]]]
 
     def run(self, order: Order = LATE, mutation: driver.Mutation | None = None) -> list[driver.Launched]:
-        """The kernel's launches; raises what was noticed."""
+        """Run the check, and return the kernel's launches; raises if a mistake is noticed."""
         torch.manual_seed(0)
         with self.gpu(orders=[order], mutation=mutation) as launched:
             self.check()
@@ -132,7 +132,7 @@ class Subject:
 
     @cache  # noqa: B019  subjects live as long as the process
     def right(self) -> driver.Launched:
-        """The last launch, when nothing is wrong."""
+        """The last launch without a mistake."""
         return self.run()[-1]
 
     def places(self, kind: str) -> list[int]:
@@ -145,13 +145,13 @@ class Subject:
         right = self.right()
         broken = changed(right.ptx, kind, line)
         assert broken != right.ptx
-        # Waits that never end.
+        # A mistake may make a wait endless.
         order = replace(LATE, step_budget=3 * right.counters["instructions"] + 100_000)
         return noticed(lambda: self.run(order, lambda _name, ptx: broken if ptx == right.ptx else ptx))
 
 
 def noticed(run: Callable[[], object]) -> bool:
-    """Whether a check fails, by what the emulator says or by its result."""
+    """Whether a check fails, by an error of the emulator or by its result."""
     try:
         run()
     except (EmulationError, AssertionError):
@@ -211,7 +211,7 @@ SUBJECTS = {
 
 
 def described(number: int, **changes: Callable[[Any], object]) -> AbstractContextManager[object]:
-    """Of the tensor maps that are made inside, the one of this number has other properties."""
+    """Change properties of the tensor map that is made as the `number`-th in this context, from 0 on."""
     made = iter(range(10**6))
     make = library.tensor_map
 

@@ -1,4 +1,4 @@
-"""The curve that kernels compute by instructions of their own on NVIDIA GPUs, at the ends of its range."""
+"""The sigmoid, which kernels compute by special instructions on NVIDIA GPUs, at the ends of its range."""
 
 import pytest
 import torch

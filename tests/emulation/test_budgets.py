@@ -1,4 +1,4 @@
-"""What a launch of each pass executes and moves is what the table says: worse is a mistake, better a new table."""
+"""Costs of a launch of each pass equal those of the table: worse ones are a mistake, better ones need a new table."""
 
 import pytest
 from emulation import budgets

@@ -1,8 +1,8 @@
-"""Ten mistakes in the project's own kernels that Triton's interpreter cannot see, and executing compiled code does.
+"""Ten mistakes in the project's own kernels that Triton's interpreter cannot see, and the emulator does.
 
-The first seven are mistakes of compiled code, which is not there to be interpreted. With each of the last three in the
+The first seven are mistakes in compiled code, which the interpreter does not have. With each of the last three in the
 sources, the kernels' tests pass under the interpreter: it runs programs one after the other, loads element by element
-whatever alignment is promised, and multiplies fp32 exactly whatever precision is asked for.
+whatever alignment is promised, and multiplies fp32 exactly whatever precision is requested.
 """
 
 from unittest import mock

@@ -5,9 +5,9 @@ from emulation.layers import emulated
 
 from bench.cases import cases
 
-# Of sm_100, where few instructions come from other sources than of sm_90: every pass; all of TF32 wgrad, and what wgrad
-# does by warps with tasks of their own.
-WARPS_WITH_TASKS = {
+# The cases for sm_100, few of whose instructions come from other sources than those of sm_90: every pass, all of TF32
+# wgrad, and warp-specialized wgrad.
+SPECIALISED_WGRAD = {
     *("wgrad deep", "wgrad tall", "wgrad of bf16", "wgrad bias"),
     *("wgrad segments", "wgrad tall segments", "wgrad deep segments", "wgrad deep segments overwrite"),
 }
@@ -16,15 +16,16 @@ PART = [
     for case in cases.cases()
     if case.quick
     or (case.precision == cases.TF32 and "wgrad" in case.name)
-    or (case.shape == "long" and case.name in WARPS_WITH_TASKS)
+    or (case.shape == "long" and case.name in SPECIALISED_WGRAD)
 ]
 
 
-def has_tasks(case, target):
-    """Whether warp-specialized kernels take a part of the case: long loads in 16 bits by descriptors."""
+def is_specialised(case, target):
+    """Whether warp-specialized kernels run in the case: long loads in 16 bits by descriptors."""
     unfit = ["odd", "shifted", "without descriptors", "fc1_act in_out"]
-    unfit.append("gathered" if target == "sm_90" else "gathered segments")  # Blackwell's TMA follows an index: of one
-    if not case.name.startswith("wgrad"):  # whose main_grad may lie anywhere
+    # Only Blackwell's TMA gathers rows, and only those of one segment.
+    unfit.append("gathered" if target == "sm_90" else "gathered segments")
+    if not case.name.startswith("wgrad"):  # wgrad's main_grad may lie anywhere
         unfit += ["scattered", "misaligned"]
     fits = not any(part in case.name for part in unfit)
     return fits and case.shape == "long" and case.precision in (cases.BF16, cases.FP16)
@@ -32,7 +33,7 @@ def has_tasks(case, target):
 
 CELLS = [(target, case, False) for target in ("sm_80", "sm_90") for case in cases.cases()]
 CELLS += [("sm_100", case, False) for case in PART]
-CELLS += [(target, case, True) for target in ("sm_90", "sm_100") for case in cases.cases() if has_tasks(case, target)]
+CELLS += [(name, case, True) for name in ("sm_90", "sm_100") for case in cases.cases() if is_specialised(case, name)]
 CASES = [
     pytest.param(
         target,

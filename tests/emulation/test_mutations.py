@@ -1,4 +1,4 @@
-"""Compiled kernels with one instruction weakened: every weaker one is noticed, or known to be needless."""
+"""Compiled kernels with one instruction weakened: each is noticed, or the instruction is known to be needless."""
 
 import re
 
@@ -10,47 +10,48 @@ from support.grids import is_quick
 pytestmark = pytest.mark.usefixtures("poison")
 
 BEGUN_ANEW = "tcgen05 sum begun anew or not"
-SM_100_BY_TASKS = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered")
+SM_100_SPECIALISED = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered")
 MOST = 3  # places of a kind in a kernel: the first, the last and some between
-# Places that may be changed and nothing is wrong, or nothing that a late order shows.
+# The number of places whose change leaves nothing wrong, or nothing that a late order shows.
 NEEDLESS = {
-    # Before the sums' own copy of a tile: what it overwrites was read before the barrier at the end of the last step.
+    # Before accumulators are copied to shared memory: the bytes that this overwrites were read before the barrier at
+    # the end of the last step.
     ("sm_80_wgrad", "bar.sync removed"): 1,
-    # After a loop whose last step has waited for all.
+    # After a loop whose last step has waited for all MMAs.
     **{(f"sm_90_{name}", "wgmma wait one short"): 1 for name in ("matmul", "gemm", "dgrad", "wgrad", "wgrad_gathered")},
-    # After the sums' loop: what is still on its way goes where nobody looks before the next wait.
+    # After the loop of bias sums: copies in flight go where nothing reads before the next wait.
     ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
-    # Of the last columns of a tile, which lie outside of dw or y.
+    # Coordinates of the last columns of a tile, which lie outside of dw or y.
     ("sm_90_wgrad", "TMA coordinate"): 1,
     ("sm_100_wgrad", "TMA coordinate"): 1,
     ("sm_100_gemm", "TMA coordinate"): 1,
-    # Around the zeros that sums hold before the first tile: nobody used them before, and all warps meet after.
+    # Around zeros in accumulators before the first tile: nothing used these before, and all warps meet afterwards.
     ("sm_100_wgrad", "bar.sync removed"): 1,
     ("sm_100_wgrad", "mbarrier wait removed"): 1,
-    # The same; and where a wait for sums to be read becomes one for the products of the tile before, which come so late
-    # here that those sums were read.
+    # The same; and where a wait until accumulators are read becomes a wait for the MMAs of the tile before, which end
+    # so late in this order that the accumulators have been read.
     ("sm_100_wgrad", "mbarrier wait for another stage"): 2,
-    # Where tasks have warps of their own: after mbarriers are made, as a barrier of the block follows; before all tasks
-    # meet, or wait for operands; and in dgrad before a warp writes dh where it alone has read h.
+    # Warp-specialized: after mbarriers are made, as a barrier of the block follows; before all partitions meet, or wait
+    # for operands; and in dgrad before a warp writes dh where it alone has read h.
     **{(f"sm_90_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")},
     **{(f"sm_90_{name}_by_tasks", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad")},
     ("sm_90_dgrad_act_by_tasks", "bar.sync removed"): 3,
-    # Of the last columns of a tile, as above: of these nothing is stored, either.
+    # The last columns of a tile, as above, of which nothing is stored, either.
     ("sm_90_dgrad_act_by_tasks", "TMA coordinate"): 1,
     ("sm_90_wgrad_by_tasks", "TMA coordinate"): 1,
     ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
-    # On sm_100 the same, and around the address of tensor memory, which nobody overwrites; all sums of a tile are given
-    # back with its last part, before which the others are used.
-    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_BY_TASKS},
-    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_BY_TASKS},
-    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_BY_TASKS},
+    # On sm_100 the same, and around the address of tensor memory, which nothing overwrites; an accumulator is released
+    # as a whole after its last subtile, and by then the others have been used.
+    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_SPECIALISED},
+    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_SPECIALISED},
+    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_SPECIALISED},
     **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
-    # Of columns outside, as above.
+    # Columns outside, as above.
     ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,
     ("sm_100_wgrad_by_tasks", "TMA coordinate"): 1,
     ("sm_100_wgrad_gathered_by_tasks", "TMA coordinate"): 1,
     ("sm_100_wgrad_gathered_by_tasks", "TMA gathered row"): 2,
-    # The first product of a tile, whose sums are zeros before it as well.
+    # The first MMA of a tile, whose accumulator holds zeros before it as well.
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }
 # Their stores take turns between two buffers, and each waits for both.
@@ -58,8 +59,9 @@ TWO_BUFFERS = {
     (subject, "bulk store wait one short") for subject in ("sm_90_dgrad", "sm_90_fc1_gathered", "sm_100_fc1_gathered")
 }
 CP_ASYNC = "cp.async wait one short"
-# Where sums are read and multiplied by the same warps, a use of what was read is as good as a wait.
-OF_TASKS = {"mbarrier arrival removed", "tcgen05 wait for loads removed"}
+# Only for warp-specialized kernels: where the same warps read accumulators and multiply, a use of the registers that
+# were read orders as much as a wait.
+OF_PARTITIONS = {"mbarrier arrival removed", "tcgen05 wait for loads removed"}
 
 
 def kinds_of(subject):
@@ -73,7 +75,7 @@ def kinds_of(subject):
         if of_others not in kind
         and (kind != CP_ASYNC or ("gathered" in subject and not by_tasks))
         and (kind != "TMA gathered row" or subject.endswith("gathered_by_tasks"))
-        and (kind not in OF_TASKS or by_tasks)
+        and (kind not in OF_PARTITIONS or by_tasks)
         and (kind != "tcgen05 wait for stores removed" or not by_tasks)  # nothing is stored there
     ]
 
@@ -92,7 +94,7 @@ CELLS = [
 
 
 def some(places):
-    """In a quick run the first one."""
+    """At most `MOST` places; in a quick run the first one."""
     if is_quick() or len(places) <= MOST:
         return places[: 1 if is_quick() else MOST]
     return [places[i * (len(places) - 1) // (MOST - 1)] for i in range(MOST)]
@@ -127,7 +129,7 @@ def test_another_tensor_map_is_noticed(change, tensor):
 
 
 def test_a_right_run_is_not():
-    """Nor are two, of which the second finds everything compiled."""
+    """Nor is a second one, which finds everything compiled."""
     for _ in range(2):
         assert not noticed(SUBJECTS["sm_90_gemm"].run)
 

@@ -1,6 +1,6 @@
-"""Warp-specialized kernels: many orders of the warps, and what their rings and buffers must not be.
+"""Warp-specialized kernels: many orders of the warps, and limits of their rings and buffers.
 
-What they compute is among the cases of test_kernels.py, mistakes in their compiled code among test_mutations.py.
+Their results are checked in the cases of test_kernels.py, mistakes in their compiled code in test_mutations.py.
 """
 
 import re
@@ -55,7 +55,7 @@ def test_the_same_bits_in_many_orders(target, name):
     assert any("specialised" in launch.kernel for launch in launched)
 
 
-# Rows of experts by 64 rows a step and three stages: none, one step, as many as stages, one more.
+# Rows of experts, with 64 rows a step and three stages: no step, one, as many as stages, one more.
 STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
 
 
@@ -83,7 +83,7 @@ def test_steps_of_a_gemm_around_the_number_of_stages(K, target):
 
 @pytest.mark.parametrize("rows", [100, 300, 600])
 def test_tiles_around_the_number_of_sums_in_tensor_memory(rows):
-    """Two, four and six tiles of rows by three of columns on three multiprocessors: as many for each, of two sums."""
+    """Two, four and six tiles of rows by three of columns on three multiprocessors, each with two accumulators."""
     case = factory.Case(counts=(rows, 0, 1), padding=3, H=72, F=264, dtype=torch.bfloat16)
     with emulated("sm_100", "long", specialised=True):
         gemm.check(case)
@@ -100,7 +100,7 @@ FENCED = (
 
 @pytest.mark.parametrize("name", FENCED)
 def test_fences_between_reads_and_products_of_different_threads(name):
-    """PTX asks for them; the emulator orders nothing by them, so that they are looked for in the text."""
+    """PTX requires them, but they order nothing in the emulator: the test finds them in the text."""
     with emulated("sm_100", "long", specialised=True) as launched:
         CASES[name].run()
     (ptx,) = (launch.ptx for launch in launched if "specialised" in launch.kernel)
@@ -125,7 +125,7 @@ def test_probabilities_that_are_not_finite_leave_their_gradients_alone(target):
 @pytest.mark.parametrize("kind", ["int64", "no multiple of 16 bytes"])
 @pytest.mark.parametrize("name", ["fc1_act gathered", "dgrad_act gathered", "wgrad gathered x"])
 def test_indices_of_other_types_and_addresses(name, kind, monkeypatch):
-    """Of each a kernel is compiled."""
+    """Each of them compiles a kernel of its own."""
     among_others, made = experts.among_others, []
 
     def other(rows, owned, index_dtype=torch.int32, seed=1):
@@ -141,7 +141,7 @@ def test_indices_of_other_types_and_addresses(name, kind, monkeypatch):
 
 
 def test_several_segments_of_gathered_rows_go_as_before():
-    """One descriptor of rows in other places for each: kernels have one."""
+    """Each segment would need a descriptor of its own, and kernels have one."""
     with emulated("sm_100", "long", specialised=True) as launched:
         CASES["wgrad gathered segments"].run()
     assert not any("specialised" in launch.kernel for launch in launched)
@@ -149,7 +149,7 @@ def test_several_segments_of_gathered_rows_go_as_before():
 
 @pytest.mark.parametrize(("stride", "path"), [(80, "specialised"), (0, "gather")])
 def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
-    """Whose rows are no distance apart, which no descriptor describes."""
+    """No descriptor has a distance of 0 between rows."""
     tokens = torch.ones(90, 80, dtype=torch.bfloat16).as_strided((90, 80), (stride, 1))
     rows, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
     h, a, act = torch.zeros(73, 288).bfloat16(), torch.zeros(73, 144).bfloat16(), _options(Activation("swiglu").encoded)

@@ -1,4 +1,4 @@
-"""A launch's arguments as the bytes of a kernel's parameters, and the memory that it may reach."""
+"""Arguments of a launch as the bytes of a kernel's parameters, and the memory that a launch may access."""
 
 from __future__ import annotations
 

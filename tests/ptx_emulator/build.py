@@ -32,7 +32,7 @@ def compiler() -> str | None:
 
 
 def library() -> Path:
-    """The shared library; RuntimeError without a compiler, or with what it said."""
+    """Compile the shared library, if needed; RuntimeError without a compiler, or with the compiler's message."""
     found = compiler()
     if found is None:
         raise RuntimeError("the PTX emulator needs a C++20 compiler: expected $CXX, c++, g++ or clang++; found none")
@@ -50,7 +50,7 @@ def library() -> Path:
 
 
 def _compile(found: str, files: list[Path], target: Path) -> None:
-    """Into a folder beside it, and then to its place at once, as a run may end in between."""
+    """Compile in a folder beside the target, then move the library there: a run may end in between."""
     folder = target.with_suffix(".unfinished")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -60,7 +60,7 @@ def _compile(found: str, files: list[Path], target: Path) -> None:
         if done.returncode:
             raise RuntimeError(f"the PTX emulator does not compile with {found}:\n{done.stderr}")
 
-    # What nearly every file includes took half of the time: it is compiled once.
+    # Headers that nearly every file includes took half of the time: they are compiled once.
     common = folder / "common.h"
     common.write_text(f'#include <algorithm>\n#include "{SOURCES}/decoder.h"\n')
     run(*_FLAGS, "-x", "c++-header", common, "-o", f"{common}.gch")
@@ -75,7 +75,7 @@ def _compile(found: str, files: list[Path], target: Path) -> None:
 
 
 def _processor() -> str:
-    """What `-march=native` depends on, so that a checkout shared by machines holds a library for each."""
+    """Processor features, on which `-march=native` depends: a checkout shared by machines holds a library for each."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

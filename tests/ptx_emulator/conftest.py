@@ -1,4 +1,4 @@
-"""Kernels must be compiled here, not interpreted, which Triton decides when it is imported: `make emulate`."""
+"""Tests here need compiled kernels, not interpreted ones. Triton decides that when it is imported: `make emulate`."""
 
 import os
 

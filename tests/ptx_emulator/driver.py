@@ -3,7 +3,7 @@
     with driver.gpu("sm_90") as launches:
         kernel[grid](tensor, ...)
 
-ptxas is not run: what is loaded is the PTX.
+ptxas is not run: modules are loaded from PTX.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ORDERS = (
     Order("late", races=True, global_races=True),
     Order("random", seed=1, random_schedule=True, resident=3),
 )
-# What the emulator notices beside results, each of which is a mistake.
-_SUSPICIOUS = re.compile("RACE|PROXY|FENCE|mbarrier|nobody waited|on their way")
+# Notes of the emulator that tell of a mistake, whatever the results.
+_SUSPICIOUS = re.compile("RACE|PROXY|FENCE|mbarrier|nothing waited|on their way")
 _NARROW = re.compile(r"(?:st|atom|red)\.shared\S*\.b(8|16)\b")
 
 Mutation = Callable[[str, str], str]
@@ -53,13 +53,13 @@ class Launched:
 
     @property
     def counters(self) -> dict[str, int]:
-        """Of the first order."""
+        """Counters of the first order."""
         return self.outcome.counters
 
 
 @dataclass
 class _Session:
-    """How launches run now."""
+    """Settings of the launches inside `gpu`, and the launches that were executed."""
 
     orders: Sequence[Order] = ORDERS
     mutation: Mutation | None = None
@@ -71,7 +71,7 @@ _session = _Session()
 
 
 class _Launcher:
-    """What Triton calls to launch a compiled kernel."""
+    """The launcher that Triton calls for a compiled kernel."""
 
     def __init__(self, src: Any, metadata: Any) -> None:
         self._metadata = metadata
@@ -97,11 +97,11 @@ class _Launcher:
         execute(program, (x, y, z), 32 * memory.num_warps, memory.shared, bytes(params), memory.name)
 
     def _expanded(self, args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Types and values, of each descriptor those of the map, sizes and strides that the kernel takes."""
+        """Types and values of arguments; a descriptor becomes the map, sizes and strides that the kernel takes."""
         kinds: list[Any] = []
         values: list[Any] = []
         described = iter(self._descriptors or ())
-        others = nvidia_driver.make_tensordesc_arg.__code__.co_argcount - 2  # of newer versions
+        others = nvidia_driver.make_tensordesc_arg.__code__.co_argcount - 2  # newer versions have more arguments
         for kind, arg in zip(self._signature, args, strict=True):
             if not (isinstance(kind, str) and kind.startswith("tensordesc")):
                 kinds.append(kind)
@@ -110,7 +110,7 @@ class _Launcher:
             expanded = nvidia_driver.make_tensordesc_arg(arg, next(described, None), *[None] * others)
             rank = len(arg.shape)
             sizes = ["i32"] * rank + ["i64"] * rank
-            # Without a map: the base, shape and strides, how to pad, and both again.
+            # Without a map: base, shape and strides, flags of padding, then shape and strides again.
             flags = ["i1"] * (len(expanded) - 1 - 4 * rank)
             kinds += (
                 ["nvTmaDesc", *sizes] if len(expanded) == 1 + 2 * rank else ["*i8", *["i64"] * 2 * rank, *flags, *sizes]
@@ -124,12 +124,12 @@ def _scratch(size: int) -> torch.Tensor | None:
 
 
 def execute(program: Program, grid: tuple[int, int, int], threads: int, shared: int, params: bytes, name: str) -> None:
-    """Run one launch in every order of the session; EmulationError if it does what it may not, in any."""
+    """Run one launch in every order of the session; EmulationError if it makes a mistake in any."""
     if 0 in grid:
         return
     if program.threads and program.threads != threads:
         raise EmulationError(f"{name}: {threads} threads, .reqntid {program.threads}")
-    # Races are looked for between granules as wide as the narrowest store: what reads less of one does no harm.
+    # The search for races has granules as wide as the narrowest store; narrower reads do no harm.
     narrow = _NARROW.findall(program.ptx)
     granule = 1 if "8" in narrow else 2 if narrow else 4
     orders = [Order(**{**vars(order), "races": granule if order.races else 0}) for order in _session.orders]
@@ -141,7 +141,7 @@ def execute(program: Program, grid: tuple[int, int, int], threads: int, shared: 
 
 
 class _Utils:
-    """What the launcher and Triton ask of the CUDA driver."""
+    """The functions of the CUDA driver that the launcher and Triton call."""
 
     def __init__(self, shared: int) -> None:
         self._shared = shared
@@ -180,7 +180,7 @@ class _Utils:
 
 
 class _Driver:
-    """As much of a Triton driver as compiling and launching ask for."""
+    """The part of a Triton driver that compiling and launching use."""
 
     launcher_cls = _Launcher
 
@@ -192,7 +192,7 @@ class _Driver:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        return 100 + self._capability  # Triton keeps compiled kernels by device: none of another target's
+        return 100 + self._capability  # Triton keeps compiled kernels by device: one for each target
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -205,10 +205,10 @@ class _Driver:
 def gpu(
     target: str, *, orders: Sequence[Order] = ORDERS, mutation: Mutation | None = None, strict: bool = True
 ) -> Iterator[list[Launched]]:
-    """Launches inside are compiled for `target` and executed here; what was executed is collected.
+    """Compile launches in this context for `target`, and execute them here; yields the list of executed launches.
 
-    `mutation`: what to execute instead of a kernel's PTX, by its name and PTX. `strict`: races and the like are errors;
-    else they are in the notes of what was launched.
+    `mutation(name, ptx)` returns the PTX to execute instead. `strict`: races and the like are errors; else they are in
+    the notes of the launch.
     """
     global _session
     build.library()

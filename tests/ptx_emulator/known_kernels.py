@@ -1,4 +1,4 @@
-"""Triton kernels that are right on real GPUs: small versions of what Triton's tutorials and tests do.
+"""Triton kernels that are right on real GPUs: small versions of those in Triton's tutorials and tests.
 
 Each `check_...` launches one and compares with PyTorch.
 """
@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Blocks = tuple[int, int, int]
-# Of |a| @ |b|.
+# Allowed errors, relative to |a| @ |b|.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-3}
 
 
@@ -62,7 +62,7 @@ def _matmul(
 
 
 def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """`layout`: "r" for rows that lie together, "c" for columns."""
+    """A random matrix; `layout`: "r" for contiguous rows, "c" for contiguous columns."""
     return torch.randn(rows, columns).to(dtype) if layout == "r" else torch.randn(columns, rows).to(dtype).T
 
 
@@ -100,7 +100,7 @@ def _matmul_tma(
 
 
 def check_matmul_tma(dtype: torch.dtype, blocks: Blocks, warps: int, stages: int, b_nk: bool, flatten: bool) -> None:
-    """A persistent kernel, of 3 programs."""
+    """A persistent kernel with 3 programs."""
     M, N, K = 200, 176, 160
     BM, BN, BK = blocks
     a, b = matrix(M, K, dtype, "r"), matrix(K, N, dtype, "c" if b_nk else "r")
@@ -170,7 +170,7 @@ def _tickets(tickets_ptr):
 
 
 def check_tickets() -> list[int]:
-    """Which program came when, which is another result in every order."""
+    """Return the order in which programs came, which is different in every order of execution."""
     tickets = torch.zeros(9, dtype=torch.int32)
     _tickets[(8,)](tickets)
     assert tickets[0] == 8

@@ -1,4 +1,4 @@
-"""Kernels for sm_100 whose operands or sums lie in tensor memory in every layout: Triton's, and Gluon's by hand.
+"""Kernels for sm_100 with operands or accumulators in tensor memory in every layout: in Triton, and in Gluon by hand.
 
 Each `check_...` launches one and compares with PyTorch.
 """
@@ -103,7 +103,7 @@ def _copy(
 
 
 def check_copy(dtype: torch.dtype, stride: int, M: int, N: int, store: str, load: str, warps: int) -> None:
-    """Into tensor memory by one shape of instruction, and out of it by another one."""
+    """Copy into tensor memory by one shape of instruction, and out of it by another one."""
     x = torch.randn(M, N).to(dtype)
     out = torch.full_like(x, float("nan"))
     _copy[(1,)](x, out, M, N, _GLUON[dtype], stride, store, load, warps, num_warps=warps)

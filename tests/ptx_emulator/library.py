@@ -13,14 +13,14 @@ from ptx_emulator import build
 
 
 class EmulationError(RuntimeError):
-    """A kernel did what no kernel may do, or something that the emulator does not know."""
+    """A kernel made a mistake, or did something that the emulator does not implement."""
 
 
 @dataclass(frozen=True)
 class Order:
     """One way to run a launch: fields in the order of `Config` in machine/machine.h.
 
-    `completion`: asynchronous work is done when it is issued ("early"), as late as what waits for it allows ("late"),
+    `completion`: asynchronous work is done when it is issued ("early"), as late as waits allow ("late"),
     or at random moments in between. `resident` blocks run at the same time, each warp for up to `quantum` instructions.
     """
 
@@ -30,7 +30,7 @@ class Order:
     quantum: int = 4096
     random_schedule: bool = False
     races: bool = False  # look for races in shared memory
-    global_races: bool = False  # and for blocks that read or write what another one writes
+    global_races: bool = False  # and for blocks that access global memory that another one writes
     trace: bool = False  # print every instruction of warp 0
     step_budget: int = 2_000_000_000
 
@@ -57,7 +57,7 @@ def _load() -> ctypes.CDLL:
 
 
 def counter_names() -> list[str]:
-    """What every launch counts."""
+    """Names of the counters of every launch."""
     return [_load().emu_counter_name(i).decode() for i in range(_load().emu_counter_count())]
 
 
@@ -78,7 +78,7 @@ class Program:
 
     @staticmethod
     def of(ptx: str) -> Program:
-        """Parsed once a process."""
+        """The program of this PTX, which a process parses once."""
         key = hashlib.sha256(ptx.encode()).hexdigest()
         if key not in _programs:
             _programs[key] = Program(ptx)
@@ -90,7 +90,7 @@ _programs: dict[str, Program] = {}
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a launch counted in the first order, and what was noticed in any."""
+    """Counters of a launch in the first order, and the notes of all orders."""
 
     counters: dict[str, int]
     per_operation: list[tuple[int, int, int]]  # PTX line, executions by a warp, bank conflicts
@@ -106,7 +106,7 @@ def run(
     allocations: Sequence[tuple[int, int]],
     orders: Sequence[Order],
 ) -> Outcome:
-    """One launch, in every order from the same memory, which all must leave alike; memory holds the result.
+    """Run one launch in every order from the same memory; all must leave the same bytes, which memory holds then.
 
     `shared`: bytes of dynamic shared memory. `allocations`: the sorted spans of addresses that may be used.
     """
@@ -132,7 +132,7 @@ def run(
 
 @dataclass(frozen=True)
 class Box:
-    """What a tensor map describes, from the innermost dimension on; `strides` in bytes, of all but the innermost."""
+    """Contents of a tensor map, from the innermost dimension on; `strides` in bytes, of all but the innermost."""
 
     address: int
     sizes: Sequence[int]

@@ -15,7 +15,7 @@ from ptx_emulator import driver
 from ptx_emulator.library import EmulationError, Order, Program, run
 
 ORDERS = driver.ORDERS
-# numpy's types of PTX's; bf16 and tf32 are given by their bits.
+# numpy's types for those of PTX; bf16 and tf32 are given by their bits.
 TYPES = {
     **{
         f"{kind}{bits}": np.dtype(f"{name}{bits}")
@@ -40,12 +40,12 @@ def run_ptx(
     orders: Sequence[Order] = ORDERS,
     allowed: str | None = None,
 ) -> None:
-    """Execute `body` on memory, in every order from the same; EmulationError if orders leave other bytes, or anything
-    is noticed but what `allowed` matches.
+    """Execute `body` in every order from the same memory; EmulationError if orders leave different bytes, or if there
+    is a note that `allowed` does not match.
 
     Parameter i is `%a<i>` in the body: the address of a tensor or of a tensor map (bytes), or the low half of an
     integer. `%r<..>` and `%f<..>` are registers of 32 bits, `%h<..>` of 16, `%d<..>` of 64, `%p<..>` predicates;
-    `shared` is the address of `shared` bytes. `%lane` and `%tid` are those.
+    `shared` is the address of `shared` bytes. `%lane` and `%tid` are the numbers of the lane and of the thread.
     """
     text = _kernel(body, params, target, threads, maxnreg)
     program = Program.of(text)
@@ -62,7 +62,7 @@ def run_ptx(
 
 
 def lanes(code: str, kinds: str, *columns: Sequence[int | float] | np.ndarray, target: str = "sm_90") -> np.ndarray:
-    """What `code` makes of each lane's `a`, `b`, `c` and `e`: its `d`.
+    """Execute `code` on each lane's `a`, `b`, `c` and `e`; return the `d` of every lane.
 
     `kinds`: the types of `d`, `a`, ..., in a string. There are predicates `p` and `q`, and `t`, `u` of 32 bits.
     """
@@ -83,17 +83,17 @@ def lanes(code: str, kinds: str, *columns: Sequence[int | float] | np.ndarray, t
 
 
 def bits(values: Sequence[float] | float) -> np.ndarray:
-    """Of float32, as u32."""
+    """Bits of float32, as u32."""
     return np.asarray(values, np.float32).view(np.uint32)
 
 
 def halves(values: Sequence[float]) -> np.ndarray:
-    """Of float16, as u16."""
+    """Bits of float16, as u16."""
     return np.asarray(values, np.float16).view(np.uint16)
 
 
 def brains(values: Sequence[float]) -> np.ndarray:
-    """Of bfloat16, as u16."""
+    """Bits of bfloat16, as u16."""
     return torch.tensor(values, dtype=torch.bfloat16).view(torch.uint16).numpy()
 
 
@@ -132,7 +132,7 @@ def _bits(kind: str) -> int:
 
 
 def _column(values: Sequence[int | float] | np.ndarray, kind: str) -> np.ndarray:
-    """As many as there are lanes, the first again after the last."""
+    """A value for each lane; values start again after the last."""
     column = np.asarray(values, TYPES[kind])
     return np.resize(column, _LANES)
 

@@ -1,18 +1,18 @@
-"""Named barriers with counts of threads, and registers that warps give each other."""
+"""Named barriers with counts of threads, and registers that warps hand over."""
 
 import numpy as np
 import pytest
 from ptx_emulator.library import EmulationError
 from ptx_emulator.ptx import run_ptx
 
-# Of four warps the first and the others; a place for each thread in shared memory and in the output.
+# Four warps, with a predicate for the first; a place for each thread in shared memory and in the output.
 HEAD = """
     mov.u32 %r9, shared;
     mad.lo.u32 %r8, %tid, 4, %r9;
     mad.wide.u32 %d0, %tid, 4, %a0;
     setp.lt.u32 %p1, %tid, 32;
     shr.u32 %r7, %tid, 5;"""
-# What the thread 32 threads on, in a circle of the block, has written.
+# Load what the thread 32 threads further on, modulo the block, has written.
 NEXT = """
     add.u32 %r1, %tid, 32;
     and.b32 %r1, %r1, {last};

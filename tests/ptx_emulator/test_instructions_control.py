@@ -57,8 +57,8 @@ def test_lanes_meet_again_for_what_all_do():
         mov.u32 d, 50;
         END:
         shfl.sync.bfly.b32 d, d, 1, 31, -1;"""
-    own = np.array([0, 50, 2, 3])[LANES % 4]
-    np.testing.assert_array_equal(of_lanes(code), own[LANES ^ 1])
+    before = np.array([0, 50, 2, 3])[LANES % 4]
+    np.testing.assert_array_equal(of_lanes(code), before[LANES ^ 1])
 
 
 def test_lanes_that_end_are_missed_by_nobody():

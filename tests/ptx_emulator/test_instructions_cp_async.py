@@ -1,4 +1,4 @@
-"""cp.async: what is copied, when it is there, and what nobody waited for."""
+"""cp.async: the bytes copied, when they are there, and copies that nothing waited for."""
 
 import numpy as np
 import pytest
@@ -70,9 +70,9 @@ def test_a_group_that_was_not_waited_for_is_not_there(wait, row):
 
 
 def test_copies_that_nobody_waits_for_are_noticed():
-    with pytest.raises(EmulationError, match=r"cp\.async that nobody waited for"):
+    with pytest.raises(EmulationError, match=r"cp\.async that nothing waited for"):
         run_ptx(HEAD.format(size=16) + "cp.async.cg.shared.global [%r9], [%d0], 16;", BYTES, BYTES.copy(), shared=512)
-    with pytest.raises(EmulationError, match=r"cp\.async groups that nobody waited for"):
+    with pytest.raises(EmulationError, match=r"cp\.async groups that nothing waited for"):
         run_ptx(HEAD.format(size=16) + TWO, BYTES, BYTES.copy(), shared=1024)
 
 
@@ -122,7 +122,7 @@ TRACKED = {"as arrivals that it expects": (32, NOINC), "beside its own arrivals"
 
 
 def handed_over(count, producer, consumer):
-    """A warp copies, and another one loads what is there."""
+    """A warp copies, and another one loads the bytes that are there."""
     out = np.zeros(1024, np.uint8)
     body = HEAD.format(size=16) + INIT.format(count)
     body += f"""

@@ -1,4 +1,4 @@
-"""Floating-point arithmetic, against IEEE 754 and what the PTX ISA says of its own peculiarities."""
+"""Floating-point arithmetic, against IEEE 754 and the peculiarities that the PTX ISA specifies."""
 
 import math
 from fractions import Fraction
@@ -27,7 +27,7 @@ BY_HAND = [
     ("mul.f64", F64, [(1e200, 1e200, INF)]),
     ("div.rn.f64", F64, [(1, 3, 1 / 3)]),
     ("fma.rn.f64", "f64 f64 f64 f64", [(1 + 2**-30, 1 + 2**-30, -1 - 2**-29, 2**-60)]),
-    # A NaN loses against a number, but with .NaN.
+    # A NaN gives the other operand; with .NaN it gives a NaN.
     ("min.f32", F32, [(NAN, 1, 1), (1, NAN, 1), (NAN, NAN, NAN), (-INF, 3, -INF)]),
     ("max.f32", F32, [(NAN, 1, 1), (1, NAN, 1), (NAN, NAN, NAN), (-INF, 3, 3)]),
     ("min.NaN.f32", F32, [(NAN, 1, NAN), (1, NAN, NAN), (1, 2, 1)]),

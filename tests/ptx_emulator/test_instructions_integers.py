@@ -59,7 +59,7 @@ BY_HAND = [
     ("shr.s64", "s64 s64 u32", [(-(2**63), 63, -1), (-(2**63), 64, -1), (2**62, 61, 2)]),
     ("shr.u64", "u64 u64 u32", [(2**63, 63, 1), (2**63, 64, 0)]),
     ("shr.s16", "s16 s16 u32", [(-2, 40, -1), (-2, 1, -1)]),
-    # Of the 64 bits b:a, "shf.l" keeps the upper half and "shf.r" the lower one.
+    # "shf.l" keeps the upper half of the 64 bits b:a, and "shf.r" the lower one.
     ("shf.l.wrap.b32", "u32 u32 u32 u32", [(0x89ABCDEF, 0x01234567, n, 0x23456789) for n in (8, 40)]),
     ("shf.l.clamp.b32", "u32 u32 u32 u32", [(0x89ABCDEF, 0x01234567, n, 0x89ABCDEF) for n in (32, 40)]),
     ("shf.r.wrap.b32", "u32 u32 u32 u32", [(0x89ABCDEF, 0x01234567, n, 0x6789ABCD) for n in (8, 40)]),
@@ -82,7 +82,7 @@ BY_HAND = [
     ("popc.b64", "u32 u64", [(0, 0), (2**64 - 1, 64)]),
     ("clz.b32", "u32 u32", [(0, 32), (1, 31), (ALL, 0)]),
     ("clz.b64", "u32 u64", [(0, 64), (1, 63), (2**40, 23)]),
-    # The highest bit unlike the sign, and all ones where there is none.
+    # The highest bit that differs from the sign; all ones where there is none.
     ("bfind.u32", "u32 u32", [(0, ALL), (1, 0), (2**31, 31)]),
     ("bfind.s32", "u32 s32", [(0, ALL), (-1, ALL), (-2, 0), (LOW, 30), (5, 2)]),
     ("bfind.u64", "u32 u64", [(0, ALL), (2**63, 63)]),

@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: 8 x 8 halves, of which each lane holds two neighbours of a row, or of a column with .trans."""
+"""ldmatrix and stmatrix: 8 x 8 halves; each lane holds two neighbours of a row, or with .trans of a column."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ BACK = "st.global.v4.b32 [%d1], {%r1, %r2, %r3, %r4};"
 
 
 def fragments(matrices, transposed):
-    """What each lane holds: `[lane, matrix, 2]`."""
+    """Elements that each lane holds: `[lane, matrix, 2]`."""
     whole = matrices.transpose(0, 2, 1) if transposed else matrices
     return np.stack([whole[:, LANE // 4, 2 * (LANE % 4) + i].T for i in (0, 1)], 2)
 

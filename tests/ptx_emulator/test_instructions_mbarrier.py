@@ -1,4 +1,4 @@
-"""mbarriers: phases and their parity, pending arrivals and bytes, and what they order."""
+"""mbarriers: phases and their parity, pending arrivals and bytes, and the accesses that they order."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ from ptx_emulator.library import EmulationError
 from ptx_emulator.ptx import run_ptx
 
 BAR = "[shared+16]"
-# The first lane of the first warp makes a barrier; everybody sees it.
+# The first lane of the first warp makes an mbarrier; all threads see it.
 INIT = """
     setp.eq.u32 %p1, %tid, 0;
     @%p1 mbarrier.init.shared::cta.b64 [shared+16], {};
@@ -15,7 +15,7 @@ ARRIVE = f"mbarrier.arrive.shared::cta.b64 _, {BAR};"
 
 
 def over(parity, to):
-    """Writes whether the phase of this parity is over."""
+    """Code that writes whether the phase of this parity is over."""
     return f"""
         mbarrier.test_wait.parity.shared::cta.b64 %p2, {BAR}, {parity};
         selp.b32 %r1, 1, 0, %p2;

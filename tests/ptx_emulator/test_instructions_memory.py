@@ -1,4 +1,4 @@
-"""Loads, stores and atomics; what is out of bounds or misaligned is an error that says where."""
+"""Loads, stores and atomics; an access that is out of bounds or misaligned is an error that says where."""
 
 import numpy as np
 import pytest

@@ -44,7 +44,7 @@ SHAPES = [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf3
 
 
 def product(a, b, c, kind, depth, target="sm_80"):
-    """What the instruction makes of matrices, as `[lane, 4]`."""
+    """The instruction's result for these matrices, as `[lane, 4]`."""
     operands = [fragment_a(a, kind), fragment_b(b, kind), fragment_c(c).astype(np.float32)]
     names, body = iter(range(100)), ""
     registers = []

@@ -22,7 +22,7 @@ SET = "setp.{} p, a, b; selp.b32 d, 1, 0, p;"
 
 
 def expected_of(name, a, b):
-    """With a NaN every ordered comparison is false, `ne` too, and every unordered one true."""
+    """The result of a comparison: with a NaN, false if it is ordered (also `ne`), and true if it is unordered."""
     either = math.isnan(a) or math.isnan(b)
     if name in ("num", "nan"):
         return either == (name == "nan")

@@ -1,4 +1,4 @@
-"""tcgen05: tensor memory, its products, and what must be waited for; layouts as in the PTX ISA's chapter on it."""
+"""tcgen05: tensor memory, its MMAs, and the waits that they need; layouts as in the PTX ISA's chapter on it."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def descriptor(start, leading, stride, rest=VERSION):
 
 
 def instruction_descriptor(m=128, n=16, d=1, a=1, b=1, rest=0):
-    """Of types 0 (fp16) and 1 (bf16), or 2 (tf32); D is fp32, or fp16 if `d` is 0."""
+    """`a` and `b`: types 0 (fp16), 1 (bf16) or 2 (tf32); D is fp32, or fp16 if `d` is 0."""
     return d << 4 | a << 7 | b << 10 | n // 8 << 17 | m // 16 << 24 | rest
 
 
@@ -88,7 +88,7 @@ class Steps:
             {self.end} {self.dealloc}"""
 
     def run(self, a=None, b=None, orders=ORDERS, threads=128, allowed=None):
-        """`[lane, column]` of D. Rows of A and B are of any 16 bits, or 8 of 32 bits."""
+        """`[lane, column]` of D. Elements of A and B have any 16 bits; with 32 bits, rows have 8."""
         rng = np.random.default_rng(0)
         a = brains(rng.integers(-9, 10, (ROWS, DEPTH)).tolist()) if a is None else a
         b = brains(rng.integers(-9, 10, (16, DEPTH)).tolist()) if b is None else b
@@ -135,7 +135,7 @@ def test_types(pack, fields):
 
 
 def test_sums_may_be_halves():
-    """Of which each takes a column; what was 1 in fp32 is 0 in its lower 16 bits."""
+    """Each fp16 accumulator takes a column; the initial 1 in fp32 has 0 in its lower 16 bits."""
     a, b, *packed = operands(halves)
     got = Steps(a=0, b=0, d=0).run(*packed)
     np.testing.assert_array_equal(got.view(np.uint32), halves((a @ b.T).ravel()).reshape(ROWS, 16))
@@ -173,7 +173,7 @@ def test_the_left_operand_may_lie_in_tensor_memory():
 
 
 def test_a_commit_may_have_64_bits_of_an_address():
-    """Of shared memory, as Triton 3.6 writes it."""
+    """An address of shared memory, as Triton 3.6 writes it."""
     a, b, *packed = operands()
     steps = Steps()
     steps.commit = f"""mov.b32 %r8, {BASE + BAR}; cvt.u64.u32 %d9, %r8;
@@ -191,7 +191,7 @@ def test_products_are_done_in_their_order():
     np.testing.assert_array_equal(steps.run(*packed), (1 + a @ b.T) / 2 + 2 * (a @ b.T))
 
 
-# What the steps of a product may be, and what is said then; `{}` is the step itself.
+# Mistakes in the steps of a product, and the errors that they give; `{}` is the right step.
 MISTAKES = {
     "no wait for stores": ({"filled": ""}, "RACE in tensor memory: write after write"),
     "no barrier after them": ({"ready": ""}, "RACE in tensor memory: write after write"),
@@ -296,7 +296,7 @@ def where(shape, k, thread):
 
 
 def moved(code, registers):
-    """What 128 threads have after stores of their numbers, a thread's own in its lane, and then `code`."""
+    """Registers of 128 threads after `code`; before that, each thread stored its numbers in its lane."""
     out = np.zeros((128, registers), np.uint32)
     head = f"""
         setp.lt.u32 %p1, %tid, 32;
@@ -325,7 +325,7 @@ def listed(count):
 
 
 LANE_NUMBERS = 1000 * np.arange(128)[:, None] + np.arange(32)
-SHAPES = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}  # and registers
+SHAPES = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4}  # registers of .x1
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_loads(shape, upper):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_stores(shape):
-    """Of 7 in registers, 8 in the next and so on, over the numbers of the lanes."""
+    """Stores of 7 in the first register, 8 in the next and so on, over the numbers of the lanes."""
     count = 2 * SHAPES[shape]
     values = "".join(f"mov.b32 %f{i}, {7 + i};" for i in range(count))
     store = f"{values} tcgen05.st.sync.aligned.{shape}.x2.b32 [%r5], {listed(count)};"

@@ -19,7 +19,7 @@ def loaded(array, box, at, swizzle=0, fill=0):
 
 
 def stored(array, values, at, swizzle=0, reduction="", element_type=None):
-    """`array` after values were stored from shared memory."""
+    """The array after values were stored from shared memory."""
     data = tma.swizzled(values.view(np.uint8).reshape(-1, values.shape[-1] * values.itemsize), swizzle)
     after = array.copy()
     tensor = tma.map_of(after, values.shape, swizzle, element_type=element_type)
@@ -68,7 +68,7 @@ def test_ranks(rank):
     assert (after != array).sum() == inside.sum()
 
 
-# Anywhere, twice the same, and outside: those are zeros.
+# Rows anywhere, repeated, and outside of the tensor, which are zeros.
 GATHERED = [7, 0, 39, 7, -1, 12, 40, 38, 1, 1, 1, 2, 2**31 - 1, 20, -(2**31), 5]
 
 
@@ -85,7 +85,7 @@ def test_rows_that_are_gathered(swizzle, column):
 
 
 def test_rows_that_are_gathered_come_one_by_one():
-    """The box of their map has one row, and nothing else is four rows anywhere."""
+    """The box of their map has one row, and no other instruction takes four rows anywhere."""
     out = np.zeros(256, np.uint8)
     with pytest.raises(EmulationError, match="box has more than one row"):
         run_ptx(INIT + tma.gather([0, 1, 2, 3], 0, 256) + WAIT, tma.map_of(MATRIX, (2, 32)), out, MATRIX, shared=2048)
@@ -113,7 +113,7 @@ def test_what_is_outside_may_be_nan():
 
 
 def test_bytes_outside_count_as_arrived():
-    """The whole box counts, even one of which nothing is inside."""
+    """The whole box counts, even if all of it is outside."""
     assert not loaded(MATRIX, (16, 16), (1000, 1000)).any()
 
 

@@ -1,4 +1,4 @@
-"""What orders TMA with other accesses, and what TMA refuses."""
+"""Orders of TMA and other accesses, and uses of TMA that are refused."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("between", BETWEEN)
 def test_an_init_is_made_visible_before_a_load(between):
-    """By a fence, or by a barrier, which Triton's pipelines have alone."""
+    """A fence makes it visible, or a barrier alone, as in Triton's pipelines."""
     array = zeros()
     body = INIT.replace("bar.sync 0;", between) + tma.load((0, 0), 1024) + "bar.sync 0;" + WAIT
 
@@ -81,14 +81,14 @@ OVERWRITE = f"@%p1 st.shared.b32 [shared+{BOX}], 77;"
 
 
 def stored(ending):
-    """Two warps fill the box, and then what `ending` says."""
+    """Two warps fill the box; `ending` is the code after that."""
     array, data = zeros(), np.ones(1024, np.uint8)
     body = INIT + "setp.ge.u32 %p4, %tid, 32;" + tma.into_shared(1024) + ending
     run_ptx(body, box_of(array), data, array, threads=64, shared=BOX + 1024)
     return array
 
 
-# How a store of what the generic proxy wrote may end.
+# Ways in which a store of bytes that the generic proxy wrote may end.
 ENDINGS = {
     "without the fence": (f"bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "a fence of tensor maps": (
@@ -100,10 +100,10 @@ ENDINGS = {
     "a fence of another warp": (f"@%p4 {FENCE} bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "a fence of global memory": (f"fence.proxy.async.global; bar.sync 0; {STORE} {COMMIT} {WRITTEN}", "PROXY"),
     "without a barrier": (f"{FENCE} {STORE} {COMMIT} {WRITTEN}", "RACE in shared memory"),
-    "never committed": (f"{FENCE} bar.sync 0; {STORE}", "bulk stores not committed that nobody waited for"),
+    "never committed": (f"{FENCE} bar.sync 0; {STORE}", "bulk stores not committed that nothing waited for"),
     "never waited for": (
         f"{FENCE} bar.sync 0; {STORE} {COMMIT}",
-        "shared memory may still be read that nobody waited for",
+        "shared memory may still be read that nothing waited for",
     ),
     "overwritten before it is read": (
         f"{FENCE} bar.sync 0; {STORE} {OVERWRITE} {COMMIT} {WRITTEN}",
@@ -138,7 +138,7 @@ def test_a_fence_that_is_not_known_is_an_error_that_names_its_line(line):
 
 
 def test_all_but_the_newest_stores_were_read():
-    """The first half of a box may be overwritten when one group may be on its way, not when two may."""
+    """The first half of a box may be overwritten after a wait that leaves one group, not two."""
     second = tma.store((16, 0), of=BOX + 1024)
     both = f"{FENCE} bar.sync 0; {STORE} {COMMIT} {second} {COMMIT}"
 

@@ -1,4 +1,4 @@
-"""What lanes of a warp do together; `width` and `delta` are those of CUDA's `__shfl_sync`."""
+"""Instructions of all lanes of a warp together; `width` and `delta` are those of CUDA's `__shfl_sync`."""
 
 import numpy as np
 import pytest

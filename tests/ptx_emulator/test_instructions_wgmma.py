@@ -1,4 +1,4 @@
-"""wgmma: operands in every layout, in registers, negated; what must be fenced and waited for."""
+"""wgmma: operands in every layout, in registers, negated; the fences and waits that it needs."""
 
 import numpy as np
 import pytest
@@ -90,7 +90,7 @@ def test_types_and_columns(kind, columns):
 
 @pytest.mark.parametrize(("swizzle", "mn"), [(3, False), (2, False), (0, False), (3, True), (1, True), (0, True)])
 def test_steps_advance_inside_a_layout(swizzle, mn):
-    """In K-major layouts by adding bytes to the address, though it is swizzled."""
+    """K-major steps add bytes to the address, though it is swizzled."""
     steps = {3: 4, 2: 2}.get(swizzle, 3) if not mn else 3
     product = Product("f16", 32, a_swizzle=swizzle, b_swizzle=swizzle, a_mn=mn, b_mn=mn, steps=steps)
     product.check(each_step(product), product.a @ product.b.T)
@@ -164,7 +164,7 @@ def test_groups_end_in_order():
 
 
 THIRD_WARP = "shr.u32 %r20, %tid, 5; setp.eq.u32 %p5, %r20, 2;"
-# What the third warp of a group does otherwise than the others.
+# Differences between the third warp of a group and the others.
 DISAGREEMENTS = {
     "another order": (
         "@%p5 bra OTHER; {0} {1} bra.uni JOIN; OTHER: {1} {0} JOIN:",

@@ -1,4 +1,4 @@
-"""Kernels that are right on GPUs, executed: all are right, in every order."""
+"""Kernels that are right on GPUs are right on the emulator, in every order."""
 
 import pytest
 import torch

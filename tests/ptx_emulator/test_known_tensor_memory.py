@@ -1,4 +1,4 @@
-"""Kernels for sm_100 that are right, executed in every order; and two that Triton 3.7 makes wrong code of."""
+"""Kernels for sm_100 that are right, executed in every order, and two for which Triton 3.7 makes wrong code."""
 
 import pytest
 import torch
@@ -103,8 +103,8 @@ def test_two_products_of_one_accumulator_are_wrong_code(BM, stages):
 
 @pytest.mark.parametrize("loop", ["flat", "nested"])
 def test_tf32_along_n_is_wrong_code(loop):
-    """Triton transposes what TMA has brought in a buffer of its own, of one stage, and fills it for the next product
-    before it waits for the last one, which reads it."""
+    """Triton transposes the operand that TMA has loaded in a buffer of its own, with one stage, and fills the buffer
+    for the next product before it waits for the last one, which reads it."""
     message = "RACE in shared memory: write after read: .*not ordered after that of tcgen05.mma"
     with gpu("sm_100"):
         with pytest.raises(EmulationError, match=message):

@@ -7,7 +7,7 @@ from ptx_emulator.ptx import ORDERS, run_ptx
 
 EARLY, LATE, RANDOM = ORDERS
 BLOCKS = 8
-# Every block takes a number in the order in which they come.
+# Every block takes a number, in the order in which blocks come.
 TICKET = """
     setp.eq.u32 %p1, %lane, 0;
     mov.u32 %r1, %ctaid.x;
@@ -21,7 +21,7 @@ def run(body, out, orders=ORDERS):
 
 
 def test_bytes_that_differ_are_an_error():
-    """Of each block its ticket: atomics alone, no race."""
+    """Each block stores its ticket: only atomics meet, without a race."""
     out = np.full(BLOCKS, 99, np.uint32)
     with pytest.raises(EmulationError, match="global memory differs between early and random") as error:
         run("add.u64 %d1, %a1, %d1; @%p1 st.global.b32 [%d1], %r2;", out)
@@ -29,7 +29,7 @@ def test_bytes_that_differ_are_an_error():
 
 
 def test_bytes_that_only_one_order_writes_are_an_error():
-    """The block that comes second leaves its mark, which is what was there before."""
+    """The second block stores the byte that was there before."""
     body = "add.u64 %d1, %a1, %d1; setp.eq.and.u32 %p2, %r2, 1, %p1; @%p2 st.global.b8 [%d1], 99;"
     out = np.full(BLOCKS, 99, np.uint32)
     with pytest.raises(
@@ -49,7 +49,7 @@ def test_what_does_not_depend_on_the_order_is_not():
 
 @pytest.mark.parametrize("orders", [ORDERS, ORDERS[:2], ORDERS[2:]], ids=len)
 def test_each_starts_from_the_same_memory(orders):
-    """What they leave is what one of them wrote, and bytes beside it are as they were."""
+    """Memory holds the bytes that one order wrote, and bytes beside them are as before."""
     counter, out = np.full(4, 5, np.uint16), np.arange(200, dtype=np.uint8)
     body = """
         ld.global.b16 %h1, [%a0+2];
@@ -66,7 +66,7 @@ def test_each_starts_from_the_same_memory(orders):
 
 
 def test_a_random_order_is_the_same_again():
-    """And another one for another seed."""
+    """Another seed gives another order."""
 
     def tickets(seed):
         out = np.zeros(BLOCKS, np.uint32)

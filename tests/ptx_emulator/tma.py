@@ -1,4 +1,4 @@
-"""TMA in PTX, between the bytes of `%a1` and shared memory, and what it should move, in numpy."""
+"""TMA in PTX, between the bytes of `%a1` and shared memory, and the bytes that it should move, in numpy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TYPES = {
     np.float16: FLOAT16,
     np.float32: FLOAT32,
 }
-WIDTHS = (0, 32, 64, 128)  # of CU_TENSOR_MAP_SWIZZLE_*, in bytes
+WIDTHS = (0, 32, 64, 128)  # bytes of CU_TENSOR_MAP_SWIZZLE_*
 
 
 def map_of(
@@ -40,7 +40,7 @@ def map_of(
 
 
 def box_of(array: np.ndarray, box: Sequence[int], at: Sequence[int], fill: float = 0) -> np.ndarray:
-    """The elements from `at` on, some of which may lie outside."""
+    """The elements of the box from `at` on; those outside of the array are `fill`."""
     out = np.full(box, fill, array.dtype)
     inside, of = [], []
     for size, start, length in zip(array.shape, at, box, strict=True):
@@ -121,7 +121,7 @@ def load(at: Sequence[int], count: int, to: int = BOX) -> str:
 
 
 def gather(rows: Sequence[int], column: int, count: int, to: int = BOX) -> str:
-    """Thread 0 loads rows of `%a0`, four at a time, from this column on, as many bytes as are expected."""
+    """Thread 0 loads rows of `%a0`, four at a time, from this column on; `count`: bytes in all."""
     kind = "cp.async.bulk.tensor.2d.tile::gather4.shared::cta.global.mbarrier::complete_tx::bytes"
     fours = [", ".join(map(str, rows[i : i + 4])) for i in range(0, len(rows), 4)]
     place = [to + i * count // len(fours) for i in range(len(fours))]

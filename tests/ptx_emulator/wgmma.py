@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 from ptx_emulator.tma import WIDTHS
 
-# Of the two bits 62 and 63 of a descriptor, by the bytes of the swizzle.
+# Bits 62 and 63 of a descriptor, by the bytes of the swizzle.
 _MODES = {0: 0, 128: 1, 64: 2, 32: 3}
 
 
 def descriptor(start: int, leading: int, stride: int, swizzle: int) -> int:
-    """Of shared memory from byte `start` on, in bytes; `swizzle`: the index of a width."""
+    """The descriptor of shared memory from byte `start` on; offsets in bytes; `swizzle`: the index of a width."""
     return start >> 4 | leading >> 4 << 16 | stride >> 4 << 32 | _MODES[WIDTHS[swizzle]] << 62
 
 
@@ -28,7 +28,7 @@ class Operand:
         self.swizzle, self.mn_major, self.start = swizzle, mn_major, start
         self.item = matrix.itemsize
         mn, k = matrix.shape
-        # Rows of eights and columns of chunks, not dense: neither stride can be taken for the other.
+        # Both strides have gaps of different sizes, so that a test fails if one is taken for the other.
         eights_mn, eights_k = -(-mn // 8), -(-k // 8)
         if swizzle:
             self.stride = 8 * self.width + 1024
@@ -68,7 +68,7 @@ class Operand:
         return start + row * width + chunk * 16 + inside % 16
 
     def descriptor(self, k: int) -> int:
-        """From column k on."""
+        """The descriptor from column k on."""
         if self.mn_major:
             step = k // 8 * (self.stride if self.swizzle else self.leading)
         else:

@@ -1,4 +1,4 @@
-"""What PyTorch's profiler saw of tensors as large as a weight."""
+"""Copies and allocations of tensors as large as a weight, by PyTorch's profiler."""
 
 from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_TorchOp, _TensorMetadata
 from torch.profiler import ProfilerActivity, profile
@@ -9,8 +9,8 @@ COPIES = ("aten::clone", "aten::copy_", "aten::add", "aten::add_", "aten::mul") 
 def copies_and_allocations(run, weights, within=""):
     """While `run()` runs: copies and adds of tensors of a weight's shape, and allocations of a weight's size or more.
 
-    Only in autograd nodes of type `within`, if given, whose number is counted too. What a communication hook (in a
-    `record_function("comm hook")`) does is left out.
+    With `within`, only those in autograd nodes of that type, and the number of these nodes. A communication hook, in a
+    `record_function("comm hook")`, does not count.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as prof:
         run()

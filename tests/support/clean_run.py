@@ -1,8 +1,8 @@
 """A run of the tests leaves nothing behind: no process, and no file outside of the clone.
 
-Every process of a run inherits a variable that names it. When the run is over, whoever has it and is still alive is
-ended, and a run that was not interrupted then fails: a test forgot somebody. Temporary files go to a folder of the
-run's own, removed at its end; caches go to `build/cache/` and are kept.
+Every process of a run inherits a variable that names the run. When the run is over, all processes with that name that
+are still alive are ended; unless the run was interrupted, it then fails, because a test forgot them. Temporary files go
+to a folder of the run's own, removed at its end; caches go to `build/cache/` and are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST = 70  # characters; sockets in the folder add 32, and Linux allows 107
 
 
 class CleanRun:
-    """The plugin of the process that the run began in; with xdist, its workers are among those that it watches."""
+    """The plugin of the run's first process; with xdist, it watches the workers, too."""
 
     def __init__(self, root: Path) -> None:
         run = uuid.uuid4().hex[:8]
@@ -42,7 +42,7 @@ class CleanRun:
         os.environ["TMPDIR"] = tempfile.tempdir = str(self.folder)
         for variable, name in CACHES.items():
             os.environ.setdefault(variable, str(root / "build" / "cache" / name))
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # whoever ends the run so; then it cleans up, too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM cleans up, too
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session):
@@ -61,7 +61,7 @@ class CleanRun:
                     reporter.write_line(line, red=True)
 
     def end_processes(self, patience: float) -> list[str]:
-        """End what is alive of this run after `patience` seconds; their command lines."""
+        """End processes of this run that are alive after `patience` seconds; return their command lines."""
         _, alive = psutil.wait_procs(processes_of(self.name), timeout=patience)
         lines = []
         for process in alive:
@@ -74,7 +74,7 @@ class CleanRun:
 
 
 def processes_of(run: str) -> list[psutil.Process]:
-    """Those of a run, and of runs within it, that are alive; not this one."""
+    """Processes of a run, and of runs within it, that are alive; not this one."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):  # gone since, or another user's

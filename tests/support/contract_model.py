@@ -1,4 +1,4 @@
-"""The gradient contract in a few lines of Python and float64: what a backward, a queue and a buffer must leave behind.
+"""The gradient contract in a few lines of Python and float64: the state that a backward, a queue and a buffer leave.
 
 Numbers stand for parameters. A graph is a list of terms of one loss; the engine runs the last first.
 """
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 
 
 class Boom(Exception):
-    """A fault that a test put in."""
+    """A fault injected by a test."""
 
 
 @dataclass(eq=False)
 class Term:
-    """A use of parameters in a loss: by a fused layer, by plain PyTorch, or (no parameters) what can only fail."""
+    """A use of parameters in a loss: by a fused layer or by plain PyTorch; one without parameters can only fail."""
 
     grads: dict = field(default_factory=dict)  # parameter -> its gradient
     weights: list = field(default_factory=list)  # of a fused layer: the parameters of each weight, in order of GEMMs
@@ -44,8 +44,9 @@ class Queued:
 
 
 class Model:
-    """`owner` is of World: "flag" and "main_grad" are buffers with and without the attribute, "optimizer" is a buffer
-    whose main_grad is .grad, "attributes" gives parameters the attributes and has no buffer, "none" has no main_grad.
+    """Expected state of all parameters. `owner`, as in `World`: "flag" and "main_grad" are buffers with and without the
+    attribute, "optimizer" is a buffer whose main_grad is .grad, "attributes" gives parameters the attributes and has no
+    buffer, "none" has no main_grad.
     """
 
     def __init__(self, zeros, *, owner, dense, fuse):
@@ -58,8 +59,8 @@ class Model:
         self.dummy = [False for _ in count]  # .grad is an expanded zero
         self.flag = [False for _ in count]
         self.armed = [None for _ in count]  # True: the next gradient overwrites; False: a no_grad forward said so
-        self.plain = [None for _ in count]  # what came, not by a fused layer, while that was False
-        # Contents of a buffer's main_grad: "gradient", "zeros", "stepped", "stale", or "unsure" as it came amid a step.
+        self.plain = [None for _ in count]  # gradients of plain PyTorch while `armed` was False
+        # Contents of a buffer's main_grad: "gradient", "zeros", "stepped", "stale", or "unsure" if it came in a step.
         self.status = ["zeros" for _ in count]
         self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False
@@ -93,7 +94,7 @@ class Model:
     def stale(self, p):
         return self.grad[p] is None if self.grad_is_main else self.status[p] == "stale"
 
-    # Backward; one that fails leaves no state that anybody may rely on
+    # Backward; the state after one that fails is not specified
 
     def backward(self, terms, fault=None, inputs=None):
         self.arrived = [None for _ in self.zeros]
@@ -133,7 +134,7 @@ class Model:
                     raise Boom
 
     def _layer(self, term, place, wanted):
-        """The backward of a fused layer; what it returns."""
+        """Run the backward of a fused layer; return the gradients that it returns."""
         if place == "unpack":
             raise Boom
         into = "main" if self.has_main and term.mode == "auto" else ""
@@ -189,7 +190,7 @@ class Model:
         return False
 
     def _write(self, queued):
-        """What a weight-gradient GEMM does to what is there."""
+        """Apply the effect of a weight-gradient GEMM to the gradients that are there."""
         for p in queued.params:
             if queued.into == "main":
                 self.main[p] = queued.grads[p] + (0 if p in queued.overwrites else self.main[p])
@@ -206,7 +207,7 @@ class Model:
                 self.grad[p], self.dummy[p] = None, False
 
     def _land(self, p, total):
-        """A gradient that autograd itself accumulates."""
+        """Add a gradient that autograd itself accumulates."""
         if p in self.caught and any(p in q.overwrites for q in self.queue):
             raise RuntimeError
         if self.grad_is_main:
@@ -233,7 +234,7 @@ class Model:
     # Queue
 
     def run(self, fault=None, *, oldest=False):
-        """`fault`: which GEMM fails, and whether after its effect."""
+        """Run the queue. `fault`: the GEMM that fails, and whether it fails after its effect."""
         gemms, layer = 0, self.queue[0].layer if self.queue else None
         while self.queue:
             first = self.queue[0]
@@ -298,7 +299,7 @@ class Model:
                 self.main[p], self.status[p] = self.zeros[p], "zeros"
 
     def step(self, zero_grad):
-        """Inside `as_grad`."""
+        """An optimizer's step inside `as_grad`."""
         for p in range(len(self.zeros)):
             self.status[p] = "stepped" if not self.grad_is_main or self.grad[p] is not None else self.status[p]
         if zero_grad:

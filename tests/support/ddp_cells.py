@@ -39,9 +39,9 @@ HOOKS = ("mean", "gather", "bf16")
 
 
 def cells(world_size):
-    """Everything crossed with everything but hooks; each hook crossed with all but the kinds of graph, which rotate.
+    """All fields but hooks crossed with each other; each hook crossed with all but the kinds of graph, which rotate.
 
-    On one rank, only what no hook and no `no_sync` changes.
+    On one rank, without hooks and without `no_sync`.
     """
     flags, alone = (False, True), world_size == 1
     graphs = tuple(itertools.product(flags, flags))
@@ -70,7 +70,7 @@ class Model(torch.nn.Module):
         self.spare = fusedmlp.GroupedLinear(EXPERTS, HIDDEN, HIDDEN, **options)
 
     def forward(self, x, counts, probs, use_spare):
-        """The result and, where it has none of it, that of the spare experts, which nobody looks at."""
+        """`y` ("no"), the result of the spare experts ("yes"), or both, with the second unused ("ignored")."""
         y = self.experts(self.dense(x), counts, probs)
         if use_spare == "no":
             return y
@@ -89,7 +89,7 @@ def batch(rank, step, micro):
 
 
 def use_of_spare(cell, rank, step):
-    """Where unused parameters are looked for, steps and ranks differ; `static_graph` bears none that is ignored."""
+    """With `find_unused_parameters`, steps and ranks differ; `static_graph` does not support an ignored result."""
     if cell.static_graph:
         return "no"
     if not cell.find_unused_parameters:
@@ -119,7 +119,7 @@ def loop(w, x, counts, probs, use_spare):
 
 @cache
 def reference(uses, step, micro_batches, dtype):
-    """Gradients of the mean over ranks of the sum over micro-batches; `uses` of the spare experts, by rank."""
+    """Gradients: the mean over ranks of the sum over micro-batches; `uses`: of the spare experts, by rank."""
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in state().items()}
     for rank, use in enumerate(uses):
         for micro in range(micro_batches):
@@ -137,7 +137,7 @@ def packed_grads(model):
 
 
 def gather_hook(group, bucket):
-    """Not in place: gather every rank's bucket, and hand back the mean in a new tensor."""
+    """A hook that is not in place: gather every rank's bucket, and return the mean in a new tensor."""
     parts = [torch.empty_like(bucket.buffer()) for _ in range(dist.get_world_size())]
 
     def mean(_):
@@ -196,7 +196,7 @@ def run(cell):
     for step in range(STEPS):
         ddp.zero_grad(set_to_none=cell.set_to_none)
         if step == 0:
-            for _ in range(4):  # nobody looks at the results (PyTorch commit 216c384)
+            for _ in range(4):  # forwards without a backward (PyTorch commit 216c384)
                 ddp(*batch(dist.get_rank(), step, 0)[:3], use_of_spare(cell, dist.get_rank(), step))
         if step == STEPS - 1 or (step == 0 and cell.micro_batches == 1 and cell.comm_hook == "none"):
             counted[step] = copies_and_allocations(lambda step=step: backward(cell, ddp, step), used)

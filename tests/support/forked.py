@@ -32,15 +32,15 @@ _processes.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp"])
 
 
 def start(function, *args, out, err=None, **environment):
-    """A process, leader of its group, that calls `function` with `args`, and writes to files `out` and `err`.
+    """Start a process, leader of its group, that calls `function` with `args`, and writes to files `out` and `err`.
 
-    Its exit status is as Python's would be; it ends without an interpreter's end, so that nothing registered for that
-    runs.
+    Its exit status is as Python's would be. It ends by `os._exit`, so that functions registered with `atexit` do not
+    run.
     """
     environment = os.environ | SETTINGS | environment
     args = environment, os.getcwd(), str(out), str(err or out), function, args
     process = _processes.Process(target=_main, args=args)
-    with mock.patch.dict(os.environ, SETTINGS):  # of the server, if it is not there yet
+    with mock.patch.dict(os.environ, SETTINGS):  # for the server, which may have to start
         process.start()
     return process
 
@@ -58,7 +58,7 @@ def run(*arguments, cwd=None, **environment):
 
 
 def end(process):
-    """Kill it, if it is not over, and what it started."""
+    """Kill a process, if it has not ended, and the processes that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()  # if it was not a group's leader yet
@@ -66,14 +66,14 @@ def end(process):
 
 
 def stop_server():
-    """For a process that looks for others left behind before it ends, which is when its server would end, too."""
+    """End this process's server now, before a search for processes that are left behind."""
     forkserver._forkserver._stop()
     resource_tracker._resource_tracker._stop()
     util._run_finalizers()
 
 
 def _end_with_parent():
-    """However the process that started this one ends, this one, and what it started, does not outlive it."""
+    """End this process, and the processes that it started, when its parent has ended, however that ended."""
 
     def wait():
         multiprocessing.parent_process().join()
@@ -103,7 +103,7 @@ def _main(environment, cwd, out, err, function, args):
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # DDP keeps gloo's threads beyond that, and the interpreter's end can abort while they run (PyTorch issue 190489).
+    # DDP's gloo threads still run, and the interpreter can abort at its end while they do (PyTorch issue 190489).
     os._exit(code)
 
 

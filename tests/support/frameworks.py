@@ -35,11 +35,11 @@ SGD = {"lr": 0.5, "momentum": 0.9}
 CLIPPED = "more than one element of the written-to tensor refers to a single memory location"
 IN_MAIN_GRAD = "expected its gradient in .grad; got one that is in main_grad"
 BF16 = torch.finfo(torch.bfloat16).eps
-ADAM = {"lr": 0.1, "eps": 0.1}  # such an epsilon that a gradient that is twice too large shows
+ADAM = {"lr": 0.1, "eps": 0.1}  # with this epsilon, a gradient that is twice too large shows
 
 
 def reduced_by(name: str) -> dict[str, Any]:
-    """Every column with a buffer is refused."""
+    """Messages of a row that refuses every column with a buffer."""
     message = f"{name} reduces this parameter's .grad when backward ends, and would miss one in main_grad"
     return {"unchanged": message, "refused": dict.fromkeys(COLUMNS[1:], message)}
 
@@ -52,7 +52,7 @@ class Framework:
     refused: dict[str, str] = field(default_factory=dict)  # column: part of the message
     digits: float = torch.finfo(torch.float32).eps  # relative precision of a step
     where: str = ""  # remarks
-    library: bool = False  # one of LIBRARIES, which others do without: some import whichever of them they find
+    library: bool = False  # needs LIBRARIES; other rows run without, since some libraries import any that they find
     heavy: bool = False  # seconds to import: not part of a quick run
 
     @property
@@ -67,7 +67,7 @@ FRAMEWORKS: dict[str, Framework] = {}
 def framework(
     name: str, *, refused: dict[str, str] | None = None, unchanged: str | None = CLIPPED, **fields: Any
 ) -> Callable[..., Any]:
-    """Register a row; `unchanged` is the message where a loop knows nothing of its buffer (None: right)."""
+    """Register a row; `unchanged`: the message for a loop without lines for its buffer (None: it is right)."""
     messages = (refused or {}) | ({} if unchanged is None else {COLUMNS[3]: unchanged})
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -132,7 +132,7 @@ def state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Cell:
-    """The facts of a column for a row: "plain", "doubled" (plain, and wrong), or one of COLUMNS."""
+    """A column as rows see it: "plain", "doubled" (plain, and wrong), or one of COLUMNS."""
 
     def __init__(self, column: str) -> None:
         self.column, self.plain = column, column in ("plain", "doubled")
@@ -155,7 +155,7 @@ class Cell:
         return self.starts_as(model)
 
     def starts_as(self, model: Any) -> Any:
-        """Remember the parameters, with which those after training are compared."""
+        """Remember the parameters, to compare those after training with them."""
         self.trained, self.before = model, state(model)
         return model
 
@@ -169,23 +169,23 @@ class Cell:
 
     @property
     def buffer(self) -> fusedmlp.MainGradBuffer:
-        """The last one that was made."""
+        """The last buffer that was made."""
         return self.buffers[-1]
 
     def zero(self) -> None:
-        """The line that begins a step."""
+        """Begin a step, as a loop with a buffer must."""
         if self.by_hand:
             self.buffer.zero_()
 
     def clip(self, params: Any) -> None:
-        """A loop's own clipping."""
+        """Clip gradients, by the buffer in a loop with one."""
         if self.by_hand:
             self.buffer.clip_norm_(CLIP)
         else:
             nn.utils.clip_grad_norm_(params, CLIP)
 
     def as_grad(self) -> AbstractContextManager[None]:
-        """The line around the optimizer's step."""
+        """Wrap the optimizer's step, as a loop with a buffer must."""
         return self.buffer.as_grad() if self.by_hand else nullcontext()
 
 
@@ -232,7 +232,7 @@ def eight_bits(cell):
     model = cell.model(hidden=32, ffn=64)  # smaller tensors have states of 32 bits
     optimizer = AdamW8bit(model.parameters(), **ADAM)
     cell.attach(model, optimizer)
-    with torch.compiler.set_stance("force_eager"):  # it compiles what it does to a parameter
+    with torch.compiler.set_stance("force_eager"):  # it compiles its update of a parameter
         return plain_loop(cell, model, optimizer, hidden=32)
 
 
@@ -416,7 +416,7 @@ def tiny_mixtral(cell):
     from support import transformers_models as models
 
     implementation = "eager" if cell.plain else "fusedmlp"
-    model = models.build("mixtral", implementation, num_experts_per_tok=4)  # all, which no rounding changes
+    model = models.build("mixtral", implementation, num_experts_per_tok=4)  # all experts: rounding changes no choice
     if cell.column == "doubled":
         count_twice(p for p in models.expert_parameters(model) if p.requires_grad)
     return model
@@ -630,7 +630,7 @@ def changes(row: Framework, column: str) -> dict[str, Tensor]:
 
 
 def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest of all parameters: the norm of what is wrong by the norm of what is expected."""
+    """The largest relative error of any parameter's change (2-norm)."""
     assert all(tensor.isfinite().all() for tensor in actual.values())
     moved = {name: wanted for name, wanted in expected.items() if wanted.any()}
     assert moved
@@ -639,7 +639,7 @@ def error(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def run(name: str) -> dict[str, Any]:
-    """By column: the error of what the steps did, or the message of what was raised."""
+    """Run a row; return by column the error of the parameters' changes, or the message of the refusal."""
     row, found = FRAMEWORKS[name], {}
     if row.library:
         sys.path.insert(0, str(LIBRARIES))
@@ -656,7 +656,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def refusal(row: Framework, column: str) -> str:
-    """The message; a loop that is refused has changed no parameter."""
+    """The message of a loop that is refused, which must have changed no parameter."""
     cell = Cell(column)
     try:
         row.run(cell)
@@ -668,10 +668,10 @@ def refusal(row: Framework, column: str) -> str:
 
 
 def is_another(param: Tensor, before: Tensor) -> bool:
-    """Whether a parameter has been trained; in shards, one has another shape."""
+    """Whether a parameter has changed; a shard, which has another shape, does not count."""
     return param.shape == before.shape and not torch.equal(param, before.to(param.dtype))
 
 
 def run_alone(name: str, out: str) -> None:
-    """In a process without a group."""
+    """Run a row in a process without a process group."""
     Path(out).write_text(json.dumps(run(name)))

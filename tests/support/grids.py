@@ -1,8 +1,8 @@
-"""What of the tests `make test` runs (`--quick`): every test, but of large grids only a part. `make test-all` runs all.
+"""Selects the tests of `make test` (`--quick`): every test, but only a part of large grids. `make test-all` runs all.
 
-Of the cells of a grid, so many run that every two values that meet in some cell meet in one of those: most mistakes
-need two conditions to show. With the mark `sparse`, on tests whose cells take seconds, that every value is in one of
-them. Cases with the mark `exhaustive` do not run.
+Enough cells of a grid run that every two values that meet in some cell meet in one of these: most mistakes need two
+conditions to show. With the mark `sparse`, for tests whose cells take seconds, every value is in one of the cells that
+run. Cases with the mark `exhaustive` do not run.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def is_quick() -> bool:
 
 
 def examples(number: int) -> int:
-    """How many random examples of one test to run: a fifth in a quick run."""
+    """The number of random examples of one test to run: a fifth in a quick run."""
     return max(1, number // 5) if _quick else number
 
 
 def seeds(number: int, quick: int) -> list:
-    """Parameters `0, 1, ...`, of which a quick run has the first few."""
+    """Parameters `0, 1, ...`; a quick run has only the first `quick`."""
     return [pytest.param(i, marks=[pytest.mark.exhaustive] if i >= quick else []) for i in range(number)]
 
 
 def covering(cells: list[tuple[str, ...]], together: int = 2) -> set[int]:
-    """Indices of cells in which all values that meet in a cell meet, so many of them `together`, chosen greedily."""
+    """Indices of cells, chosen greedily, so that any `together` values that meet in some cell meet in a chosen one."""
     met = [set(itertools.combinations(enumerate(cell), min(together, len(cell)))) for cell in cells]
     missing, chosen = set().union(*met), set()
     while missing:
@@ -43,7 +43,7 @@ def covering(cells: list[tuple[str, ...]], together: int = 2) -> set[int]:
 
 
 def part(cells: list, together: int = 2) -> list:
-    """Of dataclasses or tuples, those that a quick run checks."""
+    """The cells, dataclasses or tuples, that a quick run checks."""
     values = [tuple(map(str, cell if isinstance(cell, tuple) else astuple(cell))) for cell in cells]
     return [cells[i] for i in sorted(covering(values, together))]
 
@@ -51,13 +51,13 @@ def part(cells: list, together: int = 2) -> list:
 def _chosen(grid: list[pytest.Item]) -> set[int]:
     if "[" not in grid[0].nodeid:
         return {0}
-    # An id is the ids of its values, joined; one without values has none.
+    # A cell's id joins the ids of its values; a test without values has no id.
     cells = [tuple(item.callspec.id.split("-")) for item in grid]
     return covering(cells, 1 if grid[0].get_closest_marker("sparse") else 2)
 
 
 class Grids:
-    """The plugin that chooses, and says at the end what ran, and how long each part took."""
+    """The plugin that selects tests, and prints at the end the number of tests and seconds of each folder."""
 
     def __init__(self, quick: bool) -> None:
         global _quick

@@ -1,4 +1,4 @@
-"""Triton's interpreter, as the tests run kernels where there is no GPU: changes of it that they need."""
+"""Changes of Triton's interpreter, by which the tests run kernels where there is no GPU."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from triton.runtime import interpreter
 
 
 def multiply_alike() -> None:
-    """Operands that lie in memory alike, whatever path brought them: on some processors numpy's products of
-    transposed operands round otherwise, and tests ask for the same bits from every path."""
+    """Make operands of products contiguous, whatever path loaded them: on some processors numpy rounds products of
+    transposed operands in another way, and tests expect the same bits from every path."""
     product = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, *rest):
@@ -23,7 +23,7 @@ def multiply_alike() -> None:
 
 
 def patch_language_once() -> None:
-    """At the launch, for all modules; not in each call of a device function too, which takes a third of the time."""
+    """Patch `tl` at the launch, for all modules; for each call of a device function, that takes a third of the time."""
     patch, everywhere = interpreter._patch_lang, SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
 
     def call(self, *args, **kwargs):
@@ -37,7 +37,7 @@ def patch_language_once() -> None:
 
 
 def remember_types() -> None:
-    """Blocks' types and numpy's for Triton's, which each operation makes anew in a fifth of the time."""
+    """Keep types of blocks, and numpy's types for Triton's: to make them anew takes a fifth of the time."""
     find, make = interpreter._get_np_dtype, tl.core.block_type.__init__
     dtypes, blocks = {}, {}
 
@@ -58,5 +58,5 @@ def remember_types() -> None:
 
 
 def check_overflow(on: bool) -> None:
-    """Of 32-bit integers, in every operation, which takes as long as all else; of use where numbers are large."""
+    """Check every operation on 32-bit integers for overflow, for tests of large numbers; it doubles the time."""
     interpreter.interpreter_builder.options = replace(interpreter.interpreter_builder.options, sanitize_overflow=on)

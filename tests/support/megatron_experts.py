@@ -51,7 +51,7 @@ ORDERS = (("bw", False), ("bwbw", False), ("bbww", False), ("bbwbww", False), ("
 
 
 def cells(world_size):
-    """Items 3 and 4 of the matrix: everything crossed with everything, then delays."""
+    """All fields but those of delays crossed with each other, then delays."""
     flags = (False, True)
     for overlap, sharded, fp32, zero_out, micro, ep in itertools.product(flags, flags, flags, flags, (1, 3), flags):
         if ep and world_size == 1:
@@ -120,7 +120,7 @@ def config_of(cell):
         bf16=cell.dtype == "bfloat16",
         pipeline_dtype=getattr(torch, cell.dtype),
     )
-    # Megatron checks for these at construction that a GPU or TransformerEngine is there.
+    # Set after construction, which would require a GPU or TransformerEngine for these.
     config.gradient_accumulation_fusion = cell.gradient_accumulation_fusion
     config.delay_wgrad_compute = bool(cell.order)
     return config
@@ -134,12 +134,12 @@ def batch(cell, index, rank):
 
 
 def weights_of(model):
-    """By name, copied."""
+    """Copies of the weights, by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def expected_grads(weights, cell, dtype=torch.float64):
-    """By parameter name: plain autograd over this rank's micro-batches, experts in a loop."""
+    """Gradients by parameter name: plain autograd over this rank's micro-batches, experts in a loop."""
     params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in weights.items()}
     for index in range(cell.microbatches):
         x, probs, dy = (t.to(dtype) for t in batch(cell, index, dist.get_rank()))
@@ -168,7 +168,7 @@ def reduced(grads, names_of_experts, cell):
 
 
 def train_step(model, ddp, cell):
-    """Micro-batches in the cell's order of backward and backward_dw; gradients synchronised at the last."""
+    """Run micro-batches in the cell's order of backward and backward_dw; synchronise gradients at the last."""
     ddp.zero_grad_buffer()
     order = cell.order or "b" * cell.microbatches
     done = {"b": 0, "w": 0}
@@ -192,7 +192,7 @@ def train_step(model, ddp, cell):
 
 
 def owned_by_this_rank(buffer):
-    """Which elements of one of DDP's buffers; all, unless the distributed optimizer divides them."""
+    """A mask of the elements of one of DDP's buffers: all, unless the distributed optimizer divides them."""
     if not buffer.ddp_config.use_distributed_optimizer:
         return torch.ones_like(buffer.grad_data, dtype=torch.bool)
     owned = torch.zeros_like(buffer.grad_data, dtype=torch.bool)
@@ -204,7 +204,7 @@ def owned_by_this_rank(buffer):
 
 
 def forget_what_others_own(ddp):
-    """As after an optimizer's step, when other ranks' weights are outdated until the next forward gathers them."""
+    """Invalidate other ranks' weights, as after an optimizer's step: the next forward must gather them."""
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
         buffer.param_data[~owned_by_this_rank(buffer)] = torch.nan
     for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
@@ -212,7 +212,7 @@ def forget_what_others_own(ddp):
 
 
 def landed(ddp, model, want):
-    """What DDP's buffers hold of every gradient; where another rank owns it after the reduction, what is wanted."""
+    """Every gradient as DDP's buffers have it; elements that another rank owns after it are those of `want`."""
     names = {p: name for name, p in model.named_parameters()}
     result = {}
     for buffer in ddp.buffers + ddp.expert_parallel_buffers:
@@ -226,7 +226,7 @@ def landed(ddp, model, want):
 
 
 def run_cell(cell):
-    """Two steps, so that what the first leaves behind would show in the second."""
+    """Two steps, so that state that the first leaves behind would show in the second."""
     torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
     config = config_of(cell)
     model = Model(config, cell)
@@ -238,7 +238,7 @@ def run_cell(cell):
         use_distributed_optimizer=cell.use_distributed_optimizer,
         delay_wgrad_compute=bool(cell.order),
         overlap_param_gather=cell.overlap_param_gather,
-        bucket_size=20 if cell.overlap_param_gather else None,  # of few parameters, gathered one after the other
+        bucket_size=20 if cell.overlap_param_gather else None,  # several buckets, gathered one after the other
     )
     ddp = DistributedDataParallel(config, ddp_config, model)
     experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
@@ -253,7 +253,7 @@ def run_cell(cell):
 
 
 def run_all(quick):
-    """The cells that were run, and what was wrong with which."""
+    """The number of cells that were run, and the failure of each that failed."""
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: a dummy must hold zeros
     failures, count, every = {}, 0, list(cells(dist.get_world_size()))
     every = part(every) if quick else every
@@ -272,7 +272,7 @@ def run_all(quick):
 
 
 def sabotage():
-    """What Megatron's DDP makes of owners' mistakes that our module does not make: largest errors, or the message."""
+    """The effects on Megatron's DDP of mistakes that our module does not make: largest errors, or the message."""
     megatron_world.model_parallel()
     cell = Cell(overlap_grad_reduce=True, microbatches=2)
     found = {}

@@ -1,6 +1,6 @@
-"""Megatron-core asks for the current GPU and its streams here and there; importing this gives it stand-ins.
+"""Stand-ins for the current GPU and its streams, which Megatron-core asks for; import this before Megatron-core.
 
-Its process groups are made once for all cells of a world that are alike.
+Process groups are made once for all cells of a world with the same sizes.
 """
 
 import os
@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # small functions, compiled anew in every world, take longer than all else
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling small functions in every world takes longer than all else
 _stream = mock.Mock()
 torch.cuda.current_device = lambda: "cpu"
 torch.cuda.current_stream = torch.cuda.Stream = lambda *_, **__: _stream
@@ -27,9 +27,9 @@ _made = {}
 
 
 def model_parallel(**sizes):
-    """As `initialize_model_parallel(**sizes)`, instead of what there was.
+    """`initialize_model_parallel(**sizes)`, in place of the sizes before; known sizes get the groups made for them.
 
-    That makes some forty groups, with threads each, which nothing ends before the process does.
+    Each initialization makes some forty groups, with threads that end only with the process.
     """
     parallel_state.destroy_model_parallel()
     key = tuple(sorted(sizes.items()))

@@ -1,11 +1,11 @@
-"""What reaches a backward, and what each mode answers: right, or refused by a message. Tests check every cell.
+"""Uses of a layer and its gradients, and the outcome in each mode: right, or refused by a message. Tests check all.
 
     PYTHONPATH=.:tests python -m support.systems
 
 writes this table, and that of support/frameworks.py, into docs/systems.md. Rows with a function are run by
-contract/test_systems.py: it gets a `Step`, runs forward and backward in the way that it is about, and returns None, or
-the gradients that it was handed; `seeds` are the micro-batches whose gradients should be there then. Rows without one
-belong to the test that they name.
+contract/test_systems.py: the function gets a `Step`, runs forward and backward in its way, and returns None, or the
+gradients that it was handed; `seeds` are the micro-batches whose gradients should be there then. Rows without a
+function belong to the test that they name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fusedmlp
 
-# By name: accumulate_wgrad, whether main_grad is attached, whether weight gradients are delayed.
+# Name: (accumulate_wgrad, whether main_grad is attached, whether weight gradients are delayed).
 MODES = {
     "auto": ("auto", False, False),
     "main_grad": ("main_grad", True, False),
@@ -46,7 +46,7 @@ MODES = {
 MAIN = ("main_grad", "delayed, main_grad")
 NOT_A_LEAF = "through which only a returned gradient flows back: use accumulate_wgrad='off'"
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
-COUNTS = [3, 0, 2]  # those of the layer
+COUNTS = [3, 0, 2]  # rows of the layer's experts
 SCALE = 1024.0  # of the GradScaler
 
 
@@ -56,8 +56,8 @@ class System:
     run: Callable[[Step], Sequence[Tensor] | None] | None = None
     seeds: tuple[int, ...] = (1,)
     refused: dict[str, str] = field(default_factory=dict)  # mode: part of the message
-    where: str = ""  # the gradients go, if not where they always go
-    refused_late: bool = False  # after a backward, or part of one
+    where: str = ""  # the place of the gradients, if not the mode's
+    refused_late: bool = False  # only after a backward, or part of one
 
     def answer(self, mode: str) -> str:
         return f"refused: {self.refused[mode]}" if mode in self.refused else "right"
@@ -109,7 +109,7 @@ class Step:
         self.x, self.dy = self.layer.batch(1)
 
     def adopt(self, module: nn.Module) -> list[Tensor]:
-        """Run with the weights of this module from now on; they are returned."""
+        """Run with the weights of this module from now on, and return them."""
         self.layer.groups = [list(fc.parameters()) for fc in (module.fc1, module.fc2)]
         self.layer.params = list(module.parameters())
         return self.layer.params
@@ -139,7 +139,7 @@ class Step:
             before.zero_()
 
 
-# What asks for gradients
+# Ways to ask for gradients
 
 
 @system("`torch.autograd.grad(y, weights)`", where="handed over; nothing else is touched")
@@ -228,7 +228,7 @@ def exported(step):
     return torch.autograd.grad(program(*arguments), list(program.parameters()), step.dy)
 
 
-# What runs forward again, or keeps its tensors elsewhere
+# Ways to run forward again, or to keep its tensors elsewhere
 
 
 def run_checkpointed(step, *use_reentrant):
@@ -281,7 +281,7 @@ def mutable(step):
         step.forward().backward(step.dy)
 
 
-# What changes how backward runs
+# Ways to change how backward runs
 
 
 @system("anomaly mode")
@@ -381,7 +381,7 @@ def backward_in_inference_mode(step):
             y.backward(step.dy)
             if step.queue is not None:
                 step.queue.run()
-        if step.attached:  # the next dummy is made anew
+        if step.attached:  # so that the next backward makes a new dummy
             for param in step.layer.params:
                 param.grad = None
 
@@ -436,7 +436,7 @@ def clip_outside(step):
     torch.nn.utils.clip_grad_norm_(step.layer.params, 1e9)
 
 
-# What weights are
+# Kinds of weights
 
 
 class Labelled(torch.Tensor):
@@ -449,7 +449,7 @@ def subclass(step):
 
 
 def run_with_weights(step, weights):
-    """Forward and backward with other weights, and where their gradients are then."""
+    """Run forward and backward with other weights; return their gradients."""
     step.use(weights)
     for weight in weights:
         if step.attached:
@@ -612,7 +612,7 @@ def swapped(step):
     step.before = [torch.zeros_like(b) for b in step.before]
 
 
-# What several processes run; their own tests check these rows
+# Rows of several processes, which their own tests check
 
 FSDP2 = "FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
 system(
@@ -638,7 +638,7 @@ system(
 
 
 def table(columns: dict[str, str], rows: Iterable[System | Framework], last: str) -> str:
-    """Rows in Markdown, and the messages that they refer to; `columns` have headings, as has the `last` one."""
+    """Rows in Markdown, and the messages that they refer to. `columns`, `last`: headings."""
     messages: list[str] = []
 
     def cell(row: System | Framework, column: str) -> str:

@@ -54,7 +54,7 @@ def batch(seed=1, tokens=14):
 
 
 class Loop(nn.Module):
-    """The experts one by one, in the dtype of their weights."""
+    """Experts one by one, in the dtype of their weights."""
 
     def __init__(self, experts):
         super().__init__()
@@ -90,7 +90,7 @@ def results(moe, x, dy):
 
 
 def halves(name, grad):
-    """A gradient by torchtitan's names."""
+    """A parameter's gradient by torchtitan's names; that of the fused fc1 is split into `w1` and `w3`."""
     if not name.endswith("w13_EGD"):
         return {name: grad}
     return {name.replace("w13_EGD", "w1_EFD"): grad[:, 0::2], name.replace("w13_EGD", "w3_EFD"): grad[:, 1::2]}

@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face Transformers with random weights, and what one forward and backward of them gives."""
+"""Tiny models of Hugging Face Transformers with random weights, and the results of their forward and backward."""
 
 import torch
 import transformers
@@ -10,7 +10,7 @@ from fusedmlp.integrations.transformers import register
 transformers.logging.set_verbosity_error()
 register()
 
-# Named so in Nemotron-H's configuration since Transformers 5.13.
+# Nemotron-H's configuration has the longer name since Transformers 5.13.
 _ATTENTION = "full_attention" if Version(transformers.__version__) >= Version("5.13") else "attention"
 
 _BASE = {
@@ -77,10 +77,10 @@ _CONFIGS = {
     ),
 }
 MODELS = tuple(_CONFIGS)
-# Of the weights: with these, rounding to bfloat16 does not change any token's choice of experts.
+# Seeds of weights with which rounding to bfloat16 does not change any token's choice of experts.
 _SEEDS = {"mixtral": 9, "qwen3_moe": 7, "deepseek_v3": 1, "gpt_oss": 7, "nemotron_h": 10}
 
-# Parameter groups, by what their names hold; the first that fits.
+# Parts of parameter names, by group; a parameter belongs to the first group that fits.
 _GROUPS = {
     "logits": ("logits",),
     "expert biases": ("up_proj_bias", "down_proj_bias"),

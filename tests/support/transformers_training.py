@@ -21,7 +21,7 @@ _eager = {}
 
 
 def eager_losses(folder, accumulation):
-    """Of the eager experts, once: checkpointing does not change what they compute."""
+    """Losses of the eager experts, trained once: checkpointing does not change their results."""
     if accumulation not in _eager:
         _eager[accumulation] = losses(folder, "eager", accumulation=accumulation, checkpointing=None, wgrad="auto")
     return _eager[accumulation]
@@ -29,7 +29,7 @@ def eager_losses(folder, accumulation):
 
 def losses(folder, implementation, *, accumulation, checkpointing, wgrad):
     """The training loss of each of 20 steps."""
-    # Named so since Transformers 5.23.
+    # The name is "activation" since Transformers 5.23.
     name = "activation" if hasattr(transformers.TrainingArguments, "activation_checkpointing") else "gradient"
     options = {
         "gradient_accumulation_steps": accumulation,
@@ -44,7 +44,7 @@ def losses(folder, implementation, *, accumulation, checkpointing, wgrad):
 
 
 def train(model, folder, *, trainer=transformers.Trainer, callbacks=(), resume=None, **options):
-    """What `Trainer`, or the kind of it that is given, logs of each of 20 steps."""
+    """The log entries of 20 steps by `Trainer`, or by the given kind of it."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=2,
@@ -131,7 +131,7 @@ _MODULES = {
 
 
 def llama4():
-    """A model whose experts are its own affair."""
+    """A model whose experts Transformers' interface of experts does not reach."""
     config = transformers.Llama4TextConfig(
         vocab_size=64,
         hidden_size=16,

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def by_torchrun(example, arguments, folder):
-    """What the ranks print."""
+    """Run an example by torchrun; return what the ranks print."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
@@ -24,7 +24,7 @@ def by_torchrun(example, arguments, folder):
 
 
 def in_forked_processes(example, arguments, folder):
-    """What rank 0 prints."""
+    """Run an example in two forked processes; return what rank 0 prints."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -1,4 +1,4 @@
-"""A world of gloo processes on the CPU, and what runs in each of them."""
+"""Runs a function in a world of gloo processes on the CPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from support import forked
 
 
 def launch(function, world_size, folder, *arguments, timeout=1200):
-    """Run `function` ("module:name") in every process of a new world, with arguments that JSON holds; what it returns,
-    which JSON must hold, too, by rank.
+    """Run `function` ("module:name") in every process of a new world; return its results by rank.
 
-    Its module is imported before the process group starts. Every rank is a process group, which is killed whole when
-    it is over: a rank may have started others.
+    JSON must hold arguments and results. The function's module is imported before `torch.distributed` starts. Every
+    rank leads a group of processes, which is killed when the rank has ended: it may have started others.
     """
     outs = [folder / f"{rank}.json" for rank in range(world_size)]
     logs = [folder / f"{rank}.log" for rank in range(world_size)]
@@ -38,14 +37,14 @@ def launch(function, world_size, folder, *arguments, timeout=1200):
 
 
 def _wait(ranks, timeout):
-    """Until all are over, or one has failed, on which the others would wait, or the time is."""
+    """Wait until all ranks have ended, one has failed (the others would wait for it), or time is up."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         codes = [process.exitcode for process in ranks]
         if None not in codes:
             return
         if any(codes):
-            end = min(end, time.monotonic() + 10)  # the others may have something to say, too
+            end = min(end, time.monotonic() + 10)  # the others may fail by themselves, too, with messages
         time.sleep(0.02)
 
 
@@ -57,7 +56,7 @@ def _say(rank, process, log):
 def main(rank, world_size, store, function, out, arguments):
     import torch.distributed as dist
 
-    warnings.simplefilter("ignore")  # that optional libraries are not there
+    warnings.simplefilter("ignore")  # optional libraries are missing
     module, name = function.split(":")
     run = getattr(import_module(module), name)
     dist.init_process_group(

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def report(tmp_path_factory):
     """The folder that the command writes."""
     folder = tmp_path_factory.mktemp("report")
-    # What pytest-xdist tells its workers would have pytest-benchmark think that it runs in one.
+    # Without the variables of pytest-xdist, by which pytest-benchmark would think that it runs in a worker.
     told = {name: "" for name in os.environ if name.startswith("PYTEST_XDIST")}
     done = forked.run("-m", "fusedmlp", "bench", "--report", str(folder), "--tiny", cwd=ROOT, **told)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -35,7 +35,7 @@ def test_one_command_makes_the_page(report):
     for name in ("grouped_mm", "loop over experts", "Transformers eager", "fusedmlp moe_experts"):
         assert name in html
     assert "transformer_engine is not installed" in html
-    assert ">nan<" not in html  # not where fusedmlp has no time of its own
+    assert ">nan<" not in html  # neither where fusedmlp has no time of its own
 
 
 def test_every_row_was_checked_and_has_its_figures(report):
@@ -53,7 +53,7 @@ def test_every_row_was_checked_and_has_its_figures(report):
         },
         "gemm of fc2": 2 * 3,
         "wgrad of fc1": 2 * 4,
-        **dict.fromkeys(("fc1_act", "dgrad_act"), 2 * 2),  # on a CPU those of peers
+        **dict.fromkeys(("fc1_act", "dgrad_act"), 2 * 2),  # on a CPU, two peers have times
         **{f"idea: {idea}": 2 * 2 for idea in _ideas()},
     }
     assert (table.ms > 0).all()
@@ -87,7 +87,7 @@ def test_a_saved_table_gives_the_same_page(report, tmp_path):
 
 
 def test_turns_are_compared_one_by_one(report):
-    """A machine that is slow in one turn is so for everybody."""
+    """A machine that is slow in one turn is slow for all peers."""
     table = results.load(report / "results.csv").table
     turns = [table.assign(turn=turn, ms=table.ms * slow) for turn, slow in enumerate((1, 5, 2))]
     shuffled = pd.concat(turns).sample(frac=1, random_state=0).drop(columns="speedup")
@@ -115,7 +115,7 @@ def _checked(layer, peer):
 
 @pytest.mark.parametrize("peer", peers.PEERS, ids=lambda peer: peer.name)
 def test_peers_are_right(peer, layer, monkeypatch):
-    """Those for GPUs too, where they are installed and the interpreter runs them."""
+    """Also peers for GPUs, where they are installed and the interpreter runs them."""
     monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "0")
     if peer.missing("cuda"):
         assert "is not installed" in peer.missing("cuda")

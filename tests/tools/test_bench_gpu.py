@@ -1,4 +1,4 @@
-"""The program for GPU machines, tried without one: steps run, failures and hangs do not stop the others."""
+"""The program for GPU machines, tried without one: steps run, and failures and hangs do not stop other steps."""
 
 import csv
 import math

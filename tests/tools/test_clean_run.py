@@ -44,14 +44,14 @@ TESTS = {
 
 @pytest.fixture
 def temporary():
-    """A folder for the run's temporary files; its name is short, as those of sockets in it must be."""
+    """A folder for the run's temporary files; its path is short, because those of sockets must be."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         yield folder
 
 
 @pytest.fixture
 def start(tmp_path, temporary):
-    """`start(kind)`: a run of one test with two workers, as `make test` makes it; its process and name."""
+    """`start(kind)`: start a run of one test with two workers, as `make test` does; return its process and name."""
     (tmp_path / "up").mkdir()
     (tmp_path / "conftest.py").write_text(CONFTEST)
     (tmp_path / "rank.py").write_text(RANK)
@@ -59,13 +59,13 @@ def start(tmp_path, temporary):
     def start(kind):
         imports = "from pathlib import Path\nfrom support.world import launch\n"
         (tmp_path / "test_it.py").write_text(f"{imports}\ndef test_it(tmp_path):\n{TESTS[kind]}\n")
-        name = f"{os.environ[NAME]}/{kind} {os.getpid()}"  # another worker may have one of the kind
+        name = f"{os.environ[NAME]}/{kind} {os.getpid()}"  # another worker may run the same kind
         path = os.pathsep.join(map(str, (*Path(__file__).parents[1:3], tmp_path)))
         plugins = ["-p", "no:cacheprovider", "-p", "no:hypothesispytest"]
         command = [sys.executable, "-m", "pytest", "-n", "2", *plugins, "test_it.py"]
         environment = os.environ | {NAME: name, "PYTHONPATH": path, "TMPDIR": temporary}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
-        # Whoever started this run in the background of a shell made it ignore SIGINT, and so all that it starts.
+        # A shell makes runs in its background ignore SIGINT, and so all that they start.
         heard = partial(signal.signal, signal.SIGINT, signal.default_int_handler)
         return subprocess.Popen(command, cwd=tmp_path, env=environment, preexec_fn=heard, **options), name
 
@@ -116,7 +116,7 @@ def test_a_run_that_is_interrupted(how, start, tmp_path, temporary):
         run.send_signal(how)
     shown, _ = run.communicate()
     assert run.returncode != 0, shown
-    if how is signal.SIGKILL:  # nobody is there who could remove files; those are in the clone
+    if how is signal.SIGKILL:  # no process is left to remove files; they are in the clone
         _, alive = psutil.wait_procs(processes_of(name), timeout=120)
         assert alive == []
     else:

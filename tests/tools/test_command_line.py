@@ -30,7 +30,7 @@ def test_a_reader_who_has_read_enough_ends_it_quietly(arguments, unbuffered):
 
 
 def test_what_lies_in_bench_is_found_from_any_folder(tmp_path):
-    """As with an editable install, which finds fusedmlp alone."""
+    """Also with an editable install, which finds fusedmlp alone."""
     (tmp_path / "fusedmlp").symlink_to(ROOT / "fusedmlp")
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", "fusedmlp", "bench", "--schedule"]

@@ -1,4 +1,4 @@
-"""What ptxas says, and where a kernel lies in its file."""
+"""Warnings of ptxas, and the place of a kernel in its file."""
 
 import struct
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ ptxas warning : (C9999) Another
 
 
 def elf(*sections):
-    """A file with nothing but these `(name, contents)`."""
+    """An ELF file with only these sections, `(name, contents)`."""
     names = b"\0.shstrtab\0" + b"".join(name + b"\0" for name, _ in sections)
     contents = names + b"".join(data for _, data in sections)
     header = bytearray(64)
@@ -43,6 +43,6 @@ def test_warnings_of_wgmma_are_found_once():
 
 
 def test_the_log_of_the_compilation_is_enough():
-    compiled = SimpleNamespace(asm={"ptx": "wgmma.mma_async"})  # of nothing else is anything asked
+    compiled = SimpleNamespace(asm={"ptx": "wgmma.mma_async"})  # no other attribute is used
     assert cubin.warnings(compiled, LOG) == ("C7510", "C7515")
     assert cubin.warnings(SimpleNamespace(asm={"amdgcn": ""}), "") == ()

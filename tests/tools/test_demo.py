@@ -45,7 +45,7 @@ def test_plain_autograd_adds_once_per_expert_weight_and_fusedmlp_never(results):
 
 def test_copies_are_counted():
     trainer = Trainer(TINY, "plain")
-    for weight in trainer.model.expert_weights():  # a gradient whose strides are not the weight's is not stolen
+    for weight in trainer.model.expert_weights():  # autograd copies a gradient whose strides are not the weight's
         weight.register_hook(lambda grad: grad.transpose(1, 2).contiguous().transpose(1, 2))
     assert count_step(trainer).copies == EXPERT_WEIGHTS
 

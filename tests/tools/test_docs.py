@@ -23,7 +23,7 @@ from fusedmlp.kernels.tiles.table import PASSES, TABLES
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-# Why a command of a page is not run here: every other one is.
+# Commands of pages that are not run here, and why; all others are.
 NOT_RUN = {
     "make demo": "test_demo.py runs the demo, in fewer steps",
     "make test": "this is it",
@@ -48,7 +48,7 @@ def blocks(page, language):
     return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
 
 
-# What a page takes for granted, as code before its first block; `folder` is an empty one.
+# Code that a page presupposes, run before its first block; `folder` is an empty one.
 GIVEN = {
     "compile": """
         import warnings
@@ -110,7 +110,7 @@ GIVEN = {
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
 EDITS = {
-    "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would hold for other tests
+    "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would affect other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
     "compile": ("dynamic=True", 'dynamic=True, backend="aot_eager"'),  # inductor: tests/api/test_compile.py
 }
@@ -119,7 +119,7 @@ EDITS = {
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """Those of one page follow each other, as a reader types them."""
+    """Blocks of a page run one after the other, as a reader types them."""
     monkeypatch.chdir(tmp_path)
     names = {"__name__": "__main__", "folder": tmp_path}
     exec(dedent(GIVEN.get(page.stem, "")), names)
@@ -222,7 +222,7 @@ def test_the_site_builds_strictly(site):
     assert "grad_added_to_main_grad" in reference
 
 
-# What a window of 1280 pixels has room for beside both columns of navigation: 656 pixels, of 8.2 a character.
+# A window of 1280 pixels has 656 pixels beside both columns of navigation, and a character takes 8.2.
 CODE_COLUMNS = 80
 
 
@@ -262,9 +262,9 @@ def test_the_drawings_show_what_the_kernels_do():
     for expert, _, tile in taken:
         assert experts[tile_order.wgrad_tile.fn(int(tile), 2, 2, 16)[0]] == int(expert)
     for program in range(3):
-        own = [int(tile) for _, of, tile in taken if int(of) == program]
+        tiles_of_program = [int(tile) for _, of, tile in taken if int(of) == program]
         turns = range(tile_order.num_turns.fn(experts[4] * 4, program, 3))
-        assert own == [tile_order.place_at.fn(turn, program, 3) for turn in turns]
+        assert tiles_of_program == [tile_order.place_at.fn(turn, program, 3) for turn in turns]
 
     tile = TABLES["sm_90"]["wgrad", "tma", "bf16", "long"]
     assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue

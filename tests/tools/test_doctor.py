@@ -93,7 +93,7 @@ def test_paths_are_those_that_the_launchers_choose():
     assert [tile for _, tile, _ in short[:4]] != [tile for _, tile, _ in tma[:4]]
 
 
-# Output index of the operators that a step runs, by what the self-test calls it.
+# Index of the output of the operators of a step, by the name that the self-test has for it.
 _OUTPUTS = {
     "y": ("grouped_mlp", 0),
     "dx": ("grouped_mlp_backward_", 0),
@@ -167,7 +167,7 @@ def test_old_versions_are_problems(monkeypatch):
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """A stand-in for a GPU; returns what `torch.cuda.get_device_capability` says, to be changed."""
+    """A stand-in for a GPU; returns the list that `torch.cuda.get_device_capability` returns, for tests to change."""
     capability = [9, 0]
     properties = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""The code of every launch, as hashes: what changes one, and what the table and its command do with it."""
+"""Hashes of the code of every launch: changes that change a hash, the table, and its command."""
 
 import json
 import shutil
@@ -105,7 +105,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_hash_is_of_the_code_and_not_of_where_its_source_is(target, tmp_path):
-    """With line information (of binaries as they are shipped) or without."""
+    """Line information, which binaries as shipped have, changes no hash."""
     for name, source in SOURCES.items():
         (tmp_path / f"{name}.py").write_text(source)
     done = forked.run("-c", _COMPILE_SOURCES, str(tmp_path), target)
@@ -233,7 +233,7 @@ def test_writing_leaves_other_targets_and_tritons(tmp_path):
 
 @pytest.fixture
 def kernels(monkeypatch, capfd):
-    """`python -m fusedmlp kernels ...` of kernels that are given; its status and what it said on stderr."""
+    """Run `python -m fusedmlp kernels ...` with given kernels; return its status and stderr."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setattr(triton, "__version__", hashes.TRITONS[0])
 

@@ -1,4 +1,4 @@
-"""`bench.host` for a moment: its rows and columns, and what it says without a compiler."""
+"""`bench.host` for a moment: its rows and columns, and its error without a compiler."""
 
 import json
 from importlib.util import find_spec
@@ -42,7 +42,7 @@ def test_what_is_counted(found):
     assert found["moe_experts, packed"]["launches"]["both"] <= 10
     assert found["moe_experts, packed"]["operators"]["both"] == 0
     assert packed["allocations"]["forward"] >= 3  # y, h and the activation
-    assert packed["descriptors"]["both"] <= 14  # those of weights and main_grad are kept
+    assert packed["descriptors"]["both"] <= 14  # descriptors of weights and main_grad are kept
     apart = found["grouped_mlp, 64 experts, one tensor each"]
     assert apart["launches"] == packed["launches"]
 

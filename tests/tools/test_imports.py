@@ -1,6 +1,6 @@
-"""Which files may import which: every import counts, in functions and under TYPE_CHECKING, too.
+"""Rules of imports between files: every import counts, in functions and under TYPE_CHECKING, too.
 
-What must change yet is listed by name, and each list holds exactly what there is: it shrinks with the work.
+Exceptions that must still go are listed by name, and each list is exact: it shrinks with the work.
 """
 
 import ast
@@ -23,7 +23,7 @@ TOOLS = [f"fusedmlp.{name}" for name in ("__main__", "demo", "doctor", "tuning")
 
 
 def imported(source, package):
-    """Names that a module of the package imports anywhere: of modules, or of what is in them."""
+    """Names that a module of the package imports anywhere: of modules, or of objects in them."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -35,7 +35,7 @@ def imported(source, package):
 
 
 def modules():
-    """Paths by name; `kernels/` by that under which it is imported, `fusedmlp.kernels`."""
+    """Paths by name of the module; files of `kernels/` have the names that imports use, `fusedmlp.kernels...`."""
     found = {}
     for folder, least in FOLDERS.items():
         paths = list((ROOT / folder).rglob("*.py"))
@@ -49,7 +49,7 @@ def modules():
 
 @cache
 def graph():
-    """For each module, which of the others it imports, and names of all else."""
+    """For each module, the others that it imports, and the names of all else that it imports."""
     paths = modules()
     ours, others = {}, {}
     for name, path in paths.items():
@@ -65,7 +65,7 @@ def graph():
 
 
 def _module(paths, name):
-    """The module that the name is of, or is in."""
+    """The module of this name, or the one that holds the object of this name."""
     while name and name not in paths:
         name = name.rpartition(".")[0]
     return name or None
@@ -140,7 +140,7 @@ def test_passes_do_not_import_each_other(one, other):
 
 
 def test_folders_of_kernels_import_those_that_come_later():
-    """In this order: a launch is made of operands and tiles, which do not know of launches."""
+    """A launch consists of operands and tiles, which do not know launches."""
     order = ["routing", "warp_specialized", "launching", "device", "operands", "tiles"]
     places = {f"fusedmlp.kernels.{name}": place for place, name in enumerate(order, start=1)}
     places |= {f"fusedmlp.kernels.{name}": 0 for name in PASSES}
@@ -152,7 +152,7 @@ def test_folders_of_kernels_import_those_that_come_later():
     assert upwards == set()
 
 
-# `module -> functional -> autograd -> contract, operators -> kernels`, then what is around the library.
+# `module -> functional -> autograd -> contract, operators -> kernels`, then folders around the library.
 @pytest.mark.parametrize(
     ("importers", "forbidden", "exempt"),
     [
@@ -162,7 +162,7 @@ def test_folders_of_kernels_import_those_that_come_later():
         (["fusedmlp.operators"], ["fusedmlp.module", "fusedmlp.functional", "fusedmlp.autograd"], []),
         (["fusedmlp.operators"], ["fusedmlp.contract"], []),
         (["fusedmlp"], TOOLS, TOOLS),
-        (["fusedmlp"], ["bench"], ["fusedmlp.__main__"]),  # which finds it in a clone, by name
+        (["fusedmlp"], ["bench"], ["fusedmlp.__main__"]),  # __main__ finds it in a clone, by name
         (["fusedmlp"], ["tests", "examples"], []),
         (["bench"], ["tests"], []),
         (["examples"], ["bench", "tests"], []),
@@ -181,7 +181,7 @@ def test_the_emulator_imports_nothing_of_the_project():
 
 
 def _circle(imports):
-    """The modules of one, or None."""
+    """The modules of one circle, or None."""
     imports_of = {}
     for name, other in imports:
         imports_of.setdefault(name, set()).add(other)
@@ -193,7 +193,7 @@ def _circle(imports):
 
 
 def _circles(imports):
-    """A circle of files, and one of folders, in which the files at the top of a package count each as one."""
+    """A circle of files, and one of folders; each file at the top of a package counts as a folder."""
 
     def folder(name):
         return ".".join(name.split(".")[: 2 if under(name, "fusedmlp", "tests") else 1])

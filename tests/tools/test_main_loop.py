@@ -1,4 +1,4 @@
-"""What is read from listings: written by hand here, in the form of the compilers' own."""
+"""Costs read from listings, which are written by hand here in the form of the compilers' own."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def sass(text, end=" ;"):
     )
 
 
-# One loop of steps and tiles, as ptxas makes it: a tile's start is leapt over, loads are one warp's, and the second try
+# One loop of steps and tiles, as ptxas makes it: a branch leaps over a tile's start, one warp loads, and the second try
 # of a wait comes after the kernel's end.
 FLATTENED = """
     MOV R1, R2
@@ -147,7 +147,7 @@ def test_a_step_whose_operands_other_warps_load():
 
 
 def test_a_tile_that_other_warps_store_costs_what_their_loop_does():
-    """Not what the warp that multiplies has around its own, nor what fills padding with zeros afterwards."""
+    """Neither code around the loop of the warp that multiplies counts, nor code that later fills padding with zeros."""
     code = """
         @P5 BRA {tile}
         turn: SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2

@@ -100,13 +100,14 @@ def test_uneven_loads_of_wgrad():
     assert steps == [(5, 2), (2, 2), (1, 2)]
     cost = model.Cost(step=100, bound="L2", bubble=50, start=0)
     # Tiles of 550, 550, 250, 250, 150, 150: two processors take 550 + 250 + 150 each, three 550 + 150, 550 + 150 and
-    # 250 + 250; whoever is free, 550 + 150, 550 and 250 + 250 + 150.
+    # 250 + 250; if the first free one takes the next, 550 + 150, 550 and 250 + 250 + 150.
     assert model.cycles(cost, steps, tile, 2) == pytest.approx(950)
     assert model.cycles(cost, steps, tile, 3) == pytest.approx(700)
     assert model.cycles(cost._replace(start=10), steps, tile, 3) == pytest.approx(710)
     assert model.cycles(cost._replace(start=10), steps, tile, 3, persistent=False) == pytest.approx(720)
     assert model.cycles(cost, [], tile, 3) == 0
-    # By other warps, what a tile costs beside its steps is under the next one's, if that is as long: 500 + 200 + 150.
+    # If other warps do a tile's work beside its steps, it runs during the steps of the next tile, as far as those are
+    # as long: 500 + 200 + 150.
     apart = cost._replace(apart=True, bubble=150)
     assert model.cycles(apart, steps, tile, 2) == pytest.approx(850)
     assert model.cycles(apart, steps, tile, 6, persistent=False) == pytest.approx(650)
@@ -125,8 +126,8 @@ def test_a_pass_is_no_faster_than_its_bytes():
     assert (times["fc2"].us, times["fc2"].bound) == (pytest.approx(2 * 1536 + 2404 + 1400), "L2")
 
 
-NO_TASKS = {"MI300X": "gfx942"}
-# Where waits and instructions of a step count; MMAs alone do not: wider or narrower ones multiply as fast.
+NO_GLUON = {"MI300X": "gfx942"}
+# Facts by which waits and instructions of a step count. MMAs do not: wider and narrower ones multiply as fast.
 SERIAL = FACT._replace(mma_in_flight=0)
 LATE = FACT._replace(loads_in_flight=2)
 WORSE = [
@@ -176,7 +177,7 @@ def test_a_rate_that_is_off_is_slower(architecture, name):
     assert slower == (factor != 1)
 
 
-# Facts of the first table, of sm_90, and cycles of a tile beside its steps as estimated from its listings.
+# Facts of sm_90 in the first table, and cycles of a tile beside its steps as estimated from its listings.
 FIRST = {
     "fc1_act": (MainLoop(181, 8, 10, 4, 0, None, 2184, 24, 24, 48, 1), 13000),
     "gemm": (MainLoop(116, 4, 2, 3, 1, None, 461, 2, 3, 4, 1), 2200),
@@ -238,7 +239,7 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
         "wgrad": False,
         **{f"{kernel}_specialised": True for kernel in model.KERNELS},
     }
-    # A table with the column is believed.
+    # If the table has the column, its values count.
     old.write_text("\n".join(line[:-1] + "0" if line.startswith("sm_90,gemm,") else line for line in lines))
     assert model.facts("sm_90", old)["gemm"].joined == 0
     assert facts["gemm"].tile_instructions == model.facts("sm_90")["gemm"].tile_instructions
@@ -246,8 +247,8 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
 
 
 def test_kernels_with_a_task_for_each_warp():
-    """Two warpgroups multiply: 100 instructions of 8 warps, though the tile's own four are half of them. Not where
-    others than those that multiply store: then the tile's own are all that do.
+    """Two warpgroups multiply: 100 instructions of 8 warps, twice `num_warps`. If other warps store,
+    `num_warps` are all that do.
     """
     four = TILE._replace(num_warps=4)
     assert model.tile_cost("gemm_specialised", FACT, four, RATE) == model.tile_cost("gemm", FACT, TILE, RATE)
@@ -289,8 +290,8 @@ def test_the_command_prints_every_pass_and_their_sums():
 
 def test_the_command_compares_kernels_with_a_task_for_each_warp():
     _, *left_out, columns, line = _bench("--specialised").stdout.splitlines()[:4]
-    assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in NO_TASKS.items()]
-    assert "us by the kernels that are the default" in columns
+    assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in NO_GLUON.items()]
+    assert "us by the default kernels" in columns
     assert float(line.split()[-1]) > 0
 
 

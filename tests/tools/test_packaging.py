@@ -1,4 +1,4 @@
-"""What a user installs."""
+"""The archives that a user installs."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(archives):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["wheel", "sdist"])
 def test_each_works_in_a_clean_environment(kind, archives, tmp_path):
-    """Of its own but for the libraries that it depends on."""
+    """The environment shares only the libraries that fusedmlp depends on."""
     _run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env")
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())

@@ -1,11 +1,11 @@
-"""The verdict on two runs of Transformers' tests, whose own run is `make peers`."""
+"""The comparison of two runs of Transformers' tests; `make peers` runs these."""
 
 import pytest
 from peers import compare
 
 
 def outcomes(**tests):
-    """By test: an outcome, and how many of its phases and subtests failed."""
+    """Outcomes by test, with the number of its phases and subtests that failed."""
     rows = {
         test: found if isinstance(found, tuple) else (found, int(found == "failed")) for test, found in tests.items()
     }
@@ -35,7 +35,7 @@ def test_what_is_worse_with_ours(theirs, ours, worse):
 
 @pytest.mark.parametrize("outcome", ["passed", "skipped", "failed"])
 def test_a_test_that_one_run_lacks_counts(outcome):
-    """As after a crash, whichever run it was."""
+    """Either run may have crashed before that test."""
     (lost,) = compare.differences(outcomes(a="passed", b=outcome), outcomes(a="passed"))
     assert (lost.test, lost.theirs, lost.ours, lost.why) == ("b", outcome, compare.MISSING, "")
     (lost,) = compare.differences(outcomes(a="passed"), outcomes(a="passed", b=outcome))

@@ -1,4 +1,4 @@
-"""The README says what is true: its example runs as pasted, and all figures are those of the committed results."""
+"""The README is true: its example runs as pasted, and all figures are those of the committed results."""
 
 import re
 import subprocess

@@ -83,7 +83,7 @@ def test_idle_share_of_schedules_done_by_hand():
     assert balance.idle_share([4, 2, 2], 2) == 0
     assert balance.idle_share([4, 3, 1, 1], 2) == pytest.approx(1 / 10)
     assert balance.idle_share([], 2) == 0
-    assert balance.idle_share([5, 4, 3, 2, 1], 2) == pytest.approx(1 / 16)  # 5 + 2 + 1 and 4 + 3 to whoever is free
+    assert balance.idle_share([5, 4, 3, 2, 1], 2) == pytest.approx(1 / 16)  # first free: 5 + 2 + 1 and 4 + 3
     assert balance.idle_share([5, 4, 3, 2, 1], 2, dealt_out=True) == pytest.approx(1 / 16)
     assert balance.idle_share([8, 4, 2, 1], 2, dealt_out=True) == pytest.approx(1 / 6)  # 8 + 1 and 4 + 2
 
@@ -126,7 +126,7 @@ def test_passes_are_timed_one_by_one(monkeypatch):
     from triton import knobs
 
     def launch(name, ms):
-        """As Triton does, whose metadata say nothing before they are asked."""
+        """Call Triton's hooks as a launch does; metadata have a name only when they are asked for it."""
         metadata = SimpleNamespace(get=lambda: {"name": name})
         knobs.runtime.launch_enter_hook(metadata)
         FakeEvent.clock += ms

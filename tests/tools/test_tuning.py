@@ -105,17 +105,17 @@ def test_passes_with_a_tuned_number_of_rows_share_one_plan():
     assert {launch.chosen.tile.BLOCK_M for launch in launches if launch.chosen} == {64}
 
 
-# What a kernel does with a task for each warp: how long it takes, and by what its results are wrong.
-BY_TASKS = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
+# A warp-specialized kernel: its ms, and the error of its results.
+SPECIALISED = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 
 
 @pytest.mark.parametrize("consumers", [1, 2])
-@pytest.mark.parametrize("what", BY_TASKS)
+@pytest.mark.parametrize("what", SPECIALISED)
 def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
-    ms, error = BY_TASKS[what]
+    ms, error = SPECIALISED[what]
     key = Key("gemm", "tma", "bf16", "long")
-    own = key._replace(path="specialised")
-    tiles = {key: table.Tile(16, 32, 32, 1, 1), own: table.Tile(128, 256, 64, 4, 3)}
+    specialised = key._replace(path="specialised")
+    tiles = {key: table.Tile(16, 32, 32, 1, 1), specialised: table.Tile(128, 256, 64, 4, 3)}
     architecture = "sm_90" if consumers == 2 else "sm_100"
     monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, tiles))
 
@@ -138,11 +138,11 @@ def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(m
 
     steps = list(tuner.tune(PROBLEM, clock))
     found = [step for step in steps if isinstance(step, tuner.Found)]
-    assert [f.key for f in found] == [key, own] if what == "faster" else [key]
+    assert [f.key for f in found] == [key, specialised] if what == "faster" else [key]
     if what == "faster":
         assert (found[1].tile.num_stages, found[1].shipped.num_stages) == (2, 3)
         assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)
     if what == "wrong":
         assert steps[-1].note == "other results than the kernel that is not warp-specialized"
     else:  # two consumers are four warps each
-        assert {step.tile.num_warps for step in steps if step.key == own} == ({4, 8} if consumers == 1 else {4})
+        assert {step.tile.num_warps for step in steps if step.key == specialised} == ({4, 8} if consumers == 1 else {4})

@@ -1,4 +1,4 @@
-"""Which torch and Triton the library works with."""
+"""The versions of torch and Triton with which the library works."""
 
 import re
 from pathlib import Path
@@ -53,7 +53,7 @@ def test_the_import_looks(found):
     refused = forked.run("-c", code)
     assert refused.returncode == 1
     assert "ImportError: fusedmlp: expected torch>=2.13 and triton>=3.7; got" in refused.stderr
-    assert not re.search(r"fusedmlp/(?!__init__|versions)\w+\.py", refused.stderr)  # before any other import of it
+    assert not re.search(r"fusedmlp/(?!__init__|versions)\w+\.py", refused.stderr)  # before its other imports
     allowed = forked.run("-c", code, FUSEDMLP_UNSUPPORTED_VERSIONS="1")
     assert allowed.returncode == 0, allowed.stderr
     assert "UserWarning: fusedmlp: expected torch>=2.13" in allowed.stderr

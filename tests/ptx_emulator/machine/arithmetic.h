@@ -46,7 +46,7 @@ void map3(Cta&, Warp& w, const Op& o, u32 mask) {
   }
 }
 
-// Of operands and results of one type
+// Operands and results have one type
 template <class T, class F>
 constexpr Handler same1 = &map1<T, T, F>;
 template <class T, class F>

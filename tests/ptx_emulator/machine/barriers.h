@@ -17,7 +17,7 @@ constexpr int BARRIERS = 16;
 struct Barrier {
   u32 arrived = 0;         // threads
   u32 expected = 0;        // 0: all that have not ended
-  std::vector<u32> clock;  // of what those that arrived know of
+  std::vector<u32> clock;  // known to those that arrived
 };
 
 void decode_barrier(Decoder&, Instruction&);

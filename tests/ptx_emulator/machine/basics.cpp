@@ -1,4 +1,4 @@
-// Text. What is formatted is cut at 4095 characters: messages quote PTX, which may be long.
+// Text. Formatted text is cut at 4095 characters: messages quote PTX, which may be long.
 #include "basics.h"
 
 #include <cstdarg>

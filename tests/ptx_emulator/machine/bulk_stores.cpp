@@ -1,5 +1,5 @@
 // TMA stores and reductions (add only). PTX ISA, cp.async.bulk.wait_group: with .read shared memory has been read, else
-// global memory has been written as well; what nobody waits for is written when the launch ends.
+// global memory has been written as well; stores that nothing waits for are written when the launch ends.
 #include "bulk_stores.h"
 
 #include <algorithm>
@@ -169,7 +169,7 @@ void write_global(Launch& launch, const BulkStore& s) {
 void end_bulk_stores(Cta& cta, Warp& w) {
   Launch& launch = *cta.launch;
   auto late = [&](BulkStore& s, const char* what) {
-    if (what) launch.note(format("warp ends with %s that nobody waited for", what));
+    if (what) launch.note(format("warp ends with %s that nothing waited for", what));
     read_shared(cta, w, s);
     launch.late_writes.push_back(std::move(s));
   };

@@ -20,7 +20,7 @@ struct BulkStore {
   Reduction reduction;
   int op;
   bool read = false;     // shared memory has been read
-  std::vector<u8> data;  // what was there
+  std::vector<u8> data;  // as read from there
   u64 cta;
   int warp, lane;
 };

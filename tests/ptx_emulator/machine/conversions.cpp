@@ -144,7 +144,7 @@ template <class D, class A> struct Cast { static D f(A a) { return D(a); } };
 template <class D, class A>
 constexpr Handler cast = &map1<D, A, Cast<D, A>>;
 
-// Of conversions without modifiers between registers of the types' widths; or none
+// The handler of a conversion without modifiers between registers of the types' widths; or none
 Handler frequent(const Conversion& c) {
   const Type to = c.to, from = c.from;
   const bool nearest = c.rounding == Rounding::NearestEven;

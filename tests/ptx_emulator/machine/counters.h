@@ -1,4 +1,4 @@
-// What a launch counts: instructions of warps, memory traffic, bank conflicts, work of the tensor cores.
+// Counters of a launch: instructions of warps, memory traffic, bank conflicts, work of the tensor cores.
 #pragma once
 #include "basics.h"
 

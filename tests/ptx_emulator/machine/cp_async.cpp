@@ -107,7 +107,7 @@ struct CpAsyncArrival : AsyncOperation {
     });
     for_lanes(mask, [&](int i) {
       Mbarrier& b = signalled_mbarrier(cta, w, o, address[i], name());
-      // What the copies wrote is ordered before the phase, and nothing else of this thread.
+      // The copies' writes are ordered before the phase, and no other access of this thread.
       if (cta.races.on) {
         u32& clock = b.clock[size_t(cp_async_agent(cta, w))];
         clock = std::max(clock, epoch);
@@ -170,7 +170,7 @@ void decode_cp_async(Decoder& d, Instruction& i) {
 
 void end_cp_async(Cta& cta, Warp& w) {
   auto awaited = [](const CpAsyncCopy& copy) { return !(copy.mask & ~copy.tracked); };
-  auto note = [&](const char* what) { cta.launch->note(format("warp ends with %s that nobody waited for", what)); };
+  auto note = [&](const char* what) { cta.launch->note(format("warp ends with %s that nothing waited for", what)); };
   CpAsyncState& state = w.cp_async;
   if (!std::all_of(state.open.begin(), state.open.end(), awaited)) note("cp.async");
   for (auto& group : state.groups)

@@ -32,7 +32,7 @@ struct CpAsyncGroup {
 struct CpAsyncState {
   std::vector<CpAsyncCopy> open;  // not committed
   std::deque<CpAsyncGroup> groups;
-  u32 epoch = 1;  // of the copies that are issued now; a commit or a wait for all that there are starts the next
+  u32 epoch = 1;  // of copies that are issued now; a commit, or a wait for all copies, starts the next
 };
 
 void decode_cp_async(Decoder&, Instruction&);

@@ -69,7 +69,7 @@ class Decoder {
   void declare(const std::string& statement);      // .reg
   void instruction(const std::string& statement);  // appends it to the program
 
-  // Offsets of operands of so many bits
+  // Offsets of operands of `bits` bits
   u32 source(const Operand&, int bits);
   u32 destination(const Operand&, int bits);
   u32 second_destination(const Operand&) const;  // of `p|q`, or NONE

@@ -15,8 +15,8 @@ template <class T> struct Div { static T f(T a, T b) { return a / b; } };
 template <class T> struct Neg { static T f(T a) { return -a; } };
 template <class T> struct Abs { static T f(T a) { return std::fabs(a); } };
 template <class T> struct CopySign { static T f(T a, T b) { return std::copysign(b, a); } };
-// Of halves: the product is exact in fp64, and the sum rounded to odd there and in fp32, which keeps what the one
-// rounding to nearest needs to know (S. Boldo, G. Melquiond, Emulation of a FMA and correctly rounded sums, 2008).
+// fma of halves: the product is exact in fp64, and the sum rounded to odd there and in fp32, which keeps all that the
+// one rounding to nearest needs (S. Boldo, G. Melquiond, Emulation of a FMA and correctly rounded sums, 2008).
 struct HalfFma {
   static double add_to_odd(double a, double b) {
     const double sum = a + b, part = sum - a, error = (a - (sum - part)) + (b - part);

@@ -1,4 +1,4 @@
-// What sm_100 adds to floating-point arithmetic: pairs of fp32, halves that are added to fp32, min and max of three.
+// Floating-point arithmetic that sm_100 adds: pairs of fp32, halves that are added to fp32, min and max of three.
 #include "arithmetic.h"
 #include "families.h"
 #include "float_functions.h"

@@ -1,4 +1,4 @@
-// Which asynchronous operation takes effect next.
+// The choice of the asynchronous operation that takes effect next.
 #include "in_flight.h"
 
 #include "machine.h"

@@ -1,5 +1,5 @@
-// Asynchronous operations that a CTA has issued and that have not taken effect yet. What they do and which memory they
-// use is up to their families; when they do it is up to the scheduler, and so to the mode of the launch.
+// Asynchronous operations that a CTA has issued and that have not taken effect yet. Their families define their
+// effects and the memory that they use; the scheduler, by the mode of the launch, decides when they take effect.
 #pragma once
 #include <memory>
 #include <vector>
@@ -25,7 +25,7 @@ struct InFlight {
   std::vector<std::unique_ptr<AsyncOperation>> operations;
 
   void add(std::unique_ptr<AsyncOperation> operation) { operations.push_back(std::move(operation)); }
-  // Takes effect: the oldest, or (`any`) one that chance picks. False when there is none.
+  // Makes the oldest operation take effect, or (`any`) a random one. False when there is none.
   bool complete_one(Cta& cta, bool any);
   const AsyncOperation* signalling(u32 address) const;
 };

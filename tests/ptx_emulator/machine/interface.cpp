@@ -102,8 +102,8 @@ int emu_ops(void* program) { return int(static_cast<Program*>(program)->ops.size
 int emu_counter_count() { return C_COUNT; }
 const char* emu_counter_name(int i) { return COUNTER_NAMES[i]; }
 
-// Runs a launch in `orders` orders of execution, each from the same state of global memory, and leaves what the last
-// one wrote. Returns 0, or 1 if an order failed or if memory differs after two of them.
+// Runs a launch in `orders` orders of execution, each from the same state of global memory, and leaves that of the
+// last one. Returns 0, or 1 if an order failed or if memory differs after two of them.
 //
 // allocations: pairs of start and end, sorted. configs: for each order mode (0 early, 1 late, 2 random), seed, resident
 // CTAs, quantum, random schedule, granule of the search for races in bytes (0: none), races in global memory, trace,

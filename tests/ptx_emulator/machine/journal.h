@@ -1,5 +1,5 @@
-// What a launch overwrites in global memory, so that it can be undone and run again from the same state in another
-// order, and so that what two orders wrote can be compared, byte by byte.
+// Global memory that a launch overwrites: a launch can be undone and run again from the same state in another order,
+// and the writes of two orders can be compared, byte by byte.
 #pragma once
 #include <unordered_map>
 
@@ -11,13 +11,13 @@ class Journal {
  public:
   // To be called before bytes are written.
   void before_write(u64 address, u64 size);
-  // Keeps what the launch has written, as it is in memory now, and puts back what was there before.
+  // Keeps the bytes that the launch has written, and restores those that were there before.
   void undo();
-  // The first byte at which two journals differ that were undone, or were `finish`ed, in words; empty if there is none.
+  // The first byte at which two journals differ, in words; empty if there is none. Both were undone or `finish`ed.
   // Bytes that only one of them wrote differ.
   static std::string difference(const Journal& a, const std::string& name_a, const Journal& b,
                                 const std::string& name_b);
-  // Keeps what the launch has written, and leaves memory as it is.
+  // Keeps the bytes that the launch has written, and leaves memory as it is.
   void finish();
 
  private:

@@ -1,5 +1,5 @@
 // Registers of 32 lanes: each is a vector in the register file of its warp, a predicate is one mask. They are read as
-// what the instruction says, so that the sources are compiled with -fno-strict-aliasing (and -fwrapv).
+// the type that an instruction names: the sources are compiled with -fno-strict-aliasing (and -fwrapv).
 #pragma once
 #include "machine.h"
 

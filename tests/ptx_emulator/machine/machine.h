@@ -1,4 +1,4 @@
-// The state of a launch: CTAs of warps, what they have in flight, and what is counted and noted. One CTA is a cluster.
+// The state of a launch: CTAs of warps, operations in flight, counters and notes. One CTA is a cluster.
 // Everything asynchronous may complete when issued, at the latest moment that the program's waits allow, or at random.
 #pragma once
 #include <memory>
@@ -65,7 +65,7 @@ struct Warp {
   BulkStoreState bulk;
 };
 
-// What a family of instructions keeps for a CTA, where it has to; made when first asked for (Cta::state).
+// State that a family of instructions keeps for a CTA, if it needs any; made at its first use (Cta::state).
 struct FamilyState {
   virtual ~FamilyState() = default;
   virtual void end(Cta& cta) = 0;  // when all warps have ended: checks that nothing is left
@@ -121,7 +121,7 @@ struct Launch {
   std::mt19937 random;
   std::vector<std::string> notes;
   std::unordered_map<std::string, int> note_counts;
-  std::vector<BulkStore> late_writes;  // stores that have read shared memory, and that nobody has waited for
+  std::vector<BulkStore> late_writes;  // stores that have read shared memory, and that nothing has waited for
   std::unordered_map<u64, u64> global_writers, global_readers;  // by word of 4 bytes: 1 + CTA
 
   // Notes of the same instruction (up to the first `[`) are kept once, and counted.

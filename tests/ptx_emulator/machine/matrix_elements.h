@@ -21,8 +21,8 @@ inline float element(Element e, const u8* bytes) {
   return e == Element::TF32 ? TF32::load(raw) : half(e, u16(raw));
 }
 
-// PTX ISA, Matrix Fragments for mma.m16n8k16 with floating point type: calls f(row, k, value) for what `count`
-// registers hold of 16 rows of A. It is the same for wgmma (Register Fragments and Shared Memory Matrix Layouts).
+// PTX ISA, Matrix Fragments for mma.m16n8k16 with floating point type: calls f(row, k, value) for the elements
+// of 16 rows of A in `count` registers. It is the same for wgmma (Register Fragments and Shared Memory Matrix Layouts).
 template <class F>
 void for_fragment_a(Warp& w, const Slot* registers, int count, Element e, F f) {
   for (int r = 0; r < count; r++) {

@@ -27,7 +27,7 @@ void try_complete(Cta& cta, Mbarrier& b) {
   b.done[size_t(mbarrier_agent(cta, b.number))] = u32(b.phase);
 }
 
-// Every use is ordered after the init.
+// Notes a use that is not ordered after the init.
 void check_order(Cta& cta, Warp& w, const Op& o, Mbarrier& b) {
   if (!cta.races.on) return;
   const auto& known = cta.races.known[size_t(w.id)];
@@ -36,7 +36,7 @@ void check_order(Cta& cta, Warp& w, const Op& o, Mbarrier& b) {
         format("RACE on an mbarrier: used by a warp that is not ordered after its init: %s", where(cta, w, o).c_str()));
   b.used[size_t(w.id)] = known[size_t(w.id)];
 }
-// The end is ordered after every use.
+// Notes an end that is not ordered after every use.
 void check_order_of_end(Cta& cta, Warp& w, const Op& o, const Mbarrier& b) {
   if (!cta.races.on) return;
   const auto& known = cta.races.known[size_t(w.id)];

@@ -21,7 +21,7 @@ struct Mbarrier {
   bool valid;
   // For the search for races
   int number;                    // among those of the CTA
-  std::vector<u32> clock, done;  // what those that arrived know of, in this phase and in the last completed one
+  std::vector<u32> clock, done;  // known to those that arrived, in this phase and in the last completed one
   int init_warp;
   u32 init_clock;
   bool init_unfenced;     // its init has not been made visible to the async proxy

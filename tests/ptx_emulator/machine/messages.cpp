@@ -1,4 +1,4 @@
-// Where a warp is, what every warp of a deadlocked CTA waits for, and notes, which do not end the launch.
+// Text of a warp's position, of the waits in a deadlocked CTA, and of notes, which do not end the launch.
 #include "messages.h"
 
 #include <algorithm>

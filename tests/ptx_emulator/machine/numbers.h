@@ -1,5 +1,5 @@
-// The floating-point formats that C++ has not: bf16, fp16 and tf32, held in integers and computed with in fp32.
-// A NaN is stored as the canonical one, which is what the GPU's conversions give.
+// The floating-point formats that C++ lacks: bf16, fp16 and tf32, held in integers and computed with in fp32.
+// A NaN is stored as the canonical one, as by the GPU's conversions.
 #pragma once
 #include <cmath>
 

@@ -65,7 +65,7 @@ class Parser {
   int statement_line_ = 0;
   int vector_depth_ = 0;
 
-  // What stands before the entry: the name of dynamic shared memory
+  // Statements before the entry: the name of dynamic shared memory
   void module() {
     for (; at_ < lines_.size(); at_++) {
       const std::string& s = lines_[at_].text;
@@ -112,7 +112,7 @@ class Parser {
     Type type = Type::None;
     u32 align = 0;
     for (size_t k = 1; k + 1 < words.size(); k++) {
-      if (words[k] == ".ptr") break;  // what follows describes what it points to
+      if (words[k] == ".ptr") break;  // the rest describes the memory that it points to
       if (words[k][0] == '.' && type_named(words[k].substr(1)) != Type::None) type = type_named(words[k].substr(1));
       if (words[k] == ".align") align = u32(atoi(words[k + 1].c_str()));
     }

@@ -16,11 +16,10 @@ struct Op;
 // Executes an operation for the lanes in `mask`.
 using Handler = void (*)(Cta&, Warp&, const Op&, u32 mask);
 
-// What the loop over a warp's instructions does with an operation; all but Compute change more than registers and
-// memory.
+// Kinds of operations for the loop over a warp's instructions; all but Compute change more than registers and memory.
 enum class Kind : u8 { Compute, Branch, BranchIndexed, Exit, Barrier, MbarrierWait, SetRegisters, Trap };
 
-// Which lanes must execute an operation together: any, all that have not ended (.aligned), or those of a member mask.
+// The lanes that execute an operation together: any, all that have not ended (.aligned), or those of a member mask.
 enum class Together : u8 { Any, All, Members };
 
 // [base + offset], with the base a register of 32 or 64 bits
@@ -46,12 +45,12 @@ struct Op {
   u32 d[2] = {NONE, NONE};       // destinations
   u32 s[4] = {NONE, NONE, NONE, NONE};
   u32 members = NONE;  // register with the member mask
-  s32 target = -1;     // of a branch: a pc, or which of the program's tables of them
+  s32 target = -1;     // of a branch: a pc, or the index of a table of them
   s64 imm = 0;
   Address address[3];
   std::vector<Slot> list;    // vectors of registers
   std::vector<u32> touched;  // offsets of all registers that it names
-  std::vector<u32> writes;   // of those written, the ones that are operands of a wgmma
+  std::vector<u32> writes;   // written registers that are operands of a wgmma
   int line = 0, number = 0;  // in the PTX text, among the operations
 
   // Modifiers of a family of instructions, as a struct of that family.

@@ -1,5 +1,5 @@
 // Vector clocks. A granule keeps its last writer and the last read of every agent; an access that is not ordered after
-// what it conflicts with is noted, whether or not the schedule of this run made it go wrong.
+// one that it conflicts with is noted, even if no harm came of it in the schedule of this run.
 #include "races.h"
 
 #include <algorithm>

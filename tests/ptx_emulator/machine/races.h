@@ -1,6 +1,6 @@
-// Races in shared memory, by vector clocks: every warp knows up to which point it is ordered after each agent, and
-// every granule who wrote and read it last. Agents are warps and what they have in flight, so that all orders are seen
-// at once.
+// Races in shared memory, by vector clocks: every warp has, for each agent, the clock up to which it is ordered after
+// it, and every granule has its last write and reads. Agents are warps and their operations in flight, so that one run
+// covers all orders.
 #pragma once
 #include <vector>
 
@@ -15,7 +15,7 @@ struct Op;
 constexpr int NO_AGENT = 255, MAX_TRACKED_MBARRIERS = 32;
 constexpr u8 NOBODY = NO_AGENT;
 
-// Who accesses memory, and when by its own clock
+// An agent that accesses memory, and the time of that by its own clock
 struct Agent {
   int id;
   u32 clock;
@@ -59,7 +59,7 @@ void shared_write(Cta&, Warp&, const Op&, u32 address, u32 size, WriteKind kind 
 // The warp is ordered after all that `clock` knows of, or after an agent's clock.
 void acquire(Cta&, Warp&, const std::vector<u32>& clock);
 void acquire(Cta&, Warp&, int agent, u32 clock);
-// Who acquires `clock` is ordered after what the warp has done so far, which is before what it does next.
+// A warp that acquires `clock` is ordered after all that this warp has done so far, and not after what it does next.
 void release(Cta&, Warp&, std::vector<u32>& clock);
 
 }  // namespace emu

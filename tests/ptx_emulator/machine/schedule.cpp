@@ -1,5 +1,5 @@
-// CTAs are resident a few at a time, in the order of their numbers. What is in flight takes effect when no warp can go
-// on (late), or at random moments; so a launch cannot starve, and a deadlock is one whatever the schedule.
+// CTAs are resident a few at a time, in the order of their numbers. Operations in flight take effect when no warp
+// can go on (late), or at random moments; so a launch cannot starve, and a deadlock is one whatever the schedule.
 #include "schedule.h"
 
 #include <algorithm>
@@ -46,7 +46,7 @@ int share(Launch& launch) {
   return 1 + int(launch.random() % (launch.random() % 3 ? 40 : u32(config.quantum)));
 }
 
-// Some progress of a CTA that has not ended
+// Makes some progress in a CTA that has not ended.
 void advance(Launch& launch, Cta& cta) {
   const Config& config = launch.config;
   if (config.mode == Mode::Random)

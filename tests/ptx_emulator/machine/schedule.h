@@ -1,4 +1,4 @@
-// Which warp of which CTA runs, and when what is in flight takes effect.
+// The scheduler: it chooses the warp that runs, and the time when operations in flight take effect.
 #pragma once
 #include "machine.h"
 

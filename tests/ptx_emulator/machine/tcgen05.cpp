@@ -1,5 +1,5 @@
-// tcgen05: which of its instructions it is; fences. Its fences order nothing here: a wait for an mbarrier, for loads or
-// for stores does, and a barrier of the CTA; that a fence goes with it is not checked.
+// tcgen05: the choice among its instructions; fences. The fences order nothing here: waits for an mbarrier, for loads
+// or for stores do, and barriers of the CTA; whether a fence goes with these is not checked.
 #include "tcgen05.h"
 
 #include <algorithm>

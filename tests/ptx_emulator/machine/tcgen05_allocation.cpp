@@ -10,7 +10,7 @@ namespace emu {
 
 namespace {
 
-// In mode late the highest columns that are free, so that whoever takes the first one for 0 is wrong.
+// In mode late the highest columns that are free, so that a kernel that takes the first one for 0 is wrong.
 u32 first_free(const TensorMemory& t, u32 count, bool highest) {
   u32 found = NONE;
   for (u32 first = 0; first + count <= TENSOR_COLUMNS; first += count) {
@@ -39,7 +39,7 @@ void alloc(Cta& cta, Warp& w, const Op& o, u32 mask) {
   t.size[first / TENSOR_UNIT] = count;
   for (u32 lane = 0; lane < TENSOR_LANES; lane++) std::fill_n(&t.word(lane, first), count, TENSOR_NAN);
   t.forget(cta, first, count);
-  // No write that a proxy fence is about: Triton lets TMA overwrite it without one, after all threads have read it.
+  // This write needs no proxy fence: Triton lets TMA overwrite it without one, after all threads have read it.
   race_write(cta, w, o, at, 4, cta.races.on ? warp_agent(cta, w) : Agent{});
   memcpy(cta.shared_at(at), &first, 4);
 }

@@ -1,4 +1,4 @@
-// Unpacking of tcgen05's descriptors: what is reserved must be zero, and what is not implemented is an error.
+// Unpacking of tcgen05's descriptors: reserved bits must be zero; fields that are not implemented are errors.
 #include "tcgen05_descriptors.h"
 
 #include "messages.h"

@@ -1,4 +1,4 @@
-// What the descriptors of tcgen05.mma say: the instruction descriptor (types, signs, major-nesses, shape) and the
+// Contents of the descriptors of tcgen05.mma: the instruction descriptor (types, signs, major-nesses, shape) and the
 // matrix descriptors.
 #pragma once
 #include "matrix_operands.h"

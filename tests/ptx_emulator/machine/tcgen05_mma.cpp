@@ -1,5 +1,5 @@
 // tcgen05.mma of one CTA (.kind::f16, .kind::tf32) and tcgen05.commit. Products are exact and sums are rounded to fp32
-// one by one. MMAs and commits of a CTA are done in the order in which they were issued, when it is up to the mode.
+// one by one. MMAs and commits of a CTA are done in the order of their issue, at times that the mode decides.
 #include <algorithm>
 #include <cmath>
 
@@ -112,7 +112,7 @@ void check_lanes(Cta& cta, Warp& w, const Op& o, const MmaShape& shape, TensorAd
     fail_at(cta, w, o, 0, format("tcgen05.mma: %s in tensor memory from lane %u on with M %u", name, at.lane, shape.m));
 }
 
-// Accesses, as of the time of the issue
+// Records the accesses, as of the time of the issue.
 void record(Cta& cta, Warp& w, const Op& o, const Mma& mma, u32 sequence) {
   TensorMemory& t = tensor_memory(cta);
   const Agent by{tensor_mma_agent(cta), sequence};
@@ -189,8 +189,8 @@ void commit(Cta& cta, Warp& w, const Op& o, u32 mask) {
     operation->op = o.number, operation->warp = w.id, operation->mbarrier = u32(at[i]);
     use_mbarrier(cta, w, o, i, u32(at[i]));
     if (cta.races.on) {
-      // Who sees the arrival is ordered after this warp's MMAs and after what they were ordered after; not after what
-      // else this warp has done.
+      // A warp that sees the arrival is ordered after this warp's MMAs and after all that they were ordered after, but
+      // not after anything else that this warp has done.
       operation->clock = cta.races.known[size_t(w.id)];
       operation->clock[size_t(w.id)] = 0;
       u32& mmas = operation->clock[size_t(tensor_mma_agent(cta))];

@@ -184,7 +184,7 @@ void wait_stores(Cta& cta, Warp& w, const Op&, u32) {
 }  // namespace
 
 // PTX ISA, tcgen05 Memory Consistency Model: an instruction that depends on a register of a tcgen05.ld comes after it
-// without a wait; what the ld has read of tensor memory stays unordered until then.
+// without a wait; the ld's read of tensor memory stays unordered until the wait.
 bool settle_tensor_loads(Cta& cta, Warp& w, u32 offset) {
   if (!cta.program->uses_tensor_memory) return false;
   auto& loads = tensor_memory(cta).loads[size_t(w.id)];

@@ -37,7 +37,7 @@ enum class Field : u8 {
 struct ReplaceOptions {
   Field field;
   Space space;
-  u8 ordinal;  // which dimension
+  u8 ordinal;  // index of a dimension
   u8 bits;
 };
 const std::map<std::string, Field> fields = {{"global_address", Field::GlobalAddress},
@@ -93,7 +93,7 @@ void replace(Cta& cta, Warp& w, const Op& o, u32 mask) {
   });
 }
 
-// The fence that it is as well orders nothing here: global memory is coherent.
+// It is a fence, too, which orders nothing here: global memory is coherent.
 void copy_and_fence(Cta& cta, Warp& w, const Op& o, u32 mask) {
   const int lane = __builtin_ctz(mask);
   const u64 to = addresses(w, o.address[0])[lane];

@@ -1,4 +1,4 @@
-// Tensor maps (CUtensorMap): the 128 opaque bytes hold here what this emulator needs of them. Tiled mode only, without
+// Tensor maps (CUtensorMap): the 128 opaque bytes hold the fields that this emulator needs. Tiled mode only, without
 // interleave and element strides.
 #pragma once
 #include <algorithm>
@@ -28,7 +28,7 @@ struct TensorMap {
   Swizzle swizzle;
   ElementType type;
   u8 item;      // bytes of an element
-  u8 nan_fill;  // what is out of bounds reads as NaN, not as zero
+  u8 nan_fill;  // elements out of bounds are NaN, not zero
 
   u64 box_bytes() const {
     u64 n = item;
@@ -39,7 +39,7 @@ struct TensorMap {
 constexpr u32 TENSOR_MAP_BYTES = 128;
 static_assert(sizeof(TensorMap) <= TENSOR_MAP_BYTES);
 
-// What the host asks cuTensorMapEncodeTiled for; dimensions from the innermost one on, strides in bytes
+// Arguments of cuTensorMapEncodeTiled; dimensions from the innermost one on, strides in bytes
 struct MapEncoding {
   u64 base;
   int rank;
@@ -48,7 +48,7 @@ struct MapEncoding {
   int swizzle, type, item;
   bool nan_fill;
 
-  // What is wrong, or empty and the map; `note` says what is right and unusual.
+  // Returns the error, or empty and the map in `out`; `note` has what is allowed and unusual.
   std::string encode(TensorMap& out, std::string& note) const;
 };
 

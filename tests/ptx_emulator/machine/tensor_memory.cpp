@@ -96,7 +96,7 @@ void TensorMemory::end(Cta& cta) {
            cta.index[0], cta.index[1], cta.index[2], size[(owner[unit] - 1) / TENSOR_UNIT]);
   auto note = [&](const std::vector<std::vector<TensorMove>>& moves, const char* what) {
     for (auto& of_warp : moves)
-      if (!of_warp.empty()) cta.launch->note(format("a CTA ends with %s that nobody waited for", what));
+      if (!of_warp.empty()) cta.launch->note(format("a CTA ends with %s that nothing waited for", what));
   };
   note(loads, "tcgen05.ld"), note(stores, "tcgen05.st");
 }

@@ -1,5 +1,5 @@
-// Tensor memory of a CTA of sm_100 (PTX ISA, tcgen05: Tensor Memory): 128 lanes of 512 columns of 32 bits. What is
-// allocated, what is being written, and the search for races, told of cells: 16 lanes of a column.
+// Tensor memory of a CTA of sm_100 (PTX ISA, tcgen05: Tensor Memory): 128 lanes of 512 columns of 32 bits. It has
+// the allocations, unfinished writes, and the search for races, by cells: 16 lanes of a column.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,7 @@ namespace emu {
 
 constexpr u32 TENSOR_LANES = 128, TENSOR_COLUMNS = 512, TENSOR_UNIT = 32;  // columns are allocated in units
 constexpr u32 TENSOR_CELL_LANES = 16, TENSOR_CELLS = TENSOR_LANES / TENSOR_CELL_LANES * TENSOR_COLUMNS;
-constexpr u32 TENSOR_NAN = 0xffffffff;  // what has not been written reads so
+constexpr u32 TENSOR_NAN = 0xffffffff;  // the value of words that have not been written
 
 struct TensorAddress {
   u32 lane, column;
@@ -24,7 +24,7 @@ struct TensorMove {
   int op;
   u32 address;
   std::vector<u32> values;  // of st, by register and lane
-  std::vector<bool> lost;   // of ld, by cell: what was being written when it was issued
+  std::vector<bool> lost;   // of ld, by cell: a write was unfinished when it was issued
 };
 
 struct TensorMemory : FamilyState {
@@ -58,10 +58,10 @@ struct TensorMemory : FamilyState {
   void check_writer(Cta&, Warp&, const Op&, u32 cell, int agent, const char* what) const;
 };
 
-// Of this CTA; made when first asked for
+// The tensor memory of this CTA; made at its first use
 TensorMemory& tensor_memory(Cta&);
 
-// An instruction names a register in flight: true if it is of tcgen05.lds, which then are done.
+// For an instruction that names a register in flight: if tcgen05.lds load it, they are done now, and it returns true.
 bool settle_tensor_loads(Cta&, Warp&, u32 offset);
 
 }  // namespace emu

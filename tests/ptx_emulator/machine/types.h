@@ -4,7 +4,7 @@
 
 namespace emu {
 
-// PTX ISA, Fundamental Types, and what instructions add to them
+// PTX ISA, Fundamental Types, and those that instructions add
 enum class Type : u8 {
   None,
   Pred,

@@ -12,7 +12,7 @@ namespace emu {
 
 namespace {
 
-// Merges fragments that are at the same instruction; the one to run is that with the smallest pc.
+// Merges fragments that are at the same instruction; returns the one to run, with the smallest pc.
 size_t reconverge(const Cta& cta, Warp& w) {
   auto& fragments = w.fragments;
   for (size_t i = 0; i < fragments.size(); i++)
@@ -84,7 +84,7 @@ void exit_lanes(Warp& w, size_t which, u32 mask) {
   if (!f.mask) w.fragments.erase(w.fragments.begin() + long(which));
 }
 
-// True if the warp has to wait: no lane is through, and no other lane could do something.
+// True if the warp has to wait: no lane passes, and no other lane can go on.
 bool wait_at_mbarrier(Cta& cta, Warp& w, const Op& o, u32 mask) {
   o.fn(cta, w, o, mask);
   u64* c = cta.launch->counters;

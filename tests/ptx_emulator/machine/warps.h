@@ -6,7 +6,7 @@
 namespace emu {
 
 std::unique_ptr<Warp> new_warp(const Launch&, Cta&, int id);
-// Until it waits, ends, or has had its share of instructions
+// Runs a warp until it waits, ends, or has executed `quantum` instructions.
 void run_warp(Cta&, Warp&, int quantum);
 bool can_run(const Cta&, const Warp&);
 

@@ -69,8 +69,8 @@ void perform(Cta& cta, Warp& w, const WgmmaPending& p) {
   for_accumulators([&](float& d, float& sum) { d = sum; });
 }
 
-// PTX ISA, wgmma.mma_async: the warps of a group execute the same instructions with the same descriptors. Each goes its
-// own way here, so that what they issue is compared one by one.
+// PTX ISA, wgmma.mma_async: the warps of a group execute the same instructions with the same descriptors. Each runs by
+// itself here, and the instructions that they issue are compared one by one.
 struct GroupOrder : FamilyState {
   struct Issue {
     int op;
@@ -78,8 +78,8 @@ struct GroupOrder : FamilyState {
     bool operator==(const Issue& other) const = default;
   };
   struct Group {
-    std::deque<Issue> issued;  // what not all of its warps have issued yet
-    u64 first = 0;             // how many they all have
+    std::deque<Issue> issued;  // instructions that not all of its warps have issued yet
+    u64 first = 0;             // number that all have issued
     u64 count[4] = {};         // by warp
   };
   std::map<int, Group> groups;
@@ -168,7 +168,7 @@ void wait_group(Cta& cta, Warp& w, const Op& o, u32) {
   acquire(cta, w, wgmma_agent(cta, w), state.sequence > pending ? state.sequence - pending : 0);
 }
 
-// PTX ISA, wgmma.fence: orders what was written to registers before the wgmmas that use them.
+// PTX ISA, wgmma.fence: orders writes of registers before the wgmmas that use them.
 void fence(Cta&, Warp& w, const Op&, u32) { std::fill(w.wgmma.written.begin(), w.wgmma.written.end(), 0); }
 
 void decode_mma_async(Decoder& d, Instruction& i) {
@@ -224,7 +224,7 @@ void decode_wgmma(Decoder& d, Instruction& i) {
 }
 
 void end_wgmma(Cta& cta, Warp& w) {
-  auto note = [&](const char* what) { cta.launch->note(format("warp ends with %s that nobody waited for", what)); };
+  auto note = [&](const char* what) { cta.launch->note(format("warp ends with %s that nothing waited for", what)); };
   if (!w.wgmma.open.empty()) note("wgmma");
   for (auto& group : w.wgmma.groups)
     if (!group.empty()) note("wgmma groups");

@@ -1,5 +1,5 @@
 // wgmma: matrix products of a warp group, with operands in shared memory or registers, computed by each warp for its
-// own 16 rows of D. What a warp issues is in flight until its wgmma.wait_group; sums are in fp32.
+// own 16 rows of D. A warp's wgmmas are in flight until its wgmma.wait_group; sums are in fp32.
 #pragma once
 #include <deque>
 #include <vector>
@@ -29,7 +29,7 @@ struct WgmmaState {
 
 void decode_wgmma(Decoder&, Instruction&);
 void end_wgmma(Cta&, Warp&);
-// Of all that operations write, keeps the operands of wgmmas: what wgmma.fence is about.
+// Reduces the registers that operations write to operands of wgmmas, which wgmma.fence orders.
 void keep_wgmma_operands(Program&);
 
 }  // namespace emu
