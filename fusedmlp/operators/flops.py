@@ -1,6 +1,6 @@
-"""What `torch.utils.flop_counter.FlopCounterMode` counts of the operators: their products, two operations a term.
+"""FLOPs of the operators for `torch.utils.flop_counter.FlopCounterMode`: two for each term of a matrix product.
 
-Of shapes alone, so that rows of padding count as others do. Nothing but products counts, as in PyTorch's own formulas.
+They are computed from shapes alone, so padding rows count, too. Nothing but products counts, as in PyTorch's formulas.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Shape = Sequence[int]
 
 
 def _product(num_rows: int, weights: Sequence[Shape]) -> int:
-    """Of `num_rows` rows with weights of `[E, N, K]` or E of `[N, K]`; none without weights."""
+    """FLOPs of `num_rows` rows times weights, `[E, N, K]` or E of `[N, K]`; 0 without weights."""
     return 2 * num_rows * weights[0][-2] * weights[0][-1] if weights else 0
 
 
@@ -51,6 +51,6 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Tell PyTorch the formulas; the operators must be there."""
+    """Register the formulas with PyTorch; the operators must be registered already."""
     for name, formula in _FORMULAS.items():
         register_flop_formula(getattr(torch.ops.fusedmlp, name))(formula)
