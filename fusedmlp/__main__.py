@@ -77,7 +77,9 @@ def _add_doctor(commands: Commands) -> None:
         "fusedmlp cannot run here as it should.",
     )
     _add_layer(parser)
-    parser.add_argument("--weights", choices=("packed", "separate", "megatron"), default="packed", help="storage")
+    parser.add_argument(
+        "--weights", choices=("packed", "separate", "megatron"), default="packed", help="how weights are stored"
+    )
     parser.add_argument("--target", choices=TARGETS, help="GPU to show kernels for; default: the one here, or sm_90")
     parser.add_argument("--json", action="store_true", help="print one object instead of text")
     parser.set_defaults(run=_doctor)

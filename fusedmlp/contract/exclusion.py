@@ -25,7 +25,7 @@ def hold_others(params: Sequence[Tensor]) -> Held | None:
 
     Returns None if another thread may be accumulating already. The caller holds the lock until after `release`.
     """
-    if not params or not engine.other_threads():  # only this thread could start one, and it is here
+    if not params or not engine.other_threads():  # only this thread could start one, and it is busy here
         return []
     if engine.others_run_backward():
         return None
