@@ -106,7 +106,7 @@ class StepHooks:
             found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().to(found_inf)))
 
     def _unscale(self) -> None:
-        """Unscale in float32, which a `GradScaler` leaves to fused optimizers: a scaled one may overflow float16."""
+        """Unscale in float32 gradients that a `GradScaler` leaves to fused optimizers: float16 can overflow."""
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
             for group in self.optimizer.param_groups:
