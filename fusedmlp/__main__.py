@@ -1,7 +1,7 @@
 """`python -m fusedmlp COMMAND`.
 
 A command is one function that adds its parser and sets `run`, which takes the parsed arguments and returns the
-exit status. It imports what it needs when it runs; that of `kernels` and `bench` lies in a clone of the repository.
+exit status. A command imports its code when it runs; `kernels` and `bench` find theirs in a clone of the repository.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command that `arguments` (default: the process's) name; its exit status."""
+    """Run the command that `arguments` (default: the process's) name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
@@ -77,7 +77,9 @@ def _add_doctor(commands: Commands) -> None:
         "fusedmlp cannot run here as it should.",
     )
     _add_layer(parser)
-    parser.add_argument("--weights", choices=("packed", "separate", "megatron"), default="packed", help="how they lie")
+    parser.add_argument(
+        "--weights", choices=("packed", "separate", "megatron"), default="packed", help="how weights are stored"
+    )
     parser.add_argument("--target", choices=TARGETS, help="GPU to show kernels for; default: the one here, or sm_90")
     parser.add_argument("--json", action="store_true", help="print one object instead of text")
     parser.set_defaults(run=_doctor)
@@ -174,7 +176,7 @@ def _kernels(args: argparse.Namespace) -> int:
 def _add_bench(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="comparisons with peers, limit times of every pass, what a model says of it, and the balance of schedules",
+        help="comparisons with peers, limit times and modelled times of every pass, and the balance of schedules",
         description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
         "measured in the same run. Or times by a model of the compiled kernels. Every shape comes with even loads, "
         "Zipf-skewed ones and a quarter of the experts empty.",
@@ -183,12 +185,12 @@ def _add_bench(commands: Commands) -> None:
     what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
     what.add_argument("--model", action="store_true", help="times of every pass by what its compiled code costs")
-    what.add_argument("--report", type=Path, metavar="DIR", help="run the comparisons with peers; one page into DIR")
+    what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
     parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
     parser.add_argument(
         "--specialised", action="store_true", help="for --model: warp-specialized kernels, beside the others"
     )
-    parser.add_argument("--results", type=Path, help="for --report: what `pytest bench --benchmark-json` or it wrote")
+    parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.set_defaults(run=_bench)
@@ -215,7 +217,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _has_bench(command: str) -> bool:
-    """Whether this is a clone of the repository, which has `bench/`, and make it importable; otherwise say so."""
+    """Whether this is a clone of the repository, with `bench/`; makes that importable, or prints an error."""
     root = Path(__file__).resolve().parents[1]
     if not (root / "bench" / "proof" / "command.py").is_file():
         print(
@@ -244,14 +246,14 @@ def _positive(argument: str) -> int:
 
 
 def _main_into_a_pipe() -> int:
-    """`main`, which ends quietly if nobody reads its output to the end, as in `| head`; a shell's status for that."""
+    """Run `main`; if the reader of its output ends early, as in `| head`, end quietly with the shell's status."""
     try:
         try:
             return main()
         finally:
             print(end="", flush=True)
     except BrokenPipeError:
-        # What is still buffered has nowhere to go; Python would try once more when it ends, and complain.
+        # At exit Python would try to write the rest of its buffer, and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # 128 + SIGPIPE
 

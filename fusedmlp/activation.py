@@ -1,4 +1,4 @@
-"""Activations: what they are called and what their options mean."""
+"""Activations: their names and options."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ class Activation:
     limit: float | None = None
     alpha: float | None = None
     linear_offset: float = 0.0
-    # Made at once, for torch.compile: it takes a float that it meets in a graph for a variable, and of a frozen object
-    # knows nothing but the fields.
+    # Computed in __post_init__ for torch.compile: in a graph it treats floats as variables, and of a frozen object it
+    # knows only the fields.
     gated: bool = field(init=False, repr=False, compare=False)  # whether fc1 has 2F output channels
-    encoded: str = field(init=False, repr=False, compare=False)  # as text, the form in which operators take it
+    encoded: str = field(init=False, repr=False, compare=False)  # as text, for operators
 
     def __post_init__(self) -> None:
         if self.name not in _KINDS:

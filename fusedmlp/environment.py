@@ -7,7 +7,7 @@
 | `FUSEDMLP_SPECIALISED`          | 0, 1   | 1: use warp-specialized kernels where there are any (Hopper and          |
 |                                 |        | sm_100, 16 bits, long loads); 0, the default: only those that were tuned |
 | `FUSEDMLP_TUNED`                | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
-| `FUSEDMLP_CACHE`                | folder | where those are kept; default `~/.cache/fusedmlp`                        |
+| `FUSEDMLP_CACHE`                | folder | where tuned tiles are kept; default `~/.cache/fusedmlp`                  |
 | `FUSEDMLP_UNSUPPORTED_VERSIONS` | 0, 1   | 1: warn instead of raising where torch or Triton is too old. Set by      |
 |                                 |        | `python -m bench.gpu --unsupported-versions`; gradients can be wrong     |
 | `TRITON_INTERPRET`              | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
@@ -65,7 +65,7 @@ def triton_interpret() -> bool:
 
 
 def switches() -> dict[str, str]:
-    """Those that are set, by name; raises if a value is wrong."""
+    """Switches that are set, by name; raises if a value is wrong."""
     for name in _FLAGS:
         _flag(name)
     return {name: os.environ[name] for name in (*_FLAGS, "FUSEDMLP_CACHE") if name in os.environ}

@@ -64,9 +64,9 @@ def grouped_mlp(
         accumulate_wgrad: "main_grad": add into `param.main_grad`; "grad": add into `param.grad` where there is
             one and a GEMM may, else return the gradient to autograd; "off": return it always; "auto": "main_grad" where
             the parameter has it, else "grad". See `fusedmlp.contract` for what backward returns in each case.
-        wgrad_queue: put the weight gradients off until `wgrad_queue.run()`. A gradient that somebody asks for
-            (`torch.autograd.grad`, a weight that is not a leaf) is not put off.
-        is_first_microbatch: True: a step begins, and `main_grad` is stale: the first gradient to arrive, whichever
+        wgrad_queue: delay the weight gradients until `wgrad_queue.run()`. A gradient that must be returned
+            (`torch.autograd.grad`, a weight that is not a leaf) is not delayed.
+        is_first_microbatch: True: begin a step: `main_grad` becomes stale, and the first gradient to arrive, whichever
             micro-batch it is of, overwrites it. Leave it out of evaluation.
         impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU. "torch" rounds a bfloat16
             or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`.
@@ -76,7 +76,7 @@ def grouped_mlp(
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
-        RuntimeError: gradient fusion asked for where it cannot be had; no triton, or no GPU for it.
+        RuntimeError: gradient fusion requested where it is impossible; no triton, or no GPU for it.
     """
     validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
     source = validate.rows("x", x)
@@ -115,12 +115,12 @@ def moe_experts(
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
 
     `y[t] = sum over k of top_k_weights[t, k] * mlp(e, hidden_states[t])` with `e = top_k_index[t, k]` and `mlp` as
-    in `grouped_mlp`. Ids outside `[0, E)` mark rows of experts that are elsewhere: they cost no GEMM work and add
-    zero, and their weights get a zero gradient. A token may choose one expert several times.
+    in `grouped_mlp`. Ids outside `[0, E)` mark rows of experts on other ranks: they cost no GEMM work and add zero,
+    and their `top_k_weights` get a zero gradient. A token may choose one expert several times.
 
     GEMMs gather their rows from the tokens, and backward keeps `hidden_states` once per token. Shapes do not depend
-    on values, and nothing waits for the device. Sums over `k` are in fp32 and in that order, so that the bits of `y`
-    and of all gradients repeat.
+    on values, and nothing waits for the device. Sums over `k` are in fp32 and in the order of `k`, so that `y` and all
+    gradients repeat bit for bit.
 
     Args:
         hidden_states: `[T, H]`, float32, bfloat16 or float16.
@@ -148,7 +148,7 @@ def moe_experts(
     )
     # fmt: on
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
-    # The layer's backward differentiates this, too; a program that is exported holds the operators alone.
+    # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
     routed = probs if torch.compiler.is_exporting() else probs.detach()
     order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
     rest = [hidden_states.contiguous(), order.plan, probs, order.tokens, order.rows, order.probs]
@@ -239,10 +239,10 @@ def _run(
     tensors: Sequence[Tensor | None],
     is_first_microbatch: bool | None,
 ) -> Tensor:
-    """Forward; once it has succeeded, what `main_grad` holds is stale if a step begins."""
+    """Run forward; once it has succeeded, begin a step if `is_first_microbatch`."""
     if torch.compiler.is_compiling():
         return compiled.run(call, weights, tensors, bool(is_first_microbatch))
-    # Here and not earlier: where the compiler gives the layer up, what came before may have run in a graph.
+    # Not earlier: where the compiler leaves the layer to eager code, the code above may have run in a graph.
     for name, experts in weights.items():
         enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
     if is_first_microbatch and inside_backward():
@@ -264,20 +264,20 @@ def _prepare(
     impl: str,
     activation: str,
 ) -> Call:
-    """The call's constants; checks what is common to all functions."""
+    """The call's constants, with `impl` checked and resolved."""
     impl = validate.implementation(impl, x.device)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or wgrad_queue is not None else _call
     return make(tuple(lengths), weight_layout == "in_out", accumulate_wgrad, wgrad_queue, False, impl, activation)
 
 
-# Of numbers and names alone.
+# Cached, as arguments are only numbers and names.
 _activation, _call = lru_cache(Activation), lru_cache(maxsize=1024)(Call)
 
 
 def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:
     """First rows of the experts, `[E + 1]`, on the device of x."""
-    # Made where the counts are: on the host their values can be checked, on a GPU nothing waits.
+    # Computed where the counts are: on the host their values are checked, on a GPU nothing waits.
     counts_impl = "torch" if counts.device.type == "cpu" else impl
     offsets: Tensor = ops.expert_offsets(counts, x.shape[0], counts_impl)
     return offsets.to(x.device, non_blocking=True)

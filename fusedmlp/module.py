@@ -26,7 +26,7 @@ class GroupedLinear(nn.Module):
         packed: one parameter `weight` `[E, out, in]` (and `bias` `[E, out]`); otherwise one per expert, `weight0` ...
             `weight{E-1}` `[out, in]` (and `bias0` ...). State dicts of both forms load into each other.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
-        delay_wgrad: put weight gradients off until `backward_dw()`.
+        delay_wgrad: delay weight gradients until `backward_dw()`.
         impl: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
@@ -74,7 +74,7 @@ class GroupedLinear(nn.Module):
         registered = self._parameters
         try:
             return [registered[name] for name in self._every_name[group]]  # type: ignore[misc]
-        except KeyError:  # FSDP1 and parametrizations put others in their place
+        except KeyError:  # FSDP1 and parametrizations replace parameters
             return [getattr(self, name) for name in self._every_name[group]]
 
     def forward(
@@ -99,7 +99,7 @@ class GroupedLinear(nn.Module):
         )
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that `delay_wgrad=True` put off."""
+        """Compute the weight gradients that `delay_wgrad=True` has delayed."""
         if self.wgrad_queue is not None:
             self.wgrad_queue.run()
 
@@ -122,7 +122,7 @@ class GroupedMLP(nn.Module):
         bias: fc1 and fc2 have biases.
         packed: see `GroupedLinear`.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
-        delay_wgrad: put weight gradients off until `backward_dw()`.
+        delay_wgrad: delay weight gradients until `backward_dw()`.
         impl: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
@@ -183,7 +183,7 @@ class GroupedMLP(nn.Module):
         )
 
     def backward_dw(self) -> None:
-        """Compute the weight gradients that `delay_wgrad=True` put off: of every backward, fc2 first, then fc1."""
+        """Compute the weight gradients that `delay_wgrad=True` has delayed: for each backward fc2, then fc1."""
         if self.wgrad_queue is not None:
             self.wgrad_queue.run()
 

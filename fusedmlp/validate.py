@@ -1,4 +1,4 @@
-"""Checks of the public functions' arguments. Each error names the argument, what was expected, what came."""
+"""Checks the arguments of the public functions. Each error names the argument, what was expected, and what came."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def options(accumulate_wgrad: str, weight_layout: str, wgrad_queue: object) -> N
 
 
 class Input(NamedTuple):
-    """The layer's input, whose kind the other tensors must have, and what its argument is called."""
+    """The layer's input, against which other arguments are checked, and the name of its argument."""
 
     name: str
     tensor: Tensor
 
 
 def rows(name: str, x: object) -> Input:
-    """The input as `[rows, in]`, of a supported dtype."""
+    """Check the layer's input: `[rows, in]`, of a supported dtype."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor; got {_kind(x)}")
     if x.dim() != 2:
@@ -60,7 +60,7 @@ def rows(name: str, x: object) -> Input:
 
 
 def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
-    """A weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
+    """Check a weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
     tensors, packed = _group(name, weight)
     alike = not torch.compiler.is_compiling() and are_alike(tensors)
     if not (alike and _is_kind(tensors[0], x, 3 if packed else 2)):
@@ -73,7 +73,7 @@ def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
     count = tensors[0].shape[0] if packed else len(tensors)
     if count == 0:
         raise ValueError(f"{name}: expected at least one expert; got shape {tuple(tensors[0].shape)}")
-    if tensors[0].numel() == 0:  # kernels count on a product having terms
+    if tensors[0].numel() == 0:  # kernels expect every product to have terms
         raise ValueError(f"{name}: expected at least one feature in and out; got shape {tuple(tensors[0].shape)}")
     out_features, in_features = tensors[0].shape[-2:]
     if weight_layout == "in_out":
@@ -82,7 +82,7 @@ def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
 
 
 def biases(name: str, bias: object, weight: Experts, x: Input) -> list[Tensor]:
-    """A bias: None, `[E, out]` or E times `[out]`."""
+    """Check a bias: None, `[E, out]` or E times `[out]`."""
     if bias is None:
         return []
     tensors, packed = _group(name, bias)
@@ -103,7 +103,7 @@ def size(name: str, what: str, expected: int, got: int) -> None:
 
 
 def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
-    """`tokens_per_expert` as an integer tensor `[E]`; its values are checked by the operator."""
+    """Check `tokens_per_expert`; return it as an integer tensor `[E]`. The operator checks its values."""
     name = "tokens_per_expert"
     if isinstance(tokens_per_expert, Tensor):
         tensor = _integers(name, tokens_per_expert)
@@ -123,7 +123,7 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
 
 
 def probabilities(probs: object, x: Input) -> Tensor | None:
-    """`probs` as `[R]`."""
+    """Check `probs`; return it as `[R]`."""
     if probs is None:
         return None
     if not isinstance(probs, Tensor):
@@ -137,7 +137,7 @@ def probabilities(probs: object, x: Input) -> Tensor | None:
 
 
 def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tensor, Tensor]:
-    """Every token's experts and their weights, both `[T, K]`."""
+    """Check the expert ids and weights of every token, both `[T, K]`."""
     if not isinstance(top_k_index, Tensor):
         raise TypeError(f"top_k_index: expected a tensor; got {_kind(top_k_index)}")
     if not isinstance(top_k_weights, Tensor):
@@ -162,7 +162,7 @@ def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tenso
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:
-    """In a dtype that operators take."""
+    """Check for integers; return them in a dtype that operators take."""
     if tensor.dtype in _WIDE_UNSIGNED:
         return tensor.long()
     if tensor.dtype not in _INTEGER_DTYPES:
@@ -214,7 +214,7 @@ def _group(name: str, value: object) -> tuple[list[Tensor], bool]:
 
 
 def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
-    """All of one shape with `dim` dimensions, of the dtype and device of x."""
+    """Check that all tensors are plain, of one shape with `dim` dimensions, and of the dtype and device of x."""
     shape = tensors[0].shape
     for i, tensor in enumerate(tensors):
         label = name if len(tensors) == 1 else f"{name}[{i}]"
@@ -232,9 +232,9 @@ def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
 
 
 def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:
-    """What `_same_kind` asks of a single tensor."""
-    own = x.tensor
-    return tensor.dim() == dim and is_plain(tensor) and tensor.dtype == own.dtype and tensor.device == own.device
+    """Whether a single tensor passes `_same_kind`."""
+    like = x.tensor
+    return tensor.dim() == dim and is_plain(tensor) and tensor.dtype == like.dtype and tensor.device == like.device
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """The layers inside `torch.compile`: the gradient contract in a graph that is traced before it runs.
 
 The compiler must see every write to `main_grad`, so those tensors are inputs of the graph, and the operators of its
-backward mutate them. What only a running program knows is the business of three operators of Python code:
+backward mutate them. Three operators of Python code check and decide what is known only when the graph runs:
 
     offsets, keys = enter_forward(offsets, weights, main_grads, ...)    in the graph's forward
     overwrites = enter_backward(dy, main_grads, keys, ...)              in its backward, before the GEMMs
     zero_where_(main_grads, overwrites)
 
-The compiler moves or drops what nothing depends on. So the forward's GEMMs take their offsets from `enter_forward`;
-`enter_backward` takes `dy`, and `main_grads` as the calls before left them, as the first to come overwrites them; and
-the wgrad GEMM adds to what `zero_where_` wrote.
+The compiler may move or drop an operator on which nothing depends, so data dependencies fix the order. The forward's
+GEMMs take their offsets from `enter_forward`. `enter_backward` takes `dy`, and `main_grads` as earlier calls left them,
+because the first gradient to arrive overwrites. The wgrad GEMM adds to what `zero_where_` wrote.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ from fusedmlp.validate import Experts
 
 
 def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[tuple[str, list[Any]]]:
+    """Groups of tensors by name: the inverse of `_flat`."""
     rest = iter(tensors)
     return [(name, [*islice(rest, length)]) for name, length in zip(names.split(","), lengths, strict=True)]
 
 
 class TracedKey(NamedTuple):
-    """What a graph carries from forward to backward, as numbers, for one fused parameter."""
+    """Integers that a graph carries from forward to backward for one fused parameter."""
 
     param: int  # its id; 0 if it is frozen
     address: int  # of its main_grad, as the graph knows it
@@ -57,8 +58,8 @@ def _enter_forward(
     first_microbatch: bool,
     grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """What a forward does outside of graphs."""
-    with torch.set_grad_enabled(grad_enabled):  # a compiled forward always runs without
+    """Checks of a forward, as outside of graphs; returns a copy of `offsets`, and the keys, `[weights, 3]`."""
+    with torch.set_grad_enabled(grad_enabled):  # a compiled forward always runs under no_grad
         groups = _split(weights, names, lengths)
         for (name, group), (_, outs) in zip(groups, _split(main_grads, names, lengths), strict=True):
             check_forward(name, group, "main_grad", delayed=False)
@@ -77,9 +78,10 @@ def _enter_forward(
 
 
 def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: str, lengths: list[int]) -> Tensor:
-    """Before a graph's backward adds a layer's gradients: check, set flags and dummies; which main_grads to zero first.
+    """Before a graph's backward adds a layer's gradients: check, set flags and dummies.
 
-    The graph is one node of the engine, and always adds: a backward for which that would be wrong raises.
+    Returns which main_grads to zero first, bool `[weights]`. The graph is one node of the engine and always adds to
+    main_grad, so a backward that must not add raises.
     """
     places = [
         (name, None if n == 1 else i) for name, n in zip(names.split(","), lengths, strict=True) for i in range(n)
@@ -109,7 +111,7 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
 
 
 def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, place: Place) -> tuple[Tensor, ParameterState]:
-    """The parameter that a node accumulates into, to whose main_grad this backward adds until it is over."""
+    """The parameter of an AccumulateGrad node, checked; notes that this backward adds to main_grad until it ends."""
     if engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
         raise RuntimeError(
             f"{destination.label(place)}: a compiled backward adds to main_grad, and this one must not: expected "
@@ -152,19 +154,19 @@ zero_where_ = register("zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) 
 
 
 class Traced(NamedTuple):
-    """Where the gradients of a traced `Call` go; stays with the call if the graph broke right before the layer."""
+    """Where the gradients of a traced `Call` go; used outside of a graph, too, if it broke right before the layer."""
 
-    main_grads: dict[str, list[Tensor]]  # of the weights that are fused
+    main_grads: dict[str, list[Tensor]]  # by weight name, of fused weights only
     keys: Tensor | None
 
     def enter_backward(self, dy: Tensor) -> None:
-        """Run the operator that decides, and zero what is to be overwritten."""
+        """Run the operator `enter_backward`, and zero each main_grad that is to be overwritten."""
         if self.keys is not None:
             outs, names, lengths = _flat(self.main_grads)
             zero_where_(outs, enter_backward(dy, outs, self.keys, names, lengths))
 
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route:
-        """As `Call.route`; never delayed, and adding to `main_grad` wherever that is fused."""
+        """As `Call.route`, but never delayed; a fused weight's GEMM always adds to `main_grad`."""
         wanted, fused = True in nodes, name in self.main_grads
         outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
         uses = [engine.CAPTURE if node else engine.DROP for node in nodes]
@@ -173,12 +175,12 @@ class Traced(NamedTuple):
 
 
 def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]]:
-    """What `_split` splits."""
+    """The tensors, names and lengths of groups, as operators take them."""
     return [t for tensors in groups.values() for t in tensors], ",".join(groups), [*map(len, groups.values())]
 
 
 class _Linear(layers.GroupedLinear):
-    jvp = torch.autograd.Function.jvp  # the tracer takes no other
+    jvp = torch.autograd.Function.jvp  # Dynamo traces only the default one
 
 
 class _MLP(layers.GroupedMLP):
@@ -186,9 +188,9 @@ class _MLP(layers.GroupedMLP):
 
 
 def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
-    """What the graph adds the gradients of `weights` to; empty: it returns them.
+    """The `main_grad`s to which the graph adds the gradients of `weights`.
 
-    Those that go to `.grad` it returns too: PyTorch adds them.
+    Empty: the graph returns the gradients, also those that go to `.grad`, to which PyTorch adds them.
     """
     trained = [weight for weight in weights if weight.requires_grad]
     if not trained or mode in ("off", "grad"):
@@ -207,7 +209,7 @@ def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
             raise destination.no_main_grad(name)
     if len(present) < len(trained):
         return []
-    if not all(weight.is_leaf for weight in trained):  # a graph detaches it, as it gets no gradient back
+    if not all(weight.is_leaf for weight in trained):  # the graph detaches it, as it returns no gradient for it
         raise RuntimeError(
             f"{name}: accumulate_wgrad={mode!r} needs a leaf parameter; got a result of operations, through which "
             "only a returned gradient flows back: use accumulate_wgrad='off'"
@@ -216,20 +218,20 @@ def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
 
 
 class _NothingSaved:
-    """In the place of a node of autograd's graph."""
+    """Replaces `ctx` in an exported program, in which operators save their own tensors."""
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Operators save what they need themselves."""
+        """Save nothing."""
 
 
 def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None], first_microbatch: bool) -> Tensor:
-    """The layer inside a graph; `tensors` as its `autograd.Function` takes them.
+    """Run the layer inside a graph; `tensors` as its `autograd.Function` takes them.
 
-    A program that is exported holds the operators by themselves, and returns plain gradients: see `operators.py`.
+    An exported program holds the operators alone, which return plain gradients: see `operators.py`.
 
     Raises:
-        RuntimeError: what cannot be had in a graph: delayed weight gradients, Megatron-FSDP's buffers.
-        RuntimeError, ValueError: main_grad missing.
+        RuntimeError: delayed weight gradients or Megatron-FSDP's buffers, which a graph cannot have.
+        RuntimeError, ValueError: main_grad is missing.
     """
     groups = {name: experts.tensors for name, experts in weights.items()}
     grad_enabled = torch.is_grad_enabled()

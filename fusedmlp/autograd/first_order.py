@@ -1,4 +1,4 @@
-"""Makes a second differentiation of gradients raise: writes into given tensors are not recorded."""
+"""Makes double backward raise: autograd does not record writes into given tensors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _Grads = TypeVar("_Grads")
 
 
 def refuse_second_order(grads: _Grads, sources: Sequence[Tensor | None], way: str) -> _Grads:
-    """Under `create_graph=True`: the gradients, with a graph in which every way to `sources` raises.
+    """Under `create_graph=True`: return the gradients with a graph that raises if they are differentiated.
 
-    A silent zero would be wrong: `torch.autograd.function.once_differentiable` makes results constants where the
-    incoming gradient is one, as for `y.sum()`, and a gradient penalty would lose its own gradient.
+    `torch.autograd.function.once_differentiable` does not suffice: where the incoming gradient is a constant, as for
+    `y.sum()`, it returns constants, and a gradient penalty would lose its own gradient without an error.
 
     Args:
-        grads: what a backward returns: tensors and None, also in lists.
-        sources: what they were computed from.
-        way: what is being differentiated, for the message.
+        grads: the gradients that a backward returns: tensors and None, also in lists.
+        sources: the tensors from which they were computed.
+        way: description of the second differentiation, for the message.
     """
     if not torch.is_grad_enabled():
         return grads

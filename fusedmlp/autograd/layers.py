@@ -32,13 +32,13 @@ _Grads = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class Call:
-    """What one call of a layer fixes besides its tensors."""
+    """Arguments of one call of a layer, besides its tensors."""
 
     lengths: tuple[int, ...]  # how many tensors each weight and bias has: 1 packed, E per expert, 0 absent
     transposed: bool  # weights are stored [in, out]
     mode: Mode
     queue: WgradQueue | None
-    recomputes_first_microbatch: bool  # a checkpoint's second forward of it
+    recomputes_first_microbatch: bool  # a checkpoint's recomputation with is_first_microbatch=True
     impl: str
     activation: str = ""
     traced: Any = None  # compiled.Traced, inside a graph
@@ -56,7 +56,7 @@ class Call:
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
     def enter_backward(self, dy: Tensor) -> None:
-        """Runs first in backward; does nothing outside of graphs, where `route` decides."""
+        """Run first in backward; does nothing outside of graphs, where `route` decides."""
         if self.traced is not None:
             self.traced.enter_backward(dy)
 
@@ -67,7 +67,7 @@ class Call:
         return self.split([node for node, _ in ctx.next_functions])
 
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
-        """Where the gradient of `weights` goes; `ctx` is the node whose backward asks. Added to `routes`."""
+        """Decide where the gradient of `weights` goes; add that to `routes`. `ctx` is the node that is running."""
         if self.traced is not None:
             return self.traced.route(name, weights, nodes, self.mode)  # type: ignore[no-any-return]
         return route(
@@ -116,7 +116,7 @@ def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grad
                 "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
                 "is not supported; expected one backward for each gradient of y"
             )
-        saved = ctx.saved_tensors  # before the lock: a checkpoint runs its region again for them, collectives included
+        saved = ctx.saved_tensors  # before the lock: a checkpoint recomputes them, with collectives of its region
         routes = Routes(recorded=torch.is_grad_enabled())
         with accumulation_lock, torch.no_grad():
             try:
@@ -174,7 +174,8 @@ class GroupedLinear(torch.autograd.Function):
 class GroupedMLP(torch.autograd.Function):
     """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, tokens, rows, row_probs) -> y`.
 
-    The last three (`types.Routing`) say that x, y and probs are of tokens: `[T, H]`, `[T, H]` and `[T, K]`.
+    With the last three (of `types.Routing`), x, y and probs are per token: `[T, H]`, `[T, H]` and `[T, K]`. If they are
+    None, x, y and probs are per row.
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -212,9 +213,8 @@ class GroupedMLP(torch.autograd.Function):
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
-        route2 = call.route(
-            "fc2_weight", fc2, nodes2, ctx, routes
-        )  # first, as its GEMM is: they could be one parameter
+        # fc2 first, as its GEMM runs first: both weights could be one parameter.
+        route2 = call.route("fc2_weight", fc2, nodes2, ctx, routes)
         route1 = call.route("fc1_weight", fc1, nodes1, ctx, routes)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         grads = MLPGrads(
@@ -254,7 +254,7 @@ class GroupedMLP(torch.autograd.Function):
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
-    """Outputs for the bias gradients, which are always returned; none if no bias wants one."""
+    """Outputs for the bias gradients, which are always returned; empty if none is wanted."""
     if all(node is None for node in nodes):
         return []
     return [fresh_like(b) for b in bias]

@@ -1,8 +1,8 @@
 """Derivatives of the operators by themselves, registered with `torch.library`.
 
-The layers of fusedmlp do not come here: their `autograd.Function`s run operators without recording them. A program of
-`torch.export` does, as it holds the operators alone, and so do direct calls of `torch.ops.fusedmlp`. Weights get
-plain gradients then, which PyTorch accumulates: the gradient contract is the layers'.
+The layers of fusedmlp do not use these: their `autograd.Function`s run operators without recording them. Programs of
+`torch.export`, which hold the operators alone, and direct calls of `torch.ops.fusedmlp` do. Weights then get plain
+gradients, which PyTorch accumulates: only layers follow the gradient contract.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _first_order_only(formula: _Formula) -> _Formula:
     """Run a formula `(ctx, saved tensors, *gradients)` without recording it."""
 
     def run(ctx: Any, *grads: Any) -> _Grads:
-        saved = ctx.saved_tensors  # once: a checkpoint does not make them twice
+        saved = ctx.saved_tensors  # read once: a checkpoint does not recompute them twice
         with torch.no_grad():
             results = formula(ctx, saved, *grads)
         return refuse_second_order(results, (*grads, *saved), "through an operator of torch.ops.fusedmlp")
@@ -34,7 +34,7 @@ def _first_order_only(formula: _Formula) -> _Formula:
     return run
 
 
-_TENSOR = object()  # in the place of one that is saved
+_TENSOR = object()  # placeholder of a saved tensor
 
 
 def _save(ctx: Any, inputs: Sequence[Any], *outputs: Tensor) -> None:
@@ -55,7 +55,7 @@ def _wanted(flags: Any) -> bool:
 
 
 def _outputs(group: Sequence[Tensor], flags: Any) -> list[Tensor]:
-    """Where the gradients of a weight or bias go; none if nobody wants one."""
+    """Uninitialised outputs for the gradients of a weight or bias; empty if none is wanted."""
     return [torch.empty_like(t) for t in group] if _wanted(flags) else []
 
 
@@ -97,7 +97,7 @@ def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, impl = _inputs(ctx, inputs)
     needs_x, *needs = ctx.needs_input_grad
     dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
-    # dy is of rows, so that x has to be, too.
+    # dy is per row, so x has to be, too.
     rows = x if tokens is None else x.index_select(0, tokens)
     grads = MLPGrads(
         *ops.grouped_mlp_backward_(
@@ -140,7 +140,7 @@ def _save_inputs(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 
 def _save_mlp(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     h = output[1]
-    ctx.mark_non_differentiable(h)  # it is backward's alone
+    ctx.mark_non_differentiable(h)  # only backward uses it
     _save(ctx, inputs, h)
 
 
@@ -153,6 +153,6 @@ _DERIVATIVES: dict[str, tuple[_Formula, Callable[..., None]]] = {
 
 
 def register() -> None:
-    """Tell PyTorch the derivatives; the operators must be there."""
+    """Register the derivatives with PyTorch; the operators must be registered already."""
     for name, (formula, save) in _DERIVATIVES.items():
         torch.library.register_autograd(f"fusedmlp::{name}", formula, setup_context=save, lib=ops.library)

@@ -10,13 +10,13 @@
 | delayed + `main_grad`, has the attribute           | dummy    | True | accumulate, later (flag right away) |
 | `overwrite_main_grad` or `is_first_microbatch=True`| as above | same | overwrite `main_grad`               |
 
-`accumulate_wgrad="grad"`, and "auto" without `main_grad`, add to an existing `.grad` and return None; without one, or
-where a GEMM may not add to it (docs/gradients.md says where), it is the plain case, and PyTorch adds. The presence of
-`grad_added_to_main_grad` decides, not its value (Megatron-core's convention).
+With `accumulate_wgrad="grad"`, and "auto" without `main_grad`, the GEMM adds to an existing `.grad`, and backward
+returns None. Without a `.grad`, or where a GEMM may not add to it (docs/gradients.md says where), the plain case
+applies, and PyTorch adds. The presence of `grad_added_to_main_grad` decides, not its value: Megatron-core's convention.
 
 A gradient is fused (written to `main_grad` or `.grad`) only if the autograd engine will run the parameter's
-AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) somebody asked for the gradient itself, and
-gets it.
+AccumulateGrad node. Otherwise (`autograd.grad`, `backward(inputs=...)`) the caller asked for the gradient itself, and
+backward returns it.
 
-After a backward that failed the step is to be discarded: docs/errors_in_backward.md.
+If a backward fails, discard the step: docs/errors_in_backward.md.
 """

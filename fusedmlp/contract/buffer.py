@@ -24,16 +24,16 @@ _ALIGNMENT = 64
 
 
 class _NotPickled:
-    """An attribute of the parameters of a buffer; it keeps them out of pickles.
+    """Attribute of a buffer's parameters that makes pickling them raise.
 
-    PyTorch pickles a parameter's attributes. What unpickles has a `main_grad` that no optimizer steps from, and every
-    gradient would go there. (`copy.deepcopy` of a `Parameter` leaves attributes behind.)
+    PyTorch pickles a parameter's attributes. An unpickled parameter would have a `main_grad` that takes every gradient
+    but from which no optimizer steps. (`copy.deepcopy` of a `Parameter` drops attributes.)
     """
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError(
-            "a parameter with a main_grad of MainGradBuffer: expected it without to be pickled; call buffer.detach() "
-            "first, or save the state_dict() instead"
+            "pickle: expected a parameter without main_grad; got one with the main_grad of a MainGradBuffer: call "
+            "buffer.detach() first, or save the state_dict() instead"
         )
 
 
@@ -58,25 +58,25 @@ class MainGradBuffer:
             with buffer.as_grad():
                 optimizer.step()
 
-    In either, a new step costs nothing: what `main_grad` holds is stale then, and the first gradient to come, of a
-    fused layer or of plain PyTorch, overwrites it. Methods and `flat` show zeros where none has come; `param.main_grad`
-    itself shows what was there before.
+    In both loops, starting a step moves no memory: `main_grad` becomes stale, and the first gradient to arrive, from a
+    fused layer or from plain PyTorch, overwrites it. Until then, methods and `flat` show zeros; `param.main_grad`
+    itself still has the old values.
 
     Args:
         params: leaf parameters on one device. Those that no fused layer uses get their gradients from autograd.
         optimizer: a `torch.optim.Optimizer` of these parameters (or Accelerate's wrapper of one). For its steps,
             gradients of 16-bit weights are rounded to the dtype of the weights.
         dtype: of the buffer: float32, or the parameters' own dtype.
-        grad_added_to_main_grad: without an optimizer, also give parameters that attribute (False). A fused backward
-            then sets it and leaves a zero gradient in `.grad`, as Megatron's optimizers expect. See
-            `fusedmlp.contract`.
+        grad_added_to_main_grad: without an optimizer, also give every parameter the attribute
+            `grad_added_to_main_grad = False`. A fused backward then sets it to True and leaves a zero gradient in
+            `.grad`, as Megatron's optimizers expect. See `fusedmlp.contract`.
 
     Attributes:
         params: the parameters, in order.
 
     Raises:
-        ValueError: no parameters, several devices, a parameter given twice, a non-leaf, or one that has a main_grad, or
-            one that the optimizer lacks.
+        ValueError: no parameters, several devices, another dtype, a parameter given twice, or a parameter that is not a
+            leaf, has a main_grad already, or is not in the optimizer.
         TypeError: the optimizer is not one of `torch.optim`.
     """
 
@@ -89,7 +89,7 @@ class MainGradBuffer:
         grad_added_to_main_grad: bool = True,
     ) -> None:
         self.params = list(params)
-        self._lent = False  # inside as_grad
+        self._lent = False  # True inside as_grad
         self._with_optimizer = optimizer is not None
         self._check(dtype)
         if optimizer is not None:
@@ -111,7 +111,7 @@ class MainGradBuffer:
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
-        """Let `.grad` be `main_grad`."""
+        """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer if dtypes differ."""
         for param, view, state in self._each():
             state.grad_is_main = True
             if param.grad is None:
@@ -150,10 +150,10 @@ class MainGradBuffer:
     @property
     @torch.no_grad()
     def flat(self) -> Tensor:
-        """The buffer, 1-D, with all gradients of this step in it, to be read and edited in place.
+        """The 1-D buffer with all gradients of this step; read it, or edit it in place.
 
-        Between views there may be padding: leave it zero. With an optimizer, every parameter that requires a gradient
-        has one from then on, if only of zeros, so that edits count.
+        Leave padding between views zero. With an optimizer, reading `flat` gives every parameter that requires grad a
+        `.grad`, of zeros where no gradient has arrived, so that the optimizer uses edits.
         """
         if not self._lent:
             self._gather()
@@ -168,7 +168,7 @@ class MainGradBuffer:
             raise AttributeError("flat: expected to be written in place; got another tensor")
 
     def zero_(self) -> None:
-        """Start a step: all gradients are stale, every `.grad` is None, every `grad_added_to_main_grad` False.
+        """Start a step: mark all gradients stale, set every `.grad` to None, every `grad_added_to_main_grad` to False.
 
         Moves no memory: the first gradient of each parameter overwrites.
         """
@@ -176,13 +176,13 @@ class MainGradBuffer:
         begin_step(self._states)
 
     def norm(self) -> Tensor:
-        """Total 2-norm of all gradients, fp32, on the device; what is in `.grad` is moved into the buffer first."""
+        """Total 2-norm of all gradients, fp32, on the device; gradients in `.grad` are moved into the buffer first."""
         self._absorb("norm() and clip_norm_()")
         norm: Tensor = torch.linalg.vector_norm(self._flat, dtype=torch.float32)
         return norm
 
     def clip_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that `norm()` is at most `max_norm`; the norm before, on the device."""
+        """Scale the gradients so that `norm()` is at most `max_norm`; return the norm before that, on the device."""
         norm = self.norm()
         self._flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
@@ -209,18 +209,19 @@ class MainGradBuffer:
 
     @contextmanager
     def as_grad(self) -> Iterator[None]:
-        """Inside, `.grad` of every parameter is its `main_grad` (a copy, if `.grad` needs another dtype).
+        """Context in which `.grad` of every parameter is its `main_grad` (a copy, if `.grad` needs another dtype).
 
-        What autograd itself left in `.grad` (a layer that does not fuse) is added to `main_grad` first. Outside,
-        `.grad` is None again, so that nothing is counted twice; `main_grad` keeps what was done to it inside by
-        `clip_grad_norm_`, `unscale_`, a new tensor in `.grad`, `zero_grad()`, or a backward, as closures run it.
-        A parameter without any gradient has a zero one, which an optimizer with weight decay or momentum still steps
-        by; leave such parameters out of the buffer. One that was frozen since, and got no gradient in this step, has
-        none. With `MainGradBuffer(..., optimizer=...)`, `.grad` is `main_grad` anyway.
+        On entry, gradients that autograd left in `.grad` (of layers that do not fuse) are added to `main_grad`. On
+        exit, `.grad` is None again, so that nothing is counted twice, and `main_grad` keeps every change made inside:
+        by `clip_grad_norm_`, `unscale_`, `zero_grad()`, a new tensor in `.grad`, or a backward in a closure.
+
+        A parameter without a gradient in this step has zeros, by which an optimizer with weight decay or momentum
+        still steps: leave such parameters out of the buffer. A parameter that has been frozen has a `.grad` only if it
+        got a gradient in this step. With `MainGradBuffer(..., optimizer=...)`, `.grad` is `main_grad` anyway.
 
         Raises:
-            RuntimeError: inside, from `zero_()`, `norm()`, `clip_norm_()` and `as_grad()`, and from a fused backward if
-                `.grad` is a copy. Or gradients of these parameters are still in a `WgradQueue`.
+            RuntimeError: gradients of these parameters are still in a `WgradQueue`. Inside the context, `zero_()`,
+                `norm()`, `clip_norm_()` and `as_grad()` raise, as does a fused backward if `.grad` is a copy.
         """
         self._absorb("as_grad()")
         if self._with_optimizer:
@@ -230,7 +231,7 @@ class MainGradBuffer:
         try:
             with torch.no_grad():
                 for param, view, state in self._each():
-                    param.grad = None  # a dummy
+                    param.grad = None  # it may be a dummy
                     if param.requires_grad or state.holds not in (STALE, ZEROS):
                         state.grad_is_main = grad_dtype(param) == view.dtype
                         if state.grad_is_main:
@@ -241,15 +242,15 @@ class MainGradBuffer:
             yield
         finally:
             self._lent = False
-            with ExitStack() as stack:  # each, even if one fails
+            with ExitStack() as stack:  # runs every callback, even if one fails
                 for each in lent:
                     stack.callback(_take_back, *each)
 
     def _refuse_now(self, what: str) -> None:
-        """Raise where `main_grad` is not the gradient of this step: it is lent, incomplete, or not ours any more."""
+        """Raise if `main_grad` is not this step's gradient: inside as_grad, with gradients in a queue, or replaced."""
         if self._lent:
             raise RuntimeError(
-                f"{what}: expected outside of as_grad(), inside which .grad is main_grad itself; got it inside"
+                f"{what}: expected a call outside of as_grad(); got one inside, where .grad is main_grad itself"
             )
         refuse_queued(self._states, what)
         memory = self._flat.untyped_storage()._cdata
@@ -262,7 +263,7 @@ class MainGradBuffer:
                 )
 
     def detach(self) -> None:
-        """Take `main_grad`, `grad_added_to_main_grad` and dummies off the parameters again; `flat` stays.
+        """Remove `main_grad`, `grad_added_to_main_grad` and dummies from the parameters; `flat` stays.
 
         With an optimizer, `.grad` stays too, rounded to the dtype of its parameter.
         """
@@ -283,7 +284,7 @@ class MainGradBuffer:
 
 @torch.no_grad()
 def _take_back(param: Tensor, main_grad: Tensor, state: ParameterState) -> None:
-    """When `as_grad` ends: let `main_grad` be what became of `.grad`."""
+    """When `as_grad` ends: copy an edited `.grad` back to `main_grad`, or mark that stale if `.grad` was cleared."""
     grad, lent = param.grad, state.lent
     state.grad_is_main, state.lent, param.grad = False, None, None
     if grad is None:

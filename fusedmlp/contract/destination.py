@@ -1,4 +1,4 @@
-"""The existing tensor that a weight gradient is added into: `param.main_grad`, or `param.grad`, found and checked."""
+"""Finds and checks the tensor to which a weight gradient is added: `param.main_grad`, or `param.grad`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from fusedmlp.contract.parameter_state import find_state
 Mode = Literal["auto", "main_grad", "grad", "off"]
 MODES = ("auto", "main_grad", "grad", "off")
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
-Place = tuple[str, int | None]  # the weight's name, and which expert's the parameter is (None: it has all)
+Place = tuple[str, int | None]  # a parameter in messages: the weight's name, and the expert (None: packed, all)
 
 
 def has_main_grad(param: Tensor) -> bool:
-    """Whether an owner gave a parameter a place for its gradient."""
+    """Whether a parameter has a `main_grad`, or one that Megatron-FSDP allocates on demand."""
     return getattr(param, "main_grad", None) is not None or hasattr(param, "__fsdp_param__")
 
 
 def main_grad_of(param: Tensor) -> Tensor | None:
-    """The tensor itself; Megatron-FSDP allocates it when it is asked for."""
+    """The `main_grad` of a parameter, or None; this call makes Megatron-FSDP allocate it."""
     if hasattr(param, "__fsdp_param__"):
         return param.get_main_grad()  # type: ignore[attr-defined, no-any-return]
     return getattr(param, "main_grad", None)
 
 
 def resolve_auto(name: str, params: Sequence[Tensor], trained: Sequence[bool]) -> Mode:
-    """What "auto" means for those parameters (one packed, or one per expert) that get a gradient."""
+    """Resolve "auto" for a weight: "main_grad" if its `trained` parameters have one, "grad" if none has.
+
+    `params` is one packed parameter, or one per expert; `trained`: which of them get a gradient.
+    """
     having = [has_main_grad(param) if wanted else None for param, wanted in zip(params, trained, strict=True)]
     if True in having and False in having:
         lacks, has = having.index(False), having.index(True)
@@ -46,10 +49,11 @@ def label(place: Place) -> str:
 
 
 def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> Tensor | None:
-    """The `.grad` that a GEMM adds a parameter's gradient to; None: there is none.
+    """The `.grad` to which a GEMM may add a parameter's gradient; None if there is none.
 
-    Where a GEMM may not add, raises, or returns None if the gradient is `returnable`, and PyTorch adds it; to memory
-    that elements share PyTorch adds wrongly, or not at all.
+    Raises if a GEMM may not add to it (a tensor hook, a wrong kind of tensor). If the gradient is `returnable`, returns
+    None instead, and PyTorch adds it. Elements that share memory always raise: to them PyTorch adds wrongly, or not at
+    all.
     """
     grad = param.grad
     if grad is not None:
@@ -65,7 +69,10 @@ def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> T
 
 
 def of_one_kind(targets: list[Tensor | None]) -> list[Tensor | None]:
-    """The targets that one GEMM can add to together: tensors with the dtype and strides of the first; else None."""
+    """Keep the targets that one GEMM can add to together: distinct, with the dtype and strides of the first.
+
+    None stands for those that are left out.
+    """
     present = [target for target in targets if target is not None]
     kinds = {(target.dtype, target.stride()) for target in present}
     if len(kinds) <= 1 and len(set(map(id, present))) == len(present):
@@ -78,7 +85,7 @@ def of_one_kind(targets: list[Tensor | None]) -> list[Tensor | None]:
 
 
 def existing_main_grad(param: Tensor, place: Place) -> Tensor:
-    """The `main_grad` of a parameter, if a GEMM may write to it."""
+    """The `main_grad` of a parameter; raises if there is none, or a GEMM may not write to it."""
     target = main_grad_of(param)
     if target is None:
         raise no_main_grad(label(place))
@@ -87,9 +94,9 @@ def existing_main_grad(param: Tensor, place: Place) -> Tensor:
 
 
 def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
-    """The `main_grad`s of a weight's experts, if they are alike and the first one is right.
+    """The `main_grad`s of a weight's experts, if they are alike and the first one passes all checks.
 
-    None: `existing_main_grad` has to check each.
+    None: check each with `existing_main_grad`, which is slower.
     """
     try:
         targets = [param.main_grad for param in params if not hasattr(param, "__fsdp_param__")]  # type: ignore[attr-defined]
@@ -100,7 +107,7 @@ def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
         or targets[0] is None
         or not are_alike(targets)
         or any(map(_REQUIRES_GRAD, targets[1:]))
-        or len(set(map(_SHAPE, params))) > 1  # alike in forward, and one was changed since
+        or len(set(map(_SHAPE, params))) > 1  # forward found them alike; one has been changed since
     ):
         return None
     try:
@@ -111,7 +118,7 @@ def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
 
 
 def no_main_grad(what: str) -> RuntimeError:
-    """The error for a parameter that has none."""
+    """The error for a parameter without `main_grad`."""
     return RuntimeError(
         f'{what}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
         "(attach one with fusedmlp.MainGradBuffer)"
@@ -119,7 +126,7 @@ def no_main_grad(what: str) -> RuntimeError:
 
 
 def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
-    """Raise for those of others; our own is in `plain_gradient.py`."""
+    """Raise if a parameter has a tensor hook other than that of `plain_gradient.py`."""
     for key in param._backward_hooks or ():
         state = find_state(param)
         if state is None or state.catch is None or key != state.catch.id:
@@ -130,7 +137,10 @@ def refuse_tensor_hooks(param: Tensor, place: Place) -> None:
 
 
 def refuse_late_hooks(param: Tensor, place: Place) -> None:
-    """Raise for a hook that backward runs before a delayed gradient is there; Megatron marks those that wait for it."""
+    """Raise for a post-accumulate-grad hook, which backward runs before a delayed gradient is computed.
+
+    Megatron sets `skip_backward_post_hook` on parameters with hooks that wait for it.
+    """
     if param._post_accumulate_grad_hooks and not getattr(param, "skip_backward_post_hook", False):
         raise RuntimeError(
             f"{label(place)}: the parameter has a post-accumulate-grad hook, which backward runs before its delayed "
@@ -176,8 +186,8 @@ def _check_memory(target: Tensor, what: str, place: Place) -> None:
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Whether a step along some dimension is too short to pass all elements of those with shorter steps."""
-    reach = 0  # of the last element of the dimensions so far
+    """Whether elements may share memory: a stride lies within the extent of the dimensions with smaller strides."""
+    reach = 0  # offset of the last element of the dimensions so far
     for stride, size in sorted(zip(map(abs, tensor.stride()), tensor.shape, strict=True)):
         if size > 1:
             if stride <= reach:
@@ -188,7 +198,7 @@ def _may_overlap(tensor: Tensor) -> bool:
 
 def grad_dtype(param: Tensor) -> torch.dtype:
     """The dtype that `.grad` of a parameter must have."""
-    if torch.compiler.is_compiling():  # which cannot read grad_dtype; the engine casts
+    if torch.compiler.is_compiling():  # Dynamo cannot read grad_dtype; the engine casts
         return param.dtype
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
     return chosen or param.dtype
@@ -200,7 +210,7 @@ def fresh_like(param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def check_group(name: str, targets: Sequence[Tensor]) -> None:
-    """Raise unless one GEMM can write all gradients of a weight's experts, which takes one dtype, shape and strides."""
+    """Raise unless the gradients of a weight's experts have one dtype, shape and strides, as one GEMM writes them."""
     dtypes = {target.dtype for target in targets}
     if len(dtypes) > 1:
         raise ValueError(f"{name}: expected all experts to accumulate in one dtype; got {dtypes}")
@@ -235,7 +245,7 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
 
 
 def same_strides(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape have the same strides, where those matter."""
+    """Whether two tensors of one shape have the same strides; those of dimensions of size 1 do not matter."""
     return (
         a.stride() == b.stride()
         or a.numel() == 0

@@ -1,4 +1,4 @@
-"""Reads the state of PyTorch's autograd engine with private functions; `reducers.py` has those about reducers.
+"""Reads the state of PyTorch's autograd engine through its private functions; `reducers.py` uses those of reducers.
 
 `tests/contract/test_guards_of_use.py` fails when one of them changes.
 """
@@ -23,9 +23,9 @@ _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _will_execute = torch._C._will_engine_execute_node
 _VARIABLE, _REQUIRES_GRAD = attrgetter("variable"), attrgetter("requires_grad")
 
-_PLAIN: tuple[type[Tensor], ...] = (FakeTensor, FunctionalTensor)  # the compiler's own
+_PLAIN: tuple[type[Tensor], ...] = (FakeTensor, FunctionalTensor)  # tensors of the compiler
 if torch.distributed.is_available():
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # every operator waits for it
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor  # operators wait for it
 
     _PLAIN += (AsyncCollectiveTensor,)
 
@@ -34,16 +34,16 @@ if torch.distributed.is_available():
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether operators work on this tensor's memory, once.
+    """Whether an operator runs once, on this tensor's own memory.
 
-    A subclass with a `__torch_dispatch__` (DTensor, quantised weights) runs an operator as it likes: on other tensors,
-    or several times, and one that adds to a plain `main_grad` would then be wrong in silence.
+    A subclass with a `__torch_dispatch__` (DTensor, quantised weights) may run an operator on other tensors, or several
+    times. An operator that adds to a plain `main_grad` would then make it wrong without an error.
     """
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, _PLAIN)
 
 
 def have_one_dtype_and_device(tensors: Sequence[Tensor]) -> bool:
-    """Whether all tensors have one dtype and one device; one call asks for all."""
+    """Whether all tensors have one dtype and one device; a single call into PyTorch, as a loop would take longer."""
     return len(torch._C._group_tensors_by_device_and_dtype([[*tensors]], False)) == 1
 
 
@@ -51,18 +51,18 @@ def have_one_dtype_and_device(tensors: Sequence[Tensor]) -> bool:
 
 
 class EngineUse(Enum):
-    """What the engine does, in the running backward, with a gradient for one weight."""
+    """Use of a weight's gradient by the engine, in the running backward."""
 
     ACCUMULATE = "runs the leaf's AccumulateGrad"
-    CAPTURE = "hands it to somebody: autograd.grad, a non-leaf weight, distributed autograd"
-    DROP = "nothing: no gradient is wanted, or the leaf was frozen since"
+    CAPTURE = "passes it on: to autograd.grad, to the graph of a non-leaf weight, to distributed autograd"
+    DROP = "nothing: no gradient is wanted, or the leaf has been frozen"
 
 
 ACCUMULATE, CAPTURE, DROP = EngineUse  # looked up once, not for every parameter
 
 
 def engine_use(node: Any, current_node: Any) -> EngineUse:
-    """Read the engine's plan for the graph node that a gradient flows to (None: needs no grad) from the current one."""
+    """Read the engine's plan for a gradient that flows from `current_node` to `node` (None: needs no gradient)."""
     if node is None:
         return DROP
     try:
@@ -75,7 +75,7 @@ def engine_use(node: Any, current_node: Any) -> EngineUse:
 
 
 def accumulates_into(nodes: Sequence[Any]) -> list[Tensor] | None:
-    """The parameters that all of these nodes accumulate into, in the running backward; None: some do not."""
+    """The parameters of these nodes, if `engine_use` of each is ACCUMULATE; else None. Faster than asking for each."""
     if set(map(type, nodes)) != {_AccumulateGrad}:
         return None
     try:
@@ -87,9 +87,10 @@ def accumulates_into(nodes: Sequence[Any]) -> list[Tensor] | None:
 
 
 def _plans_something(node: Any) -> bool:
-    """Whether the engine knows a plan for what follows a node; distributed autograd captures all leaves and has none.
+    """Whether the engine has a plan for any node after this one.
 
-    Another engine runs a node for the sake of at least one that follows it.
+    Distributed autograd, which captures the gradients of all leaves, has none. Otherwise there is one: a node runs
+    only because at least one node after it has to.
     """
     try:
         return any(following is not None and _will_execute(following) for following, _ in node.next_functions)
@@ -114,18 +115,18 @@ def accumulating_nodes(node: Any) -> dict[int, Any]:
 
 
 def accumulating_node(param: Tensor) -> Any:
-    """The AccumulateGrad node of a parameter, which all graphs that are alive share."""
+    """The AccumulateGrad node of a parameter; all graphs that are alive share it."""
     with torch.inference_mode(False):
         return torch.autograd.graph.get_gradient_edge(param).node
 
 
 def inside_compiled_autograd() -> bool:
-    """Whether a graph of compiled autograd runs in the place of the engine's nodes."""
+    """Whether compiled autograd runs this backward: its graph replaces the engine's nodes."""
     return inside_backward() and current_node() is None
 
 
 def inside_backward() -> bool:
-    """Whether this thread is running a backward; a forward is a checkpoint's second one then."""
+    """Whether this thread is running a backward. A forward inside one is, as a rule, a checkpoint's recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -133,15 +134,15 @@ def inside_backward() -> bool:
 
 
 class Backward:
-    """One run of the engine and the runs nested in it (reentrant checkpoints), which to the user are one backward."""
+    """One backward as users see it: a run of the engine and the runs nested in it (reentrant checkpoints)."""
 
     def __init__(self) -> None:
         self.over = False
-        self.streams: set[torch.cuda.Stream] = set()  # that wrote gradients of which the engine knows nothing
+        self.streams: set[torch.cuda.Stream] = set()  # wrote gradients that the engine does not see
 
     def join_stream(self, tensor: Tensor) -> None:
-        """Before `tensor` is added to: let the current stream wait for those that did so in this backward."""
-        if tensor.is_cuda and not isinstance(tensor, FakeTensor):  # of a memory estimator
+        """Before adding to `tensor`: make the current stream wait for `streams`, and add it to them."""
+        if tensor.is_cuda and not isinstance(tensor, FakeTensor):  # which a memory estimator uses
             stream = torch.cuda.current_stream(tensor.device)
             for other in self.streams - {stream}:
                 stream.wait_stream(other)
@@ -149,13 +150,13 @@ class Backward:
 
 
 class _End:
-    """Callback for the end of a backward. The engine alone holds it, and lets go of it also if the backward fails."""
+    """Callback at the end of a backward. Only the engine refers to it: `__del__` also runs if the backward fails."""
 
     def __init__(self, task: int, backward: Backward) -> None:
         self.task, self.backward = task, backward
 
     def __call__(self) -> None:
-        """On the streams from which backward was called, as the engine does for the gradients that it knows."""
+        """Make the caller's streams wait for `streams`, as the engine does for gradients that it sees."""
         for stream in self.backward.streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
@@ -165,12 +166,12 @@ class _End:
             _running.pop(self.task, None)
 
 
-_running: dict[int, Backward] = {}  # by graph task
-_OUTER = "fusedmlp.backward"
+_running: dict[int, Backward] = {}  # by id of the graph task
+_OUTER = "fusedmlp.backward"  # key of the outermost `Backward` in PyTorch's thread-local state
 
 
 def current_backward() -> Backward:
-    """The backward that is running, which is the outermost one if `nest_backwards` was called there."""
+    """The running backward; inside one in which `nest_backwards` was called, the outermost."""
     if torch._C._is_key_in_tls(_OUTER):
         outer: Backward = torch._C._get_obj_in_tls(_OUTER)
         if not outer.over:
@@ -186,16 +187,16 @@ def current_backward() -> Backward:
 
 
 def nest_backwards() -> None:
-    """In a checkpoint's second forward: backwards that the node which is running starts are part of this one.
+    """In a checkpoint's recomputation: make backwards that the running node starts part of this one.
 
-    PyTorch's own thread-local state is what follows a nested backward into the thread that the engine runs it in, and
-    ends with the node.
+    This uses PyTorch's own thread-local state: the engine copies it to the thread that runs a nested backward, and
+    resets it when the node ends.
     """
     torch._C._stash_obj_in_tls(_OUTER, current_backward())
 
 
 def other_threads() -> bool:
-    """Whether there is another thread that runs Python; one that does cannot start without one that does."""
+    """Whether another thread runs Python. If none does, only this thread can start one."""
     return len(sys._current_frames()) > 1
 
 
@@ -212,10 +213,11 @@ def others_run_backward() -> bool:
 
 
 def is_nested(on_gpu: bool) -> bool:
-    """Whether the running backward was started by another one that `current_backward` knows nothing of.
+    """Whether the running backward is nested in another one that `current_backward` does not know of.
 
-    Then the thread shows it: nodes of a GPU run in one of the engine's own, others where backward was called, but deep
-    inside in one of the engine's too, which Python did not start.
+    The stack of this thread shows it. The engine runs GPU nodes in threads of its own, where any call of backward on
+    the stack is a nested one. It runs CPU nodes in the thread that called backward, where the second call is nested;
+    if nesting is deep, in a thread of its own, which Python did not start.
     """
     if torch._C._is_key_in_tls(_OUTER) and not torch._C._get_obj_in_tls(_OUTER).over:
         return False
@@ -226,7 +228,7 @@ def is_nested(on_gpu: bool) -> bool:
     return runs > 0 if on_gpu else runs > 1 or isinstance(threading.current_thread(), threading._DummyThread)
 
 
-# What cannot be combined with gradients that are written in place
+# Transforms that cannot be combined with gradients written in place
 
 
 def inside_functorch_transform() -> bool:
@@ -235,12 +237,12 @@ def inside_functorch_transform() -> bool:
 
 
 def is_batched(tensor: Tensor) -> bool:
-    """Whether a tensor stands for several, under vmap."""
+    """Whether a tensor stands for a batch of tensors, under vmap."""
     functorch = torch._C._functorch
     return functorch.is_legacy_batchedtensor(tensor) or functorch.is_batchedtensor(tensor)
 
 
 def fail_when_differentiated(message: str, results: Sequence[Tensor], sources: Sequence[Tensor]) -> list[Tensor]:
-    """`results` (one or more) with a graph: every way from them to `sources` raises when it is differentiated."""
+    """Return `results` (one or more) with a graph that raises `message` when it is differentiated by `sources`."""
     mark: Any = torch._C._functions.DelayedError(message.encode(), len(results) + len(sources))
     return list(mark(*results, *sources))[: len(results)]

@@ -1,8 +1,8 @@
-"""One adder at a time for each `.grad`: a weight-gradient GEMM, or PyTorch's AccumulateGrad in another thread.
+"""Mutual exclusion of writers to a `.grad`: a weight-gradient GEMM, and PyTorch's AccumulateGrad in another thread.
 
-AccumulateGrad adds without the GIL and without the lock of the layers. So while a GEMM adds to a `.grad`, and another
-thread could begin a backward, the AccumulateGrad nodes of its parameters have a hook that waits for the lock. Hooks do
-not stop a backward that is under way, which may be past them: then no GEMM adds, and PyTorch does.
+AccumulateGrad adds without the GIL and without `accumulation_lock`. So while a GEMM adds to a `.grad`, and another
+thread could begin a backward, the AccumulateGrad nodes of the GEMM's parameters have a hook that waits for the lock. A
+backward that is already running in another thread may have passed the hook: then PyTorch adds instead of a GEMM.
 
 A GPU needs none of this inside a backward: one thread of the engine runs all nodes of a device.
 """
@@ -17,21 +17,21 @@ from torch import Tensor
 from fusedmlp.contract import engine
 from fusedmlp.contract.parameter_state import accumulation_lock
 
-Held = list[tuple[Any, Any]]  # nodes, which keep their hooks alive, and the handles of those
+Held = list[tuple[Any, Any]]  # nodes, kept as their hooks live in them, and handles of the hooks
 
 
 def hold_others(params: Sequence[Tensor]) -> Held | None:
-    """Make other threads wait before they accumulate into these, until `release`; None: one may be doing it already.
+    """Until `release`, make other threads wait before they accumulate into `params`.
 
-    The caller has the lock, and keeps it until after `release`.
+    Returns None if another thread may be accumulating already. The caller holds the lock until after `release`.
     """
-    if not params or not engine.other_threads():  # only a thread starts another, and this one is busy
+    if not params or not engine.other_threads():  # only this thread could start one, and it is busy here
         return []
     if engine.others_run_backward():
         return None
     nodes = [engine.accumulating_node(param) for param in params if param.requires_grad]
     held = [(node, node.register_prehook(_wait)) for node in nodes]
-    if engine.others_run_backward():  # since, and maybe past the hook before it was there
+    if engine.others_run_backward():  # it may have passed the node before the hook was there
         release(held)
         return None
     return held

@@ -1,4 +1,4 @@
-"""In forward: raise for what backward could not do, and note what only a forward can know."""
+"""Checks in forward: raise early for gradients that backward could not write, and register what backward needs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
 def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: bool) -> None:
-    """Check one weight (a packed tensor, or one per expert)."""
+    """Check one weight (a packed tensor, or one per expert); register hooks and states that its backward needs."""
     if engine.inside_functorch_transform():
         raise RuntimeError(
             "fusedmlp inside a torch.func transform (grad, vmap, jvp, ...): expected plain autograd; the transform "
             "would bypass .grad and main_grad"
         )
-    if engine.inside_backward():  # a checkpoint's second forward
+    if engine.inside_backward():  # a checkpoint's recomputation
         engine.nest_backwards()
     else:
         release_interrupted()
     reducers = find_reducers()
-    unhooked = reducers is None and not (delayed and any(map(_LATE_HOOKS, weights)))
-    if unhooked and all(map(_was_right, weights, find_states(weights), repeat(mode))):
+    may_skip = reducers is None and not (delayed and any(map(_LATE_HOOKS, weights)))
+    if may_skip and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
         return
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
@@ -66,8 +66,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
             )
 
 
-def _was_right(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:
-    """Whether an earlier forward in this mode passed all checks. Backward repeats those whose answer can change."""
+def _has_passed(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:
+    """Whether an earlier forward in this mode passed all checks; backward repeats checks if their result can change."""
     if state is None or state.entered != mode or not weight.is_leaf:
         return False
     if state.catch is None:

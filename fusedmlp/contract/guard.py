@@ -1,4 +1,4 @@
-"""A guard before every step of every optimizer: none steps past a gradient that is elsewhere, or is still to come."""
+"""Check before every step of every optimizer: raise if a gradient is in `main_grad` alone, or still in a queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fusedmlp.contract.parameter_state import GRADIENT, LENT, STEPPED, UNSURE, f
 
 @cache
 def guard_optimizers() -> None:
-    """Check before every step from now on; called where the first buffer or queue is made."""
+    """Register the check, once; called when a buffer or a queue is made."""
     register_optimizer_step_pre_hook(_before)
 
 
@@ -32,7 +32,7 @@ def _around(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Raise before a wrong step; mark the gradients that a right one takes. Reads nothing on the device."""
+    """Raise if the step would miss a gradient; mark the gradients that it uses. Reads nothing on the device."""
     states = [
         (f"param_groups[{i}]['params'][{j}]", param, state)
         for i, group in enumerate(optimizer.param_groups)

@@ -1,9 +1,9 @@
-"""`.grad` in another dtype than its parameter, between the steps of an optimizer and within them.
+"""Lends optimizers, for a step, a copy of a float32 `.grad` that is rounded to the dtype of its 16-bit parameter.
 
-Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` lets `.grad` be of that dtype, PyTorch casts what
-it adds, and a weight-gradient GEMM adds to it unrounded. Optimizers want gradients of the parameter's dtype, so that
-for the time of a step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). An edit of
-the copy is kept, and a copy that was cleared is gone. After a step that raised, the next gradient or step reclaims.
+Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` permits a `.grad` of that dtype, PyTorch casts
+what it adds, and a weight-gradient GEMM adds unrounded. Optimizers need gradients in the parameter's dtype, so during a
+step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). An edited copy is copied
+back; if `.grad` was set to None, the exact gradient is dropped. If a step raises, the next gradient or step reclaims.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fusedmlp.contract.parameter_state import Lent, ParameterState, state_of
 
 
 def set_grad(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
-    """Let `.grad` be `grad`, and of `dtype`, whatever it was."""
+    """Set `.grad` to `grad`, and `grad_dtype` to `dtype`."""
     if param.grad_dtype != dtype:
-        param.grad = None  # or the dtype could not change
+        param.grad = None  # otherwise the dtype cannot change
         param.grad_dtype = dtype
     param.grad = grad
 
 
 def lend(param: Tensor, state: ParameterState, exact: Tensor, *, takes_gradients: bool) -> Tensor:
-    """Let `.grad` be a copy of `exact` in the dtype of the parameter, which is returned."""
+    """Set `.grad` to a copy of `exact` in the dtype of the parameter, and return the copy."""
     rounded = exact.to(param.dtype)
     set_grad(param, rounded, param.dtype)
     state.lent = Lent(rounded, rounded._version, exact, takes_gradients)
@@ -37,9 +37,10 @@ def lend(param: Tensor, state: ParameterState, exact: Tensor, *, takes_gradients
 
 
 def reclaim(param: Tensor, state: ParameterState) -> bool:
-    """Let `.grad` be the exact tensor again, before a gradient is added; whether it was None, so that it is stale.
+    """Set `.grad` to the exact tensor again, before a gradient is added.
 
-    Where `.grad` is not `main_grad`, one that was None still is.
+    Returns whether `.grad` had been set to None, which makes the exact tensor stale. If `.grad` is not `main_grad`, it
+    then stays None.
 
     Raises:
         RuntimeError: inside `as_grad`, where `.grad` is a copy to which no gradient can be added unrounded.
@@ -47,8 +48,8 @@ def reclaim(param: Tensor, state: ParameterState) -> bool:
     lent, grad = state.lent, param.grad
     if lent is not None and not lent.takes_gradients:
         raise RuntimeError(
-            f"a backward inside as_grad(): expected weights in the dtype of main_grad; got {param.dtype} weights, "
-            "whose .grad is a rounded copy (MainGradBuffer(params, optimizer=optimizer) takes closures of optimizers)"
+            f"a backward inside as_grad(): expected weights in the dtype of main_grad; got {param.dtype} weights, and "
+            "a rounded copy in .grad (for closures of optimizers use MainGradBuffer(params, optimizer=optimizer))"
         )
     exact = main_grad_of(param) if state.grad_is_main else lent.exact if lent is not None else grad
     if exact is None or (grad is exact and lent is None):
@@ -61,12 +62,12 @@ def reclaim(param: Tensor, state: ParameterState) -> bool:
 
 
 def was_edited(lent: Lent | None, grad: Tensor) -> bool:
-    """Whether a gradient is another than what was lent, or was written to."""
+    """Whether `.grad` has been replaced or written to since it was lent."""
     return lent is None or grad is not lent.rounded or grad._version != lent.version
 
 
 class StepHooks:
-    """Hooks of an optimizer that lend it rounded gradients for its steps, and take them back around a closure.
+    """Hooks of an optimizer that lend it rounded gradients for its steps, and reclaim them while a closure runs.
 
     Args:
         optimizer: a `torch.optim.Optimizer`, or Accelerate's wrapper of one.
@@ -85,7 +86,7 @@ class StepHooks:
         )
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Reclaim lent gradients and remove the hooks."""
         self._reclaim()
         for hook in self._hooks:
             hook.remove()
@@ -105,7 +106,7 @@ class StepHooks:
             found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().to(found_inf)))
 
     def _unscale(self) -> None:
-        """Do in float32 what a `GradScaler` leaves to a fused optimizer: a scaled gradient may overflow float16."""
+        """Unscale in float32 gradients that a `GradScaler` leaves to fused optimizers: float16 can overflow."""
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is not None:
             for group in self.optimizer.param_groups:
@@ -135,7 +136,7 @@ class StepHooks:
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:
-    """PyTorch's optimizer inside Accelerate's."""
+    """PyTorch's optimizer inside Accelerate's wrapper."""
     while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -147,7 +148,7 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
 
 
 def check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
-    """Raise for parameters whose `.grad` no step of the optimizer takes, or which have none of their own."""
+    """Raise if a parameter is not in the optimizer, or if its `.grad` has another size (a FlatParameter of FSDP1)."""
     known = {id(param) for group in unwrap(optimizer).param_groups for param in group["params"]}
     for i, param in enumerate(params):
         if getattr(param, "_is_flat_param", False):  # FSDP1 reduces a .grad of another size than the parameter's
@@ -165,7 +166,7 @@ def check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
 def wrap_closure(
     args: Any, kwargs: dict[str, Any], run: Callable[[Callable[[], Any]], Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """The arguments of `optimizer.step`, with `run(closure)` called in the place of the closure, if there is one."""
+    """The arguments of `optimizer.step`, with the closure, if there is one, replaced by a call of `run(closure)`."""
     if len(args) > 1 and callable(args[1]):
         closure = args[1]
         return (args[0], lambda: run(closure), *args[2:]), kwargs

@@ -1,10 +1,11 @@
-"""Which gradient overwrites `main_grad` instead of adding to it: the first to arrive of a step, or of a backward.
+"""Decides which gradient overwrites `main_grad` instead of adding: the first to arrive in a step, or in a backward.
 
 A step begins with `MainGradBuffer.zero_()`, with `is_first_microbatch=True`, or, where `.grad` is `main_grad`, with
-`zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. A tied weight, a
-second backward through one graph, a checkpoint inside the backward all add. `param.overwrite_main_grad` says that the
-owner hands the parameter a new `main_grad` for every backward, or more often, and then clears
-`grad_added_to_main_grad`.
+`zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. Every later one adds:
+of a tied weight, of a second backward through one graph, of a checkpoint inside the backward.
+
+`param.overwrite_main_grad` says that the owner gives the parameter a new `main_grad` for every backward. If it does so
+more often, it clears `grad_added_to_main_grad` each time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fusedmlp.contract.parameter_state import (
 
 
 def begin_step(states: Sequence[ParameterState]) -> None:
-    """Declare all gradients of some parameters stale, in `main_grad` and in `.grad`; moves no memory.
+    """Mark the gradients of some parameters stale, in `main_grad` and in `.grad`; moves no memory.
 
     Raises:
         RuntimeError: a gradient of one of them is still in a `WgradQueue`.
@@ -67,9 +68,9 @@ def refuse_queued(states: Sequence[ParameterState], what: str) -> None:
 
 
 def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -> None:
-    """After a forward with `is_first_microbatch=True` that succeeded: a step begins.
+    """Begin a step, after a forward with `is_first_microbatch=True` has succeeded.
 
-    `recomputing`: inside a backward, where it is the second forward of a checkpoint, or a forward of its own.
+    `recomputing`: the forward was inside a backward, as a checkpoint's recomputation, or called there by itself.
     """
     for weight in weights:
         if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and has_main_grad(weight))):
@@ -82,27 +83,27 @@ def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -
 
 
 def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[ParameterState], recomputing: bool) -> None:
-    """Begin a step of a whole buffer, unless this parameter shows that it has begun already."""
-    stepped = [own for own in buffer if own.holds is STEPPED]
+    """Begin a step of a whole buffer, unless the state of this parameter shows that one has begun."""
+    stepped = [member for member in buffer if member.holds is STEPPED]
     if state.holds in (ZEROS, LENT) or is_stale(param, state):
         state.holds = STALE
-        if not recomputing:  # another layer's gradient may be of the step before, in which this one's had none
+        if not recomputing:  # other layers may hold the last step's gradients, if this one had none
             begin_step(stepped)
     elif recomputing:
         if state.holds is STEPPED:
             raise RuntimeError(
-                "is_first_microbatch=True inside a backward: expected a step that had begun before, as other gradients "
-                "of this MainGradBuffer may have come in this backward; got one that begins there: call buffer.zero_() "
-                "or zero_grad() before the outer forward"
+                "is_first_microbatch=True inside a backward: expected a step that began before the backward, in which "
+                "other gradients of this MainGradBuffer may have arrived already; got one that begins there: call "
+                "buffer.zero_() or zero_grad() before the outer forward"
             )
     elif state.holds is STEPPED or torch.is_grad_enabled():
         begin_step(stepped if state.holds is STEPPED else buffer)
-    else:  # in an evaluation, amid a step
+    else:  # an evaluation in the middle of a step
         state.holds = UNSURE
 
 
 def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomputes_first_microbatch: bool) -> bool:
-    """Whether the gradient at hand replaces what main_grad holds; the next one then does not."""
+    """Decide whether the current gradient overwrites main_grad, and note that the next one adds."""
     if getattr(param, "overwrite_main_grad", False):
         return takes_overwrite_of_backward(param, state)
     holds, state.holds = state.holds, GRADIENT
@@ -111,7 +112,7 @@ def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomput
         state.holds = UNSURE
         raise RuntimeError(
             f"{label(place)}: is_first_microbatch=True in a reentrant checkpoint: expected buffer.zero_() or "
-            "zero_grad() when a step begins; got a MainGradBuffer with gradients that no optimizer has used yet"
+            "zero_grad() at the start of the step; got a MainGradBuffer with gradients that no optimizer has used yet"
         )
     if state.grad_is_main or state.lent is not None:
         return reclaim(param, state)
@@ -120,8 +121,8 @@ def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomput
     if not recomputes_first_microbatch:
         state.holds = UNSURE
         raise RuntimeError(
-            f"{label(place)}: a forward under torch.no_grad() had is_first_microbatch=True, and now a gradient "
-            "of another micro-batch comes; expected the first one's, from a reentrant checkpoint around it (leave "
+            f"{label(place)}: a forward under torch.no_grad() had is_first_microbatch=True: expected the gradient of "
+            "that micro-batch next, from a reentrant checkpoint around the forward; got that of another one (leave "
             "is_first_microbatch out of evaluation; use_reentrant=False allows any order)"
         )
     if state.plain is None:
@@ -133,8 +134,8 @@ def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomput
 
 
 def takes_overwrite_of_backward(param: Tensor, state: ParameterState) -> bool:
-    """The same for a parameter with `overwrite_main_grad`."""
-    state.holds = GRADIENT  # a step began too, and this is its first gradient
+    """`takes_overwrite` with `overwrite_main_grad`: yes for a backward's first gradient, or if the flag was cleared."""
+    state.holds = GRADIENT  # if a step has begun, this is its first gradient
     last, state.overwritten_in = state.overwritten_in, engine.current_backward()
     flag_cleared = not getattr(param, "grad_added_to_main_grad", True)
     if flag_cleared:
@@ -143,7 +144,7 @@ def takes_overwrite_of_backward(param: Tensor, state: ParameterState) -> bool:
 
 
 def give_back_overwrite(param: Tensor) -> None:
-    """The gradient that was to overwrite did not arrive: the next one does."""
+    """Undo `takes_overwrite` for a gradient that failed: the next one overwrites instead."""
     state = state_of(param)
     state.overwritten_in = None
     if state.grad_is_main:
@@ -152,13 +153,15 @@ def give_back_overwrite(param: Tensor) -> None:
         state.holds = STALE
 
 
-def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *own: Queued) -> None:
-    """Raise for a gradient that would be lost, as something else is going to write to its main_grad, or is doing so.
+def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *current: Queued) -> None:
+    """Raise if the current gradient would be lost because something else writes to the same main_grad.
 
-    In a queue that is an older gradient that overwrites; `own` are those from which the gradient at hand is computed. A
-    compiled graph, whose backward holds no lock, is one in any other backward.
+    Such a writer is a gradient in a queue that is going to overwrite, or a compiled graph in another backward, which
+    holds no lock. `current`: the records, in order, of the gradients that the GEMM adds together; queued gradients that
+    are newer than the last one do not matter.
     """
-    if any(route not in own and (not own or route.order < own[-1].order) for route in queued_overwrites(param, state)):
+    older = [r for r in queued_overwrites(param, state) if not current or r.order < current[-1].order]
+    if any(record not in current for record in older):
         raise RuntimeError(
             f"{label(place)}: a queued gradient is going to overwrite main_grad, and would erase this one, "
             "which came later; run its queue first"
@@ -172,5 +175,5 @@ def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *ow
 
 
 def queued_overwrites(param: Tensor, state: ParameterState) -> list[Queued]:
-    """The gradients in a queue that are going to overwrite main_grad."""
+    """Records of the queued gradients of a parameter that are going to overwrite its main_grad."""
     return [route for route in state.queued or () if route.overwrites_param(param)]

@@ -1,4 +1,4 @@
-"""What the contract remembers of a parameter from one call to the next, and the lock held while that changes."""
+"""State of a parameter that the contract keeps from one call to the next, and the lock held while it changes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ accumulation_lock = threading.RLock()
 
 
 def release_interrupted() -> None:
-    """Let go of the lock, outside of all that holds it: an interrupt can come right where `with` ends."""
+    """Release the lock if an interrupt, just before a `with` ended, left it held; called outside of such blocks."""
     while accumulation_lock._is_owned():  # type: ignore[attr-defined]
         accumulation_lock.release()
 
 
 class Holds(Enum):
-    """Contents of a `main_grad`, as far as this library was told."""
+    """Contents of a `main_grad`, as far as this library knows."""
 
     GRADIENT = "the gradient of this step; without a MainGradBuffer, whatever its owner has put there"
     ZEROS = "zeros, or what was written to it by hand: the next gradient adds"
@@ -40,31 +40,31 @@ GRADIENT, ZEROS, LENT, STEPPED, STALE, UNSURE = Holds  # looked up once, not for
 
 
 class Lent(NamedTuple):
-    """A gradient that an optimizer, or whoever is inside `as_grad`, has in the dtype of its parameter."""
+    """A gradient in the dtype of its parameter, lent to an optimizer or inside `as_grad`."""
 
-    rounded: Tensor  # what `.grad` is meanwhile
+    rounded: Tensor  # `.grad` meanwhile
     version: int  # of `rounded` when it was lent: a larger one shows that it was edited
-    exact: Tensor  # what it was rounded from
-    takes_gradients: bool  # a backward meanwhile takes it back; otherwise that backward is refused
+    exact: Tensor  # `rounded` is a copy of it
+    takes_gradients: bool  # whether a backward meanwhile reclaims the exact tensor; otherwise it raises
 
 
 @dataclass(eq=False)
 class Queued:
-    """Record of a queued gradient, by which later gradients of the same `main_grad` are checked."""
+    """Record of a queued gradient; later gradients of the same `main_grad` are checked against it."""
 
     params: list[Tensor]
     overwrites: list[bool]  # per parameter: replaces what main_grad holds
-    order: int  # of the layer's backward
+    order: int  # number of the layer's backward; newer ones are larger
 
     def overwrites_param(self, param: Tensor) -> bool:
         """Whether it replaces what this parameter's main_grad holds."""
         if True not in self.overwrites:  # as nearly always
             return False
-        return any(own is param and over for own, over in zip(self.params, self.overwrites, strict=True))
+        return any(p is param and overwrites for p, overwrites in zip(self.params, self.overwrites, strict=True))
 
 
 class ParameterState:
-    """One for each parameter that a layer met, as long as the parameter lives; it keeps nothing alive."""
+    """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
     __slots__ = ("buffer", "catch", "compiled_in", "dummy", "entered", "fsdp2", "grad_is_main", "holds",
@@ -72,19 +72,19 @@ class ParameterState:
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
-        # The callback is C code alone: an interrupt inside of it would leave the state to another parameter of that id.
+        # The callback is C code alone: an interrupt in Python code could leave the state to a new parameter of this id.
         self.ref = weakref.ref(param, partial(_states.pop, id(param)))
-        self.holds = GRADIENT  # overwrite.py
-        self.plain: Tensor | None = None  # the sum of plain gradients that came while it was UNSURE
-        self.buffer: list[ParameterState] | None = None  # all of its MainGradBuffer, whose steps begin together
+        self.holds = GRADIENT  # overwrite.py: contents of main_grad
+        self.plain: Tensor | None = None  # the sum of plain gradients that arrived while `holds` was UNSURE
+        self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
-        self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that did
-        self.queued: weakref.WeakSet[Queued] | None = None  # its gradients that wait in a queue
+        self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
+        self.queued: weakref.WeakSet[Queued] | None = None  # records of gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
-        self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 gathers it, once that was asked
+        self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 owns the parameter; None: not looked up yet
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
 
@@ -102,14 +102,17 @@ def find_states(params: Sequence[Tensor]) -> list[ParameterState | None]:
 
 
 def states_of(params: Sequence[Tensor]) -> list[Any]:
-    """`state_of` each parameter."""
+    """The state of each parameter, as `state_of`; one lookup for all if every one exists."""
     states = find_states(params)
     return [*map(state_of, params)] if None in states else states
 
 
 def state_of(param: Tensor) -> ParameterState:
-    """The state of a parameter; a new one makes `torch.utils.swap_tensors` refuse it, as it has a weak reference."""
+    """The state of a parameter, created if there is none.
+
+    It has a weak reference to the parameter, so that `torch.utils.swap_tensors` then refuses the parameter.
+    """
     state = _states.get(id(param))
     if state is None:
-        state = _states.setdefault(id(param), ParameterState(param))  # another thread's, if that was faster
+        state = _states.setdefault(id(param), ParameterState(param))  # or that of a thread that was faster
     return state

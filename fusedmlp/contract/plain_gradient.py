@@ -1,9 +1,10 @@
-"""The catch: what plain PyTorch makes of a parameter goes to `main_grad` too.
+"""The catch: a tensor hook by which gradients that plain PyTorch computes for a parameter reach `main_grad` too.
 
-Where `.grad` is `main_grad`, or a rounded copy of it is lent to an optimizer, a tensor hook sees to it that autograd
-adds to the exact tensor. Elsewhere an owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain
-gradient of the same step; and what is to overwrite `main_grad` later would erase one that the owner has added. So the
-hook, registered once on every parameter with that attribute, adds it to `main_grad` itself and leaves zeros in `.grad`.
+Where `.grad` is `main_grad`, or a rounded copy of it is lent to an optimizer, the hook makes autograd add to the exact
+tensor. Elsewhere an owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain gradient of the same
+step; and if the owner does add a plain gradient, a fused one that overwrites `main_grad` later erases it. So the hook,
+registered once on every parameter with that attribute, adds the plain gradient to `main_grad` itself and leaves zeros
+in `.grad`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fusedmlp.contract.parameter_state import GRADIENT, STALE, UNSURE, Parameter
 
 
 def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
-    """From now on; at once if that was asked for before."""
+    """Register the hook on a parameter, unless it is there."""
     if state.catch is None or state.catch.id not in (param._backward_hooks or ()):
         with accumulation_lock:
             if state.catch is None or state.catch.id not in (param._backward_hooks or ()):  # no other thread has
@@ -31,9 +32,10 @@ def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
 
 
 def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
-    """`grad` is None where all that reached the parameter is fused; returns what goes on to `.grad`, if not that.
+    """The hook. `grad` is None if only fused gradients reached the parameter.
 
-    Runs for gradients that somebody asked for too, which are none of our business.
+    Returns the gradient that goes on to `.grad` in the place of `grad`, or None for `grad` itself. Also runs for
+    captured gradients (`torch.autograd.grad`), which it leaves alone.
     """
     if grad is None:
         return None
@@ -44,7 +46,7 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     if not in_grad and not hasattr(param, "grad_added_to_main_grad"):
         return None
     node = engine.current_node()
-    if not engine.is_leaf_node(node):  # compiled autograd's
+    if not engine.is_leaf_node(node):  # under compiled autograd
         node = torch.autograd.graph.get_gradient_edge(param).node
     if engine.engine_use(node, node) is not engine.ACCUMULATE:
         return None
@@ -56,7 +58,7 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
 
 
 def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
-    """Let `.grad` be the exact tensor, to which autograd adds `grad` next."""
+    """Set `.grad` to the exact tensor, to which autograd then adds `grad`."""
     if state.lent is not None and not state.lent.takes_gradients:  # inside as_grad
         return
     if state.grad_is_main:
@@ -72,9 +74,10 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
 
 
 def adopt_plain_gradient(param: Tensor, state: ParameterState, overwrites: bool) -> bool:
-    """Before the first fused gradient of a step: move to `main_grad` what plain PyTorch has left in `.grad` before.
+    """Before the first fused gradient of a step: move an earlier plain gradient from `.grad` to `main_grad`.
 
-    Its owner would drop it, seeing the flag. Returns whether the fused gradient overwrites `main_grad` still.
+    Otherwise the owner, which sees the flag, would drop it. Returns whether the fused gradient still overwrites
+    `main_grad`.
     """
     if (
         has_dummy_wgrad(param)
@@ -94,10 +97,11 @@ def adopt_plain_gradient(param: Tensor, state: ParameterState, overwrites: bool)
 
 
 def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
+    """Add `grad` to `main_grad` and return zeros for `.grad`; or return None: the owner adds `.grad` to `main_grad`."""
     main_grad = main_grad_of(param)
     if main_grad is None:
         return None
-    owner_adds = getattr(param, "zero_out_wgrad", False)  # Megatron's: `.grad`, whatever the flag says
+    owner_adds = getattr(param, "zero_out_wgrad", False)  # Megatron then adds `.grad`, whatever the flag says
     if owner_adds and getattr(param, "skip_backward_post_hook", False) and queued_overwrites(param, state):
         remove_dummy_wgrad(param)  # the owner adds after the queue
         return None
@@ -128,7 +132,7 @@ def _refuse_queued_overwrite(param: Tensor, state: ParameterState) -> None:
     if queued_overwrites(param, state):
         raise RuntimeError(
             "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
-            "and by plain PyTorch, whose gradient it would erase; expected only the former"
+            "and by plain PyTorch, whose gradient it would erase; expected use by fusedmlp layers only"
         )
 
 

@@ -1,4 +1,4 @@
-"""Weight gradients put off until later, so that their GEMMs can overlap communication."""
+"""Queue of weight gradients that are computed later, so that their GEMMs can overlap communication."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ class Operands(NamedTuple):
     x_rows: Tensor | None
 
     def state(self) -> tuple[bool, list[int]]:
-        """Whether a CUDA graph is being captured, and versions, which grow with every modification in place.
+        """Whether a CUDA graph is being captured, and the tensors' versions, which count modifications in place.
 
-        Tensors of `torch.inference_mode()` do not count those.
+        Tensors of `torch.inference_mode()` count none: -1.
         """
         return _capturing(self.dy), [-1 if t.is_inference() else t._version for t in self if t is not None]
 
 
 class _Delayed(NamedTuple):
+    """A weight gradient in the queue."""
+
     route: Route
     operands: Operands
     state: tuple[bool, list[int]]  # of the operands, in backward
     transposed: bool  # the weight is stored [in, out]
     impl: str
 
-    def launch(self) -> tuple[Any, ...]:
-        """Gradients for which this is equal go to the same place in the same way."""
+    def launch_key(self) -> tuple[Any, ...]:
+        """Key of a launch: gradients with equal keys can be computed by one."""
         route, dtypes = self.route, [None if t is None else t.dtype for t in self.operands]
         return [*map(id, route.params)], route.uses, route.mode, self.transposed, self.impl, dtypes
 
@@ -78,15 +80,15 @@ class WgradQueue:
 
     Args:
         fuse_microbatches: compute all queued gradients of one weight in one launch, which reads and writes
-            `main_grad` once instead of once per micro-batch. Equal to `False` within the rounding of `main_grad`, or
-            of `.grad`. With `impl="torch"` it runs and rounds as `False`.
+            `main_grad` once instead of once per micro-batch. Results equal those of `False` within the rounding of
+            `main_grad`, or of `.grad`. With `impl="torch"`, True runs and rounds as False does.
     """
 
     def __init__(self, *, fuse_microbatches: bool = False) -> None:
         guard_optimizers()
         self.fuse_microbatches = fuse_microbatches
         self._pending: deque[_Delayed] = deque()
-        self._begun: str | None = None  # the weight whose GEMM has begun, until it has left the queue
+        self._begun: str | None = None  # name of a weight, from the start of its GEMM until it leaves the queue
 
     def __len__(self) -> int:
         """Number of weight gradients waiting."""
@@ -118,7 +120,7 @@ class WgradQueue:
         route.wait()
 
     def clear(self) -> None:
-        """Forget everything queued, of a step that is not to be finished: after an error, see `run()`.
+        """Discard everything queued, to give up a step after an error (see `run()`).
 
         The gradients are lost. Start the next step from a zeroed `main_grad`, or with `is_first_microbatch=True`.
         """
@@ -145,7 +147,7 @@ class WgradQueue:
 
     @torch.no_grad()
     def run_oldest(self) -> None:
-        """Compute what the oldest backward of one layer queued: the gradients of its weights."""
+        """Compute the weight gradients that the oldest backward of a layer queued."""
         oldest = self._pending[0].route.order if self._pending else None
         while self._pending and self._pending[0].route.order == oldest:
             self._run_next()
@@ -165,9 +167,9 @@ class WgradQueue:
                 left = self._add(batch)
             finally:
                 release(batch[0].route.held)
-        for param, grad in left:  # without the lock, for which AccumulateGrad may wait in another thread
+        for param, grad in left:  # without the lock: AccumulateGrad in another thread may wait for it
             torch.autograd.backward([param], [grad])
-        for delayed in batch:  # in place: another thread may be adding to the queue
+        for delayed in batch:  # one by one: another thread may be adding to the queue
             delayed.route.leave()
             self._pending.remove(delayed)
         self._begun = None
@@ -191,7 +193,7 @@ class WgradQueue:
         for delayed in list(self._pending)[1:]:
             if any(map(delayed.route.overwrites_param, first.route.params)):
                 return
-            if delayed.launch() == first.launch():
+            if delayed.launch_key() == first.launch_key():
                 yield delayed
 
 

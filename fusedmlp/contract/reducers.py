@@ -25,26 +25,26 @@ _DEEPSPEED = "DeepSpeed", "use accumulate_wgrad='auto' without main_grad and wit
 class Reducers(NamedTuple):
     """Reducers of `.grad` in this process."""
 
-    ddp_params: list[set[int]]  # of each DistributedDataParallel: ids
+    ddp_params: list[set[int]]  # ids of parameters, a set for each DistributedDataParallel
     fsdp2: bool
     deepspeed: bool
 
 
 def find_reducers() -> Reducers | None:
-    """Reducers that this process has; None: there are none, as nearly always under Megatron."""
+    """The reducers in this process; None if there are none, as nearly always under Megatron."""
     found = Reducers(_ddp_params(), _uses_fsdp2(), "deepspeed" in sys.modules)
     return found if any(found) else None
 
 
 def refuse_reducer(param: Tensor, state: ParameterState, reducers: Reducers, place: Place, delayed: bool) -> None:
-    """Raise if something reduces `.grad` of a parameter whose gradient goes to `main_grad`, or comes later."""
+    """Raise if something reduces `.grad` of this parameter, as its gradient goes to `main_grad`, or is delayed."""
     if state.fsdp2 is None and reducers.fsdp2:  # a parameter keeps its owner
-        state.fsdp2 = any(param is own for own in _fsdp2_params())
+        state.fsdp2 = any(param is other for other in _fsdp2_params())
     if state.fsdp2:
         reducer, advice = _FSDP2
     elif any(id(param) in ids for ids in reducers.ddp_params):
-        if not torch.compiler.is_compiling():  # which cannot trace it
-            gc.collect()  # a DDP that nobody holds any more reduces nothing
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace gc.collect
+            gc.collect()  # an unreferenced DDP reduces nothing
         if not any(id(param) in ids for ids in _ddp_params()):
             return
         reducer, advice = _DDP
@@ -68,7 +68,7 @@ def _remember_ddp(parent: torch.nn.Module, name: str, child: torch.nn.Module | N
 
 
 register_module_module_registration_hook(_remember_ddp)
-if torch.distributed.is_available() and torch.distributed.is_initialized():  # some may have been made before
+if torch.distributed.is_available() and torch.distributed.is_initialized():  # DDPs made before this import
     _ddps.update({module: None for module in gc.get_objects() if issubclass(type(module), DistributedDataParallel)})
 
 
@@ -81,14 +81,14 @@ def _ddp_params() -> list[set[int]]:
 
 
 def _params_of(ddp: DistributedDataParallel, ids: set[int] | None) -> set[int]:
-    if ids is None:  # it keeps the parameters that it was made with
+    if ids is None:  # read once: a DDP keeps the parameters that it was made with
         ids = _ddps[ddp] = {id(param) for param in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
     return ids
 
 
 def _uses_fsdp2() -> bool:
     """Whether some module went through FSDP2's `fully_shard`."""
-    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:  # nobody imported fully_shard
+    if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:  # fully_shard was never imported
         return False
     from torch.distributed._composable_state import _module_state_mapping
 
@@ -114,7 +114,7 @@ def _fsdp2_params() -> list[Tensor]:
 
 
 def _is_deepspeeds(param: Tensor) -> bool:
-    """Whether DeepSpeed's optimizer owns a parameter: its attributes, or its hook, which takes `.grad` away."""
+    """Whether DeepSpeed's optimizer owns a parameter: it has its attributes, or its hook, which removes `.grad`."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return (
         hasattr(param, "_hp_mapping")

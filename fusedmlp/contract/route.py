@@ -23,7 +23,7 @@ from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_g
 from fusedmlp.contract.reducers import find_reducers, refuse_reducer
 
 _orders = count()
-_Leaf = tuple[int, Tensor, Any]  # a parameter whose gradient is accumulated: its index, and its ParameterState
+_Leaf = tuple[int, Tensor, Any]  # index, parameter and ParameterState, if the engine accumulates its gradient
 
 
 @dataclass(eq=False)
@@ -41,16 +41,16 @@ class Route(Queued):
     outs: list[Tensor] = field(default_factory=list)
     accumulate: bool = False
     recomputes_first_microbatch: bool = False  # see autograd.layers.Call
-    _fused: list[bool] = field(default_factory=list)  # per parameter: nothing is left to be returned, or set
-    _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first one that has the same parameter
-    held: Held | None = None  # other threads, while the GEMM adds to `.grad`; to be released by whoever called `open()`
+    _fused: list[bool] = field(default_factory=list)  # per parameter: written in place, nothing to return
+    _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first expert with the same parameter
+    held: Held | None = None  # hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases
     _leaves: list[_Leaf] | None = None
 
     @property
     def leaves(self) -> list[_Leaf]:
         """The parameters whose gradients are accumulated."""
         if self._leaves is None:
-            # A state has a weak reference, which forbids to swap the parameter: modes that remember nothing make none.
+            # Only modes that need a state create one: its weak reference makes `swap_tensors` refuse the parameter.
             find = states_of if self.mode == "main_grad" or self.delayed else find_states
             leaves = zip(count(), self.params, find(self.params))
             self._leaves = [leaf for leaf, use in zip(leaves, self.uses, strict=True) if use is ACCUMULATE]
@@ -63,7 +63,7 @@ class Route(Queued):
     def open(self, latest: Route | None = None) -> None:
         """Choose the outputs: `main_grad`, an existing `.grad`, or fresh tensors, for every parameter.
 
-        `latest` is the last of those whose gradients the GEMM adds together with this one's.
+        `latest`: the last of the routes that the GEMM computes together with this one.
         """
         targets: list[Tensor | None] = [None] * len(self.params)
         if self.mode == "grad":
@@ -75,7 +75,7 @@ class Route(Queued):
                     refuse_other_writers(param, state, self.place(i), self, latest or self)
         if len(set(map(id, self.params))) < len(self.params):
             ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
-            self._shared = {i: ids.index(own) for i, own in enumerate(ids) if ids.index(own) < i}
+            self._shared = {i: ids.index(key) for i, key in enumerate(ids) if ids.index(key) < i}
             targets = [None if i in self._shared else target for i, target in enumerate(targets)]
         self._fused = [target is not None for target in targets]
         existing = next((target for target in targets if target is not None), None)
@@ -91,7 +91,7 @@ class Route(Queued):
             ]
         if existing is None or self.mode != "main_grad":
             destination.check_group(self.name, self.outs)
-        # Last, as a queue that runs again after an error would find it settled.
+        # Last: after an error above, a queue that runs again has to decide this again.
         if self.mode == "main_grad":
             for i, param, state in self.leaves:
                 if not self.delayed or state.buffer is not None:
@@ -123,9 +123,9 @@ class Route(Queued):
         return targets
 
     def _settle_overwrite(self, i: int, param: Tensor, state: Any) -> None:
-        """Settle whether the gradient overwrites `main_grad`, and in backward adopt a plain gradient.
+        """Decide whether the gradient overwrites `main_grad`; in backward, also adopt a plain gradient.
 
-        A delayed gradient of a buffer's parameter is settled when its GEMM runs: another may have come before it.
+        For a delayed gradient of a buffer's parameter this is decided when its GEMM runs: another may arrive before.
         """
         if state.holds is not GRADIENT or state.grad_is_main or hasattr(param, "overwrite_main_grad"):
             self.overwrites[i] = takes_overwrite(param, state, self.place(i), self.recomputes_first_microbatch)
@@ -134,7 +134,7 @@ class Route(Queued):
             self.overwrites[i] = adopt_plain_gradient(param, state, self.overwrites[i])
 
     def _check_delayed(self) -> None:
-        """Raise now what would fail when the queue runs; settle overwrites outside of buffers."""
+        """Raise now for errors that the queue would meet; decide about overwriting, except in buffers."""
         if self.mode == "main_grad":
             self._main_grads()
         for i, param, state in self.leaves:
@@ -146,7 +146,7 @@ class Route(Queued):
                 self._settle_overwrite(i, param, state)
 
     def _existing_grads(self) -> list[Tensor | None]:
-        """The `.grad` of every parameter that the GEMM adds to; other threads wait until it has."""
+        """The `.grad`s to which the GEMM adds, per parameter; makes other threads wait until it has."""
         targets: list[Tensor | None] = [None] * len(self.params)
         for _, param, state in self.leaves:
             if state is not None and state.lent is not None:
@@ -161,15 +161,15 @@ class Route(Queued):
         return targets if self.delayed else destination.of_one_kind(targets)
 
     def _may_add(self, param: Tensor) -> bool:
-        """Whether nothing but this route accumulates into a parameter now; AccumulateGrad has to, otherwise."""
+        """Whether this route may accumulate into a parameter, as no other thread does; else AccumulateGrad has to."""
         return self.held is not None or not param.requires_grad
 
     def finish(self) -> list[Tensor | None]:
-        """After the GEMM: the gradients that backward returns; none of a delayed one, or if none is wanted."""
+        """After the GEMM: what backward returns; None where the GEMM added, is delayed, or no gradient is wanted."""
         outs, self.outs = self.outs, []
         for i, first in self._shared.items():
             outs[first].add_(outs[i])
-            self._fused[i] = True  # with the first one's
+            self._fused[i] = True  # as part of the first one
         if False not in self._fused:
             return [None] * len(self.params)
         return [
@@ -192,7 +192,7 @@ class Route(Queued):
     def finish_delayed(self) -> list[tuple[Tensor, Tensor]]:
         """After the GEMM of a delayed wgrad: set `.grad` where there was none to add to.
 
-        Returns parameters and the gradients that AccumulateGrad has to add to them, as another thread may be adding.
+        Returns the parameters, with gradients, into which AccumulateGrad has to add, as another thread may be adding.
         """
         left = []
         for param, grad in zip(self.params, self.finish(), strict=True):
@@ -203,14 +203,14 @@ class Route(Queued):
         return left
 
     def abandon(self) -> None:
-        """After a backward of the layer that failed: a `main_grad` that was to be overwritten still is."""
+        """After the layer's backward failed: if it was to overwrite `main_grad`, let the next gradient do so."""
         for param, over in zip(self.params, self.overwrites, strict=True):
             if over:
                 give_back_overwrite(param)
 
 
 class Routes(list[Route]):
-    """The routes of one backward of a layer, so that whoever called can abandon them, whatever fails."""
+    """The routes of one backward of a layer; its caller abandons them if anything fails."""
 
     def __init__(self, *, recorded: bool) -> None:
         self.recorded = recorded  # under create_graph=True
@@ -229,12 +229,12 @@ def route(
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
 
-    `nodes` are the graph nodes that the gradients of `weights` flow to, `current_node` the one that makes them. The
+    `nodes` are the graph nodes to which the gradients of `weights` flow, `current_node` the one that computes them. The
     parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
-    attributes. A gradient that somebody asked for (CAPTURE) is never delayed, nor are those of the same list. The route
-    is added to `routes`. The rest is as in `autograd.layers.Call`.
+    attributes. A captured gradient (CAPTURE) is never delayed, nor are the others of the same weight. The route is
+    added to `routes`. The other arguments are as in `autograd.layers.Call`.
     """
-    known = engine.accumulates_into(nodes)  # as nearly always
+    known = engine.accumulates_into(nodes)  # the usual case
     if known is not None:
         params, uses = known, [ACCUMULATE] * len(known)
     else:
@@ -247,7 +247,7 @@ def route(
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
     elif mode == "grad" and not delayed and (routes.recorded or engine.inside_compiled_autograd()):
-        mode = "off"  # PyTorch puts their sum in a new tensor, with a graph; its graph knows only what is returned
+        mode = "off"  # PyTorch then sums in a new tensor with a graph, which has only gradients that are returned
     order = routes[0].order if routes else next(_orders)
     result = Route(params, [False] * len(params), order, name, uses, mode, delayed)
     result.recomputes_first_microbatch = recomputes_first_microbatch
@@ -265,16 +265,16 @@ def route(
     if captured:
         for node, use in zip(nodes, uses, strict=True):
             if use is CAPTURE and engine.is_leaf_node(node):
-                remove_dummy_wgrad(node.variable)  # somebody may add to .grad what they asked for
+                remove_dummy_wgrad(node.variable)  # the caller may add the captured gradient to .grad
     return result
 
 
 def mark_fused(leaves: Sequence[_Leaf]) -> None:
-    """Tell owners, where they gave parameters the flag, that gradients go to main_grad; `leaves` are a route's."""
+    """Set the flag and the dummy of parameters with `grad_added_to_main_grad`; `leaves` are those of a `Route`."""
     flagged = [leaf for leaf in leaves if hasattr(leaf[1], "grad_added_to_main_grad")]
     dense = bool(flagged) and environment.dense_dummy()
     for _, param, state in flagged:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
         set_dummy_wgrad(param, state, dense)
-        if state.catch is None:  # the attribute has come since forward
+        if state.catch is None:  # the attribute was set after forward
             catch_plain_gradients(param, state)

@@ -53,6 +53,6 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def register() -> None:
-    """Register the formulas with PyTorch; the operators must exist."""
+    """Register the formulas with PyTorch; the operators must be registered already."""
     for name, formula in _FORMULAS.items():
         register_flop_formula(getattr(torch.ops.fusedmlp, name))(formula)

@@ -1,15 +1,15 @@
-"""The operators, registered with `torch.library`: schema, what they mutate, their fakes.
+"""The operators, registered with `torch.library`: schemas, which mark mutated arguments, and fake implementations.
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
 likewise). `offsets` comes from `expert_offsets` or `route`, or is `[E + 1]` int32 first rows; `activation` is
 `Activation.encoded`, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor
 without elements stands for "none". Nothing is validated here (see `validate.py`).
 
-With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. Those of padding rows
-are valid indices, and are not used.
+With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
+rows are valid, and are not used.
 
 PyTorch's dispatcher takes longer for such arguments than the host needs for a launch. So the functions here go through
-it only where somebody could want to see an operator: see `_is_watched`.
+it only where something (a mode, a tracer, autograd) has to see the operator: see `_is_watched`.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def _implementation(impl: str) -> Any:
 
 
 def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """An operator that is Python code, of which compilers see what `fake` returns."""
+    """Register an operator that runs Python code; compilers see the results of `fake` in its place."""
     name = schema.split("(", 1)[0]
     library.define(schema)
     library.impl(name, run, "CompositeExplicitAutograd")
-    if "!" in schema:  # neither what it writes into given tensors nor what it returns is differentiated
+    if "!" in schema:  # neither its writes into given tensors nor its results are differentiated
         library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"fusedmlp::{name}", fake, lib=library)
     return getattr(torch.ops.fusedmlp, name).default
 
 
 def _register(schema: str, fake: Callable[..., Any]) -> Any:
-    """A function that runs the operator, or at once what that would run; which may then return None for "none"."""
+    """A function that calls the operator, or, if unwatched, its implementation, which may return None for "none"."""
     name = schema.split("(", 1)[0]
     types = [argument.rsplit(" ", 1)[0] for argument in schema.split("(", 1)[1].split(") -> ")[0].split(", ")]
     single = tuple(i for i, type in enumerate(types) if type in ("Tensor", "Tensor?"))
@@ -59,7 +59,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
         return getattr(_implementation(impl), name)(*arguments)
 
     def run_operator(*args: Any) -> Any:
-        with torch.no_grad():  # what is differentiable is so as a whole: see `autograd/operators.py`
+        with torch.no_grad():  # an operator is differentiated as a whole: see `autograd/operators.py`
             results = run(*args)
         if not isinstance(results, MLPGrads):
             return results
@@ -83,17 +83,17 @@ def _key_set(*names: str) -> int:
     return reduce(or_, (torch._C.DispatchKeySet(key).raw_repr() for key in keys))
 
 
-# Keys that need no dispatch: of a thread, where every mode, transform and tracer has one; and of a tensor,
-# where subclasses have one, as do memory that is no GPU's or CPU's and values that are not as they lie there.
+# Keys that need no dispatch. Any other key of a thread belongs to a mode, a transform or a tracer. Any other key of a
+# tensor belongs to a subclass, to another device, or to a view that is not what its memory holds (conjugate, negative).
 _OF_THREADS = _key_set("BackendSelect", "ADInplaceOrView")
 _OF_TENSORS = _key_set("ADInplaceOrView", *(of + on for of in ("", "Autograd", "Autocast") for on in ("CPU", "CUDA")))
 _TYPES = frozenset({Tensor, torch.nn.Parameter})
 
 
 def _is_watched(args: Sequence[Any], single: Sequence[int], lists: Sequence[int]) -> bool:
-    """Whether an operator would do more than run: for a mode (FakeTensorMode, FlopCounterMode, those of tracers), a
-    transform, the profiler, autograd, or a tensor that is more than its memory. `single` and `lists` are the places of
-    tensors among `args`.
+    """Whether the dispatcher has to see a call: for a mode (FakeTensorMode, FlopCounterMode, a tracer's), a transform,
+    the profiler, autograd, or a tensor that is more than its memory. `single` and `lists` are the positions in `args`
+    of tensors and of lists of tensors.
     """
     if (
         torch._C._dispatch_tls_local_include_set().raw_repr() | _OF_THREADS != _OF_THREADS
@@ -148,7 +148,7 @@ def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
     )
 
 
-# counts [E] integers -> int32: the first row of every expert, then the end of the last, [E + 1]; of the triton
+# counts [E] integers -> int32: the first row of every expert, then the end of the last, [E + 1]; from the triton
 # implementation, a plan that begins with those (kernels/routing/plan.py). On a CPU wrong counts raise ValueError; on a
 # GPU, where reading them would synchronise, an assertion runs on the device and the rows are clamped to [0, num_rows],
 # so that nothing reads or writes out of bounds.
@@ -157,7 +157,7 @@ expert_offsets = _register(
     lambda counts, num_rows, impl: _fake_plan(counts, num_rows, counts.shape[0], impl),
 )
 # top_k_index [T, K] of any integer dtype, probs [T, K] -> (plan, tokens, rows, probs): Routing. Ids outside
-# [0, num_experts) are of no expert; their rows are padding.
+# [0, num_experts) belong to no expert; their rows are padding.
 route = _register(
     "route(Tensor top_k_index, Tensor probs, int num_experts, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_route,
@@ -173,7 +173,7 @@ grouped_gemm = _register(
     lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
 )
 # dw[e] (+)= dy^T x over the rows of e, summed over segments (micro-batches); db[e] = column sums of dy, for one
-# segment only. dy_rows and x_rows are as `tokens` of each segment, for dy and for x; none or all segments have them.
+# segment only. dy_rows and x_rows are `tokens` of dy and of x for each segment; all segments have them, or none has.
 grouped_wgrad_ = _register(
     "grouped_wgrad_(Tensor(a!)[] dw, Tensor(b!)[] db, Tensor[] dy, Tensor[] x, Tensor[] offsets, "
     "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str impl) -> ()",
@@ -186,7 +186,7 @@ grouped_mlp = _register(
     _fake_grouped_mlp,
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
-# `tokens`, dy and x are [T, H]; with `rows` [R], `dprobs[i]` is that of row `rows[i]`, for flat position i.
+# `tokens`, dy and x are [T, H]; with `rows` [R], `dprobs[i]` belongs to flat position i, that is to row `rows[i]`.
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
     "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "

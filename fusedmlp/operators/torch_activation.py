@@ -1,4 +1,4 @@
-"""Activations and their derivatives for the `torch` implementation: into given outputs, without temporaries.
+"""Activations and their derivatives for the `torch` implementation, written into given outputs.
 
 `c` is the scalar curve, `g` the gate, `m = clamp(l) + linear_offset` the linear factor: `act = c(g) * m`.
 """
@@ -26,7 +26,7 @@ def forward(activation: Activation, h: Tensor, out: Tensor) -> Tensor:
 
 
 def backward(activation: Activation, h: Tensor, grad: Tensor, act: Tensor, dh: Tensor) -> None:
-    """Writes `act(h)` and `dh`, for the gradient `grad` of `act(h)`; nothing else needs to be saved.
+    """Write `act(h)` to `act` and the gradient of `h` to `dh`; `grad` is that of `act(h)`. Forward saves only `h`.
 
     `dg = grad * m * c'(g)` and `dl = grad * c(g)`, each zero where its clamp is active (a value equal to the limit
     passes, as in `torch.clamp`).

@@ -1,8 +1,8 @@
 """The `torch` implementation: plain PyTorch for the CPU, no autograd.
 
-Products are over all rows (`torch_products.py`), what lies between them over blocks of rows that stay in the cache, in
-fp32. Weight gradients need no temporary of a weight's size. Letters as in `functional.py`; a block has `n` rows:
-`h_nG`.
+Products run over all rows (`torch_products.py`). The steps between them run in fp32 over blocks of rows that stay
+in the cache. Weight gradients need no temporary of a weight's size. Letters as in `functional.py`; a block has `n`
+rows: `h_nG`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
-    """`[E]` rows per expert to `[E + 1]` int32 first rows; checks them, as their values can be seen here."""
+    """First rows, `[E + 1]` int32, from rows per expert, `[E]`; checks their values."""
     sizes = counts.tolist()
     if any(n < 0 for n in sizes):
         raise ValueError(f"tokens_per_expert: expected no negative count; got {sizes}")
@@ -30,7 +30,7 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
 
 
 def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
-    """Expert ids `[T, K]` to the order of rows; see `types.Routing`."""
+    """The order of rows by expert, from expert ids `[T, K]`; see `types.Routing`."""
     ids = top_k_index.flatten().long()
     sorted_ids, slots = ids.where((ids >= 0) & (ids < num_experts), num_experts).sort(stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device)
@@ -42,7 +42,7 @@ def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
 
 
 def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
-    """Every token's rows added up, in fp32, in the order of its choices: `[T, H]`."""
+    """Sum of every token's rows, `[T, H]`, in fp32, in the order of its choices."""
     rows_TK = rows_R.view(num_tokens, rows_R.numel() // max(num_tokens, 1))
     out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
     step = max(1, BLOCK_ELEMENTS // y_RH.shape[1])
@@ -116,10 +116,10 @@ def grouped_mlp_backward_(
     need_dx: bool,
     keep: bool,
 ) -> MLPGrads:
-    """Backward: writes or adds the gradients of the weights into `dw*`, `db*`; returns the others.
+    """Backward: write the gradients of weights to `dw*` and of biases to `db*`; return the others.
 
-    An empty `dw*` or `db*` is not computed; `accumulate*` adds to `dw*`. `keep` also returns what a delayed
-    weight gradient needs.
+    An empty `dw*` or `db*` is not computed; `accumulate*` adds to `dw*`. `keep` also returns the operands of delayed
+    weight gradients.
     """
     kind, wide = Activation.decode(activation), _Wide(x_RH)
     rows = Rows(offsets, h_RG.shape[0])
@@ -140,7 +140,7 @@ def grouped_mlp_backward_(
             torch.sum(grad_nF.mul_(a_nF), 1, out=dprobs_R[block])
             torch.mul(a_nF, probs_R1[block], out=da_RF[block])
         wide.store(dh_nG, dh_RG[block])
-    act_probs_RF = da_RF  # in whose place it is
+    act_probs_RF = da_RF  # overwritten in place
     if bias2 and probs_R is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
         rows.dot_bias_(dprobs_R, dy_RH, bias2)
     dx_RH = rows.product(dh_RG, fc1, transposed=False) if need_dx else None
@@ -181,28 +181,28 @@ def grouped_wgrad_(
 
 
 class _Wide:
-    """Blocks of rows in fp32: themselves, where they are, or in buffers that all blocks of a call share."""
+    """Blocks of rows in fp32: the blocks themselves, if in fp32, or buffers that all blocks of a call share."""
 
     def __init__(self, like: Tensor) -> None:
         self._narrow = like.dtype != torch.float32
         self._buffers: dict[str, Tensor] = {}
 
     def buffer(self, name: str, like_nN: Tensor) -> Tensor:
-        """Uninitialised, in the shape of `like`."""
+        """An uninitialised fp32 buffer of the shape of `like_nN`."""
         held = self._buffers.get(name)
         if held is None:  # the first block is the longest
             held = self._buffers[name] = torch.empty_like(like_nN, dtype=torch.float32)
         return held[: like_nN.shape[0]]
 
     def copy(self, name: str, t_nN: Tensor) -> Tensor:
-        """The block, to read."""
+        """The block in fp32."""
         return self.buffer(name, t_nN).copy_(t_nN) if self._narrow else t_nN
 
     def out(self, name: str, t_nN: Tensor) -> Tensor:
-        """What to write the block to; `store` brings it to its place."""
+        """An uninitialised output in fp32 for the block; `store` then copies it there."""
         return self.buffer(name, t_nN) if self._narrow else t_nN
 
     def store(self, wide_nN: Tensor, t_nN: Tensor) -> None:
-        """See `out`."""
+        """Copy an output of `out` to its block, unless it is the block."""
         if self._narrow:
             t_nN.copy_(wide_nN)

@@ -1,12 +1,12 @@
 """Products of rows, sorted by expert, with their expert's weights, on the CPU; see `torch_impl.py`.
 
-Three ways, here chosen and nowhere else, by what was measured on two cores (fp32 and bf16, 8 to 128 experts):
+Three methods, chosen only here, by measurements on two cores (fp32 and bf16, 8 to 128 experts):
 
-- As many rows for each expert: one batched product. Its threads share out experts where single products would share
-  out one small product, which took up to twice as long.
-- Uneven loads: `F.grouped_mm`, which goes from expert to expert without Python: 4 to 9 us less for each.
-  Padding them into batches was tried: slower, but for bf16 and a hundred small experts.
-- What neither takes (a list of weights, strides that are no multiples of 16 bytes): one product an expert.
+- Even loads: one batched product. Its threads divide the experts. With a product for each expert, threads divide each
+  small product, which took up to twice as long.
+- Uneven loads: `F.grouped_mm`, which loops over experts without Python: 4 to 9 us less per expert. Padding loads to a
+  batch was slower, except for bf16 and a hundred small experts.
+- Otherwise (a list of weights, strides that are not multiples of 16 bytes): one product per expert.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Elements of weight gradients that wait in the rows' dtype until they are added to an fp32 main_grad, and of the widest
-# activation in a block of rows: what fits the caches of two cores.
+# Elements that fit the caches of two cores: of weight gradients in the rows' dtype before they are added to an fp32
+# main_grad, and of the widest activation in a block of rows.
 SCRATCH_ELEMENTS = 1 << 20
 BLOCK_ELEMENTS = 1 << 19
 
-# One tensor for each expert: a packed one, or a list.
+# The tensors of all experts: one packed tensor, or a list.
 _Each = Tensor | Sequence[Tensor]
 
 
 class Rows:
-    """The rows of one call: which expert's they are.
+    """The division of a call's rows among experts.
 
     Args:
-        offsets: `[E + 1]` int32, first row of every expert.
-        number: of rows, `R`; those after the last expert's are padding.
+        offsets: `[E + 1]` int32: first row of every expert, then the end of the last.
+        number: `R`, the number of rows; rows after the last expert's are padding.
     """
 
     def __init__(self, offsets: Tensor, number: int) -> None:
@@ -43,7 +43,7 @@ class Rows:
         self.even = len(set(self.sizes)) == 1
 
     def gather(self, t_TN: Tensor, tokens_R: Tensor | None) -> Tensor:
-        """Row `r` is `t[tokens[r]]`, if that is given; rows of padding hold anything."""
+        """Rows `t[tokens[r]]`, with padding rows uninitialised; `t` itself without `tokens`."""
         if tokens_R is None:
             return t_TN
         out_RN = t_TN.new_empty(self.number, t_TN.shape[1])
@@ -56,7 +56,7 @@ class Rows:
         return parts
 
     def blocks(self, width: int) -> Iterator[slice]:
-        """All rows but padding, so many at a time that `width` columns of them stay in the cache."""
+        """Blocks of all rows but padding; `width` columns of a block stay in the cache."""
         step = max(1, BLOCK_ELEMENTS // width)
         for start in range(0, self.total, step):
             yield slice(start, min(start + step, self.total))
@@ -79,13 +79,13 @@ class Rows:
         return self.pad(out_RN)
 
     def pad(self, t_RN: Tensor) -> Tensor:
-        """Zeros in rows of padding."""
+        """Zero the padding rows; return `t_RN`."""
         if self.total < self.number:
             t_RN[self.total :].zero_()
         return t_RN
 
     def wgrad_(self, dw: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
-        """`dw[e] (+)= dy^T x`; in the memory of `dw` itself where dtypes agree (CPU GEMMs do not mix them)."""
+        """`dw[e] (+)= dy^T x`; through scratch memory if dtypes differ, as CPU GEMMs do not mix them."""
         dw_ENK = _each(dw, 2)
         if dw[0].dtype == dy_RN.dtype:
             self._add_products_(dw_ENK, dy_RN, x_RK, accumulate)
@@ -105,7 +105,7 @@ class Rows:
             _add_(dw_ENK[experts], products, part.sizes, accumulate)
 
     def _of(self, experts: slice) -> Rows:
-        """The rows of some of the experts, counted from the first of those."""
+        """`Rows` of a slice of the experts, counted from its first row."""
         begin = self.bounds[experts.start]
         offsets = torch.tensor([bound - begin for bound in self.bounds[experts.start : experts.stop + 1]])
         return Rows(offsets.int(), self.bounds[experts.stop] - begin)
@@ -140,12 +140,15 @@ class Rows:
 
 
 def _each(group: Sequence[Tensor], dim: int) -> _Each:
-    """One packed tensor, `[E, ...]`, or a list of every expert's; `dim`: dimensions of one expert's."""
+    """One packed tensor, `[E, ...]`, or a list with one for each expert; `dim`: dimensions of one expert's tensor."""
     return group[0] if len(group) == 1 and group[0].dim() > dim else group
 
 
 def _takes_groups(a: Tensor, b: Tensor) -> bool:
-    """Whether `F.grouped_mm` does, and leaves no gaps: rows, or columns, are contiguous and take whole 16 bytes."""
+    """Whether `F.grouped_mm` takes `a` and `b`, and its result has no gaps between rows.
+
+    Rows or columns must be contiguous, and their strides, and rows of the result, multiples of 16 bytes.
+    """
     if b.shape[-1] * b.element_size() % 16:
         return False
     for t in (a, b):
@@ -160,7 +163,7 @@ def _takes_groups(a: Tensor, b: Tensor) -> bool:
 
 
 def _add_(dw: _Each, products_eNK: Tensor, sizes: list[int], accumulate: bool) -> None:
-    """Into the dtype of `dw`; that of experts without rows is neither read nor written."""
+    """Write or add products to `dw` in its dtype. Adding does not touch `dw` of experts without rows."""
     if not isinstance(dw, Tensor):
         for size, dw_NK, product_NK in zip(sizes, dw, products_eNK, strict=True):
             if not accumulate:

@@ -1,7 +1,7 @@
 """The `triton` implementation: plans launches pass by pass, allocates their outputs, and never waits.
 
-Letters as in `functional.py`. What the operators mean is written in `ops.py`. Each is a plan (`kernels/launching`): it
-sees arrays in place of tensors, and what it allocates and launches is remembered by the kinds of its arguments.
+Letters as in `functional.py`; `ops.py` defines the operators. Each is a plan (`kernels/launching`): it sees arrays in
+place of tensors, and its allocations and launches are remembered by the kinds of its arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fusedmlp.kernels.tiles.table import Key, Tile
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
-# A list of experts' tensors as a plan sees it: `ExpertTensors`, or an array or none in a list.
+# A weight or bias as a plan sees it: `ExpertTensors` for a list of tensors, or a list of one packed array, or of none.
 Experts = ExpertTensors | list[Array]
 
 
@@ -139,8 +139,8 @@ def _plan_grouped_mlp_backward_(
     ):
         dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
         if dw_ENK or db_EN:
-            own: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order, **gathered}
-            launch_grouped_wgrad_.plan(builder, dw_ENK, db_EN, [dy], [x], [offsets], **own)
+            options: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order, **gathered}
+            launch_grouped_wgrad_.plan(builder, dw_ENK, db_EN, [dy], [x], [offsets], **options)
     kept = (dh_RG, a_RF) if keep else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 
@@ -172,7 +172,7 @@ def _plan_combine(builder: Builder, y_RH: Array, rows_R: Array, num_tokens: int)
 
 
 def _plan_route(builder: Builder, top_k_index: Array, probs: Array, num_experts: int) -> Routing:
-    """`[T, K]` ids of any integer dtype to the order of rows, by expert."""
+    """The order of rows by expert, from ids `[T, K]` of any integer dtype."""
     return Routing(*order.route.plan(builder, top_k_index, probs, num_experts))
 
 
@@ -205,7 +205,7 @@ wgrad_of_segments_ = Operator(_plan_grouped_wgrad_, SETTINGS, multiplied=2)
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
-    """`[E]` rows per expert to a plan; wrong counts fail an assertion on the device."""
+    """The plan of a load, from rows per expert, `[E]`; wrong counts fail an assertion on the device."""
     made: Tensor
     made, valid = checked_plan(counts, num_rows)
     torch._assert_async(

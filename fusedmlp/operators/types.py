@@ -1,4 +1,4 @@
-"""What operators return, for both implementations."""
+"""Results of operators, for both implementations."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class MLPOutput(NamedTuple):
 
 
 class MLPGrads(NamedTuple):
-    """Backward: what was not asked for is None, or, as operators cannot return that, has no elements."""
+    """Backward: a gradient that was not asked for is None; from an operator, which cannot return that, it is empty."""
 
     dx: Tensor | None  # [R, H], dtype of x
-    dprobs: Tensor | None  # [R], dtype of probs; with `rows`, of flat positions
+    dprobs: Tensor | None  # [R], dtype of probs; by row, or with `rows` by flat position
     dh: Tensor | None  # [R, F1]: kept for a delayed gradient of fc1
     act_probs: Tensor | None  # [R, F]: kept for a delayed gradient of fc2
