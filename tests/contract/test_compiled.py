@@ -321,7 +321,7 @@ def test_without_fullgraph_experts_may_share_a_parameter(make_layer, assert_clos
     assert_close([layer.params[0].grad], [first + third])
 
 
-# Refused. What the tracer meets comes as its error, with ours inside.
+# Refusals. Errors while Dynamo traces are its own, with ours inside.
 TRACED = torch._dynamo.exc.Unsupported
 
 

@@ -21,7 +21,7 @@ TIED = pytest.mark.parametrize("case", ["main_grad", "grad", "grad, existing", "
 
 
 def tied_setup(case, layer, *, first=False):
-    """Options of the calls, where the sum of all gradients will be, and what is there before."""
+    """Options of the calls, and copies of what their gradients are added to."""
     options, before = {"accumulate_wgrad": case.split(",")[0], "is_first_microbatch": first}, None
     if "delayed" in case:
         options |= {"accumulate_wgrad": "auto", "wgrad_queue": fusedmlp.WgradQueue()}

@@ -115,7 +115,7 @@ def test_guard_8_ddp_lets_evaluation_and_the_module_itself_through(use_reentrant
     model = Recomputed(layer, use_reentrant)
     x, dy = layer.batch(1)
     with torch.no_grad():
-        y = ddp(model)(x.requires_grad_())  # that DDP is gone
+        y = ddp(model)(x.requires_grad_())  # this DDP is gone afterwards
     assert_close([y[:5]], [layer.loop(x.double()[:5], [p.double() for p in layer.params])])
     model(x).backward(dy)
     assert_close(layer.main_grads(), sums(before, layer.wgrads()))
@@ -177,7 +177,7 @@ def test_guard_9_a_tensor_hook_on_a_returned_gradient_works(mode, make_layer, as
 def test_guard_9_other_hooks_fire_on_a_fused_weight(attribute, make_layer):
     layer, seen = make_layer(), []
     layer.attach(attribute)
-    nodes = []  # alive, or their hooks die with them
+    nodes = []  # kept alive: their hooks die with them
     for i, param in enumerate(layer.params):
         param.register_post_accumulate_grad_hook(lambda p, i=i: seen.append(("post-accumulate", i, p.grad is None)))
         nodes.append(param.view_as(param).grad_fn.next_functions[0][0])

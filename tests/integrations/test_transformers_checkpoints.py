@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import fusedmlp
 
-# By model, what files call what its modules call otherwise; of experts, gate and linear part, and fc2.
+# By model: a name in modules and in files; the files' names for an expert's gate, linear part and fc2.
 _NAMES = {
     "mixtral": ((".mlp.", ".block_sparse_moe."), ("w1.weight", "w3.weight", "w2.weight")),
     "qwen3_moe": (("", ""), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
@@ -48,7 +48,7 @@ def published(kind, model):
 
 
 def write(tensors, config, folder, shards=3):
-    """So that the experts of a layer lie in several files."""
+    """Write the tensors so that the experts of a layer lie in several files."""
     config.save_pretrained(folder)
     where = {}
     for i in range(shards):

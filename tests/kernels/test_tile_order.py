@@ -1,4 +1,4 @@
-"""The order of tiles: all are visited, once, and those that run together share operands."""
+"""The order of tiles: each is visited once, and tiles that run together share operands."""
 
 from itertools import chain, pairwise
 
