@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.systems import one_rank
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
 from fusedmlp.operators import ops
@@ -168,6 +170,13 @@ def nan_in_empty() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def ddp() -> Iterator[type[DistributedDataParallel]]:
+    """DistributedDataParallel over gloo, one rank."""
+    with one_rank():
+        yield DistributedDataParallel
 
 
 class Recorder:

@@ -190,7 +190,7 @@ def expanded(param, value):
 def test_an_expanded_gradient_is_no_dummy(flag, make_layer, assert_close):
     layer = make_layer()
     buffer = fusedmlp.MainGradBuffer(layer.params, grad_added_to_main_grad=flag)
-    for seed in (1, 2):  # in the second step after a dummy of the first
+    for seed in (1, 2):  # the second step follows one that left a dummy
         buffer.zero_()
         layer.backward(seed)
         for param in layer.params:

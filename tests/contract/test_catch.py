@@ -1,12 +1,12 @@
 """The catch, which moves plain gradients of fused weights to `main_grad`: modes, threads, many backwards, hooks."""
 
 import gc
-import threading
 import time
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import in_threads, plus
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -25,10 +25,6 @@ def plain(layer):
 
 def of_plain(layer, times=1):
     return [2 * times * p.detach().double() for p in layer.params]
-
-
-def plus(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
 
 
 def evaluate(layer):
@@ -76,27 +72,14 @@ def test_a_plain_gradient_alone_stays_in_grad(around, make_layer, assert_close):
 def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, make_layer, assert_close):
     """Registering it may take long. A second catch would be taken for a user's hook."""
     layer = make_layer(packed=packed)
-    before, barrier, failed = layer.attach(False), threading.Barrier(3), []
-    register = torch.Tensor.register_hook
+    before, register = layer.attach(False), torch.Tensor.register_hook
 
     def slowly(tensor, hook):
         time.sleep(0.02)
         return register(tensor, hook)
 
-    def run(seed):
-        barrier.wait(600)
-        try:
-            layer.backward(seed)
-        except RuntimeError as error:
-            failed.append(error)
-
     monkeypatch.setattr(torch.Tensor, "register_hook", slowly)
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    in_threads(*(partial(layer.backward, seed) for seed in (1, 2, 3)))
     assert [len(p._backward_hooks) for p in layer.params] == [1] * len(layer.params)
     plain(layer).backward()
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2, 3), of_plain(layer)))

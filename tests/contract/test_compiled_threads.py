@@ -2,11 +2,11 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import in_threads
 
 import fusedmlp
 from fusedmlp.operators import torch_impl
@@ -60,14 +60,7 @@ def was_added(add, *args):
 
 def at_once(outputs, dy):
     """Run the backwards of all outputs together, each in a thread; return how many were not refused."""
-    barrier = threading.Barrier(len(outputs))
-
-    def run(y):
-        barrier.wait(600)
-        return was_added(y.backward, dy)
-
-    with ThreadPoolExecutor(len(outputs)) as pool:
-        return sum([future.result() for future in [pool.submit(run, y) for y in outputs]])
+    return sum(in_threads(*(partial(was_added, y.backward, dy) for y in outputs)))
 
 
 @LAYERS
@@ -106,7 +99,7 @@ def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, 
             main.fill_(float("nan"))
         succeeded = at_once(outputs, dy)
         assert succeeded >= 1
-        times = succeeded if first else 1  # by overwrite_main_grad every backward overwrites
+        times = succeeded if first else 1  # with overwrite_main_grad every backward overwrites
         assert_close(layer.main_grads(), plus([0] * len(layer.params), layer.wgrads(1), times))
 
 

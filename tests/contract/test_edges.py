@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
@@ -10,10 +11,6 @@ from fusedmlp.contract import destination
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
-
-
-def plus(before, wgrads):
-    return [b + w for b, w in zip(before, wgrads, strict=True)]
 
 
 def strided(shape, strides):

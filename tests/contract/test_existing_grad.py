@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.contract_helpers import in_threads
 from torch.autograd.graph import get_gradient_edge
 
 import fusedmlp
@@ -194,23 +195,6 @@ class Slow:
         monkeypatch.setattr(ops, "grouped_wgrad_", slowly)
 
 
-def run_both(work, plain):
-    errors = []
-
-    def run(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in (work, plain)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
-
-
 def fused_step(layer, mode):
     queue = fusedmlp.WgradQueue() if mode == "delayed" else None
     layer.backward(accumulate_wgrad="auto" if queue is not None else mode, wgrad_queue=queue)
@@ -245,7 +229,7 @@ def test_plain_pytorch_that_begins_while_a_gemm_adds_waits(existing, mode, make_
         loss.backward()
         slow.wait_for.set()
 
-    run_both(fused, plain)
+    in_threads(fused, plain)
     check_sum(layer, existing, assert_close)
     in_place = mode == "delayed" or (existing and mode != "off")
     assert slow.waited == [not in_place]

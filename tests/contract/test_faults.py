@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from support.contract_model import Boom
 
 import fusedmlp
@@ -37,10 +38,6 @@ def failing(owner, name, *, after=False, skip=0):
         yield
     finally:
         setattr(owner, name, real)
-
-
-def plus(before, wgrads):
-    return [b + w for b, w in zip(before, wgrads, strict=True)]
 
 
 # A queue whose GEMM failed

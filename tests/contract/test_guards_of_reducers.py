@@ -35,12 +35,6 @@ class Wrapped(torch.nn.Module):
         return run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
 
 
-@pytest.fixture
-def ddp():
-    with one_rank():
-        yield DistributedDataParallel
-
-
 def refused_and_untouched(layer, before, attribute, reducer, backward):
     with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss one in main_grad"):
         backward()

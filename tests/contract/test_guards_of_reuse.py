@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -11,10 +12,6 @@ pytestmark = pytest.mark.usefixtures("nan_in_empty")
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
-
-
-def sums(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
 
 
 TIED = pytest.mark.parametrize("case", ["main_grad", "grad", "grad, existing", "off", "delayed", "delayed, existing"])
@@ -50,7 +47,7 @@ def test_guard_10_one_weight_in_two_calls(case, kind, packed, make_layer, assert
     options, before = tied_setup(case, layer)
     (x1, dy1), (x2, dy2) = layer.batch(1), layer.batch(2)
     torch.autograd.backward([layer(x1, **options), layer(x2, **options)], [dy1, dy2])
-    assert_close(landed(case, layer, options), sums(before, layer.wgrads(1, 2)))
+    assert_close(landed(case, layer, options), plus(before, layer.wgrads(1, 2)))
 
 
 @LAYERS
@@ -143,7 +140,7 @@ def test_guard_11_retain_graph_twice_adds_twice(first, case, kind, packed, make_
     y = layer(x, **options)
     y.backward(dy, retain_graph=True)
     y.backward(dy)
-    assert_close(landed(case, layer, options), sums(before, layer.wgrads(1, 1)))
+    assert_close(landed(case, layer, options), plus(before, layer.wgrads(1, 1)))
 
 
 @pytest.mark.parametrize("delayed", [False, True])

@@ -4,14 +4,11 @@ import sys
 
 import pytest
 import torch
+from support.contract_helpers import plus
 
 import fusedmlp
 from fusedmlp import contract
 from fusedmlp.contract import parameter_state
-
-
-def plus(before, *wgrads):
-    return [sum(each) for each in zip(before, *wgrads, strict=True)]
 
 
 def fused(layer, seed, **options):

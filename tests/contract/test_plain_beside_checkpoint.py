@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from support.world import launch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -62,10 +63,6 @@ def backward(layer, seed, *, plain_first, first):
 
 def of_plain(layer, *seeds):
     return [sum(2 * seed * p.detach().double() for seed in seeds) for p in layer.params]
-
-
-def plus(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
 
 
 def start_of_step(layer, first):

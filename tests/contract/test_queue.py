@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedmlp
@@ -14,10 +15,6 @@ LAYERS = pytest.mark.parametrize(
     [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
 )
 FUSE = pytest.mark.parametrize("fuse", [False, True])
-
-
-def plus(before, wgrads):
-    return [b + w for b, w in zip(before, wgrads, strict=True)]
 
 
 def names(layers, recorder):

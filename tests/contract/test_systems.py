@@ -5,10 +5,12 @@ import pickle
 import re
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from support import systems
+from support.contract_helpers import in_threads
 from support.systems import MODES, SYSTEMS, Step
 from torch.utils.checkpoint import checkpoint
 
@@ -77,11 +79,7 @@ def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypat
         if queue is not None:
             queue.run()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(partial(work, 1), partial(work, 2))
     expected = [b.double() + w for b, w in zip(step.before, step.layer.wgrads(1, 2), strict=True)]
     assert_close(step.places(), expected)
 
@@ -196,9 +194,5 @@ def test_checkpoints_of_two_threads_can_wait_for_each_other(make_layer):
         x, dy = layer.batch(1)
         checkpoint(region, x.requires_grad_(), use_reentrant=False).backward(dy)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work)
     assert not barrier.broken

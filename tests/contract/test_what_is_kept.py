@@ -1,13 +1,13 @@
 """What the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
 
 import gc
-import threading
 import time
 import weakref
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import in_threads
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -178,27 +178,15 @@ def test_a_parameter_in_the_place_of_another_starts_anew(make_layer, assert_clos
 
 def test_first_uses_in_several_threads_make_one_state(monkeypatch, make_layer, assert_close):
     """Making one may take long. Two would each register a hook, and take the other's for a user's."""
-    layer, failed, make = make_layer(), [], parameter_state.ParameterState
-    before, barrier = layer.attach(False), threading.Barrier(3)
+    layer, make = make_layer(), parameter_state.ParameterState
+    before = layer.attach(False)
 
     def slowly(param):
         time.sleep(0.02)
         return make(param)
 
-    def run(seed):
-        barrier.wait(600)
-        try:
-            layer.backward(seed)
-        except RuntimeError as error:
-            failed.append(error)
-
     monkeypatch.setattr(parameter_state, "ParameterState", slowly)
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    in_threads(*(partial(layer.backward, seed) for seed in (1, 2, 3)))
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2, 3), strict=True)])
 
 
