@@ -76,21 +76,9 @@ def test_steps_from_main_grad_equal_those_of_eager_experts():
     trained = {}
     for implementation in ("eager", "fusedmlp"):
         model = models.build("qwen3_moe", implementation)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         fused = implementation == "fusedmlp"
         buffer = fusedmlp.MainGradBuffer(models.expert_parameters(model)) if fused else None
-        for step in range(3):
-            optimizer.zero_grad()
-            if buffer is not None:
-                buffer.zero_()
-            for seed in (2 * step, 2 * step + 1):
-                ids, dy = models.batch(seed=seed)
-                model(ids).logits.backward(dy / 64)
-            if buffer is None:
-                optimizer.step()
-            else:
-                with buffer.as_grad():
-                    optimizer.step()
+        models.sgd_steps(model, 3, buffer, momentum=0.9)
         trained[implementation] = dict(model.named_parameters())
     start = dict(models.build("qwen3_moe", "eager").named_parameters())
     for name, parameter in trained["eager"].items():

@@ -64,23 +64,6 @@ def read(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def train(model, buffer=None):
-    """Two steps of two micro-batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(2):
-        optimizer.zero_grad()
-        if buffer is not None:
-            buffer.zero_()
-        for seed in (2 * step, 2 * step + 1):
-            ids, dy = models.batch(seed=seed)
-            model(ids).logits.backward(dy / 64)
-        if buffer is None:
-            optimizer.step()
-        else:
-            with buffer.as_grad():
-                optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [*((kind, {}) for kind in _NAMES), ("qwen3_moe", {"tie_word_embeddings": True})],
@@ -99,9 +82,9 @@ def test_load_train_save_and_load(kind, changes, tmp_path):
         assert torch.equal(got, expected), name
 
     buffer = fusedmlp.MainGradBuffer(models.expert_parameters(model))
-    train(model, buffer)
+    models.sgd_steps(model, 2, buffer)
     assert all(param.grad_added_to_main_grad for param in buffer.params)
-    train(source)
+    models.sgd_steps(source, 2)
     for (name, got), expected in zip(model.state_dict().items(), source.state_dict().values(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     changed = read(tmp_path / "hub")
