@@ -24,7 +24,7 @@ ELSEWHERE = "a compiled backward in another thread is adding to this main_grad"
 
 @pytest.fixture(params=[0.0, 0.02], ids=["as it comes", "slow GEMMs"])
 def pause(request, monkeypatch):
-    """Make every weight-gradient GEMM take so many seconds longer, while other threads run."""
+    """Make every weight-gradient GEMM take `param` seconds longer, while other threads run."""
 
     def slow(real, *args):
         result = real(*args)

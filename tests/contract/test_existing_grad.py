@@ -162,7 +162,7 @@ def test_an_expert_without_grad_beside_experts_with_one(mode, wgrad_gemms, make_
 @pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")
 @pytest.mark.parametrize("mode", ["auto", "grad", "off"])
 def test_create_graph_leaves_the_old_grad_alone(mode, make_layer, assert_close):
-    """As PyTorch does: the sum is a new tensor with a graph, which raises when it is differentiated."""
+    """PyTorch, too, makes the sum a new tensor with a graph; ours raises when it is differentiated."""
     layer = make_layer()
     before = start(layer)
     x, dy = layer.batch(1)

@@ -1,4 +1,4 @@
-"""What one call that fails leaves behind: see docs/errors_in_backward.md."""
+"""State that one failed call leaves behind: see docs/errors_in_backward.md."""
 
 import contextlib
 

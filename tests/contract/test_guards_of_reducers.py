@@ -163,7 +163,7 @@ def test_ddp_that_is_made_between_forward_and_backward(delayed, ddp, make_layer)
 
 @DELAYED
 def test_ddp_with_the_python_reducer(delayed, ddp, make_layer):
-    """With it, PyTorch reports no DDP as active in forward."""
+    """PyTorch reports no active DDP in forward if the Python reducer is used."""
     layer = make_layer()
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         model, (x, _) = ddp(Wrapped(layer)), layer.batch(1)

@@ -115,7 +115,7 @@ def test_the_first_micro_batch_of_a_step_deep_inside(depth, make_layer, assert_c
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_micro_batches_in_flight_each_overwrite(use_reentrant, delayed, order, make_layer, assert_close):
-    """As in 1F1B: later forwards run before an earlier backward."""
+    """1F1B: later forwards run before an earlier backward."""
     layer, queue = owned(make_layer()), fusedmlp.WgradQueue() if delayed else None
     run, flying = partial(layer, wgrad_queue=queue), []
     if use_reentrant is not None:

@@ -50,7 +50,7 @@ ROWS = [
 
 
 class Seen(NamedTuple):
-    """What was observed, in the words of the table."""
+    """One observed row, in the words of the table."""
 
     grad: str
     flag: str

@@ -145,7 +145,7 @@ class Failing(torch.optim.SGD):
 @KEPT_IN_FP32
 @pytest.mark.parametrize("then", ["go on", "zero_grad", "step"])
 def test_after_a_step_that_raised_sums_are_those_of_float32(then, keep):
-    """In bf16 the sum of 64 gradients would be off by an eighth of one; only one gradient may be rounded."""
+    """A sum of 64 gradients would be off by an eighth of one in bf16; only the gradient after it may be rounded."""
     model, twin = (Model(torch.bfloat16) for _ in range(2))
     optimizer, other = (Failing(m.parameters(), lr=0.0) for m in (model, twin))
     keep(model, optimizer)

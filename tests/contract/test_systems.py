@@ -101,7 +101,7 @@ def test_what_unpickles_after_detach_or_from_a_state_dict_has_no_main_grad(tmp_p
 
 
 def test_a_copy_trains_by_itself(make_layer, assert_close):
-    """In mode "auto": the copy has no main_grad, so that its gradients go to .grad; the original's are left alone."""
+    """A copy has no main_grad: in mode "auto" its gradients go to .grad, and the original's are left alone."""
     step = Step(make_layer, "main_grad", packed=True)
     step.accumulate = "auto"
     params = step.adopt(copy.deepcopy(step.module))
@@ -113,7 +113,7 @@ def test_a_copy_trains_by_itself(make_layer, assert_close):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
 def test_compiled_autograd_really_compiles_and_uses_its_graph_again(make_layer, assert_close):
-    """Also where `autograd.grad` asks for the gradients the next time."""
+    """The same graph also serves `autograd.grad` afterwards, which writes to no main_grad."""
     step, graphs = Step(make_layer, "main_grad", packed=True), []
 
     def compiler(graph):

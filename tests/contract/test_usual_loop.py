@@ -43,7 +43,7 @@ def test_the_usual_loop(dtype, make_optimizer, zero_grad):
 
 
 def test_sums_of_many_micro_batches_are_those_of_float32_for_plain_weights_too():
-    """In bf16 a router's sum would stop growing at 256 times what is added."""
+    """A router's sum in bf16 would stop growing at 256 times what is added."""
     model = Model(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)

@@ -1,4 +1,4 @@
-"""What the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
+"""State that the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
 
 import gc
 import time
@@ -103,7 +103,7 @@ EAGER = [fused, fused_and_plain, plain_alone, delayed, checkpointed, overwriting
 @pytest.mark.parametrize("train", EAGER, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("packed", [True, False])
 def test_hooks_do_not_pile_up(packed, train, make_layer):
-    """Also where the owner keeps AccumulateGrad nodes alive, as Megatron's DDP does."""
+    """The owner keeps AccumulateGrad nodes alive, with their hooks, as Megatron's DDP does."""
     layer, handles = make_layer(packed=packed), []
     layer.attach(False)
     nodes = [get_gradient_edge(param).node for param in layer.params]

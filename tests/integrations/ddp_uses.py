@@ -38,7 +38,7 @@ def step_of(ddp, step, use="yes"):
 
 
 def where_gemms_write():
-    """In every step GEMMs write to the memory that DDP reduces."""
+    """GEMMs must write to the memory that DDP reduces, in every step."""
     written, reduced = set(), set()
     backward = ops.grouped_mlp_backward_
 

@@ -83,7 +83,7 @@ def all_weights(experts):
 
 
 def same(a, b):
-    """Whether two results of `all_weights` are equal."""
+    """True if two results of `all_weights` are equal."""
     return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
 
 
@@ -133,7 +133,7 @@ def moe_layer(config, *, ours):
     return mlp(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
 
 
-def same_weights(ours, theirs):
+def copy_weights(ours, theirs):
     """Copy the weights of Megatron's own layer into ours."""
     with torch.no_grad():
         ours.router.load_state_dict(theirs.router.state_dict())
@@ -186,7 +186,7 @@ def compare_layers(sizes, dispatcher, options):
     config = make_config(moe_token_dispatcher_type=dispatcher, **options)
     torch.manual_seed(5)
     theirs, ours = moe_layer(config, ours=False), moe_layer(config, ours=True)
-    same_weights(ours, theirs)
+    copy_weights(ours, theirs)
     torch.manual_seed(7 + dist.get_rank())
     x, dy = torch.randn(6, 2, 8), torch.randn(6, 2, 8)  # [sequence, batch, hidden]
     results = []
@@ -268,7 +268,7 @@ def state_dict_names():
 
 
 def sharded_names():
-    """With expert parallelism over 2 ranks, here: `{name: [key, global shape, global offset, replica id]}`."""
+    """This rank's sharded state dict, of 2 ranks: `{name: [key, global shape, global offset, replica id]}`."""
     megatron_world.model_parallel(expert_model_parallel_size=2)
     experts = fused(make_config(expert_model_parallel_size=2, gated_linear_unit=False))
     state = experts.sharded_state_dict(prefix="mlp.experts.")

@@ -24,7 +24,7 @@ import fusedmlp
 from bench.cases import tolerance
 
 PARTS, STEPS, RATE = 4, 2, 0.1
-LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # of every micro-batch
+LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # by micro-batch and expert
 MICRO_BATCHES, ROWS = len(LOADS), 5
 
 # By name: accumulate_wgrad, `grad_added_to_main_grad` (None: no buffer), whether weight gradients are delayed.
@@ -170,7 +170,7 @@ class Cell:
         return tuple((first, second) for (first,), (second,) in SCHEDULES[self.schedule][0]) if self.tied else ()
 
     def expected(self, dtype):
-        """What `train` should return on this rank, computed in `dtype`."""
+        """Results that `train` should return on this rank, computed in `dtype`."""
         stages, classes = SCHEDULES[self.schedule]
         mine = list(itertools.chain(*stages[dist.get_rank()]))
         begins = tuple(f"{i}." for i in mine) + ("loss",) * (PARTS - 1 in mine)

@@ -12,7 +12,7 @@ SETTINGS = ("find_unused_parameters", "static_graph", "micro_batches", "buckets"
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """By world size: rank 0's rows. A failure on either rank shows here."""
+    """Rank 0's rows, by world size. A failure on either rank shows here."""
     found = {}
     for world_size in (1, 2):
         ranks = launch("support.ddp_cells:run_all", world_size, tmp_path_factory.mktemp("world"))
@@ -76,7 +76,7 @@ def test_table_of_the_docs_is_what_was_measured(table):
 
 
 def test_other_uses(tmp_path):
-    """Where the GEMMs write, checkpoints, uneven inputs, copies, frozen weights: asserted in `ddp_uses.py`."""
+    """`ddp_uses.py` asserts where GEMMs write, and tests checkpoints, uneven inputs, copies and frozen weights."""
     for found in launch("integrations.ddp_uses:run", 2, tmp_path):
         expected = (
             r"wrap: expected DistributedDataParallel\(..., gradient_as_bucket_view=True\) over all parameters; got "

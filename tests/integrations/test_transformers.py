@@ -109,7 +109,7 @@ def test_frozen_experts_under_lora_compute_no_wgrad(wgrad_gemms):
         assert expected.any(), name
         torch.testing.assert_close(grads["fusedmlp"][name], expected, rtol=1e-4, atol=1e-5)
     models.build("mixtral", "fusedmlp")(ids).logits.backward(dy)
-    assert len(wgrad_gemms) == 4  # of the same model when its experts learn: two layers, fc1 and fc2
+    assert len(wgrad_gemms) == 4  # the same model with experts that learn: two layers, fc1 and fc2
 
 
 @USED_BY_PEFT
@@ -313,7 +313,7 @@ class LearnedSwish(torch.nn.Module):
 
 
 class Nested(torch.nn.Module):
-    """Its gelu can be changed, two levels below the experts."""
+    """Holds a gelu that can be changed, two levels below the experts."""
 
     def __init__(self):
         super().__init__()

@@ -24,11 +24,11 @@ from peers.compare import OURS, THEIRS, differences, reproduced, status, unused
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "build" / "peers"
 TEST_SECONDS = 300
-LINES = 25  # of a traceback
+LINES = 25  # printed of a traceback
 
 
 def run(experts: str, tests: list[str], log: str) -> dict[str, dict]:
-    """Run tests named `MixtralTest` or `MixtralTest.test_x`; outcomes by test, without those that were not reached."""
+    """Run tests named `MixtralTest` or `MixtralTest.test_x`; return outcomes by test, of tests that were reached."""
     LOGS.mkdir(parents=True, exist_ok=True)
     outcomes = LOGS / f"{log}.jsonl"
     outcomes.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ with biases of zero; they ask only that gradients exist. The same models are com
 import torch
 from transformers import set_seed
 
-_TOLERANCE = 1e-4  # of the norm; float32 gives 1e-6
+_TOLERANCE = 1e-4  # relative to the norm; float32 gives 1e-6
 
 
 class EagerTesterMixin:

@@ -41,7 +41,7 @@ def _outcome(outcomes, test):
 def reproduced(
     found: Iterable[Difference], run_again: Callable[[list[str]], tuple[Outcomes, Outcomes]], times: int = 2
 ) -> tuple[list[Difference], list[Difference]]:
-    """Differences that come every time, and those that once did not; `run_again(tests)` returns (theirs, ours)."""
+    """(Differences that come every time, differences that once did not); `run_again(tests)` returns (theirs, ours)."""
     same, gone = list(found), []
     for _ in range(times):
         if not same:
