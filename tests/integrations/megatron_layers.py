@@ -238,7 +238,7 @@ PARALLEL = (
 
 def layers():
     """Compare layers; return how many."""
-    # It does nothing with CPU tensors, but the dispatcher needs numpy arrays, as it gets of tensors from a GPU.
+    # The function does nothing with CPU tensors; the dispatcher needs numpy arrays, as it gets them for GPU tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_if_fetched
     count = 0
     for sizes in PARALLEL[:1] if dist.get_world_size() == 1 else PARALLEL[1:]:

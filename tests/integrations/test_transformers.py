@@ -25,7 +25,7 @@ from fusedmlp.operators import ops
 
 ROOT = Path(__file__).parents[2]
 USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-# A larger tolerance would pass anything; one comes, for example, of a token that rounding sends to other experts.
+# Larger tolerances would pass anything; a token that rounding sends to other experts would cause one.
 MEANINGFUL = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
