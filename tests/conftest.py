@@ -1,13 +1,13 @@
 """Set-up for every test: kernels run under Triton's CPU interpreter unless there is a GPU.
 
-With `EMULATE=sm_90` they are compiled for that GPU, and what was compiled is executed by `tests/ptx_emulator`; with
-`EMULATE=sm_90:long` with its tiles for long loads.
+`EMULATE=sm_90` compiles them for that GPU and executes the compiled code in `tests/ptx_emulator`; `EMULATE=sm_90:long`
+does so with the tiles for long loads.
 """
 
 import os
 from pathlib import Path
 
-# Tests run in parallel processes; OpenMP's threads that wait for each other, on cores that others use, wait long.
+# Tests run in parallel processes: OpenMP threads that wait for each other, on cores that others use, would wait long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
@@ -60,7 +60,7 @@ if EMULATE := os.environ.get("EMULATE"):
 
 @pytest.fixture
 def poison():
-    """Fill uninitialised memory with NaN, so that an output that nobody wrote shows."""
+    """Fill uninitialised memory with NaN, so that an output that was not written shows."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,8 +1,8 @@
 """Stand-ins for CUDA's libraries: `python cuda_stand_ins.py FOLDER`, where FOLDER is a CUDA build's `torch/lib`.
 
-PyPI's builds of torch for Linux need three gigabytes of CUDA's libraries to be imported at all. On a machine without
-a GPU nothing calls them. Each library that the loader does not find becomes one whose functions all return an error;
-not the driver's, libcuda.so.1, whose absence tells torch that there is no GPU.
+PyPI's builds of torch for Linux cannot be imported without three gigabytes of CUDA's libraries. On a machine without
+a GPU nothing calls them. Each library that the loader does not find is made, with functions that all return an error.
+The driver's library, libcuda.so.1, stays missing: its absence tells torch that there is no GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _NEEDS = re.compile(r"File: (\S+) |Name: (\S+) ")
 
 
 def make(folder: Path) -> list[str]:
-    """Write the libraries that are missing into `folder`; their names."""
+    """Write the missing libraries into `folder`; return their names."""
     built = sorted(folder.glob("*.so"))
     missing = {name for path in built for name in _MISSING.findall(_output("ldd", path))} - {"libcuda.so.1"}
     missing = sorted(name for name in missing if not (folder / name).exists())
     if not missing:
         return []
-    functions: dict[str, set[str]] = {}  # of each version of symbols; "" has none
-    file_of = {"": next(name for name in missing if "nccl" in name)}  # such symbols may lie in any library
+    functions: dict[str, set[str]] = {}  # by symbol version; "": symbols without one
+    file_of = {"": next(name for name in missing if "nccl" in name)}  # symbols without a version may lie in any library
     for path in built:
         for name, version in _UNDEFINED.findall(_output("readelf", "--dyn-syms", "-W", path)):
             functions.setdefault(version, set()).add(name)

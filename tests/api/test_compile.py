@@ -1,6 +1,6 @@
-"""`torch.compile(fullgraph=True)`: numbers, against plain autograd in float64; loads without recompilation; copies.
+"""`torch.compile(fullgraph=True)`: numbers against plain autograd in float64, recompilation, copies of gradients.
 
-Where gradients go is in tests/contract/test_compiled.py.
+tests/contract/test_compiled.py tests where gradients go.
 """
 
 import copy
@@ -29,7 +29,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @pytest.fixture(autouse=True)
 def fresh(tmp_path, monkeypatch):
-    # Inductor's files do not notice that the Python code of an operator changed.
+    # Inductor's cache on disk does not notice that the Python code of an operator changed.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     counters.clear()
@@ -71,7 +71,7 @@ def test_triton_kernels_inside_a_graph(compiled_functions, poison):
 
 
 class Model(nn.Module):
-    """One layer of each kind; T tokens are also the rows of the last two. All sizes differ, so that shapes tell."""
+    """A layer of each kind; the last two take T tokens as rows. All sizes differ, so that shapes identify weights."""
 
     E, K, H, F, OUT = 3, 2, 8, 5, 7
 
@@ -131,7 +131,7 @@ LOADS = ((9, 1), (9, 2), (12, 3), (16, 4))  # tokens and seed; two micro-batches
 
 
 def train(model, forward, dtype=torch.float32, fused=True):
-    """Two steps of two micro-batches, forwards first; outputs and every gradient after each step, in float64."""
+    """Two steps of two micro-batches, forwards first. Returns outputs and, after each step, gradients in float64."""
     found = {}
     for i, param in enumerate(model.fused() if fused else ()):
         param.main_grad = torch.full_like(param, 0.5 + i, dtype=torch.float32, requires_grad=False)
@@ -165,7 +165,7 @@ def test_training_a_model_of_every_layer(backend):
     assert_close(train(eager, eager), expected, low_precision, torch.float32)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
     assert_close(train(model, compiled), expected, low_precision, torch.float32)
-    assert counters["stats"]["unique_graphs"] == 1  # of four loads
+    assert counters["stats"]["unique_graphs"] == 1  # for four loads
 
     x, ids, probs, counts, dy = batch(20, 9)
     with torch.no_grad():
@@ -197,7 +197,7 @@ def test_new_loads_compile_nothing(dynamic, main_grad):
             compiled(*inputs).backward(dy)
             graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[2] <= (1 if dynamic else 2)
-    # Neither do another step's flags, dummies and gradients, nor another main_grad.
+    # The flags, dummies and gradients of a new step, and another main_grad, compile nothing either.
     for param in model.parameters():
         param.grad = None
         if main_grad and hasattr(param, "main_grad"):

@@ -1,4 +1,4 @@
-"""What capturing a step needs, as far as a CPU can show it: nothing depends on values that the host would read.
+"""CUDA graphs, as far as a CPU can show: a step reads no values of tensors on the host, so that it can be captured.
 
 `python -m bench.gpu.checks graph` captures and replays on a GPU.
 """
@@ -21,7 +21,7 @@ from fusedmlp.operators import ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 KINDS = ("mlp", "linear", "moe")
-WAYS = {  # the mode; whether a queue fuses micro-batches, None without a queue; whether weights are packed
+WAYS = {  # the mode; whether a queue fuses micro-batches (None: no queue); whether weights are packed
     "main_grad": ("main_grad", None, True),
     "main_grad, fused queue": ("main_grad", True, False),
     "overwritten, queue": ("overwrite", False, True),
@@ -29,13 +29,13 @@ WAYS = {  # the mode; whether a queue fuses micro-batches, None without a queue;
     "off": ("off", None, False),
     "off, queue": ("off", False, False),
 }
-# Methods of tensors, and operators, that read on the host.
+# Methods of tensors, and operators, that read values on the host.
 METHODS = (
     *("item", "tolist", "numpy", "cpu", "to"),
     *("__bool__", "__int__", "__index__", "__float__", "__array__", "__contains__"),
 )
 OPERATORS = {
-    "_local_scalar_dense",  # of item(), bool(), float()
+    "_local_scalar_dense",  # item(), bool(), float()
     "nonzero",
     "masked_select",
     "bincount",
@@ -48,7 +48,7 @@ OPERATORS = {
 
 
 class Layer:
-    """Static buffers, 3 experts of which one has no rows, biases, and 2 padding rows, or ids of experts elsewhere."""
+    """A layer on static buffers: biases; 3 experts, one without rows; 2 padding rows, or ids of experts elsewhere."""
 
     def __init__(self, kind, packed, mode):
         torch.manual_seed(0)
@@ -75,7 +75,7 @@ class Layer:
         return [Parameter(torch.randn(s, device=DEVICE)) for s in shapes]
 
     def step(self, impl, fuse=None):
-        """Two micro-batches and, unless `fuse` is None, a queue."""
+        """Run two micro-batches, with a queue unless `fuse` is None; return the last output and all gradients."""
         queue = None if fuse is None else fusedmlp.WgradQueue(fuse_microbatches=fuse)
         for first in (True, False):
             options = {
@@ -104,12 +104,12 @@ class Layer:
 
 @pytest.fixture
 def device_counts(monkeypatch):
-    """Row counts on the CPU are treated as a GPU's."""
+    """Treat row counts on the CPU as a GPU's, which the host does not read."""
     monkeypatch.setattr(functional, "_offsets", lambda counts, x, impl: ops.expert_offsets(counts, x.shape[0], impl))
 
 
 class _NoReads(TorchDispatchMode):
-    """Operators that wait for a GPU, also inside our own, which `torch.library` otherwise hides from a mode."""
+    """Refuse operators that wait for a GPU, also inside our own, which `torch.library` otherwise hides from a mode."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function._schema.name.split("::")[1]
@@ -126,7 +126,7 @@ class _NoReads(TorchDispatchMode):
 
 @contextmanager
 def no_reads():
-    """Python inside that would wait for a GPU raises, as nothing but kernels may read values of tensors."""
+    """Raise where Python inside would wait for a GPU: only kernels may read values of tensors."""
     launching = False
 
     def refused(name, method):
@@ -150,7 +150,7 @@ def no_reads():
     with ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(InterpretedFunction, "run", launch)
-        for name in METHODS:  # on a CPU some are no operators
+        for name in METHODS:  # on a CPU some call no operator
             patch.setattr(torch.Tensor, name, refused(name, getattr(torch.Tensor, name)))
         stack.enter_context(_NoReads())
         yield
@@ -216,7 +216,7 @@ def test_a_read_in_backward_or_in_the_queue_is_found(monkeypatch):
 @pytest.mark.parametrize("as_list", [True, False])
 def test_counts_on_the_host_are_refused_while_a_graph_is_captured(as_list, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with FakeTensorMode():  # of a GPU that need not be there
+    with FakeTensorMode():  # stands for a GPU
         x, weight = torch.empty(6, 4, device="cuda"), torch.empty(2, 5, 4, device="cuda")
         fusedmlp.grouped_linear(x, weight, torch.tensor([2, 4], device="cuda"))
         counts = [2, 4] if as_list else torch.tensor([2, 4])

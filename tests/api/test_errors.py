@@ -269,7 +269,7 @@ def test_switches_take_0_or_1(monkeypatch):
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_the_device_assertion_for_counts_it_may_not_read(impl):
-    # What a GPU does with counts that are wrong, on the interpreter: the assertion fails, nothing is out of bounds.
+    # The interpreter shows what a GPU does with wrong counts: the assertion fails, and no access is out of bounds.
     error = ValueError if impl == "torch" else RuntimeError
     with pytest.raises(error, match="tokens_per_expert: expected"):
         torch.ops.fusedmlp.expert_offsets(torch.tensor([3, 9]), 10, impl)

@@ -1,4 +1,4 @@
-"""FlopCounterMode counts of our operators what it counts of a loop of products over the experts."""
+"""FlopCounterMode counts as many FLOPs for our operators as for a loop of products over the experts."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def weights(gated=True, packed=True):
 
 
 def flops(function):
-    """Of a call, and of the backward of what it returns."""
+    """FLOPs of a call, and of the backward of its result."""
     with FlopCounterMode(display=False) as forward:
         y = function()
     with FlopCounterMode(display=False) as backward:
@@ -62,7 +62,7 @@ def test_grouped_linear(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_moe_experts(impl):
-    """Every row of every choice, as many as a loop over experts multiplies."""
+    """Every choice of every token is a row, as in a loop over experts."""
     tokens, choices = 6, 2
     x, (fc1, fc2) = torch.randn(tokens, H, requires_grad=True), weights()
     ids, probs = torch.randint(0, EXPERTS, (tokens, choices)), torch.rand(tokens, choices)

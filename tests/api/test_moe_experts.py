@@ -72,9 +72,9 @@ def test_ways_to_accumulate_on_triton(mode, queue, packed):
         Case(T=1, K=1, E=1),
         Case(ids="outside", bias=True),
         Case(ids="outside", bias=True, queue="fused", microbatches=2, mode="overwrite"),
-        Case(ids="one expert", K=4, bias=True),  # the same expert several times within every token
+        Case(ids="one expert", K=4, bias=True),  # every token chooses the same expert several times
         Case(ids="one choice", E=1),
-        Case(T=40, E=30, K=2, bias=True),  # about as many experts as tokens: several without any
+        Case(T=40, E=30, K=2, bias=True),  # about as many experts as tokens: several have no rows
         Case(T=70, E=3, K=2, H=16, F=16),
     ],
     ids=str,
@@ -104,7 +104,7 @@ def test_the_same_bits_every_time(impl, queue):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_the_order_of_tokens_changes_no_tokens_bits(impl):
-    """A token's sum runs over its choices in their order, wherever its rows lie."""
+    """A token's rows are summed in the order of its choices, wherever they lie."""
     case = Case(T=12, K=3, bias=True)
     inputs = Inputs(case)
     (batch,) = inputs.microbatches
@@ -117,7 +117,7 @@ def test_the_order_of_tokens_changes_no_tokens_bits(impl):
 
 
 def layer(T=16, K=8, E=4, H=32, F=2, dtype=torch.float32):
-    """More choices than `F` is wide, so that a copy of `hidden_states` per row would be most of what is kept."""
+    """Tensors with K > F, so that a copy of `hidden_states` per row would be most of the memory that is kept."""
     x = torch.randn(T, H, dtype=dtype, device=DEVICE, requires_grad=True)
     ids = torch.randint(0, E, (T, K), device=DEVICE)
     probs = torch.rand(T, K, device=DEVICE, requires_grad=True)

@@ -78,7 +78,7 @@ def test_non_finite_values_of_one_expert_stay_there(impl):
 
 
 def strided(kind):
-    """An incoming gradient `[8, 8]` as operators before a layer may leave it."""
+    """A gradient of y, `[8, 8]`, with strides that the backward of a later operator may give it."""
     return {
         "expanded": torch.tensor(0.7).expand(8, 8),
         "transposed": torch.randn(8, 8).t(),

@@ -12,7 +12,7 @@ OPS = torch.ops.fusedmlp
 SWIGLU = fusedmlp.Activation("swiglu").encoded
 IMPLS = ("torch", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# Filled with NaN, what a plan does not use is the same in every run.
+# `poison` gives what a plan leaves unwritten the same values in every run.
 pytestmark = [pytest.mark.sparse, pytest.mark.usefixtures("poison")]
 
 
@@ -57,7 +57,7 @@ def test_route(impl, dtype):
     probs = torch.rand(4, 2, device=DEVICE)
     plan, tokens, rows, row_probs = check(OPS.route, (ids, probs, 4, impl))
     assert plan[:5].tolist() == [0, 2, 2, 5, 6]
-    slots = [1, 4, 0, 3, 5, 6, 2, 7]  # experts 0, 2 and 3 in flat order, then what is of nobody
+    slots = [1, 4, 0, 3, 5, 6, 2, 7]  # of experts 0, 2 and 3 in flat order, then of no expert
     assert tokens.tolist() == [slot // 2 for slot in slots]
     assert rows[slots].tolist() == list(range(8))
     assert torch.equal(row_probs, probs.flatten()[slots])
@@ -148,7 +148,7 @@ def test_grouped_mlp(tensors, impl, with_probs):
 
 
 def gathered(tensors):
-    """The same operands with a row for every index."""
+    """The same operands, copied to a row for every index."""
     index = tensors["tokens"].long()
     return tensors | {"x": tensors["token_x"][index], "dy": tensors["token_dy"][index]}
 
@@ -175,7 +175,7 @@ def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
 @pytest.mark.parametrize("keep", [True, False])
 def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
     t, results = tensors, {}
-    tensors["tokens"][6] = 0  # of a padding row
+    tensors["tokens"][6] = 0  # the index of a padding row
     for name, source, tokens, run in (
         ("gathered", t | {"x": t["token_x"], "dy": t["token_dy"]}, t["tokens"], check),
         ("plain", gathered(t), None, lambda op, arguments: op(*arguments)),
@@ -191,9 +191,9 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
         options = (t["offsets"], tokens, rows, *last)
         backward = ([[out] for out in outs], operands, options, (True, False, True, keep, impl))
         grads = run(OPS.grouped_mlp_backward_, tuple(argument for part in backward for argument in part))
-        # Checking an operator runs it several times, and fc1 adds.
+        # Checking an operator runs it several times, and each run adds to the gradient of fc1: that is not compared.
         grads = MLPGrads(*grads)
-        if rows is not None:  # the gradients of probabilities in another order
+        if rows is not None:  # number i is that of row rows[i]
             grads = grads._replace(dprobs=grads.dprobs[rows.argsort()])
         results[name] = [y, h, *grads, *outs[1:]]
     for got, expected in zip(results["gathered"], results["plain"], strict=True):
@@ -213,7 +213,7 @@ def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):
 
 
 def test_experts_in_a_tuple_are_all_of_them_or_refused():
-    """A tuple stands for segments in a plan: not for the first expert alone."""
+    """In a plan a tuple stands for segments: given as experts, it must not be taken for the first expert alone."""
     torch.manual_seed(0)
     x, dy, offsets = torch.randn(6, 8, device=DEVICE), torch.randn(6, 4, device=DEVICE), torch.tensor([0, 2, 4, 6])
     offsets, results = offsets.int().to(DEVICE), []

@@ -1,4 +1,4 @@
-"""The three ways of products on the CPU, and blocks and scratch of any length; see `operators/torch_products.py`."""
+"""Products on the CPU by each of three functions; blocks and scratch of any length: `operators/torch_products.py`."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ LOADS = {"even": (3, 3, 3, 3), "uneven": (4, 0, 2, 5), "empty": (0, 0, 0, 0)}
 
 
 def way_of(run, monkeypatch):
-    """Which functions a call uses."""
+    """Names of the product functions that a call uses."""
     used = set()
     for module, name in ((torch, "bmm"), (torch, "mm"), (F, "grouped_mm")):
         original = getattr(module, name)
@@ -46,7 +46,7 @@ def close(got, want, dtype):
         ("even", True, K, "bmm"),
         ("empty", True, K, "bmm"),
         ("uneven", True, K, "grouped_mm"),
-        ("uneven", True, K - 1, "mm"),  # not whole 16 bytes
+        ("uneven", True, K - 1, "mm"),  # rows are no multiple of 16 bytes
         ("even", False, K, "mm"),
         ("uneven", False, K, "mm"),
     ],
@@ -82,7 +82,7 @@ def test_rows_that_share_memory():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("load", LOADS)
 def test_wgrad(load, dtype, packed, accumulate, scratch, monkeypatch):
-    """Into fp32, by parts of the experts; without rows nothing is added, or zeros are written."""
+    """Into fp32, as many experts at a time as fit the scratch; without rows nothing is added, or zeros are written."""
     monkeypatch.setattr(torch_products, "SCRATCH_ELEMENTS", scratch)
     rows, x, dy, _ = operands(load, dtype)
     dw = torch.randn(4, N, K)
@@ -110,7 +110,7 @@ def test_blocks_of_any_length_make_the_same_layer(elements, dtype, monkeypatch):
 
 
 class Passes(TorchDispatchMode):
-    """The operators between products that write to memory."""
+    """Records the operators between products that write to memory."""
 
     def __init__(self):
         super().__init__()
@@ -136,7 +136,7 @@ BACKWARD = ["mul", "silu", "mul", "mul", "silu_backward", "mul_", "mul_", "sum",
     ids=str,
 )
 def test_passes_over_memory_between_products(dtype, forward, backward):
-    """With swiglu and probabilities, of one block; in 16 bits what is read and written is converted."""
+    """Swiglu with probabilities, in one block; in 16 bits, copies convert what is read and written."""
     rows, x, dy, _ = operands("even", dtype, features=K)
     offsets, probs = torch.tensor(rows.bounds, dtype=torch.int32), torch.rand(rows.number)
     fc1, fc2 = [torch.randn(4, 2 * N, K).to(dtype)], [torch.randn(4, K, N).to(dtype)]

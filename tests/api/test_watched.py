@@ -1,4 +1,4 @@
-"""In eager the operators are called as functions; whoever wants to see operators sees them."""
+"""In eager mode operators are called as functions, but are dispatched where modes or subclasses watch."""
 
 from typing import ClassVar
 
@@ -39,7 +39,7 @@ def gemm():
 
 
 class Seen(TorchDispatchMode):
-    """The operators of fusedmlp that a mode meets."""
+    """Records the operators of fusedmlp that are dispatched."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ def test_compilers_see_operators(gemm):
 
 
 class Logged(torch.Tensor):
-    """A tensor that is more than its memory."""
+    """A tensor subclass that handles operators itself."""
 
     seen: ClassVar[list] = []
 

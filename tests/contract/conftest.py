@@ -1,7 +1,7 @@
 """One small grouped layer, and the same layer as a loop over experts in plain PyTorch and float64.
 
-Sizes: 3 experts, of which the middle one gets no tokens; the last 2 of 7 rows are padding and hold NaN, or, of tokens,
-chose experts that are elsewhere.
+Sizes: 3 experts, the middle one without tokens. The last 2 of 7 rows are padding and hold NaN; for "moe" they are
+tokens that chose experts elsewhere.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.systems import one_rank
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
 from fusedmlp.operators import ops
@@ -84,7 +86,7 @@ class Layer:
             self(x, **options).backward(dy)
 
     def loop(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """The layer as a loop; `tensors` stand for `params + biases`. Rows without padding."""
+        """The layer as a loop over experts, of rows without padding; `tensors` replace `params + biases`."""
         experts, rest = [], list(tensors)
         for group in self.groups + self.bias_groups:
             mine, rest = rest[: len(group)], rest[len(group) :]
@@ -118,7 +120,7 @@ class Layer:
         return torch.cat(outputs)
 
     def wgrads(self, *seeds: int) -> list[Tensor]:
-        """What plain autograd finds for `params + biases`, in float64, summed over micro-batches (default: 1)."""
+        """Gradients of `params + biases` by plain autograd in float64, summed over micro-batches (default: 1)."""
         tensors = [p.detach().double().requires_grad_() for p in self.params + self.biases]
         for seed in seeds or (1,):
             x, dy = self.batch(seed)
@@ -126,7 +128,7 @@ class Layer:
         return [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
 
     def attach(self, attribute: bool | None = None, *, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Give every weight a random main_grad, and the flag unless None; returns copies of what they hold."""
+        """Give every weight a random main_grad, and the flag unless None; return copies of the main_grads."""
         for param in self.params:
             param.main_grad = self._random(*param.shape).to(dtype or torch.float32)
             if attribute is not None:
@@ -162,12 +164,16 @@ def assert_close() -> Callable[..., None]:
 
 
 @pytest.fixture
-def nan_in_empty() -> Iterator[None]:
+def nan_in_empty(poison: None) -> None:
     """`torch.empty` returns NaN, so that nothing uninitialised passes for zero."""
-    torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def ddp() -> Iterator[type[DistributedDataParallel]]:
+    """DistributedDataParallel over gloo, one rank."""
+    with one_rank():
+        yield DistributedDataParallel
 
 
 class Recorder:

@@ -1,4 +1,4 @@
-"""The library beside the model of the contract: the same parameters, graphs and faults, compared after every step."""
+"""Run the library beside the model of the contract, with the same graphs and faults; compare both after every step."""
 
 from functools import cache
 
@@ -11,7 +11,7 @@ import fusedmlp
 from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.operators import ops
 
-COUNTS, SIZE = (2, 0, 1), 2  # the hidden, ffn and output sizes are one, so that fc1 can be a layer of its own
+COUNTS, SIZE = (2, 0, 1), 2  # hidden, ffn and output sizes are equal, so that fc1 can be a layer of its own
 
 
 def random(*shape, seed):
@@ -24,7 +24,7 @@ FC1, FC2 = random(len(COUNTS), SIZE, SIZE, seed=1), random(len(COUNTS), SIZE, SI
 @cache
 @torch.enable_grad()
 def gradients(kind, seed):
-    """Of FC1 and FC2, in float64, by plain autograd."""
+    """Gradients of FC1 and FC2 by plain autograd in float64."""
     fc1, fc2 = FC1.double().requires_grad_(), FC2.double().requires_grad_()
     if kind.startswith("plain"):
         return {kind[-3:]: random(*FC1.shape, seed=seed).double()}
@@ -58,7 +58,7 @@ class UserCode(torch.autograd.Function):
 
 
 class Nothing(torch.optim.Optimizer):
-    """An optimizer whose steps change nothing, so that graphs of before can still be differentiated."""
+    """An optimizer that changes no parameter, so that earlier graphs can still be differentiated."""
 
     def __init__(self, params):
         super().__init__(params, {})
@@ -68,7 +68,7 @@ class Nothing(torch.optim.Optimizer):
 
 
 class World:
-    """One parameter for fc1 and fc2 each, or one for each expert, and who owns their gradients."""
+    """One parameter each for fc1 and fc2, or one per expert; the owner of their gradients; the model of both."""
 
     def setup(self, packed, owner, dense, fuse):
         self.patch = pytest.MonkeyPatch()
@@ -83,7 +83,7 @@ class World:
         self.places = {"fc1": list(range(n)), "fc2": list(range(n, 2 * n))}
         for i, param in enumerate(self.params):
             param.register_post_accumulate_grad_hook(lambda _, i=i: self.fail("accumulate", i))
-            param.skip_backward_post_hook = True  # it takes no gradient
+            param.skip_backward_post_hook = True  # the hook takes no gradient
         self.queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
         self.buffer, self.optimizer = None, Nothing(self.params)
         if owner == "optimizer":
@@ -115,12 +115,12 @@ class World:
 
         return run
 
-    # What both do
+    # Steps on the model and in reality
 
     def both(self, model, real, fault=None):
-        """Run a step on the model and in reality: an error in both, or none, and the same state after it.
+        """Run a step on the model and in reality: both raise, or neither, and their states agree afterwards.
 
-        After an error the step is discarded; nothing of it remains. Which of several errors comes first is open.
+        After an error the step is discarded; nothing of it remains. If several errors can occur, any may come first.
         """
         expected, got = None, None
         try:
@@ -146,7 +146,7 @@ class World:
         self.model.zero()
         self.queue.clear()
         self.zero()
-        if self.model.has_main and self.buffer is None:  # whether a gradient that failed is awaited still, is open
+        if self.model.has_main and self.buffer is None:  # a forward, as a gradient that failed may still be awaited
             spec = {"kind": "mlp", "seed": 5, "mode": "auto", "delayed": False, "checkpointed": False}
             self.real_term(spec, True, 0)
             self.model.forward(self.model_term(spec, True))
@@ -167,13 +167,13 @@ class World:
         for i, param in enumerate(self.params):
             main = model.main[i]
             if model.has_main and ((model.buffer and model.stale(i)) or (model.grad_is_main and self.replaced(param))):
-                main = param.main_grad  # nothing reads it as it is
+                main = param.main_grad  # stale: nothing reads it
             assert self.holds(param, main, model.grad[i]), (i, param.grad, model.grad[i])
             assert not model.dummy[i] or has_dummy_wgrad(param)
             assert getattr(param, "grad_added_to_main_grad", None) == (model.flag[i] if model.has_flag else None)
 
     def replaced(self, param):
-        """A queue has set `.grad`; its values reach main_grad with the next gradient, or when the buffer is read."""
+        """Whether a queue has set `.grad`: it reaches main_grad with the next gradient, or when the buffer is read."""
         return param.grad is not param.main_grad
 
     def holds(self, param, main, grad):
@@ -204,7 +204,7 @@ class World:
         )
 
     def layer(self, x, spec, first, index):
-        """A fused layer with hooks at every place of its backward."""
+        """A fused layer with hooks at every place of its backward where a fault can occur."""
         fc1, fc2 = (self.params[p[0]] if self.packed else [self.params[i] for i in p] for p in self.places.values())
         options = {
             "accumulate_wgrad": self.mode(spec),

@@ -1,4 +1,4 @@
-"""MainGradBuffer beside gradients that are queued, expanded, or not coming: nothing is lost, and nothing made up."""
+"""MainGradBuffer with gradients that are queued, expanded or missing: none is lost, and none is invented."""
 
 import copy
 import gc
@@ -91,7 +91,7 @@ def test_a_cleared_queue_is_in_nobodys_way(use, make_layer):
 
 @EACH_USE
 def test_a_queue_that_failed_is_still_in_the_way(use, monkeypatch, make_layer):
-    """Whether its gradient was added, nobody knows."""
+    """It is unknown whether its gradient was added."""
 
     def fail(*_):
         raise torch.OutOfMemoryError
@@ -106,7 +106,7 @@ def test_a_queue_that_failed_is_still_in_the_way(use, monkeypatch, make_layer):
     with pytest.raises(RuntimeError, match="still in a WgradQueue"):
         USES[use](buffer)
     queue.clear()
-    buffer.zero_()  # although the traceback, and every frame in it, is there
+    buffer.zero_()  # although the traceback, with every frame in it, is kept
     assert kept.value
 
 
@@ -126,7 +126,7 @@ def test_a_queued_gradient_of_another_buffer_does_not_disturb(use, make_layer, a
 
 @EACH_USE
 def test_a_weight_without_a_gradient_in_the_queue_does_not_disturb(use, make_layer):
-    """Another weight of the same layer is queued, but in no buffer; this one is frozen."""
+    """The weight in the buffer is frozen; the layer's other weight is queued, but in no buffer."""
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     buffer = fusedmlp.MainGradBuffer(layer.params[:1])
     layer.params[0].requires_grad_(False)
@@ -137,7 +137,7 @@ def test_a_weight_without_a_gradient_in_the_queue_does_not_disturb(use, make_lay
 
 
 def dropped(queue):
-    """The warnings of a queue that nobody else holds."""
+    """Warnings when the last reference to a queue or module is dropped."""
     held = [queue]
     del queue
     with warnings.catch_warnings(record=True) as caught:
@@ -155,7 +155,7 @@ def test_a_queue_that_is_dropped_with_gradients_warns(fuse, make_layer):
     ((category, message),) = dropped(held.pop())
     assert category is RuntimeWarning
     assert "got 4 gradients waiting, which are lost (fc1_weight, fc2_weight)" in message
-    buffer.zero_()  # nothing waits any more
+    buffer.zero_()  # no gradient waits any more
 
 
 def test_a_module_that_is_dropped_with_gradients_warns():
@@ -180,7 +180,7 @@ def test_an_empty_queue_is_dropped_in_silence(end, make_layer):
 
 
 def expanded(param, value):
-    """The gradient of a sum."""
+    """The gradient of `value * param.sum()`: an expanded tensor."""
     (grad,) = torch.autograd.grad(param.sum(), param, torch.tensor(value))
     assert not any(grad.stride())
     return grad
@@ -190,7 +190,7 @@ def expanded(param, value):
 def test_an_expanded_gradient_is_no_dummy(flag, make_layer, assert_close):
     layer = make_layer()
     buffer = fusedmlp.MainGradBuffer(layer.params, grad_added_to_main_grad=flag)
-    for seed in (1, 2):  # the second time after a dummy
+    for seed in (1, 2):  # the second step follows one that left a dummy
         buffer.zero_()
         layer.backward(seed)
         for param in layer.params:
@@ -224,7 +224,7 @@ def test_an_expanded_gradient_is_moved_or_kept(use, assert_close):
 @LAYERS
 @pytest.mark.parametrize("flag", [True, False])
 def test_a_step_in_which_no_layer_ran_steps_with_zeros(flag, kind, packed, make_layer, assert_close):
-    """LayerDrop."""
+    """LayerDrop leads to such steps."""
     layer = make_layer(kind, packed)
     plain = [torch.nn.Parameter(p.detach().clone()) for p in layer.params]
     buffer = fusedmlp.MainGradBuffer(layer.params, grad_added_to_main_grad=flag)

@@ -1,12 +1,12 @@
-"""The catch, which moves plain gradients of fused weights to `main_grad`: in other modes and threads, and for long."""
+"""The catch, which moves plain gradients of fused weights to `main_grad`: modes, threads, many backwards, hooks."""
 
 import gc
-import threading
 import time
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import in_threads, plus
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -27,10 +27,6 @@ def of_plain(layer, times=1):
     return [2 * times * p.detach().double() for p in layer.params]
 
 
-def plus(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
-
-
 def evaluate(layer):
     with torch.no_grad():
         layer(layer.batch(5)[0], is_first_microbatch=True)
@@ -45,7 +41,7 @@ def test_both_land_whatever_is_around_backward(around, packed, make_layer, asser
     for param in layer.params:
         param.grad = None  # as owners do
     x, dy = layer.batch(1)
-    fused = around != "compiled autograd"  # which does not take None for one of two uses
+    fused = around != "compiled autograd"  # it does not take None for one of two uses
     loss = plain(layer) + (layer(x) * dy).nansum() if fused else plain(layer)
     with {
         "inference_mode": torch.inference_mode,
@@ -61,7 +57,7 @@ def test_both_land_whatever_is_around_backward(around, packed, make_layer, asser
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad])
 def test_a_plain_gradient_alone_stays_in_grad(around, make_layer, assert_close):
-    """In a step in which nothing has been fused."""
+    """No gradient of this step has been fused."""
     layer = make_layer()
     before = layer.attach(False)
     layer(layer.batch(1)[0])
@@ -74,36 +70,23 @@ def test_a_plain_gradient_alone_stays_in_grad(around, make_layer, assert_close):
 
 @PACKED
 def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, make_layer, assert_close):
-    """However slowly it is registered; a second one would pass for a hook of somebody else."""
+    """Registering it may take long. A second catch would be taken for a user's hook."""
     layer = make_layer(packed=packed)
-    before, barrier, failed = layer.attach(False), threading.Barrier(3), []
-    register = torch.Tensor.register_hook
+    before, register = layer.attach(False), torch.Tensor.register_hook
 
     def slowly(tensor, hook):
         time.sleep(0.02)
         return register(tensor, hook)
 
-    def run(seed):
-        barrier.wait(600)
-        try:
-            layer.backward(seed)
-        except RuntimeError as error:
-            failed.append(error)
-
     monkeypatch.setattr(torch.Tensor, "register_hook", slowly)
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    in_threads(*(partial(layer.backward, seed) for seed in (1, 2, 3)))
     assert [len(p._backward_hooks) for p in layer.params] == [1] * len(layer.params)
     plain(layer).backward()
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2, 3), of_plain(layer)))
 
 
 def test_gradients_do_not_pile_up_after_an_evaluation(make_layer, assert_close):
-    """It may be long until the weights are fused again."""
+    """Many plain backwards may come before the weights are fused again."""
     layer = make_layer("linear")
     before, (param,) = layer.attach(False), layer.params
     param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -118,13 +101,13 @@ def test_gradients_do_not_pile_up_after_an_evaluation(make_layer, assert_close):
         for _ in range(10):
             plain(layer).backward()
         counts.append(alive())
-    assert counts[2] < counts[0] + 10  # each would leave 20 more
+    assert counts[2] < counts[0] + 10  # one left by each backward would be 20 more
     assert_close(layer.main_grads(), plus(before, of_plain(layer, 30)))
 
 
 @pytest.mark.parametrize("first", ["checkpointed", "as it is"])
 def test_plain_gradients_in_low_precision_are_added_in_that_of_main_grad(first, make_layer, assert_close):
-    """Three of them, before the gradient that overwrites."""
+    """Three plain gradients come before the fused one, which overwrites."""
     layer = make_layer(dtype=torch.bfloat16)
     layer.attach(False)
     for param in layer.params:
@@ -144,7 +127,7 @@ def test_plain_gradients_in_low_precision_are_added_in_that_of_main_grad(first, 
 
 @PACKED
 def test_user_hooks_on_a_weight_beside_the_catch_are_still_refused(packed, make_layer):
-    """Whichever came first."""
+    """Either may be registered first."""
     for early in (True, False):
         layer = make_layer(packed=packed)
         layer.attach(False)
@@ -169,7 +152,7 @@ def test_user_hooks_see_plain_gradients_of_weights_that_are_not_fused(packed, ma
 
 @PACKED
 def test_what_somebody_asks_for_is_not_caught(packed, make_layer, assert_close):
-    """With the flag set, and with an overwrite to come."""
+    """`autograd.grad` returns the gradient, also while the flag is set and an overwrite is pending."""
     layer = make_layer(packed=packed)
     layer.attach(False)
     layer.backward(1)

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -38,14 +36,6 @@ def make_compiled(make_layer):
         return Compiled(*args, **options)
 
     return make
-
-
-@pytest.fixture
-def ddp(tmp_path):
-    """DistributedDataParallel over gloo, one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield DistributedDataParallel
-    dist.destroy_process_group()
 
 
 class Row(NamedTuple):
@@ -321,7 +311,7 @@ def test_without_fullgraph_experts_may_share_a_parameter(make_layer, assert_clos
     assert_close([layer.params[0].grad], [first + third])
 
 
-# Refused. What the tracer meets comes as its error, with ours inside.
+# Refusals. Errors while Dynamo traces are its own, with ours inside.
 TRACED = torch._dynamo.exc.Unsupported
 
 

@@ -2,11 +2,11 @@
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import in_threads
 
 import fusedmlp
 from fusedmlp.operators import torch_impl
@@ -24,7 +24,7 @@ ELSEWHERE = "a compiled backward in another thread is adding to this main_grad"
 
 @pytest.fixture(params=[0.0, 0.02], ids=["as it comes", "slow GEMMs"])
 def pause(request, monkeypatch):
-    """Every GEMM of weight gradients takes that long, in which other threads run."""
+    """Make every weight-gradient GEMM take `param` seconds longer, while other threads run."""
 
     def slow(real, *args):
         result = real(*args)
@@ -37,7 +37,7 @@ def pause(request, monkeypatch):
 
 @pytest.fixture
 def compiled(make_layer):
-    """Runs a layer in a graph."""
+    """A function that calls a layer in a graph of torch.compile."""
     torch._dynamo.reset()
     return torch.compile(make_layer.__call__, fullgraph=True, backend="aot_eager")
 
@@ -47,7 +47,7 @@ def plus(before, wgrads, times=1):
 
 
 def was_added(add, *args):
-    """Whether the call was not refused."""
+    """Run the call; False if it was refused."""
     try:
         add(*args)
     except RuntimeError as error:
@@ -59,15 +59,8 @@ def was_added(add, *args):
 
 
 def at_once(outputs, dy):
-    """A thread for each output, all of whose backwards start together; how many were not refused."""
-    barrier = threading.Barrier(len(outputs))
-
-    def run(y):
-        barrier.wait(600)
-        return was_added(y.backward, dy)
-
-    with ThreadPoolExecutor(len(outputs)) as pool:
-        return sum([future.result() for future in [pool.submit(run, y) for y in outputs]])
+    """Run the backwards of all outputs together, each in a thread; return how many were not refused."""
+    return sum(in_threads(*(partial(was_added, y.backward, dy) for y in outputs)))
 
 
 @LAYERS
@@ -77,7 +70,7 @@ def test_no_sum_is_lost(eager, attribute, kind, packed, pause, compiled, make_la
     """A refused backward has added nothing."""
     layer = make_layer(kind, packed)
     before, (x, dy) = layer.attach(attribute), layer.batch(1)
-    compiled(layer, x).backward(dy)  # which compiles, forward and backward
+    compiled(layer, x).backward(dy)  # compiles forward and backward
     total = 1
     for _ in range(ROUNDS):
         outputs = [layer(x) if i < eager else compiled(layer, x) for i in range(THREADS)]
@@ -85,7 +78,7 @@ def test_no_sum_is_lost(eager, attribute, kind, packed, pause, compiled, make_la
         assert succeeded >= 1
         total += succeeded
         assert_close(layer.main_grads(), plus(before, layer.wgrads(1), total))
-    compiled(layer, x).backward(dy)  # nothing is in the way afterwards
+    compiled(layer, x).backward(dy)  # nothing is refused afterwards
     layer.backward(1)
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1), total + 2))
 
@@ -106,7 +99,7 @@ def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, 
             main.fill_(float("nan"))
         succeeded = at_once(outputs, dy)
         assert succeeded >= 1
-        times = succeeded if first else 1  # every backward overwrites, of a step only the first
+        times = succeeded if first else 1  # with overwrite_main_grad every backward overwrites
         assert_close(layer.main_grads(), plus([0] * len(layer.params), layer.wgrads(1), times))
 
 
@@ -123,7 +116,7 @@ def test_graphs_that_share_nothing_run_at_once(kind, packed, pause, compiled, ma
 
 
 class Paused:
-    """A compiled backward in another thread, which has stopped in its GEMM of weight gradients."""
+    """A compiled backward in another thread, stopped at the end of its weight-gradient GEMM."""
 
     def __init__(self, y, dy, monkeypatch):
         self.inside, self.go = threading.Event(), threading.Event()
@@ -187,7 +180,7 @@ MEANWHILE = [
 
 @pytest.mark.parametrize("add", MEANWHILE, ids=lambda f: f.__name__)
 def test_what_is_added_while_a_graph_adds_is_not_lost(add, monkeypatch, compiled, make_layer, assert_close):
-    """Whoever adds it: the graph may work on a copy of main_grad."""
+    """The graph may work on a copy of main_grad: what else adds meanwhile must be kept or refused."""
     layer = make_layer("linear")
     before, (x, dy), (x2, dy2) = layer.attach(False), layer.batch(1), layer.batch(2)
     compiled(layer, x).backward(dy)

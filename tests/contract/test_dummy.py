@@ -24,7 +24,7 @@ def either(request, monkeypatch):
 
 
 def fused(layer, seed=1):
-    """A backward into main_grad that leaves fresh dummies; returns them."""
+    """Run a backward into main_grad; return the fresh dummies that it leaves."""
     for param in layer.params:
         param.grad = None
     layer.backward(seed)
@@ -36,7 +36,7 @@ def is_zero(dummies, params):
 
 
 class LargeOutputs(TorchDispatchMode):
-    """Names of the operators whose new outputs occupy at least `size` bytes."""
+    """Records the names of operators with new outputs of at least `size` bytes."""
 
     def __init__(self, size):
         super().__init__()
@@ -78,7 +78,7 @@ def test_expanded_no_operator_makes_anything_of_a_weights_size(switch, expected,
     monkeypatch.setenv("FUSEDMLP_DENSE_DUMMY", switch)
     layer = make_layer("mlp", hidden=32, ffn=32)
     layer.attach(False)
-    held = [fused(layer)]  # holding them makes a dense pool allocate again
+    held = [fused(layer)]  # while they are held, the pool of dense dummies must allocate
     for param in layer.params:
         param.grad = None
     x, dy = layer.batch(2)
@@ -90,7 +90,7 @@ def test_expanded_no_operator_makes_anything_of_a_weights_size(switch, expected,
 
 
 def test_expanded_a_step_runs_no_fill(make_layer):
-    """After the first backward of a process, a dummy costs not even a kernel on its one element."""
+    """After the first backward of a process, a dummy costs no kernel, not even on its one element."""
     layer = make_layer()
     layer.attach(False)
     fused(layer)
@@ -108,7 +108,7 @@ def test_expanded_a_step_runs_no_fill(make_layer):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_an_existing_grad_is_moved_to_main_grad(delayed, either, make_layer, assert_close):
-    """Plain PyTorch has left it there before, and whoever goes by the flag would drop it."""
+    """Plain PyTorch has left it there, and an owner that goes by the flag would drop it."""
     layer = make_layer()
     before = layer.attach(False)
     mine = [torch.full_like(p, 5.0) for p in layer.params]
@@ -169,7 +169,7 @@ def test_a_write_that_pytorch_lets_through_poisons_no_other_and_not_the_next(wri
         "grad.data = ...": lambda value: setattr(dummy, "data", torch.full_like(dummy, value)),
     }[write](1)
     assert dummy[0, 0] == 1
-    assert not has_dummy_wgrad(layer.params[0])  # it is a gradient now, and nobody may drop it
+    assert not has_dummy_wgrad(layer.params[0])  # it is a gradient now, and must not be dropped
     assert is_zero(others, layer.params[1:])
     assert is_zero(fused(layer), layer.params)
 
@@ -200,7 +200,7 @@ def test_a_parameter_with_one_element(packed, either, make_layer):
         fusedmlp.grouped_linear(x, group[0] if packed else group, [2]).sum().backward()
     (a,), (b,) = weights, other
     assert a.grad.item() == b.grad.item() == 0
-    a.grad.add_(1)  # writable, as it is as cheap
+    a.grad.add_(1)  # a dense dummy is no larger here, so it is writable
     assert b.grad.item() == 0
     a.grad = None
     fusedmlp.grouped_linear(x, weights[0] if packed else weights, [2]).sum().backward()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
@@ -12,17 +13,13 @@ pytestmark = pytest.mark.usefixtures("nan_in_empty")
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 
 
-def plus(before, wgrads):
-    return [b + w for b, w in zip(before, wgrads, strict=True)]
-
-
 def strided(shape, strides):
-    """A tensor of ones with those strides, and all of the memory that it lies in."""
+    """A tensor of ones with these strides, and the whole memory that it lies in."""
     memory = torch.ones(1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)))
     return memory.as_strided(shape, strides), memory
 
 
-# What several elements share. The weight of the layer is [3, 5, 4].
+# Elements that share memory. The layer's weight is [3, 5, 4].
 
 OVERLAPPING = {
     "rows": (15, 3, 1),
@@ -81,7 +78,7 @@ def test_a_compiled_layer_refuses_a_target_whose_elements_share_memory(make_laye
 
 @pytest.mark.parametrize("how", ["other memory", "other strides"])
 def test_a_main_grad_that_comes_to_share_memory_is_noticed(how, make_layer, assert_close):
-    """The same tensor object."""
+    """The tensor object stays; its memory or its strides change."""
     layer = make_layer("linear")
     before = layer.attach(False)
     layer.backward(1)
@@ -102,7 +99,7 @@ OTHER_SHAPES = {
     "more rows": lambda data: torch.randn(3, 10, 4),
     "more experts": lambda data: torch.randn(6, 5, 4),
     "transposed": lambda data: torch.randn(3, 4, 5),
-    "viewed": lambda data: data.view(3, 4, 5),  # as the two that follow, in the same memory
+    "viewed": lambda data: data.view(3, 4, 5),  # this and the next two are in the same memory
     "fewer columns": lambda data: data[..., :2],
     "fewer experts": lambda data: data[:2],
 }
@@ -111,7 +108,7 @@ OTHER_SHAPES = {
 @IMPLS
 @pytest.mark.parametrize("shape", OTHER_SHAPES)
 def test_a_main_grad_that_no_longer_fits_its_weight_is_noticed(shape, impl, make_layer):
-    """Kernels would write elsewhere in main_grad, or behind it."""
+    """Kernels would write to wrong places of main_grad, or past its end."""
     layer = make_layer("linear")
     (param,) = layer.params
     memory = torch.ones(1000)
@@ -208,7 +205,7 @@ def test_main_grads_that_are_gone_since_the_last_step_are_missed(packed, make_la
 
 @pytest.mark.parametrize("moved", ["main_grad", "parameter"])
 def test_a_main_grad_on_a_device_that_its_parameter_is_not_on_is_noticed(moved, monkeypatch):
-    """Nothing can move to a GPU where there is none: one of the two only says that it did."""
+    """Without a GPU nothing can move there: one of the two tensors only reports that it did."""
     param = torch.nn.Parameter(torch.zeros(3, 5, 4))
     param.main_grad = target = torch.zeros(3, 5, 4)
     own = torch.Tensor.device
@@ -242,7 +239,7 @@ def test_a_main_grad_that_is_given_other_memory_of_its_kind_is_added_to_there(ma
     assert all(torch.equal(memory, held) for _, memory, held in old)
 
 
-# What is one's own, in whatever order
+# Elements with memory of their own, in any layout
 
 LAYOUTS = {
     "contiguous": ((4, 5), (20, 4, 1)),
@@ -292,7 +289,7 @@ def test_a_target_in_any_layout_is_added_to(layout, first, impl, make_layer, ass
     ],
 )
 def test_strides_of_dimensions_of_one_do_not_matter(hidden, ffn, strides, frozen, impl, make_layer, assert_close):
-    """Views of padded buffers have them; nobody steps along them."""
+    """Views of padded buffers have such strides; kernels do not step along them."""
     layer = make_layer("linear", packed=False, hidden=hidden, ffn=ffn)
     for param, own in zip(layer.params, strides, strict=True):
         param.main_grad, _ = strided(param.shape, own)
@@ -346,7 +343,7 @@ def test_steps_of_fake_tensors_amid_real_ones(kind, packed, attribute, make_laye
                 assert isinstance(param.grad, FakeTensor)
                 assert param.grad.shape == param.shape
                 assert param.grad_added_to_main_grad is True
-                if step != 1:  # once it stays for the next
+                if step != 1:  # the dummy of step 1 stays for step 2
                     param.grad = None
     layer.backward(2)
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2)))

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.contract_helpers import in_threads
 from torch.autograd.graph import get_gradient_edge
 
 import fusedmlp
@@ -50,7 +51,7 @@ def test_weights_that_are_no_leaves_return_the_gradient(mode, wgrad_gemms, make_
     a = torch.nn.Parameter(torch.randn(3, 2, base.shape[2]))
     b = torch.nn.Parameter(torch.randn(3, base.shape[1], 2))
     with torch.no_grad():
-        layer.params[0].copy_(base - b @ a)  # so that the sum is what it was
+        layer.params[0].copy_(base - b @ a)  # so that base + b @ a is the weight that it was
     (wgrad,) = make_layer("linear").wgrads()
     for factor in (a, b):
         factor.grad = torch.ones_like(factor)
@@ -63,7 +64,7 @@ def test_weights_that_are_no_leaves_return_the_gradient(mode, wgrad_gemms, make_
 @LAYERS
 @MODES
 def test_tensor_hooks_get_the_gradient(mode, kind, packed, wgrad_gemms, make_layer, assert_close):
-    """As `wandb.watch` registers them; the other weights, and the other experts of that one, are added to in place."""
+    """Hooks as of `wandb.watch`. The other weights, and the other experts of that weight, are added to in place."""
     layer, seen = make_layer(kind, packed), []
     grads, wgrads = start(layer), layer.wgrads()
     layer.params[-1].register_hook(lambda grad: seen.append(grad.clone()) or 3 * grad)
@@ -100,7 +101,7 @@ UNSUITABLE = {
 
 def make_unsuitable(layer, change):
     for param in layer.params:
-        param.grad_dtype = None  # any
+        param.grad_dtype = None  # any dtype
     grads = start(layer)
     param = layer.params[-1]
     param.grad = change(grads.pop())
@@ -121,7 +122,7 @@ def test_pytorch_adds_to_what_a_gemm_cannot_write(what, mode, wgrad_gemms, make_
 
 @pytest.mark.parametrize("what", UNSUITABLE)
 def test_a_queue_refuses_what_a_gemm_cannot_write(what, make_layer):
-    """It has nobody to return a gradient to."""
+    """A queue cannot return a gradient to autograd."""
     change, packed, message = UNSUITABLE[what]
     layer, queue = make_layer("mlp", packed), fusedmlp.WgradQueue()
     make_unsuitable(layer, change)
@@ -144,7 +145,7 @@ def test_one_tensor_as_grad_of_two_experts(mode, wgrad_gemms, make_layer, assert
     layer.backward(accumulate_wgrad=mode)
     first, second, third = layer.wgrads()
     assert_close(layer.grads(), [2 + first + third, 2 + second, 2 + first + third])
-    assert len({*wgrad_gemms.pointers}) == len(wgrad_gemms.pointers) == 3  # a GPU would add both at once
+    assert len({*wgrad_gemms.pointers}) == len(wgrad_gemms.pointers) == 3  # two GEMMs on one tensor would race
 
 
 @MODES
@@ -161,7 +162,7 @@ def test_an_expert_without_grad_beside_experts_with_one(mode, wgrad_gemms, make_
 @pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")
 @pytest.mark.parametrize("mode", ["auto", "grad", "off"])
 def test_create_graph_leaves_the_old_grad_alone(mode, make_layer, assert_close):
-    """As PyTorch does: the sum is a new tensor with a graph, which raises when it is differentiated."""
+    """PyTorch, too, makes the sum a new tensor with a graph; ours raises when it is differentiated."""
     layer = make_layer()
     before = start(layer)
     x, dy = layer.batch(1)
@@ -176,7 +177,7 @@ def test_create_graph_leaves_the_old_grad_alone(mode, make_layer, assert_close):
 
 
 class Slow:
-    """GEMMs that read their outputs, wait until something has happened, write what they read, and then add to it."""
+    """Make GEMMs read their outputs, wait for an event, write back what they read, and only then add."""
 
     def __init__(self, monkeypatch):
         self.began, self.wait_for = threading.Event(), threading.Event()
@@ -188,27 +189,10 @@ class Slow:
             self.began.set()
             self.waited.append(self.wait_for.wait(0.3))
             for out, start in zip(outs, held, strict=True):
-                out.copy_(start)  # without what another thread added meanwhile
+                out.copy_(start)  # erases what another thread added meanwhile
             return gemm(outs, *args)
 
         monkeypatch.setattr(ops, "grouped_wgrad_", slowly)
-
-
-def run_both(work, plain):
-    errors = []
-
-    def run(function):
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(function,)) for function in (work, plain)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
 
 
 def fused_step(layer, mode):
@@ -245,7 +229,7 @@ def test_plain_pytorch_that_begins_while_a_gemm_adds_waits(existing, mode, make_
         loss.backward()
         slow.wait_for.set()
 
-    run_both(fused, plain)
+    in_threads(fused, plain)
     check_sum(layer, existing, assert_close)
     in_place = mode == "delayed" or (existing and mode != "off")
     assert slow.waited == [not in_place]
@@ -255,7 +239,7 @@ def test_plain_pytorch_that_begins_while_a_gemm_adds_waits(existing, mode, make_
 @THREADED
 @EXISTING
 def test_no_gemm_adds_where_plain_pytorch_is_about_to(existing, mode, looks, make_layer, assert_close, monkeypatch):
-    """In the other thread's backward hooks of the node have begun, so that a new one would not run."""
+    """The other thread already runs hooks of the node, so that a hook that is added now would not run."""
     layer, slow = make_layer("linear"), Slow(monkeypatch)
     if existing:
         start(layer)
@@ -300,7 +284,7 @@ def test_what_makes_others_wait_goes_with_the_gemm(mode, fails, make_layer, monk
     layer, calls = make_layer("linear"), []
     start(layer)
     (param,) = layer.params
-    node = get_gradient_edge(param).node  # alive, with its hooks
+    node = get_gradient_edge(param).node  # keeps the node alive, with its hooks
     monkeypatch.setattr(engine, "other_threads", lambda: True)
     monkeypatch.setattr(exclusion, "_wait", lambda *_: calls.append("waited"))
     gemm = ops.grouped_wgrad_

@@ -1,9 +1,10 @@
-"""What one call that fails leaves behind: see docs/errors_in_backward.md."""
+"""State that one failed call leaves behind: see docs/errors_in_backward.md."""
 
 import contextlib
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from support.contract_model import Boom
 
 import fusedmlp
@@ -19,7 +20,7 @@ LAYERS = pytest.mark.parametrize(
 
 @contextlib.contextmanager
 def failing(owner, name, *, after=False, skip=0):
-    """Inside, the next call of `owner.name`, or one after it, raises before or after its effect; later ones work."""
+    """Make the call of `owner.name` after `skip` others raise, before or after its effect; later calls work."""
     real, skipped = getattr(owner, name), 0
 
     def fails(*args, **options):
@@ -37,10 +38,6 @@ def failing(owner, name, *, after=False, skip=0):
         yield
     finally:
         setattr(owner, name, real)
-
-
-def plus(before, wgrads):
-    return [b + w for b, w in zip(before, wgrads, strict=True)]
 
 
 # A queue whose GEMM failed
@@ -87,7 +84,7 @@ def test_a_queue_that_failed_before_its_gemm_can_run_again(fuse, make_layer, ass
 
 
 def test_a_cleared_queue_overwrites_nothing(make_layer, assert_close):
-    """Also while the error that made it necessary is kept, and with it every frame that it passed."""
+    """The error of its run is kept, and with it every frame of the traceback."""
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     layer.attach(False)
     layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
@@ -113,7 +110,7 @@ FIRST = pytest.mark.parametrize("first", [False, True])
 def test_a_layer_backward_that_failed_before_its_gemm_can_be_repeated(
     first, kind, packed, delayed, make_layer, assert_close
 ):
-    """The first weight's main_grad is wrong: the last one's was already decided upon."""
+    """The first weight's main_grad is wrong, which is found after the last weight's route was decided."""
     layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue() if delayed else None
     before = layer.attach(False)
     x, dy = layer.batch(1)
@@ -138,7 +135,7 @@ def test_a_layer_backward_that_failed_before_its_gemm_can_be_repeated(
 def test_of_a_layer_backward_that_failed_nothing_remains_in_the_next_step(
     first, after, place, make_layer, assert_close
 ):
-    """`clear()` and zeroing discard it; what was to be overwritten is overwritten, and need not be zeroed."""
+    """`clear()` and zeroing discard the step. Where the next gradient overwrites, zeroing is not needed."""
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     layer.attach(False)
     owner, name = {"dummy": (route, "set_dummy_wgrad"), "gemm": (ops, "grouped_mlp_backward_")}.get(
@@ -171,7 +168,7 @@ def test_what_a_failed_gemm_wrote_stays_unless_the_next_gradient_overwrites(afte
 
 @pytest.mark.parametrize("handed_over", [False, True])
 def test_an_owner_that_overwrites_still_does_after_a_failure(handed_over, make_layer, assert_close):
-    """`overwrite_main_grad`: each backward overwrites, and so does a new main_grad within one."""
+    """`overwrite_main_grad`: a gradient that failed does not count as the one that overwrites in a backward."""
     layer = make_layer()
     layer.attach(None if not handed_over else False)
     for param in layer.params:
@@ -180,7 +177,7 @@ def test_an_owner_that_overwrites_still_does_after_a_failure(handed_over, make_l
     other, (x, dy) = make_layer(), layer.batch(1)
 
     @torch.enable_grad()
-    def twice(_):  # in one backward, of which the user catches the failure
+    def twice(_):  # both inside one backward; the user catches the failure
         with failing(ops, "grouped_mlp_backward_"), pytest.raises(Boom):
             layer.backward(1)
         layer.backward(2)
@@ -213,7 +210,7 @@ def test_a_backward_inside_another_keeps_what_the_outer_one_will_take_back(make_
     assert_close(other.main_grads(), other.wgrads(1, 2))
 
 
-# A forward that failed, or was no training
+# A forward that failed, or ran under no_grad
 
 
 @pytest.mark.parametrize("place", ["expert_offsets", "grouped_mlp", "counts"])
@@ -229,7 +226,7 @@ def test_a_forward_that_failed_overwrites_nothing(place, make_layer, assert_clos
 
 
 def test_an_evaluation_does_not_let_an_old_graph_overwrite(make_layer):
-    """Only a checkpoint's second forward is the first micro-batch that a forward under no_grad spoke of."""
+    """`is_first_microbatch` of a forward under no_grad is meant for a checkpoint's recomputation only."""
     layer = make_layer()
     layer.attach(False)
     x, dy = layer.batch(1)

@@ -1,4 +1,4 @@
-"""A step in which something fails, at every place and every line, and the next one: see docs/errors_in_backward.md."""
+"""A step that fails, at every place and every line, and the step after it: see docs/errors_in_backward.md."""
 
 import sys
 import threading
@@ -20,7 +20,7 @@ COUNTS = (3, 0, 2)
 
 
 class Failing(torch.autograd.Function):
-    """The user's own, whose forward or backward raises where `fault` says so."""
+    """A user's function: its forward or backward raises where `fault` says so."""
 
     @staticmethod
     def forward(ctx, x, fault):
@@ -50,7 +50,7 @@ class Model(torch.nn.Module):
             layer.register_full_backward_pre_hook(lambda *_: fault("backward pre-hook"))
             layer.register_full_backward_hook(lambda *_: fault("backward hook"))
             layer.fc1.weight.register_post_accumulate_grad_hook(lambda _: fault("post-accumulate hook"))
-            layer.fc1.weight.skip_backward_post_hook = True  # it takes no gradient
+            layer.fc1.weight.skip_backward_post_hook = True  # the hook takes no gradient
 
     def call(self, layer, x):
         def hooks(tensor, place):
@@ -61,7 +61,7 @@ class Model(torch.nn.Module):
             y = layer(x, COUNTS, **self.first)
         if y.requires_grad:
             y.register_hook(lambda _: self.fault("tensor hook"))
-            node = y.grad_fn.next_functions[0][0]  # of the layer: y's own is that of the module's backward hook
+            node = y.grad_fn.next_functions[0][0]  # the layer's: y.grad_fn belongs to the module's backward hook
             node.register_prehook(lambda _: self.fault("node pre-hook"))
             node.register_hook(lambda *_: self.fault("node hook"))
         self.fault("after the layer")
@@ -76,7 +76,7 @@ class Model(torch.nn.Module):
 
 
 class Fault:
-    """Raises when it is called for the n-th time; notes the places."""
+    """Records the places of its calls; raises in call number `at`, from 0."""
 
     def __init__(self):
         self.places, self.at = [], None
@@ -92,12 +92,12 @@ class Fault:
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize(("owner", "delayed"), [("zeroes", True), ("overwrites", False)])
 def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentrant, delayed, assert_close):
-    """Every hook and every piece of user code raises in turn. Each layer's gradient is there wholly or not at all."""
+    """Every hook and every piece of user code raises in turn. Each layer's gradient is complete or absent."""
     fault = Fault()
     model = Model(fault, delay_wgrad=delayed)
     if owner == "zeroes":
         buffer = fusedmlp.MainGradBuffer(model.parameters())
-    for param in model.parameters() if owner == "overwrites" else []:  # a buffer would want zero_()
+    for param in model.parameters() if owner == "overwrites" else []:  # a buffer would require zero_()
         param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(2, sum(COUNTS), 4, generator=generator) for _ in range(2)]
@@ -156,21 +156,21 @@ def other_threads_can_run():
 
 
 def _sources(module):
-    """Its file, or the files of its folder."""
+    """The file of a module, or the files of a package."""
     path = Path(module.__file__)
     return path.parent.rglob("*.py") if path.name == "__init__.py" else [path]
 
 
-# Those that handle gradients.
+# Files that handle gradients.
 FILES = {str(path) for module in (autograd, functional, contract) for path in _sources(module)}
 
 
 class Interrupted(BaseException):
-    """Like KeyboardInterrupt."""
+    """Stands for KeyboardInterrupt."""
 
 
 def interrupted(call, line, kept):
-    """Run `call` and raise at the given line that those files execute in it, from 0; whether it got there.
+    """Run `call`, and raise at the line of FILES that is executed as number `line`, from 0; return whether one was.
 
     The exception goes to the list `kept`, unless Python swallows it (in `__del__`).
     """
@@ -197,13 +197,13 @@ def interrupted(call, line, kept):
     return executed > line
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in __del__
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in __del__
 @pytest.mark.parametrize(
     ("owner", "delayed"), [("zeroes", True), ("overwrites", False), ("overwrites each backward", True)]
 )
 def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, make_layer, assert_close):
-    """Also while its traceback is kept, and with it every local variable."""
-    layers = [make_layer(), make_layer()]  # of which the second one is never interrupted
+    """Tracebacks are kept, and with them every local variable."""
+    layers = [make_layer(), make_layer()]  # the second one is never interrupted
     queue = fusedmlp.WgradQueue() if delayed else None
     for layer in layers:
         layer.attach(False)

@@ -12,8 +12,8 @@ pytestmark = [
 ]
 
 LAYERS = pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", False), ("moe", True)])
-# accumulate_wgrad, the attribute of main_grad ("-": no main_grad), whether .grad exists, whether delayed; "first":
-# is_first_microbatch
+# accumulate_wgrad, grad_added_to_main_grad ("-": no main_grad), whether .grad exists, whether delayed. "first" in the
+# name: is_first_microbatch.
 MODES = {
     "off": ("off", "-", False, False),
     "off, existing": ("off", "-", True, False),
@@ -28,7 +28,7 @@ MODES = {
     "delayed": ("off", "-", False, True),
     "delayed, existing": ("auto", "-", True, True),
 }
-FROZEN = {  # which of the weights
+FROZEN = {  # which weights
     "all": lambda i, count: True,
     "the first": lambda i, count: i == 0,
     "every other": lambda i, count: i % 2 == 0,
@@ -36,7 +36,7 @@ FROZEN = {  # which of the weights
 
 
 class Setup:
-    """A layer in a mode: what its gradients are added to, and copies of it."""
+    """A layer in a mode, with copies of the tensors that its gradients are added to."""
 
     def __init__(self, layer, mode):
         self.layer = layer
@@ -56,7 +56,7 @@ class Setup:
         return param.main_grad if self.attached else param.grad
 
     def check(self, assert_close, arrived):
-        """`arrived(i)` is the gradient that weight i should have got by now; None: it has not been touched."""
+        """Assert that weight i got the gradient `arrived(i)`; None: that it was not touched."""
         for i, (param, before) in enumerate(zip(self.layer.params, self.before, strict=True)):
             grad = arrived(i)
             if grad is not None:
@@ -78,7 +78,7 @@ class Setup:
 def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient(
     kind, packed, mode, frozen, make_layer, assert_close
 ):
-    """As in plain PyTorch, which drops it; x gets its gradient."""
+    """Plain PyTorch drops the gradient, too; x gets its own."""
     layer = make_layer(kind, packed)
     setup, (x, dy) = Setup(layer, mode), layer.batch(1)
     y = layer(x.requires_grad_(), is_first_microbatch=setup.first, **setup.options)
@@ -182,7 +182,7 @@ def test_a_compiled_backward_that_returns_gradients_drops_that_of_a_frozen_weigh
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("mode", ["delayed main_grad", "delayed", "delayed, existing"])
 def test_the_other_gemm_of_a_frozen_weight_is_delayed(mode, frozen, when, packed, kind, make_layer, assert_close):
-    """Of fc1 and fc2, one is frozen: the other's delayed gradient needs what backward would not keep for it alone."""
+    """fc1 or fc2 is frozen; backward must still keep what the delayed gradient of the other needs."""
     layer = make_layer(kind, packed)
     setup, (x, dy) = Setup(layer, mode), layer.batch(1)
 
@@ -221,7 +221,7 @@ def test_nothing_is_queued_for_a_layer_that_is_frozen(kind, packed, mode, when, 
 
 @LAYERS
 def test_a_first_micro_batch_lets_only_trained_weights_overwrite(kind, packed, make_layer, assert_close):
-    """A weight that was frozen then, and is thawed amid the step, keeps what an owner has put there."""
+    """A weight that is frozen in it, and thawed later in the step, adds to what main_grad holds."""
     layer = make_layer(kind, packed)
     before = layer.attach(False)
     frozen = [i % 2 == 0 for i in range(len(layer.params))]
@@ -249,7 +249,7 @@ def adamw(params):
 def test_an_optimizer_does_not_move_weights_frozen_since_the_buffer_was_made(
     kind, packed, frozen, flag, make_layer, assert_close
 ):
-    """Weight decay and momentum would, if there were a gradient, even of zeros."""
+    """Weight decay and momentum would move them if they had a gradient, even of zeros."""
     layer = make_layer(kind, packed, bias=True)
     tensors, twin = layer.params + layer.biases, make_layer(kind, packed, bias=True)
     buffer = fusedmlp.MainGradBuffer(tensors, grad_added_to_main_grad=flag)
@@ -293,7 +293,7 @@ def test_a_weight_frozen_after_its_gradient_came_still_steps(what, flag, make_la
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_weight_frozen_after_a_gradient_of_zeros_came_still_steps(delayed, make_layer):
-    """As PyTorch steps it, with weight decay; one that was frozen and got none in this step has no gradient."""
+    """PyTorch steps it, too, with weight decay. A frozen weight that got none in this step has no gradient."""
     layer, queue = make_layer(), fusedmlp.WgradQueue() if delayed else None
     unused = torch.nn.Parameter(torch.ones(4))
     tensors = [*layer.params, unused]
@@ -310,7 +310,7 @@ def test_a_weight_frozen_after_a_gradient_of_zeros_came_still_steps(delayed, mak
         with buffer.as_grad():
             assert [p.grad is None for p in tensors] == [False, False, True]
             assert not any(g.any() for g in layer.grads())
-            assert all(g.is_contiguous() for g in layer.grads())  # no dummy, behind which fused optimizers would read
+            assert all(g.is_contiguous() for g in layer.grads())  # no dummy: fused optimizers would read past its end
             adamw(tensors).step()
         assert [torch.equal(p, h) for p, h in zip(tensors, held, strict=True)] == [False, False, True]
         for param in (layer.params[0], unused):

@@ -1,4 +1,4 @@
-"""GradScaler and clipping where gradients are in main_grad: `MainGradBuffer.as_grad` is where both belong."""
+"""GradScaler and clipping with gradients in main_grad: both belong inside `MainGradBuffer.as_grad`."""
 
 import copy
 
@@ -12,7 +12,7 @@ COUNTS = [3, 0, 2]
 
 
 def train(fused, batches, *, max_norm=None, accumulate="main_grad"):
-    """Adam steps with a GradScaler, from main_grad or (as the reference) from .grad alone; parameters and scale."""
+    """Adam steps with a GradScaler, from main_grad or (the reference) .grad; the model before and after, the scale."""
     generator = torch.Generator().manual_seed(0)
     model = fusedmlp.GroupedMLP(3, 4, 5, accumulate_wgrad=accumulate if fused else "off")
     for param in model.parameters():

@@ -35,7 +35,7 @@ def test_guard_1_backward_never_leaves_a_view_in_grad(kind, packed, mode, make_l
         if mode != "main_grad":
             assert all(g._base is None for g in layer.grads())
             assert all(g.untyped_storage().nbytes() == g.nbytes for g in layer.grads())
-    if mode != "main_grad":  # no memory comes back while an earlier gradient is alive
+    if mode != "main_grad":  # memory is not reused while an earlier gradient is alive
         assert len({storage(g) for g in seen}) == len(seen)
 
 
@@ -147,13 +147,13 @@ def test_guard_3_non_leaf_weights_get_the_gradient_itself(kind, packed, mode, ma
     size = len(layer.groups[0])
     layer.groups = [doubled[i : i + size] for i in range(0, len(doubled), size)]
     for weight in doubled if mode != "auto" else []:
-        weight.main_grad = torch.ones_like(weight)  # which those modes do not look for
+        weight.main_grad = torch.ones_like(weight)  # these modes ignore it
     layer.backward(accumulate_wgrad=mode)
     layer.params = doubled
     assert_close([p.grad for p in leaves], [2 * w for w in layer.wgrads()])
 
 
-# 4
+# Guard 4
 
 BAD_MAIN_GRADS = {
     "shape": (lambda p: torch.zeros(p.shape[::-1]), r"main_grad of shape \(3, 4, 5\); got \(5, 4, 3\)"),
@@ -247,7 +247,7 @@ def test_guard_5_frozen_weights_need_no_main_grad(make_layer, assert_close):
     assert_close([layer.params[0].main_grad], [before[0] + layer.wgrads()[0]])
 
 
-# 6
+# Guard 6
 
 CREATE_GRAPH = pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")  # torch warns once per process
 
@@ -256,7 +256,7 @@ CREATE_GRAPH = pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarnin
 @pytest.mark.parametrize("mode", ["main_grad", "grad", "off"])
 @pytest.mark.parametrize("kind", ["mlp", "linear", "moe"])
 def test_guard_6_double_backward_raises(kind, mode, loss, make_layer):
-    """A penalty on dx, as in WGAN-GP: dropped in silence if dx came back without a graph."""
+    """A penalty on dx, as in WGAN-GP, would be lost silently if dx had no graph."""
     layer = make_layer(kind)
     layer.attach()
     x, _ = layer.batch(1)

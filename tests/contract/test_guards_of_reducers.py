@@ -1,4 +1,4 @@
-"""Guard 8 wherever a layer runs and whenever `main_grad` comes: DDP, FSDP2 and DeepSpeed reduce `.grad`."""
+"""Guard 8, wherever a layer runs and whenever `main_grad` is attached: DDP, FSDP2 and DeepSpeed reduce `.grad`."""
 
 import copy
 import subprocess
@@ -35,12 +35,6 @@ class Wrapped(torch.nn.Module):
         return run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
 
 
-@pytest.fixture
-def ddp():
-    with one_rank():
-        yield DistributedDataParallel
-
-
 def refused_and_untouched(layer, before, attribute, reducer, backward):
     with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss one in main_grad"):
         backward()
@@ -62,7 +56,7 @@ def test_main_grad_attached_after_the_forward_of_ddp(kind, packed, use_reentrant
 
 @ATTRIBUTE
 def test_main_grad_attached_after_the_forward_of_an_earlier_micro_batch(attribute, ddp, make_layer, assert_close):
-    """One micro-batch has been reduced; the graph of the other is from before main_grad, too."""
+    """`.grad` holds one micro-batch; the graph of the other is older than main_grad, too."""
     layer = make_layer()
     model, batches = ddp(Wrapped(layer)), [layer.batch(seed) for seed in (1, 2)]
     with model.no_sync():
@@ -88,7 +82,7 @@ def test_main_grad_attached_after_the_forward_of_ddp_is_no_concern_of_other_mode
 
 @ATTRIBUTE
 def test_main_grad_attached_after_a_forward_that_ddp_was_not_around(attribute, ddp, make_layer, assert_close):
-    """The module's own forward, of parameters that a DDP manages, and a parameter that none does."""
+    """The module's own forward runs, and the DDP that managed its parameters is gone."""
     layer = make_layer()
     wrapped, (x, dy) = Wrapped(layer), layer.batch(1)
     ddp(wrapped)  # gone at once
@@ -99,7 +93,7 @@ def test_main_grad_attached_after_a_forward_that_ddp_was_not_around(attribute, d
 
 
 def refused_in_forward(layer, delayed, reducer, forward):
-    """In forward, in `"main_grad"` or delayed, and not under no_grad."""
+    """Assert that forward refuses main_grad or a delayed gradient, but not under no_grad."""
     before = [] if delayed else layer.attach(False)
     options = {"wgrad_queue": fusedmlp.WgradQueue(), "accumulate_wgrad": "off"} if delayed else {}
     with torch.no_grad():
@@ -115,7 +109,7 @@ DELAYED = pytest.mark.parametrize("delayed", [False, True])
 
 
 class Dense(Wrapped):
-    """A module that does not call the layer whose weights it has."""
+    """A module that registers the weights of a layer, but does not call it."""
 
     def forward(self, x):
         return 2 * x
@@ -146,7 +140,7 @@ def test_ddp_that_is_made_after_the_first_step(delayed, ddp, make_layer, assert_
     wrapped = Wrapped(layer)
     wrapped(x).backward(dy)
     model = ddp(wrapped)
-    model.itself = [model]  # a cycle, which only the garbage collector ends
+    model.itself = [model]  # a cycle, which only the garbage collector frees
     for module in (model, wrapped):
         with pytest.raises(RuntimeError, match="DistributedDataParallel reduces"):
             module(x, wgrad_queue=fusedmlp.WgradQueue() if delayed else None)
@@ -160,7 +154,7 @@ def test_ddp_that_is_made_between_forward_and_backward(delayed, ddp, make_layer)
     layer = make_layer()
     before, (x, dy) = layer.attach(False), layer.batch(1)
     y = layer(x, wgrad_queue=fusedmlp.WgradQueue() if delayed else None)
-    model = ddp(Wrapped(layer), init_sync=False)  # which writes to the weights
+    model = ddp(Wrapped(layer), init_sync=False)  # init_sync would write to the weights
     with pytest.raises(RuntimeError, match="DistributedDataParallel reduces"):
         y.backward(dy)
     assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
@@ -169,7 +163,7 @@ def test_ddp_that_is_made_between_forward_and_backward(delayed, ddp, make_layer)
 
 @DELAYED
 def test_ddp_with_the_python_reducer(delayed, ddp, make_layer):
-    """It says nowhere that its forward runs."""
+    """PyTorch reports no active DDP in forward if the Python reducer is used."""
     layer = make_layer()
     with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
         model, (x, _) = ddp(Wrapped(layer)), layer.batch(1)
@@ -178,7 +172,7 @@ def test_ddp_with_the_python_reducer(delayed, ddp, make_layer):
 
 @DELAYED
 def test_a_copy_of_ddp(delayed, ddp, make_layer):
-    """PyTorch's hook does not see how it is made."""
+    """PyTorch's hook for registered submodules does not see a copy."""
     model = copy.deepcopy(ddp(Wrapped(make_layer())))
     layer = model.module.layer
     layer.params = list(model.module.weights)
@@ -209,7 +203,7 @@ with tempfile.TemporaryDirectory() as folder:
 @pytest.mark.parametrize("reducer", ["DistributedDataParallel", r"FSDP2 \(fully_shard\)"])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_layer_that_the_compiler_gives_up_is_checked(where, reducer, make_layer):
-    """Delay is what a graph cannot have: the layer then runs as if it were not compiled, its arguments in a graph."""
+    """A graph cannot hold a delayed layer: it runs uncompiled, and only its arguments are computed in a graph."""
     from torch.distributed.fsdp import fully_shard
 
     torch._dynamo.reset()
@@ -226,7 +220,7 @@ def test_a_layer_that_the_compiler_gives_up_is_checked(where, reducer, make_laye
 
 
 class Plain(torch.nn.Module):
-    """A delayed layer that the compiler can look into."""
+    """A delayed layer that Dynamo can trace into."""
 
     def __init__(self, weight):
         super().__init__()
@@ -237,17 +231,17 @@ class Plain(torch.nn.Module):
 
 
 def hp_mapping(param):
-    """ZeRO 1 and 2, beside the hook."""
+    """Mark a parameter as ZeRO 1 and 2 do, besides the hook."""
     param._hp_mapping = None
 
 
 def ds_id(param):
-    """ZeRO 3, beside a hook of deepspeed.utils.nvtx."""
+    """Mark a parameter as ZeRO 3 does, besides a hook of deepspeed.utils.nvtx."""
     param.ds_id = 0
 
 
 def hook(param):
-    """ZeRO 1 and 2."""
+    """Register a hook as ZeRO 1 and 2 do."""
     take = types.FunctionType((lambda param: None).__code__, {"__name__": "deepspeed.runtime.zero.stage_1_and_2"})
     param.register_post_accumulate_grad_hook(take)
 
@@ -256,11 +250,11 @@ def hook(param):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mark", [hp_mapping, ds_id, hook])
 def test_deepspeed(mark, packed, delayed, make_layer, monkeypatch, assert_close):
-    """By what its parameters look like; the other modes are right."""
+    """DeepSpeed is recognised by its parameters; the other modes are right."""
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
     layer = make_layer(packed=packed)
     x, dy = layer.batch(1)
-    layer(x).backward(dy)  # before it comes
+    layer(x).backward(dy)  # before DeepSpeed comes
     assert_close(layer.grads(), layer.wgrads(1))
     for param in layer.params:
         param.grad = None
@@ -301,7 +295,7 @@ def test_main_grad_attached_after_the_forward_of_fsdp2(reshard, attribute, make_
 
 
 def test_what_fsdp2_reduces_without_main_grad(make_layer, assert_close):
-    """So that the test above is about main_grad."""
+    """The test above refuses because of main_grad alone."""
     from torch.distributed.fsdp import fully_shard
 
     with one_rank() as mesh:
@@ -314,7 +308,7 @@ def test_what_fsdp2_reduces_without_main_grad(make_layer, assert_close):
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_main_grad_attached_between_forward_and_backward_is_added_to(packed, make_layer, assert_close):
-    """Where nothing reduces `.grad`; in "auto", which decides in backward."""
+    """Nothing reduces `.grad` here, and mode "auto" decides in backward."""
     layer = make_layer(packed=packed)
     x, dy = layer.batch(1)
     y = layer(x)

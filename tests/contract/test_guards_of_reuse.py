@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -13,15 +14,11 @@ LAYERS = pytest.mark.parametrize(
 )
 
 
-def sums(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
-
-
 TIED = pytest.mark.parametrize("case", ["main_grad", "grad", "grad, existing", "off", "delayed", "delayed, existing"])
 
 
 def tied_setup(case, layer, *, first=False):
-    """Options of the calls, where the sum of all gradients will be, and what is there before."""
+    """Options of the calls, and copies of what their gradients are added to."""
     options, before = {"accumulate_wgrad": case.split(",")[0], "is_first_microbatch": first}, None
     if "delayed" in case:
         options |= {"accumulate_wgrad": "auto", "wgrad_queue": fusedmlp.WgradQueue()}
@@ -50,7 +47,7 @@ def test_guard_10_one_weight_in_two_calls(case, kind, packed, make_layer, assert
     options, before = tied_setup(case, layer)
     (x1, dy1), (x2, dy2) = layer.batch(1), layer.batch(2)
     torch.autograd.backward([layer(x1, **options), layer(x2, **options)], [dy1, dy2])
-    assert_close(landed(case, layer, options), sums(before, layer.wgrads(1, 2)))
+    assert_close(landed(case, layer, options), plus(before, layer.wgrads(1, 2)))
 
 
 @LAYERS
@@ -143,7 +140,7 @@ def test_guard_11_retain_graph_twice_adds_twice(first, case, kind, packed, make_
     y = layer(x, **options)
     y.backward(dy, retain_graph=True)
     y.backward(dy)
-    assert_close(landed(case, layer, options), sums(before, layer.wgrads(1, 1)))
+    assert_close(landed(case, layer, options), plus(before, layer.wgrads(1, 1)))
 
 
 @pytest.mark.parametrize("delayed", [False, True])

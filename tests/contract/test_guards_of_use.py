@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.contract_helpers import plus
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -18,10 +18,6 @@ pytestmark = pytest.mark.usefixtures("nan_in_empty")
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", False)]
 )
-
-
-def sums(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
 
 
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jvp", "functional_call in grad"])
@@ -54,14 +50,6 @@ class Wrapped(torch.nn.Module):
 
     def forward(self, x, **options):
         return self.layer(x, **options)
-
-
-@pytest.fixture
-def ddp(tmp_path):
-    """DistributedDataParallel over gloo, one rank."""
-    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    yield DistributedDataParallel
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -115,10 +103,10 @@ def test_guard_8_ddp_lets_evaluation_and_the_module_itself_through(use_reentrant
     model = Recomputed(layer, use_reentrant)
     x, dy = layer.batch(1)
     with torch.no_grad():
-        y = ddp(model)(x.requires_grad_())  # that DDP is gone
+        y = ddp(model)(x.requires_grad_())  # this DDP is gone afterwards
     assert_close([y[:5]], [layer.loop(x.double()[:5], [p.double() for p in layer.params])])
     model(x).backward(dy)
-    assert_close(layer.main_grads(), sums(before, layer.wgrads()))
+    assert_close(layer.main_grads(), plus(before, layer.wgrads()))
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
@@ -149,7 +137,7 @@ def test_guard_8_ddp_leaves_ignored_parameters_to_main_grad(delayed, ddp, make_l
     wrapped(x, wgrad_queue=queue).backward(dy)
     if queue is not None:
         queue.run()
-    assert_close(layer.main_grads(), sums(before, layer.wgrads()))
+    assert_close(layer.main_grads(), plus(before, layer.wgrads()))
 
 
 @LAYERS
@@ -177,7 +165,7 @@ def test_guard_9_a_tensor_hook_on_a_returned_gradient_works(mode, make_layer, as
 def test_guard_9_other_hooks_fire_on_a_fused_weight(attribute, make_layer):
     layer, seen = make_layer(), []
     layer.attach(attribute)
-    nodes = []  # alive, or their hooks die with them
+    nodes = []  # kept alive: their hooks die with them
     for i, param in enumerate(layer.params):
         param.register_post_accumulate_grad_hook(lambda p, i=i: seen.append(("post-accumulate", i, p.grad is None)))
         nodes.append(param.view_as(param).grad_fn.next_functions[0][0])

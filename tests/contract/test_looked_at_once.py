@@ -4,18 +4,15 @@ import sys
 
 import pytest
 import torch
+from support.contract_helpers import plus
 
 import fusedmlp
 from fusedmlp import contract
 from fusedmlp.contract import parameter_state
 
 
-def plus(before, *wgrads):
-    return [sum(each) for each in zip(before, *wgrads, strict=True)]
-
-
 def fused(layer, seed, **options):
-    """A forward into main_grad."""
+    """Run a forward in mode "main_grad"; return y and a gradient for it."""
     x, dy = layer.batch(seed)
     return layer(x, accumulate_wgrad="main_grad", **options), dy
 
@@ -26,7 +23,7 @@ def test_a_plain_gradient_is_caught_after_somebody_removed_our_hook(way, make_la
     before = layer.attach(False)
     layer.backward(1, accumulate_wgrad="main_grad")
     for param in layer.params:
-        param.grad = None  # as its owner does, seeing the flag
+        param.grad = None  # as an owner does that sees the flag
         if way == "clear":
             param._backward_hooks.clear()
         else:
@@ -97,7 +94,7 @@ def test_experts_that_fit_their_main_grads_and_not_each_other_are_refused(make_l
 
 
 def test_a_gradient_overwrites_when_its_queue_runs_again(monkeypatch, make_layer, assert_close):
-    """The first run allocates an output beside main_grad for an expert that is frozen, and memory is short."""
+    """The first run fails: it allocates an output beside main_grad for the frozen expert, and memory is short."""
     layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
     optimizer = torch.optim.SGD(layer.params, lr=0.0)
     buffer = fusedmlp.MainGradBuffer(layer.params, optimizer=optimizer)
@@ -133,7 +130,7 @@ def test_a_flag_that_was_cleared_by_hand_does_not_stop_a_queue(dense, monkeypatc
 
 
 def test_what_is_remembered_of_a_parameter_goes_with_it_and_runs_no_python_code():
-    """An interrupt could come inside of such code, and a parameter with the same id would then have the state."""
+    """An interrupt inside such code could leave the state to another parameter with the same id."""
     param = torch.nn.Parameter(torch.zeros(2, 3))
     key = id(param)
     parameter_state.state_of(param)

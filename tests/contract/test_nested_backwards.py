@@ -1,4 +1,4 @@
-"""Backwards inside of others, beside others, and those that failed: each is one, begins once and leaves nothing."""
+"""Backwards that are nested, interleaved or failed: each counts as one, begins once and leaves nothing behind."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def none_running(monkeypatch):
-    """Also where other tests interrupted the ends of backwards."""
+    """Begin without running backwards, also after tests that interrupted the end of one."""
     monkeypatch.setattr(engine, "_running", {})
 
 
@@ -26,7 +26,7 @@ DEPTHS = (65, 130)  # from 60 on, the engine runs nested backwards in other thre
 
 
 def owned(layer):
-    """A layer whose owner wants every backward to overwrite a `main_grad` that holds anything."""
+    """Give a layer main_grads of NaN, which every backward is to overwrite."""
     layer.attach(False)
     for param in layer.params:
         param.main_grad.fill_(float("nan"))
@@ -35,7 +35,7 @@ def owned(layer):
 
 
 def nested(layer, x, depth):
-    """The layer in that many reentrant checkpoints."""
+    """Call the layer inside `depth` nested reentrant checkpoints."""
     if depth == 0:
         return layer(x)
     return checkpoint(nested, layer, x, depth - 1, use_reentrant=True)
@@ -74,7 +74,7 @@ def test_a_plain_gradient_beside_deeply_nested_backwards_does_not_overwrite(dept
 @pytest.mark.parametrize("depth", [1, 59, 60, 61, 62, 63, 122])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, assert_close):
-    """Of checkpoints in which no layer is: it is added, or, where it comes first, refused."""
+    """No layer is in the checkpoints. The gradient is added or, where it comes first, refused."""
     layer, one = owned(make_layer()), torch.ones((), requires_grad=True)
     x, dy = layer.batch(1)
 
@@ -85,7 +85,7 @@ def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, 
     y = layer(x)
     inside = nested(plain, one, depth) if late else early
     if late:
-        # PyTorch may lose the message of an error from the other thread in which it runs what is deep inside.
+        # PyTorch runs deeply nested backwards in another thread, and may lose the message of an error there.
         lost = "|returned NULL" if depth > 60 else ""
         with pytest.raises((RuntimeError, SystemError), match=f"plain PyTorch in a reentrant checkpoint{lost}"):
             torch.autograd.backward([inside, y], [torch.ones(()), dy])
@@ -115,7 +115,7 @@ def test_the_first_micro_batch_of_a_step_deep_inside(depth, make_layer, assert_c
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_micro_batches_in_flight_each_overwrite(use_reentrant, delayed, order, make_layer, assert_close):
-    """1F1B: more forwards run before a backward ends."""
+    """1F1B: later forwards run before an earlier backward."""
     layer, queue = owned(make_layer()), fusedmlp.WgradQueue() if delayed else None
     run, flying = partial(layer, wgrad_queue=queue), []
     if use_reentrant is not None:
@@ -144,7 +144,7 @@ class Stop(Exception):
 
 
 def loss(layer, hooks, depth):
-    """Checkpointed and plain uses of the weights; `hooks` are on x, in the inner and in the outer backward."""
+    """A loss of checkpointed and plain uses of the weights; `hooks` are on x, in the inner and the outer backward."""
     x, dy = layer.batch(1)
     inner, outer = hooks
 
@@ -202,7 +202,7 @@ def test_nothing_is_left_of_a_backward(keeps_traceback, stops, depth, monkeypatc
 
 
 def test_nothing_is_left_of_a_backward_inside_one_of_another_layer(make_layer, assert_close):
-    """User code's own; both overwrite, as they share no weight."""
+    """User code runs the inner backward. Both overwrite, as they share no weight."""
     layer, other, seen = owned(make_layer()), owned(make_layer()), []
 
     @torch.enable_grad()

@@ -81,7 +81,7 @@ def test_a_delayed_gradient_is_refused_where_a_hook_would_step_before_it_is_ther
         backward(model, 1)
     with torch.no_grad():
         model(next(batch(1)))
-    weight.skip_backward_post_hook = True  # as an owner does whose hook waits for backward_dw()
+    weight.skip_backward_post_hook = True  # as an owner does if its hook waits for backward_dw()
     model(next(batch(1)))
     del weight.skip_backward_post_hook
     handle.remove()

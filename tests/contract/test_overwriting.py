@@ -1,4 +1,4 @@
-"""Which gradient overwrites `main_grad`: the first to arrive of a step (`is_first_microbatch`), or of a backward."""
+"""The gradient that overwrites `main_grad`: the first to arrive of a step (`is_first_microbatch`), or of a backward."""
 
 import threading
 
@@ -15,7 +15,7 @@ QUEUED = pytest.mark.parametrize("queued", [False, True])
 
 
 def stale(layer):
-    """`main_grad` still holds last step's gradient."""
+    """Attach main_grads of NaN, which stands for the last step's gradient."""
     layer.attach(False)
     for param in layer.params:
         param.main_grad.fill_(float("nan"))
@@ -221,7 +221,7 @@ def test_fused_microbatches_on_both_sides_of_another_queues_overwrite(make_layer
     layer.backward(2, wgrad_queue=other, is_first_microbatch=True)
     layer.backward(3, wgrad_queue=fusing)
     with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad, and would erase"):
-        fusing.run()  # the third would be erased, and the first is not to be seen
+        fusing.run()  # erasing the first gradient is right, but the third would be erased, too
     fusing.clear()
     layer.backward(4, wgrad_queue=fusing)
     other.run()

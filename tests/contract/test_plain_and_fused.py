@@ -15,7 +15,7 @@ def dense(request, monkeypatch):
 
 
 def loss(layer, seed, **options):
-    """The fused layer and a plain use of every weight, in either order of the graph."""
+    """A loss of the fused layer and of a plain use of every weight, in an order that the seed decides."""
     x, dy = layer.batch(seed)
     fused = (layer(x, **options) * dy).nansum()
     plain = sum((seed * p.square()).sum() for p in layer.params)
@@ -77,7 +77,7 @@ def test_a_plain_gradient_that_a_queue_would_erase(make_layer):
 @pytest.mark.usefixtures("dense")
 @pytest.mark.parametrize("flag", [False, True])
 def test_a_backward_without_the_layer_goes_where_the_owner_looks(flag, make_layer, assert_close):
-    """Which it drops as long as the flag says that the gradient of this step is in main_grad."""
+    """The owner drops `.grad` while the flag says that the gradient of this step is in main_grad."""
     layer = make_layer()
     before = layer.attach(False)
     layer.backward(1)

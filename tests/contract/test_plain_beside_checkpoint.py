@@ -1,12 +1,13 @@
-"""A fused layer inside a reentrant checkpoint, whose weights plain PyTorch uses outside of it.
+"""A fused layer inside a reentrant checkpoint, while plain PyTorch uses the same weights outside of it.
 
-The checkpoint accumulates in a backward of its own, inside the other, so that owners see every weight twice.
+The checkpoint runs a backward of its own inside the other, so that owners see every weight accumulated twice.
 """
 
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from support.world import launch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -25,10 +26,10 @@ SEEDS = (1, 2, 3)
 
 
 class Owner:
-    """Takes every gradient when it has been accumulated, as Megatron's DDP does; `arrived` counts them."""
+    """Takes every gradient once it is accumulated, as Megatron's DDP does; `arrived` counts them."""
 
     def __init__(self, params, how):
-        self.arrived, self.nodes = 0, []  # kept, or their hooks die with them
+        self.arrived, self.nodes = 0, []  # nodes are kept: their hooks die with them
         for param in params:
             if how == "post-accumulate hook":
                 param.register_post_accumulate_grad_hook(self.take)
@@ -48,7 +49,7 @@ def plain(layer, seed):
 
 
 def backward(layer, seed, *, plain_first, first):
-    """One backward through both uses; what is called last in forward comes first in it."""
+    """Run one backward through both uses; the use that forward calls last comes first."""
     x, dy = layer.batch(seed)
     checkpointed = partial(checkpoint, partial(layer, is_first_microbatch=first), use_reentrant=True)
     if plain_first:
@@ -64,12 +65,8 @@ def of_plain(layer, *seeds):
     return [sum(2 * seed * p.detach().double() for seed in seeds) for p in layer.params]
 
 
-def plus(*lists):
-    return [sum(tensors) for tensors in zip(*lists, strict=True)]
-
-
 def start_of_step(layer, first):
-    """What `main_grad` holds, as far as it counts."""
+    """Attach main_grads; return what the step adds to: zeros where it overwrites NaN."""
     before = layer.attach(False)
     if first:
         for param in layer.params:
@@ -125,7 +122,7 @@ def test_a_buffer_steps_with_both(plain_first, first, packed, make_layer, assert
 def test_the_first_gradient_overwrites_once_wherever_the_plain_use_is(
     inside, by, plain_first, packed, make_layer, assert_close
 ):
-    """Or is refused: of a checkpoint's backward in which no layer is, nothing tells what it is part of."""
+    """Or it is refused: nothing tells which backward a checkpoint without a fused layer is part of."""
     layer = make_layer(packed=packed)
     start_of_step(layer, first=True)
     for param in layer.params:
@@ -153,7 +150,7 @@ def test_the_first_gradient_overwrites_once_wherever_the_plain_use_is(
 
 @PACKED
 def test_a_plain_gradient_before_a_checkpoints_is_refused_also_after_an_earlier_backward(packed, make_layer):
-    """Which overwrote, too, but is over; the one that comes next would erase what is added to it now."""
+    """The earlier backward, which overwrote, is over. The next one would erase a plain gradient that is added now."""
     layer = make_layer(packed=packed)
     layer.attach(False)
     for param in layer.params:
@@ -161,7 +158,7 @@ def test_a_plain_gradient_before_a_checkpoints_is_refused_also_after_an_earlier_
     layer.backward(1)
     one, (x, dy) = torch.ones((), requires_grad=True), layer.batch(2)
     fused = checkpoint(lambda x: (layer(x) * dy).nansum(), x.requires_grad_(), use_reentrant=True)
-    loss = fused + checkpoint(lambda scale: plain(layer, 2) * scale, one, use_reentrant=True)  # whose gradient is first
+    loss = fused + checkpoint(lambda scale: plain(layer, 2) * scale, one, use_reentrant=True)  # its gradient is first
     with pytest.raises(RuntimeError, match="is used by plain PyTorch in a reentrant checkpoint"):
         loss.backward()
 
@@ -206,7 +203,7 @@ def test_nothing_of_an_evaluation_is_left_in_the_next_step(packed, make_layer, a
 
 
 def run_in_megatron(overlap):
-    """The largest relative error of any gradient in the buffers of Megatron's own DDP, per order of arrival."""
+    """The largest relative error of a gradient in the buffers of Megatron's own DDP, in each order and step."""
     from support import megatron_experts as megatron
 
     class Model(megatron.Model):

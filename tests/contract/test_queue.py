@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedmlp
@@ -14,10 +15,6 @@ LAYERS = pytest.mark.parametrize(
     [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
 )
 FUSE = pytest.mark.parametrize("fuse", [False, True])
-
-
-def plus(before, wgrads):
-    return [b + w for b, w in zip(before, wgrads, strict=True)]
 
 
 def names(layers, recorder):
@@ -241,7 +238,7 @@ def test_some_experts_overwrite_amid_a_queue(fuse, make_layer, assert_close):
 
 @FUSE
 def test_one_weight_used_in_both_layouts(fuse, assert_close):
-    """A tied encoder and decoder; square, so that no shape gives a mix-up away."""
+    """A tied encoder and decoder. The weight is square, so that no error of shape reveals a mix-up."""
     queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
     generator = torch.Generator().manual_seed(1)
     weight = torch.nn.Parameter(torch.randn(2, 4, 4, generator=generator))
@@ -302,7 +299,7 @@ def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 def test_a_weight_whose_shape_changed_before_the_run_is_refused(layout, packed, target, impl, fuse, make_layer):
-    """Kernels would write behind the smaller gradient."""
+    """Kernels would write past the end of the smaller gradient."""
     layer, queue = make_layer("linear", packed, layout=layout), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     if target == "main_grad":
         layer.attach(False)
@@ -320,7 +317,7 @@ def test_a_weight_whose_shape_changed_before_the_run_is_refused(layout, packed, 
 
 
 def test_a_weight_that_moved_to_another_device_before_the_run_is_refused(monkeypatch, make_layer):
-    """Nothing can move to a GPU where there is none: the weight only says that it did."""
+    """Without a GPU nothing can move there: the weight only reports that it did."""
     layer, queue = make_layer("linear"), fusedmlp.WgradQueue()
     layer.backward(1, wgrad_queue=queue)
     own, (param,) = torch.Tensor.device, layer.params
@@ -449,7 +446,7 @@ def test_autograd_grad_gets_a_delayed_gradient_at_once(kind, packed, attached, m
 
 
 def test_a_queue_runs_outside_of_backward_on_a_gpu_too():
-    """Where there is no backward whose streams would be waited for; the GPU is FakeTensor's."""
+    """Outside of backward there are no streams to wait for. FakeTensorMode stands for the GPU."""
     with FakeTensorMode():
         param = torch.nn.Parameter(torch.empty(2, 3, 4, device="cuda"))
         param.main_grad = torch.zeros(2, 3, 4, device="cuda")

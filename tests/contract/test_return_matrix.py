@@ -50,7 +50,7 @@ ROWS = [
 
 
 class Seen(NamedTuple):
-    """What was observed, in the words of the table."""
+    """One observed row, in the words of the table."""
 
     grad: str
     flag: str
@@ -60,7 +60,7 @@ class Seen(NamedTuple):
 
 
 def observe(row: Row, layer: Any, assert_close: Any, mode: str = "auto") -> Seen:
-    """Run one case; numbers are compared here, and named. Raises if the parameters differ, or nothing fits."""
+    """Run one case; compare tensors, and name what they hold. Raises if parameters differ, or no name fits."""
     before = layer.attach(row.attribute) if row.main_grad else []
     options: dict[str, Any] = {"accumulate_wgrad": mode}
     if row.overwrite == "parameter":
@@ -108,7 +108,7 @@ def observe(row: Row, layer: Any, assert_close: Any, mode: str = "auto") -> Seen
 
 
 def contract(row: Row) -> Seen:
-    """What GRADIENTS.md says."""
+    """The row of GRADIENTS.md for a case."""
     flag = "-" if row.attribute is ABSENT else "True"
     if not row.main_grad:
         return Seen(row.grad, flag, "-", "wgrad", "-")
@@ -134,7 +134,7 @@ def test_row_in_either_layout(row, layout, make_layer, assert_close):
 
 
 def test_the_whole_matrix(make_layer, assert_close):
-    """The table, printed with `pytest -s`."""
+    """Print the table (with `pytest -s`), and compare all of it."""
     head = ("case", ".grad", "flag", "main_grad", ".grad after run()", "main_grad after run()")
     lines, wrong = [head, tuple("-" * len(h) for h in head)], []
     for row in ROWS:

@@ -1,4 +1,4 @@
-"""Gradients that are float32 but for the steps of an optimizer: closures, scalers, steps that raise or clear."""
+"""float32 gradients that are rounded only during optimizer steps: closures, scalers, steps that raise or clear."""
 
 import copy
 from functools import partial
@@ -23,7 +23,7 @@ from support.loops import (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @KEPT_IN_FP32
 def test_a_grad_scaler(keep, dtype, fused):
-    """Scaled gradients exceed 65,504, the largest number of float16; unscaled ones do not, but for one step."""
+    """Scaled gradients exceed 65,504, the largest number of float16; unscaled ones do not, except in one step."""
     scale = 2.0**24
     make = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, fused=fused)  # 1e-8 is 0 in float16
     (reference, expected), (model, optimizer) = twins(dtype, make)
@@ -76,7 +76,7 @@ def backward_loss(model, seed):
 @CLOSURES
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_closure(by_name, make_optimizer, dtype, keep):
-    """Which L-BFGS runs several times in a step; its gradients are exact until it is over."""
+    """L-BFGS runs the closure several times in a step; gradients stay float32 inside it."""
     (reference, expected), (model, optimizer) = twins(dtype, make_optimizer)
     keep(model, optimizer)
 
@@ -103,7 +103,7 @@ def test_a_closure(by_name, make_optimizer, dtype, keep):
 
 
 class Checked(torch.optim.SGD):
-    """Looks at the gradients that it steps from."""
+    """Asserts that the gradients of a step have the dtypes of their parameters."""
 
     def step(self, closure):
         loss = closure()
@@ -145,7 +145,7 @@ class Failing(torch.optim.SGD):
 @KEPT_IN_FP32
 @pytest.mark.parametrize("then", ["go on", "zero_grad", "step"])
 def test_after_a_step_that_raised_sums_are_those_of_float32(then, keep):
-    """In bf16 the sum of 64 gradients would be off by an eighth of one; the first one after it may be rounded."""
+    """A sum of 64 gradients would be off by an eighth of one in bf16; only the gradient after it may be rounded."""
     model, twin = (Model(torch.bfloat16) for _ in range(2))
     optimizer, other = (Failing(m.parameters(), lr=0.0) for m in (model, twin))
     keep(model, optimizer)

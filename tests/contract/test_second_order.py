@@ -36,7 +36,7 @@ class Use:
         return self.loss(self.layer(x, accumulate_wgrad=self.mode))
 
     def gradients(self, *inputs, **options):
-        """Of the loss, recorded."""
+        """Gradients of the loss, recorded by `create_graph=True`."""
         return torch.autograd.grad(self(self.x), inputs, create_graph=True, **options)
 
 
@@ -258,12 +258,12 @@ def test_a_recorded_backward_is_right(loss, mode, kind, make_layer, assert_close
         assert not any(place.requires_grad for place in places)
         assert not any(p.grad.any() for p in params)
     for param in (*params, use.x):
-        param.grad = None  # the graph and its tensor hold each other
+        param.grad = None  # breaks the cycle of the graph and its tensor
 
 
 @KINDS
 def test_what_lies_beside_the_layer_can_be_differentiated_twice(kind, make_layer, assert_close):
-    """The plain part of one loss, and what plain PyTorch makes of recorded gradients once they are detached."""
+    """The plain part of the loss, and what plain PyTorch computes from recorded gradients that are detached."""
     use, z = Use(make_layer(kind), "auto", "square"), torch.tensor([2.0, 3.0], requires_grad=True)
     value = use(use.x) + z.pow(3).sum()
     dz, dx = torch.autograd.grad(value, [z, use.x], create_graph=True)

@@ -13,22 +13,16 @@ from fusedmlp.operators import ops
 
 KINDS = ("mlp", "linear", "plain fc1", "plain fc2", "user code")
 PLACES = ("before", "unpack", "gemm, before", "gemm, after", "after", "accumulate")
-
-
-def term(**options):
-    """A use of the weights, drawn."""
-    return st.fixed_dictionaries(
-        {
-            "kind": st.sampled_from(KINDS),
-            "seed": st.integers(5, 7),
-            "mode": st.sampled_from(["auto", "auto", "off", "grad"]),
-            "delayed": st.booleans(),
-            "checkpointed": st.sampled_from([False, False, True]),
-        }
-    )
-
-
-TERMS = st.lists(term(), min_size=1, max_size=3)
+USE_OF_WEIGHTS = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(KINDS),
+        "seed": st.integers(5, 7),
+        "mode": st.sampled_from(["auto", "auto", "off", "grad"]),
+        "delayed": st.booleans(),
+        "checkpointed": st.sampled_from([False, False, True]),
+    }
+)
+TERMS = st.lists(USE_OF_WEIGHTS, min_size=1, max_size=3)
 FAULTS = st.none() | st.builds(Fault, st.sampled_from(PLACES), st.integers(0, 2))
 
 
@@ -74,7 +68,7 @@ class Steps(World, RuleBasedStateMachine):
         self.both(lambda: self.model.backward(graph.terms, fault, inputs), real, fault)
 
     def fitting(self, fault, graph):
-        """The fault, if it can happen there."""
+        """The fault if it can occur in this graph, else None."""
         if fault.index >= len(graph.terms):
             return None
         spec = graph.specs[fault.index]
@@ -83,7 +77,7 @@ class Steps(World, RuleBasedStateMachine):
         if spec["kind"] not in ("mlp", "linear"):
             return None
         if fault.place.startswith("gemm") and spec["kind"] == "linear" and spec["delayed"]:
-            return None  # it has none
+            return None  # its backward runs no weight-gradient GEMM
         return fault
 
     @rule(microbatches=st.lists(st.tuples(TERMS, st.booleans(), FAULTS), min_size=1, max_size=3))
@@ -159,10 +153,10 @@ class Steps(World, RuleBasedStateMachine):
                 patch.setattr(ops, op, fails)
                 with pytest.raises(ValueError, match="fails"):
                     self.real_term(specs[0], first, 0)
-        self.model.forward(self.model_term(specs[0], first=False))  # catches plain gradients from then on
+        self.model.forward(self.model_term(specs[0], first=False))  # plain gradients are caught from then on
 
     def autograd_grad(self, graph):
-        """It returns the gradients and leaves everything as it is, but for dummies, which nobody could add to."""
+        """`autograd.grad` returns the gradients and changes nothing, but removes dummies, which cannot be added to."""
         if not graph.alive or any(t.checkpointed for t in graph.terms) or not any(t.grads for t in graph.terms):
             return
         grads = torch.autograd.grad(graph.loss, self.params, retain_graph=True, allow_unused=True)

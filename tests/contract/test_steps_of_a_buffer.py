@@ -1,4 +1,4 @@
-"""Steps of a `MainGradBuffer` without an optimizer: how they begin, and `as_grad()`, in which they end."""
+"""Steps of a `MainGradBuffer` without an optimizer: how they begin, and how they end in `as_grad()`."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ import fusedmlp
 @pytest.mark.parametrize("flag", [True, False])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_is_first_microbatch_begins_the_step_of_the_whole_buffer(checkpointed, flag):
-    """Biases and the router too, which would add up from step to step, and of a weight frozen since nothing is left."""
+    """Biases and the router begin, too, and do not add up over steps; a weight frozen meanwhile keeps no gradient."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     buffer = fusedmlp.MainGradBuffer(model.parameters(), grad_added_to_main_grad=flag)
@@ -191,7 +191,7 @@ def test_a_closure_inside_as_grad(make_optimizer, flag):
 
     for _ in range(2):
         buffer.zero_()
-        backward(model, 5)  # which the closure discards
+        backward(model, 5)  # the closure discards this gradient
         with buffer.as_grad():
             optimizer.step(partial(closure, model, optimizer))
         expected.step(partial(closure, reference, expected))
@@ -209,7 +209,7 @@ def test_a_closure_inside_as_grad_of_16_bit_weights_is_refused():
 
 @pytest.mark.parametrize("with_optimizer", [True, False])
 def test_a_step_begins_for_all_where_the_first_layer_had_no_gradient_in_the_last(with_optimizer):
-    """Its flag is the only sign; the other parameters' gradients would count twice."""
+    """`is_first_microbatch` is the only sign of the step; other gradients would count twice without it."""
     model, other = Model(), torch.nn.Parameter(torch.ones(3))
     params = [*model.parameters(), other]
     optimizer = torch.optim.SGD(params, lr=0.0)

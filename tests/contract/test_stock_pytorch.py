@@ -1,4 +1,4 @@
-"""What PyTorch itself does with the gradients: steals them, fires hooks, recomputes, counts no extra copy or add."""
+"""Treatment of gradients by PyTorch itself: it takes their memory, fires hooks, recomputes, copies and adds nothing."""
 
 from functools import partial
 
@@ -96,7 +96,7 @@ def test_accumulate_grad_runs_no_operator(kind, packed, layout, case, make_layer
 
 
 def test_accumulate_grad_of_an_existing_grad_adds_when_off(make_layer):
-    """The profiler does see what mode "grad" saves."""
+    """The profiler does show the additions that mode "grad" saves."""
     layer = make_layer()
     layer.backward(1)
     nodes, below = operators_under_accumulate_grad(lambda: layer.backward(2, accumulate_wgrad="off"))

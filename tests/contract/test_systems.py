@@ -5,10 +5,12 @@ import pickle
 import re
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from support import systems
+from support.contract_helpers import in_threads
 from support.systems import MODES, SYSTEMS, Step
 from torch.utils.checkpoint import checkpoint
 
@@ -43,7 +45,7 @@ def test_system(system, mode, packed, make_layer, assert_close):
     else:
         assert_close(handed, expected)
         assert all(torch.equal(p, b) for p, b in zip(step.places(), step.before, strict=True))
-    if step.attached:  # and nothing is in .grad that somebody could add again
+    if step.attached:  # .grad holds nothing that could be added again
         assert not any(p.grad.count_nonzero() for p in step.params if p.grad is not None)
 
 
@@ -55,7 +57,7 @@ def test_the_document_holds_this_table():
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
 def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypatch):
-    """With a weight-gradient GEMM that reads, takes its time and writes, one of two sums would be lost."""
+    """The GEMM reads, waits and writes: if both threads added at once, one of two gradients would be lost."""
     step = Step(make_layer, mode, packed=True)
     linear, mlp = ops.grouped_wgrad_, ops.grouped_mlp_backward_
 
@@ -63,7 +65,7 @@ def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypat
         held = [t.clone() for t in outputs]
         time.sleep(0.2)
         for out, start in zip(outputs, held, strict=True):
-            out.copy_(start)  # without what another thread added meanwhile
+            out.copy_(start)  # erases what another thread added meanwhile
         return function(*args)
 
     monkeypatch.setattr(ops, "grouped_wgrad_", lambda *args: slowly(linear, args[0], args))
@@ -77,11 +79,7 @@ def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypat
         if queue is not None:
             queue.run()
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(partial(work, 1), partial(work, 2))
     expected = [b.double() + w for b, w in zip(step.before, step.layer.wgrads(1, 2), strict=True)]
     assert_close(step.places(), expected)
 
@@ -103,7 +101,7 @@ def test_what_unpickles_after_detach_or_from_a_state_dict_has_no_main_grad(tmp_p
 
 
 def test_a_copy_trains_by_itself(make_layer, assert_close):
-    """In mode "auto": the copy has no main_grad, so that its gradients go to .grad; the original's are left alone."""
+    """A copy has no main_grad: in mode "auto" its gradients go to .grad, and the original's are left alone."""
     step = Step(make_layer, "main_grad", packed=True)
     step.accumulate = "auto"
     params = step.adopt(copy.deepcopy(step.module))
@@ -115,7 +113,7 @@ def test_a_copy_trains_by_itself(make_layer, assert_close):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch's own
 def test_compiled_autograd_really_compiles_and_uses_its_graph_again(make_layer, assert_close):
-    """Also where the gradient is wanted elsewhere the next time."""
+    """The same graph also serves `autograd.grad` afterwards, which writes to no main_grad."""
     step, graphs = Step(make_layer, "main_grad", packed=True), []
 
     def compiler(graph):
@@ -150,7 +148,7 @@ def test_x_that_an_asynchronous_collective_still_computes(make_layer, assert_clo
 
 
 def test_a_plain_gradient_waits_for_other_threads(make_layer):
-    """It is added to main_grad by the thread of its backward, while that of another may run a GEMM."""
+    """The thread of its backward adds it to main_grad, while another thread may run a GEMM."""
     layer = make_layer("linear")
     layer.attach(True)
     (param,) = layer.params
@@ -182,7 +180,7 @@ def test_a_plain_gradient_waits_for_other_threads(make_layer):
 
 
 def test_checkpoints_of_two_threads_can_wait_for_each_other(make_layer):
-    """What a checkpoint runs again, collectives included, runs while other threads compute gradients."""
+    """Recomputation in a checkpoint, collectives included, runs while other threads compute gradients."""
     barrier = threading.Barrier(2)
 
     def work():
@@ -196,9 +194,5 @@ def test_checkpoints_of_two_threads_can_wait_for_each_other(make_layer):
         x, dy = layer.batch(1)
         checkpoint(region, x.requires_grad_(), use_reentrant=False).backward(dy)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, work)
     assert not barrier.broken

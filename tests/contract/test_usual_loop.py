@@ -43,7 +43,7 @@ def test_the_usual_loop(dtype, make_optimizer, zero_grad):
 
 
 def test_sums_of_many_micro_batches_are_those_of_float32_for_plain_weights_too():
-    """A router in bf16 would stop to move where its sum is 256 times what is added."""
+    """A router's sum in bf16 would stop growing at 256 times what is added."""
     model = Model(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
@@ -133,7 +133,7 @@ def test_a_first_gradient_that_failed_has_not_arrived(monkeypatch):
 
 
 def test_delayed_gradients_store_and_add_in_the_order_in_which_they_are_computed():
-    """A whole backward between that of a delayed one and its queue comes first."""
+    """A whole backward between a delayed one and its queue is computed first, and stores."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
@@ -216,7 +216,7 @@ def test_a_gradient_that_was_set_by_hand_counts():
 
 
 def test_flat_is_where_other_ranks_gradients_can_come_from():
-    """Also for a parameter that got none here: an edit counts."""
+    """An edit of `flat` counts also for a parameter that got no gradient on this rank."""
     param = torch.nn.Parameter(torch.zeros(64))
     optimizer = torch.optim.SGD([param], lr=1.0)
     buffer = fusedmlp.MainGradBuffer([param], optimizer=optimizer)

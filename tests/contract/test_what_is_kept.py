@@ -1,13 +1,13 @@
-"""What the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
+"""State that the contract keeps between backwards: it does not grow, and it keeps no parameter alive."""
 
 import gc
-import threading
 import time
 import weakref
 from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import in_threads
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -103,11 +103,11 @@ EAGER = [fused, fused_and_plain, plain_alone, delayed, checkpointed, overwriting
 @pytest.mark.parametrize("train", EAGER, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("packed", [True, False])
 def test_hooks_do_not_pile_up(packed, train, make_layer):
-    """Also where the owner keeps AccumulateGrad nodes alive, as Megatron's DDP does."""
+    """The owner keeps AccumulateGrad nodes alive, with their hooks, as Megatron's DDP does."""
     layer, handles = make_layer(packed=packed), []
     layer.attach(False)
     nodes = [get_gradient_edge(param).node for param in layer.params]
-    for node in nodes:  # through our own hooks those of others are found
+    for node in nodes:  # the handle of a hook here leads to the hooks of others
         handles += [node.register_prehook(lambda _: None), node.register_hook(lambda *_: None)]
     for param in layer.params:
         handles.append(param.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)))
@@ -127,7 +127,7 @@ def test_hooks_do_not_pile_up(packed, train, make_layer):
 
 @pytest.fixture
 def only_new_garbage():
-    """What is there already is not searched, which would take a second each time."""
+    """Exclude existing objects from collections: searching them takes a second each time."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -163,7 +163,7 @@ def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_
 
 
 def test_a_parameter_in_the_place_of_another_starts_anew(make_layer, assert_close):
-    """Python gives the id of one that is gone to another."""
+    """Python gives the id of a freed parameter to another."""
     wanted, seen = make_layer().wgrads(1), set()
     for _ in range(20):
         layer = make_layer()
@@ -177,28 +177,16 @@ def test_a_parameter_in_the_place_of_another_starts_anew(make_layer, assert_clos
 
 
 def test_first_uses_in_several_threads_make_one_state(monkeypatch, make_layer, assert_close):
-    """However long it takes: two would each register a hook, and take the other's for that of somebody else."""
-    layer, failed, make = make_layer(), [], parameter_state.ParameterState
-    before, barrier = layer.attach(False), threading.Barrier(3)
+    """Making one may take long. Two would each register a hook, and take the other's for a user's."""
+    layer, make = make_layer(), parameter_state.ParameterState
+    before = layer.attach(False)
 
     def slowly(param):
         time.sleep(0.02)
         return make(param)
 
-    def run(seed):
-        barrier.wait(600)
-        try:
-            layer.backward(seed)
-        except RuntimeError as error:
-            failed.append(error)
-
     monkeypatch.setattr(parameter_state, "ParameterState", slowly)
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
+    in_threads(*(partial(layer.backward, seed) for seed in (1, 2, 3)))
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2, 3), strict=True)])
 
 
@@ -219,7 +207,7 @@ def test_a_queue_keeps_its_parameters_until_it_is_empty(make_layer):
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("mode", ["off", "grad", "auto"])
 def test_parameters_without_main_grad_can_be_swapped_after_a_step(mode, packed):
-    """As `module.to` and `load_state_dict` may do; PyTorch refuses what somebody has a weak reference to."""
+    """`module.to` and `load_state_dict` may swap; PyTorch refuses parameters with weak references to them."""
     module = fusedmlp.GroupedMLP(3, 4, 5, packed=packed, accumulate_wgrad=mode)
     x = torch.randn(5, 4)
     for _ in range(2):  # "grad" adds to an existing one
@@ -234,7 +222,7 @@ def test_parameters_without_main_grad_can_be_swapped_after_a_step(mode, packed):
 
 
 def test_nothing_of_a_weights_size_is_kept_where_each_backward_overwrites(make_layer):
-    """After an evaluation plain gradients are, until it is known whether the layer's own overwrites; here it does."""
+    """After an evaluation plain gradients are kept until it is known whether the fused one overwrites; here it does."""
     layer = make_layer(hidden=13, ffn=17)
     layer.attach(False)
     for param in layer.params:

@@ -1,4 +1,4 @@
-"""What else is done with a model under DDP: where the GEMMs write, checkpoints, uneven inputs, copies. In a `world`."""
+"""Other uses of a model under DDP: where the GEMMs write, checkpoints, uneven inputs, copies. Runs in a `world`."""
 
 import copy
 import pickle
@@ -38,7 +38,7 @@ def step_of(ddp, step, use="yes"):
 
 
 def where_gemms_write():
-    """In every step, in the memory that DDP reduces."""
+    """GEMMs must write to the memory that DDP reduces, in every step."""
     written, reduced = set(), set()
     backward = ops.grouped_mlp_backward_
 
@@ -130,7 +130,7 @@ def frozen_and_existing():
 
 
 def refusal(**options):
-    """The message of what `grads_in_buckets` raises, and that it leaves no `.grad` behind."""
+    """The message that `grads_in_buckets` raises; asserts that it leaves no `.grad` behind."""
     model = new_model()
     try:
         in_buckets(model, **options)

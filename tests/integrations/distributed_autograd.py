@@ -1,6 +1,6 @@
 """Distributed autograd (FAST mode) over RPC between two processes: `worker0` drives, `worker1` owns the remote layers.
 
-A context's gradients must equal those of plain PyTorch in float64, be in no other context, and nowhere else.
+A context's gradients must equal those of plain PyTorch in float64, and be in no other context, `.grad` or main_grad.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fusedmlp
 
 OTHER = "worker1"
 BATCHES = [(0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 0, 0)]  # rank, step, micro-batch; the last has no tokens
-_owned = {}  # by mode and form: the model and what it starts from, in the process that owns it
+_owned = {}  # by mode and form, where the model lives: the model, and its gradients at the start
 
 
 def make(mode, packed):
@@ -46,7 +46,7 @@ def forward(mode, packed, x, counts, probs):
 
 
 def expected_gradients(model, batches, scale=1.0):
-    """What plain PyTorch finds in float64, summed over batches."""
+    """Gradients by plain PyTorch in float64, summed over batches."""
     params = stacked({name: p.detach().double() for name, p in model.named_parameters()}, model.experts.fc1.packed)
     params = {name: p.requires_grad_() for name, p in params.items()}
     for one in batches:
@@ -56,7 +56,7 @@ def expected_gradients(model, batches, scale=1.0):
 
 
 def wrong_gradients(model, context, batches, scale=1.0):
-    """What is wrong with the gradients in a context."""
+    """Messages about wrong gradients in a context."""
     found = dist_autograd.get_gradients(context)
     missing = [name for name, p in model.named_parameters() if p not in found]
     if missing:
@@ -71,7 +71,7 @@ def wrong_gradients(model, context, batches, scale=1.0):
 
 
 def check(mode, packed, context, batches):
-    """What is wrong here with a context's gradients, and with all else that should be as it was."""
+    """Messages about wrong gradients of a context in this process, and about anything else that changed."""
     model, before = _owned[mode, packed]
     wrong = wrong_gradients(model, context, batches)
     for (name, param), start in zip(model.named_parameters(), before, strict=True):
@@ -87,7 +87,7 @@ def check(mode, packed, context, batches):
 
 
 def train(remote, mode, packed, context, batches):
-    """Forward of some batches, one backward; the graph goes through both processes either way.
+    """Run the forward of some batches, then one backward; the graph goes through both processes either way.
 
     FAST mode waits for every RPC of the context to take part in its backward, so that there can be only one.
     """
@@ -103,7 +103,7 @@ def train(remote, mode, packed, context, batches):
 
 
 def drive():
-    """What is wrong, by cell: two contexts at once, in two threads, each with batches of its own."""
+    """Run each cell in two contexts at once, in two threads; return the number of contexts, and messages by cell."""
     failures, count = {}, 0
     for remote, mode, packed in itertools.product([False, True], MODES, [True, False]):
         call = (lambda function, *args: rpc.rpc_sync(OTHER, function, args)) if remote else (lambda f, *args: f(*args))
@@ -129,7 +129,7 @@ def drive():
 
 
 def under_ddp():
-    """DistributedDataParallel inside a context: its averaged gradients are in the context of every rank."""
+    """Run DDP inside a context: its averaged gradients must be in the context of every rank. Messages by cell."""
     failures = {}
     for mode, packed in itertools.product(["grad", "off"], [True, False]):
         model = initial(packed, MODES[mode][0])
@@ -162,7 +162,7 @@ def under_ddp():
 
 
 def run(rendezvous):
-    """How many contexts were checked, and what was wrong in which cell."""
+    """The number of contexts that were checked, and messages by cell."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{rendezvous}", rpc_timeout=600)
     rank = dist.get_rank()
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=dist.get_world_size(), rpc_backend_options=options)

@@ -53,7 +53,7 @@ class Cell:
     precision: str  # "fp32", "bf16", "bf16, fp32 grads"
     reshard: bool
     checkpointed: bool
-    together: bool  # one group for the whole model, or one for the experts too
+    together: bool  # one group for the whole model; else another for the experts
 
     @property
     def name(self):
@@ -78,7 +78,7 @@ def shard(model, precision, reshard, together):
 
 
 def unsharded_grads(model):
-    """`.grad` of the unsharded parameters, by name: what waits for the last micro-batch."""
+    """`.grad` of the unsharded parameters, by name: sums that wait for the last micro-batch."""
     return {
         p._param_fqn or p._module_info.param_name: p._unsharded_param.grad
         for module in model.modules()
@@ -88,7 +88,7 @@ def unsharded_grads(model):
 
 
 def train(cell):
-    """What `plain_training` returns, and what went wrong on the way."""
+    """The results of `plain_training` by FSDP2, and messages about errors on the way."""
     model = initial(cell.packed, cell.accumulate, checkpointed=cell.checkpointed)
     shard(model, cell.precision, cell.reshard, cell.together)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -102,7 +102,7 @@ def train(cell):
             model.set_requires_gradient_sync(last)
             x, counts, probs, dy = batch(dist.get_rank(), step, micro_batch)
             model(x, counts, probs).backward(dy.to(low))
-            if last or cell.precision == "bf16":  # there FSDP2 itself keeps them, in another place
+            if last or cell.precision == "bf16":  # in bf16 FSDP2 keeps sums in another place
                 continue
             waiting = {name: g for name, g in unsharded_grads(model).items() if "weight" in name and "fc" in name}
             assert len(waiting) == (2 if cell.packed else 2 * EXPERTS)
@@ -136,7 +136,7 @@ def all_cells():
 
 
 def cells(quick):
-    """Which cells ran, and what is wrong in which."""
+    """Names of the cells that ran, and messages by cell."""
     expected = plain_training(torch.float64, dist.get_world_size())
     low = {dtype: plain_training(dtype, dist.get_world_size()) for dtype in (torch.float32, torch.bfloat16)}
     names, failures = [], {}
@@ -155,7 +155,7 @@ def cells(quick):
 
 
 def refusals():
-    """What is refused, by the text of the error; None where nothing was raised."""
+    """The error of each use; None where nothing was raised."""
 
     def message(function):
         try:

@@ -32,7 +32,7 @@ CHECKPOINTS = (None, False, True)  # use_reentrant
 
 
 def register(kind, module, params, calls):
-    """A hook that counts its calls in `calls`, and keeps nothing of what it is shown. Returns what must stay alive."""
+    """Register a hook that counts its calls in `calls`, and keeps no tensor. Returns what must stay alive."""
 
     def hook(*_):
         calls.append(kind)
@@ -95,7 +95,7 @@ def run(kind, engine, use_reentrant, packed, mode, step):
     assert counted["nodes"] == len(list(model.parameters())) + 1 + (use_reentrant is True), counted
     assert counted["copies"] == counted["allocations"] == 0, counted
     assert (kind == "no hook") == (not calls)
-    if engine != "DDP, bucket view":  # there DDP has put its own tensor in the place of the stolen one
+    if engine != "DDP, bucket view":  # there DDP has replaced the stolen tensor by a view of its own
         assert written == [p.grad.data_ptr() for p in params]
     expected, low = (reference(("yes",) * ranks, step, 1, dtype) for dtype in (torch.float64, torch.float32))
     assert_close({n: g.double() for n, g in packed_grads(model).items()}, expected, low, torch.float32)
@@ -103,7 +103,7 @@ def run(kind, engine, use_reentrant, packed, mode, step):
 
 
 def held_by_a_hook(packed):
-    """Copies of weight gradients, which a hook on all of them holds until the last has come."""
+    """Number of weight gradients that are copied because one hook on all of them holds them until the last has come."""
     model = Model(packed, "off")
     params = [p for name, p in model.experts.named_parameters() if "weight" in name]
     register_multi_grad_hook(params, lambda _: None, mode="all")

@@ -21,7 +21,7 @@ MICRO_BATCHES, SEQUENCES, WARMUP, LEARNING_RATE, SAVE_EVERY = 2, 1, 20, 4e-3, 10
 
 
 def windows(step, micro):
-    """This rank's data, a function of its place only: `[SEQUENCES, context + 1]` bytes."""
+    """This rank's data, a function of step, micro-batch and rank only: `[SEQUENCES, context + 1]` bytes."""
     train, _ = text()
     generator = torch.Generator().manual_seed((step * MICRO_BATCHES + micro) * dist.get_world_size() + dist.get_rank())
     starts = torch.randint(len(train) - CONFIG.context, (SEQUENCES, 1), generator=generator)
@@ -29,7 +29,7 @@ def windows(step, micro):
 
 
 class Trainer:
-    """`fused`: the experts add into DDP's buckets; otherwise autograd does what it does. `flip`: see the demo."""
+    """`fused`: experts add into DDP's buckets; else autograd accumulates. `flip`: see `flip_closest` of the demo."""
 
     def __init__(self, *, fused, steps, flip=False):
         torch.manual_seed(0)
@@ -81,7 +81,7 @@ class Trainer:
         if dist.get_rank() == 0:
             state = {name: part.state_dict() for name, part in self.parts().items()}
             torch.save(state | {"step": step}, path.with_suffix(".new"))
-            path.with_suffix(".new").replace(path)  # there is always a whole one
+            path.with_suffix(".new").replace(path)  # a complete one exists at any time
         dist.barrier()
 
     def load(self, path):
@@ -109,7 +109,7 @@ def is_tensor(thing):
 
 
 def train(trainer, steps, *, start=0, checkpoint=None, kill_at=None):
-    """Losses of the steps from `start` to `steps`, and what memory they took after a fifth of them and in the end."""
+    """Losses of the steps from `start` to `steps`, and the memory in use after a fifth of them and at the end."""
     losses, used = [], []
     for step in range(start, steps):
         losses.append(trainer.backward(step, kill=step == kill_at))
@@ -122,7 +122,7 @@ def train(trainer, steps, *, start=0, checkpoint=None, kill_at=None):
 
 
 def in_lockstep(steps):
-    """Plain training; beside it, in every fourth step, fused gradients at the same weights on the same data."""
+    """Train without fusion; in every fourth step compare fused gradients, at the same weights on the same data."""
     plain, fused = Trainer(fused=False, steps=steps), Trainer(fused=True, steps=steps)
     losses = []
     for step in range(steps):
@@ -139,7 +139,7 @@ def in_lockstep(steps):
 
 
 def compare(steps):
-    """`control` disturbs the routing as little as can be: how far that moves the losses bounds what rounding may do."""
+    """`control` disturbs the routing as little as possible: its change of the losses bounds that of rounding."""
     fused = train(Trainer(fused=True, steps=steps), steps)
     plain = in_lockstep(steps)
     control = train(Trainer(fused=False, steps=steps, flip=True), steps)["losses"]

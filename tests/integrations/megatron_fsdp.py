@@ -1,8 +1,8 @@
 """Experts under Megatron-FSDP, in every sharding strategy, against float64 autograd. Runs in a `world`.
 
-Its buffers, hooks and reductions are the real ones. It asks for GPUs by name, so that these are replaced: the device
-type of its meshes, streams (on the CPU everything is in order), `Tensor.cuda` of small flags, and the check for a
-version of TransformerEngine: that only says that its layers know `get_main_grad`, as ours do.
+Its buffers, hooks and reductions are the real ones. It asks for GPUs by name, so these are replaced: the device type
+of its meshes, streams (on the CPU everything is in order), `Tensor.cuda` of small flags, and the check of
+TransformerEngine's version, which stands for layers that know `get_main_grad`, as ours do.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ mcore_fsdp_adapter.is_te_min_version = lambda *_, **__: True
 
 @dataclass(frozen=True)
 class FsdpCell(Cell):
-    """What Megatron-FSDP adds to the choices."""
+    """A cell with the choices that Megatron-FSDP adds."""
 
     strategy: str = "optim_grads_params"
-    unit: str = "experts"  # whose parameters are gathered and released together: "experts", "layer" or "model"
+    unit: str = "experts"  # gathers and releases its parameters together: "experts", "layer" or "model"
     grad_comm_dtype: str = ""
     calculate_per_token_loss: bool = False  # sums over ranks instead of means
     recompute: str = ""  # "reentrant" or "non-reentrant": the experts run again in backward
@@ -59,15 +59,15 @@ class FsdpCell(Cell):
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 NEVER_GATHERED = "fsdp_unit_modules: expected modules that run their hooks"
-NO_STORAGE = "out of bounds for storage of size 0"  # PyTorch's, of the dense layer before the experts
+NO_STORAGE = "out of bounds for storage of size 0"  # PyTorch's error, in the dense layer before the experts
 ADDED_TO_OWN = "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, .* got {0.strategy} with"
 DTYPE_ADDED_TO_OWN = "megatron_fsdp_grad_comm_dtype: expected None or torch.float32, .* with {0.strategy} where"
 SCALED_AGAIN = "expected no_shard or optim, one micro-batch, or calculate_per_token_loss, .* got {0.strategy}, under"
 
 
 def cells(world_size):
-    """Crossed: all that decides where a gradient is kept. Then autograd, recomputation, other dtypes, the whole model
-    as one unit, and what is scaled again."""
+    """All combinations of what decides where a gradient is kept. Then no fusion, recomputation, other dtypes, the
+    whole model as one unit, and gradients that are scaled again."""
     for strategy, micro, ep in product(STRATEGIES, (1, 3), (False, True)[:world_size]):
         for dtype, fp32 in (("float32", True), ("bfloat16", False), ("bfloat16", True))[: 1 if micro == 1 else None]:
             yield FsdpCell(
@@ -95,12 +95,12 @@ def cells(world_size):
 
 
 def scales_again(strategy, microbatches, expert_parallel):
-    """Whether Megatron-FSDP, however gradients come, scales those of earlier micro-batches with every one."""
+    """Whether Megatron-FSDP scales the sum of earlier micro-batches again with every one, also of plain gradients."""
     return strategy.startswith("optim_grads") and microbatches > 1 and expert_parallel
 
 
 def refusal(cell):
-    """The words with which a cell is refused, if it is, as Megatron-FSDP of this version makes its gradients wrong."""
+    """The error of a cell in which this version of Megatron-FSDP makes gradients wrong; None: they are right."""
     if cell.strategy == "no_shard":
         return None
     if cell.unit == "model" and VERSION < (0, 19):
@@ -117,7 +117,7 @@ def refusal(cell):
 
 
 class Layer(MegatronModule):
-    """Below a model, as Megatron's layers are, and with experts that Megatron-FSDP knows by ".experts." in names."""
+    """A layer inside a model, as Megatron's are; Megatron-FSDP finds its experts by ".experts." in names."""
 
     def __init__(self, config, cell):
         super().__init__(config)
@@ -130,7 +130,7 @@ class Layer(MegatronModule):
 
 
 class Layers(MegatronModule):
-    """The model, of one layer."""
+    """A model of one layer."""
 
     def __init__(self, config, cell):
         super().__init__(config)
@@ -163,7 +163,7 @@ def wrap(config, cell, model):
 
 
 def train_step(fsdp, cell):
-    """As Megatron's schedules do: all micro-batches but the last under `no_sync`."""
+    """Run a step as Megatron's schedules do: all micro-batches but the last under `no_sync`."""
     fsdp.zero_grad_buffer()
 
     def run(index):
@@ -178,7 +178,7 @@ def train_step(fsdp, cell):
 
 
 def landed(fsdp, cell):
-    """The gradients that the optimizer gets, put together from every rank's shards, by name."""
+    """The gradients that the optimizer gets, assembled from all ranks' shards, by name."""
     result = {}
     for name, param in fsdp.param_and_grad_buffer.optimizer_named_parameters:
         original = param.orig_param
@@ -208,7 +208,7 @@ def step(fsdp):
 
 
 def run_cell(cell):
-    """Two steps, so that what the first leaves behind would show in the second."""
+    """Run two steps, so that leftovers of the first would show in the second."""
     torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
     config = config_of(cell)
     config.calculate_per_token_loss = cell.calculate_per_token_loss
@@ -233,11 +233,11 @@ def run_cell(cell):
 
 
 def check_refused(cell, words):
-    """Run it: it is refused, and without the refusal its gradients are wrong."""
+    """Assert that a cell is refused, and that its gradients would be wrong without the refusal."""
     with pytest.raises(RuntimeError, match=words.format(cell)):
         run_cell(cell)
     if words == NO_STORAGE or (words == NEVER_GATHERED and dist.get_world_size() == 1):
-        return  # not our refusal; a single rank has all of its weights
+        return  # not our refusal; or a single rank, which has all weights
     with (
         mock.patch.object(megatron_fsdp, "refuse_wrong_gradients"),
         pytest.raises(AssertionError, match=r"not finite|error .* allowed"),
@@ -246,8 +246,8 @@ def check_refused(cell, words):
 
 
 def run_all(quick):
-    """Counts of cells that were run and that are refused; errors by cell; the words that refuse a delay."""
-    torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: buffers are stale
+    """Counts of all cells and of those that are refused; errors by cell; the message that refuses a delay."""
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN: buffers begin stale
     failures, counts, every = {}, Counter(), list(cells(dist.get_world_size()))
     every = part(every, together=1) if quick else every
     for expert_parallel in (False, True):
@@ -267,7 +267,7 @@ def run_all(quick):
 
 
 def refusal_of_a_delay():
-    """The words with which delayed weight gradients are refused."""
+    """The message that refuses delayed weight gradients."""
     cell = FsdpCell(order="bw")
     config = config_of(cell)
     with pytest.raises(RuntimeError) as refused:

@@ -1,4 +1,4 @@
-"""State dicts, whole MoE layers, refusals: beside Megatron's own experts. Runs in a `world`."""
+"""State dicts, whole MoE layers and refusals, beside Megatron's own experts. Runs in a `world`."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def all_weights(experts):
 
 
 def same(a, b):
-    """Whether two results of `all_weights` are equal."""
+    """True if two results of `all_weights` are equal."""
     return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
 
 
@@ -91,7 +91,7 @@ KINDS = {"sequential": sequential, "fused": fused}
 
 
 def save_checkpoint(source, parallel, glu):
-    """Its folder, and all weights in it."""
+    """Save a checkpoint; return its folder, and all weights in it."""
     folder = shared_folder()
     megatron_world.model_parallel(expert_model_parallel_size=parallel)
     torch.manual_seed(17 + (dist.get_rank() if parallel > 1 else 0))
@@ -102,7 +102,7 @@ def save_checkpoint(source, parallel, glu):
 
 
 def load_checkpoint(folder, kept, target, parallel, glu):
-    """Into other experts, perhaps with another expert parallel size: the same weights?"""
+    """Load a checkpoint into other experts, perhaps with another expert-parallel size; assert equal weights."""
     megatron_world.model_parallel(expert_model_parallel_size=parallel)
     torch.manual_seed(99 + (dist.get_rank() if parallel > 1 else 0))
     experts = KINDS[target](make_config(expert_model_parallel_size=parallel, gated_linear_unit=glu))
@@ -115,7 +115,7 @@ def load_checkpoint(folder, kept, target, parallel, glu):
 
 
 def checkpoints():
-    """How many were loaded."""
+    """Save and load in all combinations; return how many were loaded."""
     count = 0
     sizes = [1] if dist.get_world_size() == 1 else [1, 2]
     for source, glu, source_parallel in product(KINDS, (True, False), sizes):
@@ -133,8 +133,8 @@ def moe_layer(config, *, ours):
     return mlp(config=config, pg_collection=ProcessGroupCollection.use_mpu_process_groups())
 
 
-def same_weights(ours, theirs):
-    """Copies Megatron's own layer into ours."""
+def copy_weights(ours, theirs):
+    """Copy the weights of Megatron's own layer into ours."""
     with torch.no_grad():
         ours.router.load_state_dict(theirs.router.state_dict())
         for mine, yours in zip(weights_of(ours.experts), weights_of(theirs.experts), strict=True):
@@ -154,7 +154,7 @@ def on_one_process(layer, config, x):
 
 
 def compare_with_one_process(sizes, dispatcher, options):
-    """A step of our layer, its experts on several ranks, against experts that are all here."""
+    """Compare a step of our layer, with experts on several ranks, with experts that are all in this process."""
     megatron_world.model_parallel(**sizes)
     config = make_config(moe_token_dispatcher_type=dispatcher, **options | sizes)
     torch.manual_seed(5)
@@ -180,13 +180,13 @@ def compare_with_one_process(sizes, dispatcher, options):
 
 
 def compare_layers(sizes, dispatcher, options):
-    """Outputs, input gradients and every weight gradient of a step, ours against Megatron's sequential experts."""
+    """Compare outputs, input gradients and weight gradients of a step with those of Megatron's sequential experts."""
     megatron_world.model_parallel(**sizes)
     options = options | sizes | {"sequence_parallel": sizes.get("tensor_model_parallel_size", 1) > 1}
     config = make_config(moe_token_dispatcher_type=dispatcher, **options)
     torch.manual_seed(5)
     theirs, ours = moe_layer(config, ours=False), moe_layer(config, ours=True)
-    same_weights(ours, theirs)
+    copy_weights(ours, theirs)
     torch.manual_seed(7 + dist.get_rank())
     x, dy = torch.randn(6, 2, 8), torch.randn(6, 2, 8)  # [sequence, batch, hidden]
     results = []
@@ -237,8 +237,8 @@ PARALLEL = (
 
 
 def layers():
-    """How many layers were compared."""
-    # On CPU tensors that the dispatcher would have fetched from a GPU, as numpy arrays, it does nothing.
+    """Compare layers; return how many."""
+    # The function does nothing with CPU tensors; the dispatcher needs numpy arrays, as it gets them for GPU tensors.
     token_dispatcher.maybe_move_tensor_to_cpu = _as_if_fetched
     count = 0
     for sizes in PARALLEL[:1] if dist.get_world_size() == 1 else PARALLEL[1:]:
@@ -261,14 +261,14 @@ def _as_if_fetched(tensor, as_numpy=False, record_stream=False):
 
 
 def state_dict_names():
-    """Of a small layer with biases: what TEGroupedMLP's has."""
+    """Names and shapes in the state dict of a small layer with biases."""
     megatron_world.model_parallel()
     experts = fused(make_config(num_moe_experts=2, add_bias_linear=True))
     return {name: list(tensor.shape) for name, tensor in experts.state_dict().items()}
 
 
 def sharded_names():
-    """Of rank 1 of 2, with expert parallelism: `{name: [key, global shape, offset]}`, objects without shapes."""
+    """This rank's sharded state dict, of 2 ranks: `{name: [key, global shape, global offset, replica id]}`."""
     megatron_world.model_parallel(expert_model_parallel_size=2)
     experts = fused(make_config(expert_model_parallel_size=2, gated_linear_unit=False))
     state = experts.sharded_state_dict(prefix="mlp.experts.")
@@ -325,12 +325,12 @@ def as_megatron_documents_it(config, experts, x, counts, probs):
 
 
 def honoured():
-    """Every config field of `HONOURED`: outputs and all gradients against the formula in float64; how many."""
+    """Compare outputs and all gradients with the formula in float64, for each config of `HONOURED`; return how many."""
     megatron_world.model_parallel()
     for options in HONOURED.values():
         torch.manual_seed(3)
         config = make_config()
-        for name, value in options.items():  # some ask at construction that TransformerEngine is there
+        for name, value in options.items():  # set late: the constructor asks for TransformerEngine for some
             setattr(config, name, value)
         experts, counts = fused(config), [3, 0, 5, 2]
         for name, param in experts.named_parameters():
@@ -371,7 +371,7 @@ def raised(run):
 
 
 def refusals():
-    """What is raised for every config that cannot be honoured, and for uses that would give a wrong gradient."""
+    """Errors for every config that cannot be honoured, and for uses that would give a wrong gradient."""
     megatron_world.model_parallel()
     found = {}
     for name, value in {
@@ -423,7 +423,7 @@ def refusals():
 
 
 def order_of_hooks():
-    """In which `backward_dw` tells DDP of the layers' gradients, and whether each weight then has one."""
+    """The order in which `backward_dw` tells DDP of the layers' gradients, and whether each weight then has one."""
     megatron_world.model_parallel()
     config, order = make_config(), []
     config.delay_wgrad_compute = True

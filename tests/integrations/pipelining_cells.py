@@ -1,8 +1,8 @@
 """Experts in the stages of `torch.distributed.pipelining`, against float64 in one process.
 
-Every rank runs `cells`. A schedule runs the backward of a micro-batch in one go ("B"), or in two halves, by
-`torch.autograd.grad`: of the stage's input ("I"), then of its weights ("W"), which it adds to `.grad` itself. Stage 0,
-whose input needs no gradient, has nothing in "I" and a whole backward in "W": a "B" here.
+Every rank runs `cells`. A schedule runs the backward of a micro-batch at once ("B"), or in two halves, each by
+`torch.autograd.grad`: for the stage's input ("I"), then for its weights ("W"), and adds the latter to `.grad` itself.
+The input of stage 0 needs no gradient: its "I" is empty, and its "W" is a whole backward, a "B" here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import fusedmlp
 from bench.cases import tolerance
 
 PARTS, STEPS, RATE = 4, 2, 0.1
-LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # of every micro-batch
+LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # by micro-batch and expert
 MICRO_BATCHES, ROWS = len(LOADS), 5
 
 # By name: accumulate_wgrad, `grad_added_to_main_grad` (None: no buffer), whether weight gradients are delayed.
@@ -38,11 +38,11 @@ MODES = {
     "delayed, main_grad, run by dw_builder": ("main_grad", True, True),
 }
 
-# By rank: the parts of the model that each of its stages consists of.
+# By rank: its stages, each a list of parts of the model.
 ONE = [[[0, 1]], [[2, 3]]]
 LOOP = [[[0], [2]], [[1], [3]]]
 V = [[[0], [3]], [[1], [2]]]
-# By name: those, and the classes that run one after another in a step.
+# By name: stages by rank, and the schedules that run one after another in a step.
 SCHEDULES = {
     "GPipe": (ONE, [pipelining.ScheduleGPipe]),
     "1F1B": (ONE, [pipelining.Schedule1F1B]),
@@ -60,8 +60,8 @@ SCHEDULES = {
 class Part(nn.Module):
     """Experts between plain layers. `plainly`: plain PyTorch uses the experts' parameters too.
 
-    All of them: where it uses one and not another, PyTorch's split backward may take one node of the graph for two
-    groups of weights, and raise when it runs that again (in 2.13, and also without fusedmlp).
+    It uses all of them: with only some, PyTorch's split backward may assign one node of the graph to two groups of
+    weights, and raise when it runs the node again (in 2.13, and also without fusedmlp).
     """
 
     def __init__(self, packed=True, accumulate="off", delay=False, plainly=False):
@@ -89,7 +89,7 @@ def plain_part(params, x, counts, plainly):
 
 
 class Parts(nn.ModuleDict):
-    """Parts of the model, by number, one after another."""
+    """Parts of the model, by number; forward runs them one after another."""
 
     def forward(self, x, counts):
         for part in self.values():
@@ -98,17 +98,17 @@ class Parts(nn.ModuleDict):
 
 
 @functools.cache
-def numbers():
-    """Parameters of the model, in the packed form."""
+def initial_values():
+    """Random parameters of the model, in the packed form."""
     generator = torch.Generator().manual_seed(4)
     shapes = {name: t.shape for i in range(PARTS) for name, t in Parts({str(i): Part()}).state_dict().items()}
     return {name: torch.randn(shape, generator=generator) * 0.5 for name, shape in shapes.items()}
 
 
 def initial(pairs, *options):
-    """The whole model, with the same numbers whenever it is made. The parts of a pair have the same experts."""
+    """The whole model, always with the same parameters. Both parts of a pair have the same experts."""
     model = Parts({str(i): Part(*options) for i in range(PARTS)})
-    model.load_state_dict(numbers())
+    model.load_state_dict(initial_values())
     for first, second in pairs:
         model[str(second)].moe.experts = model[str(first)].moe.experts
     return model
@@ -129,7 +129,7 @@ def loss_of(y, target):
 def plain_training(dtype, runs, pairs, plainly):
     """Losses, gradients of every step and the parameters at the end, of the whole model in one process.
 
-    `runs` of a schedule make up a step.
+    A step consists of `runs` schedules, one after another.
     """
     model = initial(pairs)
     params = {name: nn.Parameter(p.detach().to(dtype)) for name, p in model.named_parameters()}
@@ -170,7 +170,7 @@ class Cell:
         return tuple((first, second) for (first,), (second,) in SCHEDULES[self.schedule][0]) if self.tied else ()
 
     def expected(self, dtype):
-        """What `train` should return on this rank, computed in `dtype`."""
+        """Results that `train` should return on this rank, computed in `dtype`."""
         stages, classes = SCHEDULES[self.schedule]
         mine = list(itertools.chain(*stages[dist.get_rank()]))
         begins = tuple(f"{i}." for i in mine) + ("loss",) * (PARTS - 1 in mine)
@@ -179,7 +179,7 @@ class Cell:
 
 
 class Stage(pipelining.PipelineStage):
-    """Notes which backwards ran, and what "W" raised: no other rank waits for that, so that other cells can run."""
+    """Records backwards, and errors in "W": no other rank waits for a "W", so that other cells can run."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -205,7 +205,7 @@ def schedule_of(cell, kind, modules):
         options = {}
         if "dw_builder" in cell.mode:
             options["dw_builder"] = lambda queue=module[str(parts[0])].moe.experts.wgrad_queue: queue.run_oldest
-        if cell.mode != "main_grad":  # there, the first step finds shapes out, by a forward and a backward of its own
+        if cell.mode != "main_grad":  # there, the first step infers shapes by an extra forward and backward
             options["input_args"] = torch.empty(ROWS, H, requires_grad=index > 0)
             options["output_args"] = torch.empty(ROWS, H, requires_grad=True)
         stages.append(Stage(module, index, count, torch.device("cpu"), **options))
@@ -218,7 +218,7 @@ def schedule_of(cell, kind, modules):
 
 
 def train(cell):
-    """This rank's part of what `plain_training` returns, what raised, and the backwards of a step by stage."""
+    """This rank's part of the results of `plain_training`, errors, and the backwards of a step by stage."""
     of_ranks, classes = SCHEDULES[cell.schedule]
     accumulate, attribute, delayed = MODES[cell.mode]
     model = initial(cell.pairs, cell.packed, accumulate, delayed, cell.plainly)
@@ -270,14 +270,14 @@ def all_cells():
 
 
 def cells(quick):
-    """The cells' names, what is wrong in which, and the backwards of a step in this rank's stages, by schedule."""
+    """Names of the cells, messages by cell, and the backwards of a step in this rank's stages, by schedule."""
     assert all(len(load) == EXPERTS and sum(load) == ROWS for load in LOADS)
     names, failures, orders = [], {}, {}
     every = list(all_cells())
     for cell in grids.part(every, together=1) if quick else every:
         names.append(cell.name)
         actual, wrong, ran = train(cell)
-        if "dw_builder" not in cell.mode:  # there every backward is "B", and the queue runs in "W"
+        if "dw_builder" not in cell.mode:  # with it every backward is "B", and the queue runs in "W"
             assert orders.setdefault(cell.schedule, ran) == ran
         try:
             expected, low = cell.expected(torch.float64), cell.expected(torch.float32)

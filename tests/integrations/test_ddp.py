@@ -1,4 +1,4 @@
-"""PyTorch's DDP, in worlds of gloo processes; what a cell of the table is stands in `support/ddp_cells.py`."""
+"""PyTorch's DDP, in worlds of gloo processes; `support/ddp_cells.py` defines the cells of the table."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ SETTINGS = ("find_unused_parameters", "static_graph", "micro_batches", "buckets"
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """By world size: rank 0's rows. A failure on either rank shows here."""
+    """Rank 0's rows, by world size. A failure on either rank shows here."""
     found = {}
     for world_size in (1, 2):
         ranks = launch("support.ddp_cells:run_all", world_size, tmp_path_factory.mktemp("world"))
@@ -28,7 +28,7 @@ def per_weight(row, when):
 
 @pytest.mark.exhaustive
 def test_table_every_row_is_right(table):
-    """Prints all of it. Errors are checked in the ranks, of every gradient in every step, against float64."""
+    """Print the table. The ranks compare every gradient of every step with float64."""
     assert {world_size: len(rows) for world_size, rows in table.items()} == {1: 28, 2: 140}
     print("\nbucket view, in buckets, to None: error; copies and allocations per weight, in the first step and later")
     for world_size, rows in table.items():
@@ -41,7 +41,7 @@ def test_table_every_row_is_right(table):
             print(f"{view!s:5} {kept!s:5} {none!s:5}: {row['error']:.1e}; {counts} {row['mode']} {world_size=} {rest}")
             assert row["error"] < (0.02 if row["comm_hook"] == "bf16" else 1e-6)
             if row["mode"] == "auto":
-                own = row["comm_hook"] == "gather"  # it hands back a tensor of its own, which DDP copies
+                own = row["comm_hook"] == "gather"  # this hook returns a tensor of its own, which DDP copies
                 renewed = none and not kept
                 assert copies == (own + renewed if view else 2)
                 assert own or allocations == renewed
@@ -49,7 +49,7 @@ def test_table_every_row_is_right(table):
 
 
 def summary(rows):
-    """The table of the docs, from the runs without a hook: every other setting changes nothing."""
+    """The table of the docs, from the runs without a hook; asserts that all other settings change nothing."""
     groups = {}
     for row in rows:
         if row["comm_hook"] == "none" and row["micro_batches"] == 1:
@@ -76,7 +76,7 @@ def test_table_of_the_docs_is_what_was_measured(table):
 
 
 def test_other_uses(tmp_path):
-    """Where the GEMMs write, checkpoints, uneven inputs, copies, frozen weights: asserted in `ddp_uses.py`."""
+    """`ddp_uses.py` asserts where GEMMs write, and tests checkpoints, uneven inputs, copies and frozen weights."""
     for found in launch("integrations.ddp_uses:run", 2, tmp_path):
         expected = (
             r"wrap: expected DistributedDataParallel\(..., gradient_as_bucket_view=True\) over all parameters; got "

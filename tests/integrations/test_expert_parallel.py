@@ -9,7 +9,7 @@ from support.two_ranks import by_torchrun, in_forked_processes
 
 @pytest.mark.parametrize("start", [in_forked_processes, pytest.param(by_torchrun, marks=pytest.mark.exhaustive)])
 def test_the_example_equals_one_process(start, tmp_path):
-    """So many experts that some get no tokens; differences are of gradients, relative to the largest of each."""
+    """192 experts, so that some get no tokens; differences are of gradients, relative to the largest of each."""
     steps, out = 5, tmp_path / "results.json"
     arguments = ["--steps", str(steps), "--experts", "192", "--json", str(out)]
     assert "| fc1 |" in start("expert_parallel.py", arguments, tmp_path)

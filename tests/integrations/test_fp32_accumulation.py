@@ -70,7 +70,7 @@ def test_gemms_add_to_it_themselves():
 
 
 def written_out(model, optimizer, micro_batches, max_norm):
-    """One step: gradients of each micro-batch by itself, added in fp32, clipped, rounded; and their norm."""
+    """Take a step with gradients of single micro-batches, added in fp32, clipped and rounded; return their norm."""
     sums = {}
     for seed in micro_batches:
         for name, grad in gradients(model, [seed]).items():
@@ -85,7 +85,7 @@ def written_out(model, optimizer, micro_batches, max_norm):
 
 
 def test_accelerate():
-    """Its `accumulate`, `backward` and `clip_grad_norm_`, as in its own examples."""
+    """Accelerate's `accumulate`, `backward` and `clip_grad_norm_`, as in its examples."""
     steps, max_norm = 3, 0.5
     plain, model = build(), build()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -100,7 +100,7 @@ def test_accelerate():
     for seed in range(steps * MICRO_BATCHES):
         with accelerator.accumulate(model):
             ids, dy = models.batch(seed=seed)
-            # Accelerate divides what it differentiates by the number of micro-batches.
+            # Accelerate divides the loss by the number of micro-batches.
             accelerator.backward((model(ids).logits * dy.bfloat16()).float().sum() * MICRO_BATCHES)
             if accelerator.sync_gradients:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), max_norm))
@@ -115,7 +115,7 @@ def test_accelerate():
 
 
 class WrittenOut(transformers.Trainer):
-    """Sums in fp32 with nothing of ours: each micro-batch's gradient is taken away and added."""
+    """Sums in fp32 without fusedmlp: takes each micro-batch's gradient out of `.grad`, and adds it."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -161,7 +161,7 @@ def test_trainer_loses_as_with_gradients_added_in_fp32(tmp_path):
     assert ours[-5:].mean() < ours[:5].mean() - 0.5
     assert (ours - written_out).abs().mean() <= 0.1 * (in_bf16 - written_out).abs().mean()
     eager = of(train("mixtral", "eager", tmp_path, ours=False, trainer=WrittenOut), "loss")
-    torch.testing.assert_close(ours, eager, rtol=torch.finfo(torch.bfloat16).eps / 2, atol=0)  # they round otherwise
+    torch.testing.assert_close(ours, eager, rtol=torch.finfo(torch.bfloat16).eps / 2, atol=0)  # they round differently
 
 
 def test_trainer_resumes_from_a_checkpoint(tmp_path):
@@ -204,7 +204,7 @@ def test_refused(tmp_path, monkeypatch):
         FP32Accumulation(model, object())
     zero = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups, defaults=sgd.defaults, state_dict=dict)
     zero.load_state_dict = lambda state: None
-    Accelerator(cpu=True)  # whose state the wrapper looks at
+    Accelerator(cpu=True)  # the wrapper looks at its state
     with pytest.raises(
         TypeError, match=r"got DeepSpeedOptimizerWrapper \(DeepSpeed's optimizers accumulate in a dtype"
     ):

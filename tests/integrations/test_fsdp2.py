@@ -12,7 +12,7 @@ from support.world import launch
 
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
-    """What a cell is stands in `fsdp2_cells.py`."""
+    """`fsdp2_cells.py` defines the cells."""
     for names, failures in launch("integrations.fsdp2_cells:cells", world_size, tmp_path, is_quick()):
         assert len(names) == len(set(names)) == (10 if is_quick() else 34)
         assert failures == {}

@@ -1,6 +1,6 @@
 """PyTorch takes the GEMM's own memory as `.grad`, whatever hooks there are (PyTorch PR 13337).
 
-By pointer, and by the operators and allocations inside AccumulateGrad; every cell also against float64 autograd.
+Checked by pointer, and by operators and allocations inside AccumulateGrad; every cell also by float64 autograd.
 `tests/contract/test_stock_pytorch.py` has the cells without modules and DDP.
 """
 
@@ -12,5 +12,5 @@ def test_no_hook_makes_pytorch_copy_a_weight_gradient(tmp_path):
     for count, failures, held in launch("integrations.grad_stealing:run_all", 2, tmp_path, is_quick()):
         assert failures == {}
         assert count == (32 if is_quick() else 180)
-        # What does: a hook that wants all gradients at once holds all but the last. Of 2 weights, or 2 of 3 experts.
+        # One hook does: it wants all gradients at once, and holds all but the last of 2 weights, or of 2 of 3 experts.
         assert held == [2 - 1, 2 * 3 - 1]

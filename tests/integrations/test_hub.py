@@ -34,7 +34,7 @@ def operands():
 def test_kernel_builder_accepts_the_configuration(repository, capfd):
     backends = Build.open(repository).general.backends
     assert [str(backend) for backend in backends] == ["cuda", "rocm", "cpu"]
-    assert capfd.readouterr().err == ""  # it warns of a legacy format
+    assert capfd.readouterr().err == ""  # no warning of a legacy format
     assert (repository / "torch-ext" / "fusedmlp_kernels" / "__init__.py").is_file()
 
 
@@ -100,7 +100,7 @@ def test_the_command_refuses_a_folder_that_holds_something(repository):
 
 
 def test_route_and_combine(loaded):
-    """Every token's rows through experts that do nothing: twice the token."""
+    """Experts that return their input: the sum of a token's two rows is twice the token."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, ids = torch.randn(5, 16, device=device), torch.tensor([[0, 2], [1, 3], [2, 0], [3, 2], [0, 1]], device=device)
     routed = loaded.route(ids, torch.rand(5, 2, device=device), 4)

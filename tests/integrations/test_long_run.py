@@ -11,7 +11,7 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Of rank 0. That gradients agree to rounding all along, at the same weights, is asserted in the ranks."""
+    """Results of rank 0. The ranks assert that gradients at the same weights agree up to rounding all along."""
     return launch("integrations.long_run:compare", 2, tmp_path_factory.mktemp("runs"), STEPS)[0]
 
 
@@ -23,7 +23,7 @@ def test_losses_of_fused_and_plain_training_agree(runs):
     hundreds = [max(curves.difference[i : i + 100]) for i in range(0, STEPS, 100)]
     print(f"largest differences in nats per byte, by hundreds of steps: {hundreds}; bound {max(curves.bound):.2g}")
     assert curves.agree, (curves.worst_step, hundreds, max(curves.bound))
-    assert max(curves.bound) < 1  # of the 5.5 at the start; a step has 64 bytes
+    assert max(curves.bound) < 1  # the loss is 5.5 at the start; a step has 64 bytes
     assert runs["fused"]["empty"] > STEPS  # experts without tokens
 
 

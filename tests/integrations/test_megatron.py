@@ -12,7 +12,7 @@ from support.world import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain_step.py"
 WORLDS = pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-# TEGroupedMLP's, of two experts with biases.
+# State dict of TEGroupedMLP with two experts and biases.
 STATE_DICT = {
     "linear_fc1.weight0": [24, 8],  # the gate's rows first
     "linear_fc1.weight1": [24, 8],
@@ -36,7 +36,7 @@ SHARDED_STATE_DICT = {
     f"{PREFIX}2._extra_state": [f"{SAVED}2._extra_state", [4], [2], [0, 0, 0]],
     f"{PREFIX}2._extra_state1": [f"{SAVED}2._extra_state", [4], [3], [0, 0, 0]],
 }
-# How many there are under Megatron-FSDP, and how many of these are refused, since which megatron-core.
+# Since a version of megatron-core: the number of cells under Megatron-FSDP, and how many of them are refused.
 FSDP_CELLS = {
     "0.19": {"quick": (7, 0), 1: (35, 2), 2: (60, 4)},
     "0.17": {"quick": (7, 1), 1: (35, 5), 2: (60, 10)},
@@ -73,7 +73,7 @@ MESSAGES = {
 
 @WORLDS
 def test_gradients_in_every_cell(world_size, tmp_path):
-    """Against float64 autograd; what a cell is stands in `support/megatron_experts.py`."""
+    """Compared with float64 autograd; `support/megatron_experts.py` defines the cells."""
     for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path, is_quick()):
         assert count == (18 if is_quick() else {1: 122, 2: 186}[world_size])
         assert failures == {}
@@ -81,8 +81,7 @@ def test_gradients_in_every_cell(world_size, tmp_path):
 
 @WORLDS
 def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
-    """The same, with two steps of an optimizer; what a cell is, and which are refused, stands in
-    `megatron_fsdp.py`."""
+    """The same, with two steps of an optimizer; `megatron_fsdp.py` defines the cells, and which are refused."""
     numbers = next(row for since, row in FSDP_CELLS.items() if metadata.version("megatron-core") >= since)
     for counts, failures, delayed in launch("integrations.megatron_fsdp:run_all", world_size, tmp_path, is_quick()):
         assert failures == {}

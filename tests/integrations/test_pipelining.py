@@ -9,7 +9,7 @@ from support.systems import MODES, SYSTEMS
 from support.two_ranks import by_torchrun, in_forked_processes
 from support.world import launch
 
-# The stages in which a whole backward comes right before half of one, of the weights.
+# Stages in which a whole backward ("B") comes right before a half of weights ("W").
 MIXED = {
     "InterleavedZeroBubble after Interleaved1F1B": {1, 2, 3},
     "ZBVZeroBubble, adjacent halves merged": {1, 2},
@@ -18,7 +18,7 @@ MIXED = {
 
 
 def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
-    """What a cell is stands in `pipelining_cells.py`."""
+    """`pipelining_cells.py` defines the cells."""
     failures, orders = {}, {schedule: {} for schedule in SCHEDULES}
     for rank, (names, wrong, of_rank) in enumerate(
         launch("integrations.pipelining_cells:cells", 2, tmp_path, is_quick())
@@ -30,7 +30,7 @@ def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
     assert failures == {}
     (row,) = [system for system in SYSTEMS if "torch.distributed.pipelining" in system.name]
     assert {row.answer(mode) for mode in MODES} == {"right"}  # as the document says
-    noted = {schedule for schedule, stages in orders.items() if stages}  # of a mode whose "W" is a backward
+    noted = {schedule for schedule, stages in orders.items() if stages}  # with a cell without dw_builder
     assert noted == set(SCHEDULES) or is_quick()
     split = {schedule for schedule, stages in orders.items() if any("W" in ran for ran in stages.values())}
     assert split == {schedule for schedule in noted if SCHEDULES[schedule][0] is not ONE}

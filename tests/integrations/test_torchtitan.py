@@ -17,7 +17,7 @@ import fusedmlp
 from bench.cases.tolerance import assert_close
 from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
 
-# torchtitan's router asks for float32 by way of autocast, which the CPU's does not have.
+# torchtitan's router asks autocast for float32, which the CPU's autocast does not support.
 pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target dtype:UserWarning")
 
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:In CPU autocast, but the target 
 def test_a_converted_layer_equals_the_original(dtype):
     moe = layers.build(layers.config(), dtype)
     expected = layers.results(layers.with_loop(moe, torch.float64), *layers.batch())
-    # The original computes in bfloat16 whatever its dtype; float32 is held to what a loop in float32 reaches.
+    # The original computes in bfloat16 whatever its dtype is; the bound of float32 is that of a loop in float32.
     plain = moe if dtype == torch.bfloat16 else layers.with_loop(moe, dtype)
     low_precision = layers.results(plain, *layers.batch())
     moe.zero_grad()
@@ -235,7 +235,7 @@ def _ignore(*arguments):
     return None
 
 
-# By change: where, and the reason.
+# By name: the change, and the error, with the place and the reason.
 PLACE, OTHER = r"0\.routed_experts\.inner_experts", r"1\.routed_experts\.inner_experts"
 NOT_CONVERTED = {
     "w1 frozen": (_of_experts(lambda e: e.w1_EFD.requires_grad_(False)), f"{PLACE}: expected w1_EFD and w3_EFD both"),

@@ -25,13 +25,13 @@ from fusedmlp.operators import ops
 
 ROOT = Path(__file__).parents[2]
 USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-# Tolerances above these would pass anything: a token whose experts flipped by rounding, for one.
+# Larger tolerances would pass anything; a token that rounding sends to other experts would cause one.
 MEANINGFUL = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
 
 @pytest.fixture
 def wgrad_gemms(monkeypatch):
-    """Of every weight-gradient GEMM that the library has run: where it wrote."""
+    """The addresses that each weight-gradient GEMM of the library wrote to."""
     gemms, backward = [], ops.grouped_mlp_backward_
 
     def grouped_mlp_backward_(*args):
@@ -43,7 +43,7 @@ def wgrad_gemms(monkeypatch):
 
 
 def rows(kind, dtype):
-    """Of every parameter group: the errors with and without main_grad, and what is allowed, relative to float64."""
+    """Rows by parameter group: errors without and with main_grad, and the allowed error, relative to float64."""
     eager = models.build(kind, "eager", dtype)
     expected, eager = models.results(copy.deepcopy(eager).double()), models.results(eager)
     fused = [models.results(models.build(kind, "fusedmlp", dtype), main_grad=main_grad) for main_grad in (False, True)]
@@ -76,21 +76,9 @@ def test_steps_from_main_grad_equal_those_of_eager_experts():
     trained = {}
     for implementation in ("eager", "fusedmlp"):
         model = models.build("qwen3_moe", implementation)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         fused = implementation == "fusedmlp"
         buffer = fusedmlp.MainGradBuffer(models.expert_parameters(model)) if fused else None
-        for step in range(3):
-            optimizer.zero_grad()
-            if buffer is not None:
-                buffer.zero_()
-            for seed in (2 * step, 2 * step + 1):
-                ids, dy = models.batch(seed=seed)
-                model(ids).logits.backward(dy / 64)
-            if buffer is None:
-                optimizer.step()
-            else:
-                with buffer.as_grad():
-                    optimizer.step()
+        models.sgd_steps(model, 3, buffer, momentum=0.9)
         trained[implementation] = dict(model.named_parameters())
     start = dict(models.build("qwen3_moe", "eager").named_parameters())
     for name, parameter in trained["eager"].items():
@@ -121,7 +109,7 @@ def test_frozen_experts_under_lora_compute_no_wgrad(wgrad_gemms):
         assert expected.any(), name
         torch.testing.assert_close(grads["fusedmlp"][name], expected, rtol=1e-4, atol=1e-5)
     models.build("mixtral", "fusedmlp")(ids).logits.backward(dy)
-    assert len(wgrad_gemms) == 4  # of the same model when its experts learn: two layers, fc1 and fc2
+    assert len(wgrad_gemms) == 4  # the same model with experts that learn: two layers, fc1 and fc2
 
 
 @USED_BY_PEFT
@@ -173,7 +161,7 @@ def test_generate():
 
 
 def test_ids_of_other_ranks_contribute_nothing():
-    """As Transformers' expert parallelism calls it: `num_experts` stands for any expert of another rank."""
+    """In Transformers' expert parallelism, the id `num_experts` stands for any expert of another rank."""
     experts = models.build("mixtral", "eager").model.layers[0].mlp.experts
     hidden, weights = torch.randn(5, 16), torch.rand(5, 2)
     ids = torch.tensor([[0, 4], [4, 4], [1, 0], [4, 2], [3, 1]])
@@ -190,7 +178,7 @@ def test_ids_of_other_ranks_contribute_nothing():
 
 
 def test_under_autocast_experts_compute_in_their_own_dtype():
-    """Norms give float32 there, also to bfloat16 experts."""
+    """Under autocast, norms pass float32 also to bfloat16 experts."""
     experts = models.build("mixtral", "fusedmlp", torch.bfloat16).model.layers[0].mlp.experts
     x = torch.randn(5, 16, requires_grad=True)
     ids, weights = torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
@@ -221,7 +209,7 @@ def _gelu_gate(self, h):
     return torch.nn.functional.gelu(gate) * linear
 
 
-# What may be changed of experts that have computed, so that another of our activations is right.
+# Changes of experts after a forward, by which another of our activations becomes the right one.
 CHANGES = {
     "act_fn": ("MixtralExperts", lambda experts: setattr(experts, "act_fn", torch.nn.GELU())),
     "act_fn, of no gate": ("NemotronHExperts", lambda experts: setattr(experts, "act_fn", torch.nn.SiLU())),
@@ -325,7 +313,7 @@ class LearnedSwish(torch.nn.Module):
 
 
 class Nested(torch.nn.Module):
-    """Its gelu may be changed two levels below the experts."""
+    """Holds a gelu that can be changed, two levels below the experts."""
 
     def __init__(self):
         super().__init__()
@@ -336,7 +324,7 @@ class Nested(torch.nn.Module):
 
 
 def _with(name, value, gate):
-    """Experts with an attribute that their gate reads."""
+    """A change that gives experts an attribute, and a gate that reads it."""
 
     def change(experts):
         setattr(experts, name, value)
@@ -384,7 +372,7 @@ def _gelu_with(act):
     return change
 
 
-# All of these compute swiglu or geglu when they are tried in evaluation, and something else, or something more, later.
+# All of these compute swiglu or geglu when they are probed in evaluation, but may compute something else later.
 FOOLING = {
     "a learned swish": (lambda experts: setattr(experts, "act_fn", LearnedSwish()), "act_fn of class LearnedSwish"),
     "dropout": (

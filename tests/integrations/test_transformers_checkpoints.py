@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import fusedmlp
 
-# By model, what files call what its modules call otherwise; of experts, gate and linear part, and fc2.
+# By model: a name in modules and in files; the files' names for an expert's gate, linear part and fc2.
 _NAMES = {
     "mixtral": ((".mlp.", ".block_sparse_moe."), ("w1.weight", "w3.weight", "w2.weight")),
     "qwen3_moe": (("", ""), ("gate_proj.weight", "up_proj.weight", "down_proj.weight")),
@@ -48,7 +48,7 @@ def published(kind, model):
 
 
 def write(tensors, config, folder, shards=3):
-    """So that the experts of a layer lie in several files."""
+    """Write the tensors so that the experts of a layer lie in several files."""
     config.save_pretrained(folder)
     where = {}
     for i in range(shards):
@@ -62,23 +62,6 @@ def write(tensors, config, folder, shards=3):
 
 def read(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-
-
-def train(model, buffer=None):
-    """Two steps of two micro-batches."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(2):
-        optimizer.zero_grad()
-        if buffer is not None:
-            buffer.zero_()
-        for seed in (2 * step, 2 * step + 1):
-            ids, dy = models.batch(seed=seed)
-            model(ids).logits.backward(dy / 64)
-        if buffer is None:
-            optimizer.step()
-        else:
-            with buffer.as_grad():
-                optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -99,9 +82,9 @@ def test_load_train_save_and_load(kind, changes, tmp_path):
         assert torch.equal(got, expected), name
 
     buffer = fusedmlp.MainGradBuffer(models.expert_parameters(model))
-    train(model, buffer)
+    models.sgd_steps(model, 2, buffer)
     assert all(param.grad_added_to_main_grad for param in buffer.params)
-    train(source)
+    models.sgd_steps(source, 2)
     for (name, got), expected in zip(model.state_dict().items(), source.state_dict().values(), strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
     changed = read(tmp_path / "hub")

@@ -47,7 +47,7 @@ def test_an_activation_that_changes_between_two_calls_of_a_graph(change):
     ("kind", "backend"), [("qwen3_moe", "aot_eager"), ("qwen3_moe", "inductor"), ("gpt_oss", "aot_eager")]
 )
 def test_every_gradient_of_a_compiled_model(kind, backend, tmp_path, monkeypatch):
-    # Inductor's files do not notice that the Python code of an operator changed.
+    # Inductor's cache on disk does not notice that the Python code of an operator changed.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     counters.clear()

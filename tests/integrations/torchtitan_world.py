@@ -14,7 +14,7 @@ _LAYOUT = {"w1_EFD": spmd.S(1), "w2_EDF": spmd.S(2), "w3_EFD": spmd.S(1)}
 
 
 def parallel():
-    """Errors of results and of all gradients against one process in float64, relative; by kind of parallelism."""
+    """Relative errors of results and all gradients against one process in float64, by kind of parallelism."""
     parallel_dims.device_type = "cpu"  # without a GPU, torchtitan takes one for granted
     utils.set_spmd_backend("partial_dtensor")
     for experts_apart in (True, False):
@@ -24,13 +24,13 @@ def parallel():
 
 def _config(experts_apart):
     made = FusedExpertsConverter.Config().build().convert(layers.config())
-    # As torchtitan does, after the conversion and by the names of the plain experts.
+    # torchtitan, too, does this after the conversion and by the names of the plain experts.
     set_moe_sharding_config(made, enable_ep=experts_apart, enable_sp=False, expert_param_layout=_LAYOUT)
     return made
 
 
 def _check_initialisation(experts_apart):
-    """As torchtitan's trainer does: build without memory, parallelize, then initialise."""
+    """Check the order of torchtitan's trainer: build on meta, parallelize, then initialise."""
     made = _config(experts_apart)
     values = dict(zip(layers.NAMES, (1.0, 2.0, 3.0), strict=True))
     init = {name: lambda weight, value=value: torch.nn.init.constant_(weight, value) for name, value in values.items()}

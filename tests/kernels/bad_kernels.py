@@ -55,7 +55,7 @@ if __name__ == "__main__":
     name, target = sys.argv[1:]
     kernel, block, options = BAD[name]
     bf16, fp32 = (Array((block, 512), (512, 1), dtype, 0, 0) for dtype in (torch.bfloat16, torch.float32))
-    # Pointers, where the launch's tile is one of those with descriptors.
+    # "without_tma": a kernel that uses pointers, though its tile is of the path with descriptors.
     key = Key("gemm", "tma" if name == "without_tma" else "pointer", 16, "long")
     arguments = {"a_ptr": bf16, "b_ptr": bf16, "c_ptr": fp32, "K": 512, "BLOCK": block}
     launch = Launch(kernel, (1,), arguments, options, Chosen(key, Tile(block, block, block, 4, 2)))

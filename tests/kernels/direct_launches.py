@@ -1,7 +1,7 @@
-"""Checks of `kernels/launching` with one small kernel on a driver that does nothing, for a process without the
-interpreter; see `kernels/test_launcher.py`. Prints what each check raised, by its name.
+"""Checks of `kernels/launching` with one small kernel on a driver that does nothing.
 
-The reference is Triton's own launch. `programs.py` compares all operators with it.
+`kernels/test_launcher.py` runs them in a process without the interpreter. Prints the traceback of each check, by its
+name. The reference is Triton's own launch. `programs.py` compares all operators with it.
 """
 
 import json
@@ -36,19 +36,19 @@ from fusedmlp.kernels.tiles import select, table
 from fusedmlp.operators import triton_impl
 
 BF16 = torch.bfloat16
-_maps = {}  # what every tensor map was encoded from, its address first, by its id; and the map, which keeps that id
-_tables = {}  # elements of tensors that tell a kernel addresses, by their own address; and the tensor
+_maps = {}  # by id of a tensor map: what it was encoded from, address first; the map, which keeps the id
+_tables = {}  # by address of a table of addresses: its elements; the table itself
 _watching = []  # every `Launches` that is entered
-planned = []  # targets, one for each time that `_plan` ran
+planned = []  # the target of each run of `_plan`
 
 
 class Launches:
-    """Launches and allocations of programs inside `with`."""
+    """Records launches and allocations of programs inside `with`."""
 
     def __init__(self):
-        self.launches = []  # grid, stream and what else the driver gets first; values without constants
-        self.kernels = []  # of Triton's own launches
-        self.encoded = []  # addresses of tensor maps
+        self.launches = []  # grid, stream and other leading arguments of the driver; values without constants
+        self.kernels = []  # names, of Triton's own launches
+        self.encoded = []  # addresses that tensor maps were encoded for
         self.allocated = []
 
     def __enter__(self):
@@ -69,7 +69,7 @@ class Launches:
         return given.union(*(_tables[address][0] for address in given & _tables.keys()))
 
     def normal(self, args, result):
-        """Launches and results, with each address as a place in tensors of `args` or in those that were allocated."""
+        """Launches and results, with each address as number of a tensor (of `args`, then allocated ones) and offset."""
         memory = [*flat(args), *self.allocated]
         spans = [(t.data_ptr(), t.untyped_storage().data_ptr() + t.untyped_storage().nbytes()) for t in memory]
 
@@ -95,14 +95,14 @@ def flat(values):
 
 
 def forget():
-    """Programs; what has been compiled is kept."""
+    """Forget programs; keep compiled kernels."""
     for operator in (small, *vars(triton_impl).values()):
         if isinstance(operator, Operator):
             operator.forget()
 
 
 def are_as_by_triton(operator, *calls, by_triton=0):
-    """Each of the calls, with all others remembered, launches directly what Triton launches. Returns the kernels."""
+    """Assert that each call, while all are remembered, launches directly what Triton launches; return kernel names."""
     forget()
     direct._compiled.clear()
     expected, kernels = [], []
@@ -158,7 +158,7 @@ def call(operator=small, **changes):
 
 
 SPECIALISED = [{"n": n} for n in (1, 32, 2**31, -(2**31) - 1)]
-SPECIALISED += [{"y": y} for y in (None, torch.zeros(16).half(), torch.zeros(17)[1:])]  # which is not aligned
+SPECIALISED += [{"y": y} for y in (None, torch.zeros(16).half(), torch.zeros(17)[1:])]  # the last one is not aligned
 SPECIALISED += [{"x": torch.zeros(64, 64)}, {"block": None}, {"block": 32}, {"free": 2**31}, {"width": 16}]
 SPECIALISED += [{"num_warps": 8}]
 
@@ -191,7 +191,7 @@ def check_a_device_has_kernels_of_its_own():
 
 
 def check_a_device_has_programs_of_its_own_and_is_made_the_current_one():
-    """A meta tensor is of the other device, all addresses there are 0."""
+    """Meta tensors are on the other device; all addresses there are 0."""
     entered, meta = [], torch.device("meta")
 
     @contextmanager
@@ -215,7 +215,7 @@ def check_a_driver_has_kernels_and_programs_of_its_own():
     call()
     old, spied = driver.active, {**vars(driver.active.utils)}
     driver.set_active(type(old)())
-    vars(driver.active.utils).update(spied)  # one object, which it set up anew
+    vars(driver.active.utils).update(spied)  # drivers share this object, and the new one reset it
     try:
         assert [call().by_triton for _ in range(2)] == [1, 0]
     finally:
@@ -267,7 +267,7 @@ def check_hooks_and_other_watchers_see_launches():
         forget()
         direct._compiled.clear()
         with watcher():
-            assert call().by_triton == 1  # of which nothing is kept but the program
+            assert call().by_triton == 1  # only the program is kept
         assert [call().by_triton for _ in range(2)] == [1, 0]
         called.clear()
         with watcher():
@@ -324,7 +324,7 @@ def check_what_is_kept_is_bounded():
 
 
 def _in_threads(function, *arguments):
-    """Begun at once, and often interrupted."""
+    """Call the function with each argument in a thread of its own; they start together and switch often."""
     start, interval = threading.Barrier(len(arguments)), sys.getswitchinterval()
 
     def run(argument):
@@ -397,7 +397,7 @@ def check_weights_and_main_grads_that_moved_are_found_where_they_are():
     for weight in (layer.fc1.weight, layer.fc2.weight):
         for owner, name in ((weight, "data"), (weight.main_grad, "data"), (weight, "main_grad")):
             old = getattr(owner, name)
-            setattr(owner, name, old.clone())  # `old` lives on, so that nothing new is where it was
+            setattr(owner, name, old.clone())  # `old` is kept, so that its memory is not reused
             addresses = step().addresses
             assert getattr(owner, name).data_ptr() in addresses
             assert old.data_ptr() not in addresses
@@ -427,7 +427,7 @@ def _spy_launch(launch, *args):
     values = [_maps[id(v)][0] if id(v) in _maps else v for v in values]
     number = len(values) - getattr(_thread, "constants", 0)
     for seen in _watching:
-        seen.launches.append(([*head[:8], *head[11:]], values[:number]))  # between those are hooks
+        seen.launches.append(([*head[:8], *head[11:]], values[:number]))  # 8 to 10 are hooks
     return launch(*args)
 
 
@@ -463,12 +463,12 @@ def _spy_table(device_table, elements, device):
 
 
 def main(checks):
-    """Run those among a module's names that the command line has."""
+    """Run the checks that the command line names; print their tracebacks."""
     found = {}
     with host_cost.as_on_a_gpu(), ExitStack() as stack:
         utils = driver.active.utils
         for owner, name, spy in (
-            (utils, "launch", _spy_launch),  # here, as Triton keeps it with what it compiled
+            (utils, "launch", _spy_launch),  # first, as compiled kernels keep it
             (utils, "fill_tma_descriptor_tiled", _spy_fill),
             (running, "_by_triton", _spy_triton),
             (running, "device_table", _spy_table),

@@ -1,5 +1,7 @@
-"""Checks of what operators plan and launch, on a driver that does nothing, for a process without the interpreter; see
-`kernels/test_launcher.py`. Prints what each check raised, by its name.
+"""Checks of what operators plan and launch, on a driver that does nothing.
+
+`kernels/test_launcher.py` runs them in a process without the interpreter. Prints the traceback of each check, by its
+name.
 """
 
 import itertools
@@ -30,7 +32,7 @@ BF16 = torch.bfloat16
 
 
 def weights(kind, *shape, dtype=BF16, num_experts=E):
-    """Experts' tensors as they can lie."""
+    """Tensors of experts, laid out in memory as `kind` says."""
     if kind == "packed":
         return [torch.zeros(num_experts, *shape, dtype=dtype)]
     if kind == "apart":
@@ -65,7 +67,7 @@ def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=Fals
 
 
 def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
-    """Arguments of wgrad: segments that begin at those rows of one buffer."""
+    """Arguments of wgrad: segments that begin at rows `starts` of one buffer."""
 
     def segments(*width, dtype=dtype):
         buffer = torch.zeros(max(starts) + R, *width, dtype=dtype)
@@ -88,7 +90,7 @@ OTHERS = (
     (triton_impl.combine, lambda: [torch.zeros(R, H, dtype=BF16), torch.zeros(R, dtype=torch.int32), R // 2]),
     (triton_impl.checked_plan, lambda: [torch.zeros(E, dtype=torch.int64), R]),
 )
-LIES = (("packed", False), ("packed", True), ("apart", False), ("reversed", True))  # and whether rows are gathered
+LIES = (("packed", False), ("packed", True), ("apart", False), ("reversed", True))  # layout, gathered rows?
 
 
 def check_layers():
@@ -116,7 +118,7 @@ def check_other_operators():
 
 
 def check_segments():
-    """Distances between them are of the kind."""
+    """Distances between segments are part of the kind."""
     for options in ({}, {"gathered": True}, {"lie": "apart"}):
         places = ((0,), (0, 64), (0, 64), (0, 96), (96, 0), (0, 64, 160), (0, 160, 64))
         calls = [wgrad_arguments(*starts, **options) for starts in places]
@@ -137,13 +139,13 @@ def check_segments():
 
 
 def check_specialised_kernels():
-    """Gluon's, whose descriptors also have a layout."""
+    """Gluon kernels, with descriptors that also have a layout."""
     with tiles.changed(lambda target: replace(target, settings=select.Settings(specialised=True))):
         _launches_specialised_kernels(tokens=False)
 
 
 def check_specialised_kernels_that_gather_rows():
-    """By an index that the kernel reads, and descriptors of one row: device 1 is an sm_100."""
+    """Gather by row ids that the kernel reads, and descriptors of one row. Device 1 is an sm_100."""
     on_device_1 = mock.patch.object(driver.active, "get_current_device", return_value=1)
     target = TARGETS["sm_100"].planned_for(specialised=True)
     with on_device_1, mock.patch.object(null_driver, "CAPABILITY", (10, 0)), tiles.planned_for(target):
@@ -176,7 +178,7 @@ def fewer(tensor):
 
 
 def check_a_kind_has_all_that_plans_look_at():
-    """One argument differs in one thing: what is remembered of the others' kind is not launched for it."""
+    """A change of one argument in one property changes the kind, so that no remembered program is launched for it."""
 
     def kind(lie, index=0, value=lambda t: t):
         arguments = backward_arguments(lie, tokens=True, bias=True)
@@ -217,7 +219,7 @@ def check_lists_that_are_empty_keep_their_places():
 
 
 def check_one_tensor_in_two_places():
-    """Of packed weights and of lists in one buffer; places that hold one tensor, and those that hold it in reverse."""
+    """Two arguments hold the same experts, or the same in reverse order; or one tensor is both `dy` and `x`."""
     assert 2 * F == H  # so that with one half, all weights have one shape
     for lie, first, second in (("in order", 0, 1), ("reversed", 0, 1), ("in order", 7, 8), ("apart", 7, 8)):
         own = backward_arguments(lie, activation="relu", probs=False)
@@ -275,7 +277,7 @@ class _Nothing(TorchDispatchMode):
 
 @contextmanager
 def no_gpu():
-    """Inside there is no value of a tensor, no new tensor, no driver, no property of a GPU, no setting."""
+    """Refuse values of tensors, new tensors, the driver, properties of a GPU and global settings inside."""
     raises = mock.Mock(side_effect=AssertionError("expected not to be called"))
     of_gpus = ("get_device_properties", "get_device_capability", "current_device", "current_stream", "is_available")
     with (
@@ -290,7 +292,7 @@ def no_gpu():
 
 
 def check_plans_see_kinds_alone():
-    """Of any target, in a process without it; those of other tensors of a kind are equal."""
+    """Plan for any target without a GPU; plans for different tensors of one kind are equal."""
 
     def seen(program):
         launches = [launch._replace(cost=launch.cost_of([3] * E)) for launch in program.launches]

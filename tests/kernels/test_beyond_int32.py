@@ -1,4 +1,4 @@
-"""Places that 32 bits cannot count to, by stride or by index, in memory of which all but a few pages stay unused."""
+"""Offsets beyond 32 bits, by stride or by row id, in memory of which all but a few pages stay unused."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 COUNTS, PADDING = (3, 0, 2), 1
 R, T, H, F = 6, 4, 32, 16
-TOKENS = torch.tensor([3, 0, 2, 3, 1, 10**6], dtype=torch.int32, device=DEVICE)  # the last of a padding row
+TOKENS = torch.tensor([3, 0, 2, 3, 1, 10**6], dtype=torch.int32, device=DEVICE)  # the last is of a padding row
 FAR = 2**30
 
 
@@ -43,7 +43,7 @@ def memory():
 
 
 class Far:
-    """Matrices side by side in rows that are 2**30 elements apart, each beside a compact copy."""
+    """Makes matrices with rows 2**30 elements apart, side by side in one memory, and a compact copy of each."""
 
     def __init__(self, memory):
         self.memory, self.column = memory, 0
@@ -108,7 +108,7 @@ def test_rows_of_a_weight_gradient(memory, gathered):
         operands[gathered] = far[gathered]
         operands[gathered][where] = near[gathered]
         rows[f"{gathered}_rows"] = [where.int()]
-    else:  # the first expert's rows start far out, after rows that are nobody's
+    else:  # the first expert's rows start far out, after rows of no expert
         for name, operand in far.items():
             operand[many - 5 :] = near[name]
         operands = far
@@ -130,10 +130,10 @@ def test_rows_of_a_token(memory):
     same(out)
 
 
-if triton.knobs.runtime.interpret:  # for only the interpreter can be told which block it runs
+if triton.knobs.runtime.interpret:  # only the interpreter can be told which block to run
 
     def test_a_block_of_routing_far_out(memory, monkeypatch):
-        """The block after 2**30 positions (8 GB of ids) counts, and places after the rows of those before it."""
+        """A block after 2**30 positions (8 GB of ids) counts its ids, and places rows behind all earlier ones."""
         block, part, num_experts, bins = 2**20, FAR // 2**20, 700, 1024
         ids = memory.view(torch.int8)[: 8 * (FAR + 64)].view(torch.int64)
         ids[FAR:] = torch.arange(64) % 5 + 600
@@ -145,7 +145,7 @@ if triton.knobs.runtime.interpret:  # for only the interpreter can be told which
         order._routing_counts_kernel[(1,)](ids, counts, ids.numel(), block, num_experts, bins, block)
         found = counts.view(part + 1, -1)[part]
         assert torch.equal(found, ids[FAR:].bincount(minlength=num_experts + 1).int())
-        counts[0] = FAR  # those of the first block are of expert 0, so that these come after 2**30 rows
+        counts[0] = FAR  # the first block has 2**30 rows of expert 0, and the others come after them
         probs = memory[4 * (FAR + 64) :][: FAR + 64]
         probs[FAR:] = torch.arange(64)
         plan = torch.empty(0, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What the interpreter cannot show: every kernel compiles for a real GPU, and what would be unfit to ship is found."""
+"""Compilation, which the interpreter does not show: every kernel compiles for a real GPU, and unfit ones are found."""
 
 import json
 from itertools import product

@@ -85,13 +85,13 @@ def test_places_of_weights_and_biases(where, layout):
 def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
-    check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
+    check(case, best="tma" if F == 40 else "unaligned")  # the others have rows that are no multiple of 16 bytes
 
 
 @pytest.mark.parametrize("kind", ["gated", "interleaved", "ungated"])
 def test_halves_of_rows_that_no_descriptor_can_tell_apart(kind, monkeypatch):
-    # F of 4: all rows are whole multiples of 16 bytes apart, gates and linear channels 8 bytes, unless they alternate.
-    # So are the ends of rows of 4 channels, of which the kernel would load vectors.
+    # F = 4: rows are multiples of 16 bytes apart, but linear channels begin 8 bytes after gates, unless they alternate.
+    # Rows of 4 channels also end after 8 bytes, inside the vectors that the kernel would load.
     def with_wider_rows(dh, a, *args, **kwargs):
         h_of_dy = [*args]
         wider, wide_dh, wide_h = (a.new_full((a.shape[0], 8), float("nan")) for _ in range(3))
@@ -114,7 +114,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_tiles_that_run_past_the_last_channel(kind):
-    # Not into what lies there: the linear channels of the row, or another row.
+    # They must not write what lies there: the linear channels of the row, or another row.
     name, options = ACTIVATIONS[kind]
     for F in (8, 24, 72):
         check(Case((3, 0, 17, 1), 4, H=48, F=F, activation=name, options=options, dtype=torch.bfloat16))

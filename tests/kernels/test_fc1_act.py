@@ -1,4 +1,4 @@
-"""fc1 with its activation, by itself and on every path: channels, bounds between gate and linear, gathered rows."""
+"""fc1 with its activation, by itself and on every path: where gates end and linear channels begin, gathered rows."""
 
 import pytest
 import torch
@@ -56,11 +56,11 @@ def test_places_of_weights_and_biases(where, kind):
 def test_odd_sizes(H, F, kind):
     name, options = ACTIVATIONS[kind]
     case = Case((5, 18, 0, 1), 3, H=H, F=F, activation=name, options=options, bias=True, dtype=torch.bfloat16)
-    check(case, best="tma" if F == 40 else "unaligned")  # what the others have is not a multiple of 16 bytes
+    check(case, best="tma" if F == 40 else "unaligned")  # the others have rows that are no multiple of 16 bytes
 
 
 def test_halves_of_rows_that_no_descriptor_can_tell_apart(monkeypatch):
-    # F of 4: all rows are whole multiples of 16 bytes apart, gates and linear channels 8 bytes.
+    # F = 4: rows are multiples of 16 bytes apart, but linear channels begin 8 bytes after gates.
     def with_wider_rows(h, a, *args, **kwargs):
         wider = a.new_empty(a.shape[0], 8)
         fc1_act_launch.grouped_fc1_act_(h, wider[:, :4], *args, **kwargs)
@@ -71,7 +71,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(monkeypatch):
 
 
 def test_columns_of_in_out_weights_that_are_no_vectors():
-    # Descriptors could take them, but halves of their rows come by pointers.
+    # Descriptors could take whole rows, but gates and linear channels are loaded apart, by pointers.
     case = Case((5, 18, 0, 1), 3, H=48, F=40, layout="in_out", dtype=torch.bfloat16)
     check(case, best="unaligned")
 
@@ -92,7 +92,7 @@ def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     tokens = torch.empty(owned, 48)
     tokens[order] = inputs.x[:owned]
     inputs.x = tokens
-    rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # padding rows' indices are not used
+    rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # row ids of padding rows are not used
     if path != "gather":
         monkeypatch.setattr(descriptors, "fits", lambda array: False)
     if path == "unaligned":

@@ -13,7 +13,7 @@ WEIGHTS = EXPERTS * 3 * HIDDEN * FFN
 
 
 def run(fuse, *, first=False):
-    """Three micro-batches; the launches of `run()`, and `main_grad`."""
+    """Run three micro-batches and their queue; return costs of the wgrad launches, and `main_grad`."""
     torch.manual_seed(0)
     layer = fusedmlp.GroupedMLP(EXPERTS, HIDDEN, FFN, impl="triton", device=DEVICE)
     buffer = fusedmlp.MainGradBuffer(layer.parameters())

@@ -1,4 +1,4 @@
-"""Programs and direct launches, in processes without the interpreter; and what is launched under it."""
+"""Programs and direct launches, in processes without the interpreter; launches under the interpreter."""
 
 import ast
 import json
@@ -73,7 +73,7 @@ def _plan(builder, x, n):
 def test_recordings_inside_each_other():
     operator, x = Operator(_plan, select.DEFAULT), torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
     with recording() as outer:
-        with recording() as inner:  # empty, as the outer one is
+        with recording() as inner:  # empty, and so equal to the outer one
             pass
         operator(x, 3)
     assert (len(outer), len(inner)) == (1, 0)

@@ -1,4 +1,4 @@
-"""Plans, which the device makes, against plain Python."""
+"""Plans of loads, which the device makes, against plain Python."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def order_of(rows):
 
 
 def table_of(schedule, block):
-    """The table of tiles of that many rows: in the plan or, if it has none, by a launch."""
+    """The table of tiles of `block` rows: in the plan or, if it has none, made by a launch."""
     num_rows, E, made = schedule.num_rows, schedule.num_experts, schedule.offsets
     blocks = table.row_blocks(select.architecture(made.device))
     if block not in blocks:
@@ -31,12 +31,12 @@ def table_of(schedule, block):
 
 
 def check(schedule, counts, num_rows):
-    """Everything that a plan of those counts says."""
+    """Compare everything that a plan of these counts says."""
     E, offsets = len(counts), [sum(counts[:e]) for e in range(len(counts) + 1)]
     assert schedule.offsets[: E + 1].tolist() == offsets
     assert schedule.order[: E + 1].tolist() == [*order_of(counts), sum(n > 0 for n in counts)]
     blocks = table.row_blocks(select.architecture(torch.empty(0, device=DEVICE).device))
-    for block in () if num_rows == 0 else (*blocks, 48):  # and one that is in no table
+    for block in () if num_rows == 0 else (*blocks, 48):  # 48 is in no table
         found = table_of(schedule, block)
         expected = tiles_of(offsets, num_rows, block)
         owned = sum(expert < E for expert, _, _ in expected)

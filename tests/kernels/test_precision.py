@@ -1,4 +1,4 @@
-"""Whether fp32 products may use TF32 is torch's setting, which can be made in several ways."""
+"""fp32 products may use TF32 if torch's setting allows it, which can be set in several ways."""
 
 import pytest
 import torch

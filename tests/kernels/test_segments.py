@@ -1,4 +1,4 @@
-"""Descriptors of several micro-batches, against what the driver takes: the interpreter takes anything."""
+"""Descriptors of several micro-batches against the driver's limits, which the interpreter does not check."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ from fusedmlp.kernels.wgrad import segments
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(32768, 7168), (81920, 1024), (5, 8)])
 def test_descriptors_keep_to_the_drivers_limits(rows, columns, dtype):
-    group = [torch.empty(rows + i, columns, dtype=dtype) for i in range(3)]  # memory that nobody touches
+    group = [torch.empty(rows + i, columns, dtype=dtype) for i in range(3)]  # memory that stays untouched
     group.insert(1, torch.empty(0, columns, dtype=dtype))
     descriptor, coordinates = segments.one_descriptor(described(group, []), 64, 128)
-    # As in the documentation of cuTensorMapEncodeTiled.
+    # Limits by the documentation of cuTensorMapEncodeTiled.
     assert len(descriptor.shape) <= 5
     assert all(0 < size <= 2**32 for size in descriptor.shape)
     *outer, last = (stride * dtype.itemsize for stride in descriptor.strides)
@@ -34,7 +34,7 @@ def test_descriptors_keep_to_the_drivers_limits(rows, columns, dtype):
 @pytest.mark.parametrize("shape", [(1, 5), (5, 1), (1, 1)])
 def test_the_stride_of_a_single_row_does_not_count(shape):
     """PyTorch calls a row of a wider tensor contiguous, and keeps the wider stride."""
-    flat = torch.arange(1024.0)  # the rows that are apart come first, so that theirs is the lowest address
+    flat = torch.arange(1024.0)  # the first tensor has the lowest address
     group = [flat[64 * i :].as_strided((rows, 8), (32 if rows == 1 else 8, 1)) for i, rows in enumerate(shape)]
     assert all(t.is_contiguous() for t in group)
     descriptor, coordinates = segments.one_descriptor(described(group, []), 64, 128)

@@ -16,7 +16,7 @@ def target(architecture="sm_90", switch=True, tuned=()):
 
 
 def chosen(kernel, on=None, dtype=torch.bfloat16, rows=64, fits=True, **options):
-    """Path and tile."""
+    """Chosen path and tile."""
     found = select.choose(kernel, dtype, on or target(), fits, True, rows, **options)
     return found.path, found.tile
 
@@ -40,7 +40,7 @@ def test_what_they_do_not_take_goes_as_before():
 
 
 def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
-    """Where TMA follows an index."""
+    """TMA gathers by row ids there."""
     assert chosen("fc1_act", gathered=True)[0] == "gather"
     blackwell = target("sm_100")
     assert chosen("fc1_act", blackwell, gathered=True)[0] == "specialised"
@@ -50,7 +50,7 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
 
 @pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128)])
 def test_rows_of_a_task(architecture, rows):
-    """Of 128: `wgmma` of a warpgroup has 64, `tcgen05.mma` of one CTA all of them."""
+    """Rows of a consumer, for tiles of 128: `wgmma` of a warpgroup takes 64, `tcgen05.mma` of one CTA all."""
     tile = table.TABLES["sm_100"]["gemm", "specialised", "bf16", "long"]
     assert target(architecture).consumer_rows("specialised", tile) == rows
     assert target(architecture).consumer_rows("tma", tile) == 128
@@ -64,7 +64,7 @@ def test_what_was_tuned_needs_no_switch():
 
 
 def test_what_was_tuned_is_of_rows_in_order():
-    """Nobody compared it, or checked its numbers, with rows that are gathered."""
+    """A tuned tile was neither timed nor checked with gathered rows."""
     tuned = {Key("fc1_act", "specialised", "bf16", "long"): table.Tile(128, 128, 64, 8, 3)}
     (tile,) = tuned.values()
     without = target("sm_100", switch=False, tuned=tuned)
@@ -122,7 +122,7 @@ print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls,
         ("sm_90", "with", "0", "main_grad", []),
         ("sm_90", "without", "1", "main_grad", []),
         ("sm_90", "with", "1", "several micro-batches", ["wgrad"]),
-        # Sums of biases by the other kernel; weights apart have no descriptor, but operands of wgrad have.
+        # Experts apart have no descriptor, but operands of wgrad have; another kernel sums biases.
         ("sm_90", "with", "1", "gpt-oss, biases, experts apart", ["wgrad", "wgrad"]),
         ("sm_90", "with", "1", "odd sizes, biases", []),
         ("sm_90", "with", "1", "gathered", ["gemm", "gemm"]),
@@ -136,10 +136,8 @@ print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls,
 def test_what_a_layer_launches(target, gluon, switch, case, expected):
     done = forked.run("-c", _LAUNCHED, gluon, case, target, FUSEDMLP_SPECIALISED=switch)
     assert done.returncode == 0, done.stderr
-    by_tasks = [
-        name for name, path in json.loads(done.stdout) if "specialised" in (name, path) or "specialised" in name
-    ]
-    assert by_tasks == [f"grouped_{name}_specialised" for name in expected]
+    launched = [name for name, path in json.loads(done.stdout) if path == "specialised" or "specialised" in name]
+    assert launched == [f"grouped_{name}_specialised" for name in expected]
 
 
 def test_doctor_says_why_not(monkeypatch):

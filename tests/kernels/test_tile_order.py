@@ -1,4 +1,4 @@
-"""The order of tiles: all are visited, once, and those that run together share operands."""
+"""The order of tiles: each is visited once, and tiles that run together share operands."""
 
 from itertools import chain, pairwise
 
@@ -47,5 +47,5 @@ def test_tiles_that_run_together_share_operands():
     together = [tile_order.wgrad_tile.fn(i, num_n, num_k, tile.GROUP_M) for i in range(processors)]
     rows, columns = {n for _, n, _ in together}, {k for _, _, k in together}
     loaded = len(rows) * tile.BLOCK_N + len(columns) * tile.BLOCK_K
-    square = 2 * (processors * tile.BLOCK_N * tile.BLOCK_K) ** 0.5  # the least that so many tiles can need
+    square = 2 * (processors * tile.BLOCK_N * tile.BLOCK_K) ** 0.5  # the least that as many tiles can load
     assert loaded <= 1.1 * square

@@ -1,4 +1,4 @@
-"""The file of tuned tiles, and the switch that has the library use it."""
+"""The file of tuned tiles, and the switch that makes the library use it."""
 
 import subprocess
 import sys

@@ -178,7 +178,7 @@ def test_column_subtiles(subtiles, place):
 def test_each_tile_may_have_a_program_of_its_own(dealt, accumulate, monkeypatch):
     one = wgrad_segment(RAGGED, device=DEVICE)
     order = plan.Schedule(one.offsets, one.dy.shape[0]).order
-    assert order[:5].tolist() == [3, 0, 2, 1, 3]  # and three have rows
+    assert order[:5].tolist() == [3, 0, 2, 1, 3]  # the last 3: three have rows
     monkeypatch.setattr(wgrad_launch, "deals_out", lambda tiles, programs: dealt)
     _, experts = main_grad("packed", 4, 40, 72)
     db = torch.full((4, 40), torch.nan, device=DEVICE)
@@ -238,11 +238,11 @@ def test_bias_gradient_of_gathered_rows(place):
     else:
         run(main_grad(place, 4, 48, 80)[1], moved, True, db=got, scale=scale, **rows)
         run(main_grad(place, 4, 48, 80)[1], [one], True, db=want, scale=scale)
-    torch.testing.assert_close(got, want)  # the other is checked above
+    torch.testing.assert_close(got, want)  # `want` is checked in test_bias_gradient
 
 
 def test_elements_beyond_int32():
-    """Strides fit 32 bits, offsets do not, of rows or of experts. Rows of all experts interleave, 32 elements apart."""
+    """Strides fit 32 bits, offsets of rows and experts do not. Rows of all experts interleave, 32 elements apart."""
     one = wgrad_segment((5, 0, 6), 9, 32, torch.bfloat16, device=DEVICE)
     flat = torch.empty(2**32 + 128, dtype=torch.bfloat16, device=DEVICE)  # all but a few pages stay unused
     dw = flat.as_strided((3, 9, 32), (2**30, 2**28 + 8, 1))

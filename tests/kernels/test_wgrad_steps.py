@@ -1,4 +1,4 @@
-"""What wgrad needs to know of its segments, against plain Python."""
+"""The order of experts and the steps over segments that wgrad plans, against plain Python."""
 
 import pytest
 import torch

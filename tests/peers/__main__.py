@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python -m peers [--part 1/3] [--only Mixtral ...] [--json results.json]
 
-Fails if a test is worse with ours, each time that it is run; and if fusedmlp computed no experts of an architecture.
+Fails if a test is worse with ours each time that it is run, or if fusedmlp computed no experts of an architecture.
 Logs of both runs, with every traceback, are in `build/peers/`.
 """
 
@@ -24,11 +24,11 @@ from peers.compare import OURS, THEIRS, differences, reproduced, status, unused
 ROOT = Path(__file__).parents[2]
 LOGS = ROOT / "build" / "peers"
 TEST_SECONDS = 300
-LINES = 25  # of a traceback
+LINES = 25  # printed of a traceback
 
 
 def run(experts: str, tests: list[str], log: str) -> dict[str, dict]:
-    """Outcomes by test, of tests named `MixtralTest` or `MixtralTest.test_x`; what was not reached is missing."""
+    """Run tests named `MixtralTest` or `MixtralTest.test_x`; return outcomes by test, of tests that were reached."""
     LOGS.mkdir(parents=True, exist_ok=True)
     outcomes = LOGS / f"{log}.jsonl"
     outcomes.unlink(missing_ok=True)
@@ -66,7 +66,7 @@ def _read(outcomes):
 
 
 def _report_progress(process, outcomes, experts):
-    """A line for each class of tests, when it is over."""
+    """Print a line for each class of tests when it is over."""
     known: list[str] = []
     while True:
         try:
@@ -88,7 +88,7 @@ def _report_progress(process, outcomes, experts):
 
 
 def summary(name: str, theirs: dict[str, dict], ours: dict[str, dict], different: list[str]) -> dict:
-    """What one architecture's row of the table says, and what fails either way."""
+    """One architecture's row of the table, and the tests that fail with either experts."""
     row: dict = {"experts": describe(name), "different": different}
     for who, outcomes in ((THEIRS, theirs), (OURS, ours)):
         calls = sum((Counter(outcome["calls"]) for outcome in outcomes.values()), Counter())
@@ -108,7 +108,7 @@ def _last_line(why):
 
 
 def _write(path, rows):
-    """Rows of architectures that were not run stay, if they are of the same versions."""
+    """Write the results; rows of architectures that were not run stay if their versions are the same."""
     results: dict = {"transformers": version("transformers"), "torch": version("torch").split("+")[0]}
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if results.items() <= before.items():
@@ -118,7 +118,7 @@ def _write(path, rows):
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit status."""
+    """Run and compare; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m peers", description=__doc__.splitlines()[0])
     parser.add_argument("--part", default="1/1", help="1/3: the first of three parts of the architectures")
     parser.add_argument("--only", nargs="+", choices=list(ARCHITECTURES), metavar="NAME", help=", ".join(ARCHITECTURES))

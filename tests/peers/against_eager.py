@@ -1,24 +1,24 @@
-"""A test of ours beside Transformers': values and all gradients with the default experts are those of `eager` ones.
+"""A test of our own beside Transformers': the default experts give the values and all gradients of `eager` ones.
 
-Transformers' tests compare values to 1e-4 at weights so small that experts change little more, and with biases that are
-zero; of gradients they ask only that some are there. What they leave is measured here, on the same models.
+Transformers' tests compare values to 1e-4, at weights so small that experts change values little more than that, and
+with biases of zero; they ask only that gradients exist. The same models are compared here with larger weights.
 """
 
 import torch
 from transformers import set_seed
 
-_TOLERANCE = 1e-4  # of the norm; float32 gives 1e-6
+_TOLERANCE = 1e-4  # relative to the norm; float32 gives 1e-6
 
 
 class EagerTesterMixin:
-    """For the class of an architecture's tests."""
+    """A mixin for the class of an architecture's tests."""
 
     def test_values_and_gradients_are_those_of_eager_experts(self):
         for model_class in self.all_model_classes:
             set_seed(0)
             config, inputs = self.model_tester.prepare_config_and_inputs_for_common()
             config.initializer_range = 0.2
-            model = model_class(config).eval()  # without the noise of training; gradients are there
+            model = model_class(config).eval()  # without the noise of training, but with gradients
             for name, parameter in model.named_parameters():
                 if "bias" in name:
                     torch.nn.init.normal_(parameter, std=0.2)

@@ -21,7 +21,7 @@ _BASE = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "initializer_range": 0.1,  # five times the default, with which experts count for less than the tests tolerate
+    "initializer_range": 0.1,  # five times the default, at which experts change less than the tests tolerate
 }
 _LATENT_ATTENTION = {
     "q_lora_rank": 16,
@@ -34,7 +34,7 @@ _LATENT_ATTENTION = {
 }
 _FEW_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 
-# By name of the architecture: the start of its classes' names, and what its configuration has beside the base.
+# By architecture: the start of its classes' names, and its configuration besides `_BASE`.
 ARCHITECTURES = {
     "Mixtral": ("Mixtral", {"num_local_experts": 4}),
     "Qwen3-MoE": ("Qwen3Moe", {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
@@ -105,12 +105,12 @@ ARCHITECTURES = {
 
 
 def class_name(architecture: str) -> str:
-    """The name of its class in `cases.py`."""
+    """The name of an architecture's class in `cases.py`."""
     return f"{ARCHITECTURES[architecture][0]}Test"
 
 
 def describe(architecture: str) -> str:
-    """What its experts are, as fusedmlp computes them."""
+    """An architecture's experts in words: the activation and its options, biases, layout."""
     tester = Tester(architecture)
     model = tester.base_model_class(tester.get_config())
     experts = next(module for module in model.modules() if _uses_interface(module))
@@ -126,7 +126,7 @@ def describe(architecture: str) -> str:
 
 
 class Tester:
-    """What Transformers' mixins ask a model's tester for."""
+    """The attributes and methods that Transformers' mixins expect of a model's tester."""
 
     is_training = True
     batch_size, seq_length = 13, 7

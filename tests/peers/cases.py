@@ -1,4 +1,4 @@
-"""The tests: mixins, all but one Transformers', over every architecture, one class each. Run by `python -m peers`."""
+"""The tests: a class for each architecture, of mixins, all but one Transformers'. Run by `python -m peers`."""
 
 import unittest
 
@@ -22,10 +22,10 @@ MIXINS = (
     FSDPTesterMixin,
 )
 
-# Transformers' own runs keep these to a few architectures. FSDP2, which takes longest, stays with them.
+# Transformers' own runs limit these to a few architectures. FSDP2 tests, which take longest, keep that limit.
 test_tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
 test_expert_parallel_mixin.EP_DISTRIBUTED_TEST_MODEL_TYPES = None
-# Ranks need no core of their own, and what runs must not depend on the machine.
+# Ranks need no core of their own, and the tests that run must not depend on the machine.
 test_fsdp_mixin._get_available_fsdp_workers = lambda: 8
 
 
@@ -34,7 +34,7 @@ def _tests(architecture):
         self.model_tester = Tester(architecture)
 
     def get_tiny_config(self):
-        """Trainings are compared to 1e-5 step by step: experts must not move a token that is between two of them."""
+        """Trainings are compared to 1e-5 at each step: rounding must not move a token from one expert to another."""
         config_class, config = FSDPTesterMixin._get_tiny_config(self)
         return config_class, config | {"initializer_range": 0.02}
 

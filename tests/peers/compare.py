@@ -1,4 +1,4 @@
-"""What differs between two runs of the same tests, and whether it differs again."""
+"""Differences between two runs of the same tests, and whether they come again."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ OURS, THEIRS = "fusedmlp", "grouped_mm"
 MISSING = "missing"  # the run ended before it, or with it
 _ORDER = ("passed", "skipped", "failed", MISSING)
 
-Outcomes = Mapping[str, Mapping[str, Any]]  # by test; "outcome", "failures" and "why" of each
+Outcomes = Mapping[str, Mapping[str, Any]]  # by test: "outcome", "failures" and "why"
 
 
 class Difference(NamedTuple):
-    """A test of which ours came out worse than theirs, or that one of the runs lacks."""
+    """A test with a worse outcome in our run than in theirs, or one that a run lacks."""
 
     test: str
     theirs: str
@@ -22,7 +22,7 @@ class Difference(NamedTuple):
 
 
 def differences(theirs: Outcomes, ours: Outcomes) -> list[Difference]:
-    """In order of the tests; one that fails either way counts where more of its subtests fail with ours."""
+    """Differences in the order of tests; a test that fails in both runs counts if more subtests fail in ours."""
     found = []
     for test in dict.fromkeys([*theirs, *ours]):
         before, after = (_outcome(outcomes, test) for outcomes in (theirs, ours))
@@ -41,7 +41,7 @@ def _outcome(outcomes, test):
 def reproduced(
     found: Iterable[Difference], run_again: Callable[[list[str]], tuple[Outcomes, Outcomes]], times: int = 2
 ) -> tuple[list[Difference], list[Difference]]:
-    """Those that differ every time, and those that once did not; `run_again` gives theirs and ours of some tests."""
+    """(Differences that come every time, differences that once did not); `run_again(tests)` returns (theirs, ours)."""
     same, gone = list(found), []
     for _ in range(times):
         if not same:
@@ -53,7 +53,7 @@ def reproduced(
 
 
 def unused(rows: dict[str, dict]) -> list[str]:
-    """Architectures of which a run did not compute experts as it claims to."""
+    """Lines about architectures for which a run did not compute experts as it claims to."""
     lines = []
     for name, row in rows.items():
         for who, other in ((OURS, THEIRS), (THEIRS, OURS)):

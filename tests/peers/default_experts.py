@@ -1,8 +1,7 @@
-"""Which function computes experts where nothing was asked for; `EXPERTS` of the environment says which.
+"""Chooses the function that computes experts by default: the environment variable `EXPERTS`.
 
 With "fusedmlp", tests that ask for `grouped_mm` by name get ours as well: those that compare it with `eager`, and those
-of expert parallelism. In either case calls are counted, since a run in which experts were computed by nobody proves
-nothing.
+of expert parallelism. Calls of both functions are counted, since a run without calls proves nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def _counted(name):
 
 
 def use(default: str) -> None:
-    """Make `default` the experts of models that were not told which; once a process."""
+    """Make `default` the experts of models that name none; call once in a process."""
     register()
     ours, theirs = _counted(OURS), _counted(THEIRS)
     if default == THEIRS:
@@ -51,5 +50,5 @@ def use(default: str) -> None:
 
 
 def chosen() -> str:
-    """What the environment says."""
+    """The value of `EXPERTS` in the environment."""
     return os.environ["EXPERTS"]

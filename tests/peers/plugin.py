@@ -1,4 +1,4 @@
-"""The pytest plugin of one run: chooses the experts, seeds every test by its name, and writes down what came of it."""
+"""The pytest plugin of one run: chooses the experts, seeds every test by its name, and records its outcome."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Weights and inputs of tests that set no seed are the same whatever computes experts, and in what order."""
+    """Give tests that set no seed the same weights and inputs with any experts and in any order."""
     transformers.set_seed(zlib.crc32(item.name.encode()))
     _before.clear()
     _before.update(default_experts.calls)

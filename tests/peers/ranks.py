@@ -1,4 +1,4 @@
-"""What the server that forks ranks imports, once: Transformers, its tests, and the choice of experts."""
+"""Imports of the server that forks ranks, made once: Transformers, its tests, and the choice of experts."""
 
 import transformers
 

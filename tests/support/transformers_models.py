@@ -1,5 +1,7 @@
 """Tiny models of Hugging Face Transformers with random weights, and the results of their forward and backward."""
 
+from contextlib import nullcontext
+
 import torch
 import transformers
 from packaging.version import Version
@@ -142,3 +144,17 @@ def results(model, *, main_grad=False):
             grad = parameter.main_grad
         found[name] = (torch.zeros_like(parameter) if grad is None else grad).double()
     return found
+
+
+def sgd_steps(model, number, buffer=None, momentum=0.0):
+    """Train for some steps of two micro-batches, from `.grad`, or from main_grad in a buffer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    for step in range(number):
+        optimizer.zero_grad()
+        if buffer is not None:
+            buffer.zero_()
+        for seed in (2 * step, 2 * step + 1):
+            ids, dy = batch(seed=seed)
+            model(ids).logits.backward(dy / 64)
+        with nullcontext() if buffer is None else buffer.as_grad():
+            optimizer.step()
