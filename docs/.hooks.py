@@ -1,4 +1,4 @@
-"""What pages take from the source while the site is built, so that it cannot fall behind."""
+"""What pages take from the source while the site is built, so that it cannot fall behind: the errors."""
 
 import ast
 from pathlib import Path
@@ -8,9 +8,8 @@ ROOT = Path(__file__).parents[1]
 
 def on_page_markdown(markdown, page, config, files):
     """MkDocs calls this for every page."""
-    for marker, generate in (("<!-- errors -->", errors), ("<!-- switches -->", switches)):
-        if marker in markdown:
-            markdown = markdown.replace(marker, generate())
+    if "<!-- errors -->" in markdown:
+        markdown = markdown.replace("<!-- errors -->", errors())
     if "<!-- systems -->" in markdown:  # seven columns, which need the table of contents' room
         page.meta["hide"] = ["toc"]
     return markdown
@@ -53,17 +52,3 @@ def _text(node):
 def _escaped(message):
     special = {"|": "\\|", "<": "&lt;", "_": "\\_", "*": "\\*", "[": "\\[", "\n": " "}
     return "".join(special.get(character, character) for character in message)
-
-
-def switches():
-    """The table of the module that reads them."""
-    text = ast.get_docstring(ast.parse((ROOT / "fusedmlp" / "environment.py").read_text(encoding="utf-8")))
-    rows = []
-    for line in text.splitlines():
-        if line.startswith("|"):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            if cells[0]:
-                rows.append(cells)
-            else:  # a row that runs on
-                rows[-1] = [f"{above} {below}".strip() for above, below in zip(rows[-1], cells, strict=True)]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)

@@ -1,17 +1,4 @@
-"""Every environment switch of fusedmlp; those of kernels and tiles are read once, when the operators are imported.
-
-| variable                        | values | effect                                                                   |
-|---------------------------------|--------|--------------------------------------------------------------------------|
-| `FUSEDMLP_DENSE_DUMMY`          | 0, 1   | 1: the zero gradient put into `.grad` of a fused parameter is a dense,   |
-|                                 |        | writable tensor instead of an expanded scalar (see `contract/dummy.py`)  |
-| `FUSEDMLP_SPECIALISED`          | 0, 1   | 1: use warp-specialized kernels where there are any (Hopper and          |
-|                                 |        | sm_100, 16 bits, long loads); 0, the default: only those that were tuned |
-| `FUSEDMLP_TUNED`                | 0, 1   | 1: use the tiles that `python -m fusedmlp tune` found for this GPU       |
-| `FUSEDMLP_CACHE`                | folder | where tuned tiles are kept; default `~/.cache/fusedmlp`                  |
-| `FUSEDMLP_UNSUPPORTED_VERSIONS` | 0, 1   | 1: warn instead of raising where torch or Triton is too old. Set by      |
-|                                 |        | `python -m bench.gpu --unsupported-versions`; gradients can be wrong     |
-| `TRITON_INTERPRET`              | 0, 1   | Triton's own: 1 runs the kernels on the CPU; set it before importing     |
-"""
+"""Reads the environment switches. docs/switches.md lists each with its values, its default and its effect."""
 
 from __future__ import annotations
 

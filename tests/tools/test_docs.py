@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import fusedmlp
+from fusedmlp import environment
 from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
 from fusedmlp.kernels.launching.run import Launcher
@@ -201,6 +202,42 @@ def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in set(fusedmlp.__all__) - {"__version__"}:
         assert f"::: fusedmlp.{name}\n" in page
+
+
+SWITCH = r"\b(?:FUSEDMLP|TRITON)_[A-Z_]+"
+
+
+def test_the_page_of_switches_says_what_the_code_reads(monkeypatch):
+    """Names, defaults and values; and no other page, message or module names a switch that the page lacks."""
+    page = (ROOT / "docs" / "switches.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    names = {row[0].strip("`") for row in rows}
+    source = (ROOT / "fusedmlp" / "environment.py").read_text(encoding="utf-8")
+    assert names == set(re.findall(rf'"({SWITCH})"', source))
+    named = [*PAGES, ROOT / "README.md", *(ROOT / "fusedmlp").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
+    for path in named:
+        assert set(re.findall(SWITCH, path.read_text(encoding="utf-8"))) <= names, path
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert environment.switches() == {}
+    for quoted, values, default, *_ in rows:
+        name = quoted.strip("`")
+        if name == "FUSEDMLP_CACHE":
+            assert environment.cache_folder() == Path(default.strip("`")).expanduser()
+            monkeypatch.setenv(name, "/elsewhere")
+            assert environment.cache_folder() == Path("/elsewhere")
+            continue
+        assert values == "0, 1", name
+        read = getattr(environment, name.removeprefix("FUSEDMLP_").lower())
+        assert read() is (default == "1"), name
+        for value in "01":
+            monkeypatch.setenv(name, value)
+            assert read() is (value == "1"), name
+        monkeypatch.setenv(name, "2")
+        with pytest.raises(ValueError, match=f"{name}: expected 0 or 1; got '2'"):
+            environment.switches()
+        monkeypatch.setenv(name, "1")
+    assert environment.switches() == {name: os.environ[name] for name in names}
 
 
 @pytest.fixture(scope="module")

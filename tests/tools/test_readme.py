@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_it_is_read_in_five_minutes():
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 110
 
 
 def test_every_link_leads_somewhere():
@@ -44,13 +44,3 @@ def test_every_figure_comes_from_committed_results(page):
 def test_every_picture_comes_from_committed_results():
     for name, svg in figures.pictures().items():
         assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == svg + "\n", name
-
-
-def test_every_switch_that_a_page_names_exists():
-    from fusedmlp import environment
-
-    pages = [README, *(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("*.md")))]
-    switches = set(re.findall(r"\b(?:FUSEDMLP|TRITON)_[A-Z_]+", "\n".join(pages)))
-    assert len(switches) > 2
-    for switch in switches:
-        assert f"`{switch}`" in environment.__doc__
