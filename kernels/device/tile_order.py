@@ -12,16 +12,16 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_at(place, num_m, num_n, GROUP_M: tl.constexpr):
+def tile_at(tile_index, num_m, num_n, GROUP_M: tl.constexpr):
     """`(M-tile, N-tile)` at a place in the order of work; on a host, call `tile_at.fn`.
 
     GROUP_M M-tiles go through the N-tiles together, so that those of one expert find its weight tile in L2. All
     tiles cost the same (rows beyond a group's end are multiplied too), so no order balances better than another.
     """
-    first_m = place // (GROUP_M * num_n) * GROUP_M
+    first_m = tile_index // (GROUP_M * num_n) * GROUP_M
     size = min(num_m - first_m, GROUP_M)
-    place = place % (GROUP_M * num_n)
-    return first_m + place % size, place // size
+    within = tile_index % (GROUP_M * num_n)
+    return first_m + within % size, within // size
 
 
 @triton.jit
@@ -61,9 +61,9 @@ def deals_out(tiles: int, programs: int) -> bool:
 
 
 @triton.jit
-def place_at(turn, program, programs):
+def tile_index_at(turn, program, programs):
     """Place in the list of the entry that a program takes in a turn: there and back, so that a program with the longest
-    entry of one turn has the shortest of the next. Plain arithmetic, like the others here: `place_at.fn` runs on a
+    entry of one turn has the shortest of the next. Plain arithmetic, like the others here: `tile_index_at.fn` runs on a
     host.
     """
     return turn * programs + program + turn % 2 * (programs - 1 - 2 * program)
@@ -78,15 +78,15 @@ def num_turns(length, program, programs):
 
 
 @triton.jit
-def wgrad_tile(tile, num_n, num_k, GROUP_N):
+def wgrad_tile(tile_index, num_n, num_k, GROUP_N):
     """`(rank of the expert, row tile, column tile)` of the tile at one place in wgrad's list.
 
     Tiles that run at the same time should share operands in L2, so an expert's tiles come in groups of GROUP_N rows
     by all columns, column by column. Plain arithmetic: `wgrad_tile.fn` runs on the host.
     """
     tiles_per_expert = num_n * num_k
-    within = tile % tiles_per_expert
+    within = tile_index % tiles_per_expert
     group = within // (GROUP_N * num_k)
     rows = min(num_n - group * GROUP_N, GROUP_N)
     within = within % (GROUP_N * num_k)
-    return tile // tiles_per_expert, group * GROUP_N + within % rows, within // rows
+    return tile_index // tiles_per_expert, group * GROUP_N + within % rows, within // rows

@@ -44,10 +44,10 @@ def zeros(M: tl.constexpr, N: tl.constexpr, size, FLATTEN: tl.constexpr):
     instructions of each register's zero. `size`: of what cannot have 2^31 or more; only the compiler does not know.
     """
     if FLATTEN and cuda_capability_geq(9) and not cuda_capability_geq(10):
-        sums = tl.full((M, N), (size >> 31).to(tl.float32, bitcast=True), dtype=tl.float32)
+        acc = tl.full((M, N), (size >> 31).to(tl.float32, bitcast=True), dtype=tl.float32)
     else:
-        sums = tl.zeros((M, N), dtype=tl.float32)
-    return sums
+        acc = tl.zeros((M, N), dtype=tl.float32)
+    return acc
 
 
 @triton.jit
@@ -161,8 +161,8 @@ def column_subtiles(tile_MN, SUBTILES: tl.constexpr):
     M: tl.constexpr = tile_MN.shape[0]
     N: tl.constexpr = tile_MN.shape[1]
     if SUBTILES == 1:
-        parts = (tile_MN,)
+        subtiles = (tile_MN,)
     else:
         left, right = tl.split(tl.permute(tl.reshape(tile_MN, (M, 2, N // 2)), (0, 2, 1)))
-        parts = column_subtiles(left, SUBTILES // 2) + column_subtiles(right, SUBTILES // 2)
-    return parts
+        subtiles = column_subtiles(left, SUBTILES // 2) + column_subtiles(right, SUBTILES // 2)
+    return subtiles

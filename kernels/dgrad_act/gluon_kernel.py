@@ -25,16 +25,7 @@ from ..warp_specialized.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from ..warp_specialized.partitions import (
-    CONSUMER_REGISTERS,
-    GATHERING_REGISTERS,
-    GATHERING_WARPS,
-    PRODUCER_REGISTERS,
-    load_operands,
-    operands,
-    part,
-    product,
-)
+from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
 from ..warp_specialized.ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
 from .epilogue import backward
 
@@ -42,9 +33,9 @@ SLOTS = gl.constexpr(2)  # of a consumer
 
 
 @gluon.jit
-def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexpr):
+def _load_h(h_desc, tiles_ptr, pipeline, slots, ACT: gl.constexpr, TILE: gl.constexpr):
     """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
-    num_m, num_f = loop[0], loop[1]
+    num_m, num_f = pipeline[0], pipeline[1]
     h, _, full, empty = slots
     HALVES: gl.constexpr = activation.halves(ACT)
     WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES * ACT.CHANNEL_STEP
@@ -52,8 +43,8 @@ def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexp
     CONSUMERS: gl.constexpr = empty.shape[0] // SLOTS
     BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
     j = 0
-    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, 0)
         for s in range(0, TILE.SUBTILES):
@@ -72,22 +63,17 @@ def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexp
 
 @gluon.jit
 def _consume(
-    probs_ptr,
-    dh_desc,
-    a_desc,
-    partial_ptr,
-    tiles_ptr,
-    num_rows,
-    H,
-    loop,
+    arguments,
+    pipeline,
     slots,
-    WHICH: gl.constexpr,
+    CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    num_m, num_f = loop[0], loop[1]
+    probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H = arguments
+    num_m, num_f = pipeline[0], pipeline[1]
     h, a, full, empty = slots
     SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)
@@ -95,19 +81,19 @@ def _consume(
     WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
     i = 0
     j = 0
-    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
-        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, H, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
+        wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+        subtiles, i = product(i, H, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
+            da_MF, column = subtile(subtiles, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
             if probs_ptr is None:
                 dprobs_M, probs_M1 = None, None
             elif s == 0:
-                row_M, dprobs_M = row_numbers(da_MF, WHICH * ROWS), row_zeros(da_MF)
-                probs_M1 = load_for_rows(probs_ptr + first, da_MF, WHICH * ROWS, rows)
-            at = WHICH * SLOTS + j % SLOTS
+                row_M, dprobs_M = row_numbers(da_MF, CONSUMER * ROWS), row_zeros(da_MF)
+                probs_M1 = load_for_rows(probs_ptr + first, da_MF, CONSUMER * ROWS, rows)
+            at = CONSUMER * SLOTS + j % SLOTS
             # Of `h`, then of `dh`; the same buffer where there are no halves.
             gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
             mbarrier.wait(full.index(at), j // SLOTS & 1)
@@ -139,7 +125,7 @@ def _consume(
             # All stores but these have read their slot, that of the part before, which is given back.
             tma_store_wait(HALVES + 1)
             barrier()
-            mbarrier.arrive(empty.index(WHICH * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
+            mbarrier.arrive(empty.index(CONSUMER * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
             j += 1
         if probs_ptr is not None:
             partial_M = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M
@@ -150,7 +136,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows"])
 def grouped_dgrad_act_specialised_kernel(
     dy_desc,
-    rows_ptr,
+    row_ids_ptr,
     w_desc,
     probs_ptr,
     h_desc,
@@ -162,7 +148,7 @@ def grouped_dgrad_act_specialised_kernel(
     tiles_ptr,
     num_experts,
     num_rows,
-    num_parts,
+    num_partials,
     H,
     F,
     stride_h_r,
@@ -182,33 +168,25 @@ def grouped_dgrad_act_specialised_kernel(
     h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
-    dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), dy, w, full, empty, sums)
-    GATHERED: gl.constexpr = rows_ptr is not None
-    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
-    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
-    # fmt: off
+    dy, w, full, empty, accumulators = operands(dy_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
+    pipeline = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), dy, w, full, empty, accumulators)
+    GATHERED: gl.constexpr = row_ids_ptr is not None
+    arguments = (probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H)
+    loads = (dy_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts)
     gl.warp_specialize(
         [
-            (_consume, (
-                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
-            )),
-            (_consume, (
-                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
-            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, K_CONTIGUOUS, TILE)),
-            (load_operands, (
-                dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop, REVERSED, K_CONTIGUOUS, 1, TILE,
-            )),
-            (_load_h, (h_desc, tiles_ptr, loop, slots, ACT, TILE)),
+            (_consume, (arguments, pipeline, slots, gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE)),
+            (_consume, (arguments, pipeline, slots, gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE))
+            if CONSUMERS == 2
+            else (multiply_tiles, (H, pipeline, K_CONTIGUOUS, TILE)),
+            (load_operands, (loads, H, pipeline, REVERSED, K_CONTIGUOUS, 1, TILE)),
+            (_load_h, (h_desc, tiles_ptr, pipeline, slots, ACT, TILE)),
         ],
-        [4 if CONSUMERS == 2 else 1, LOADING_WARPS, 1],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS, PRODUCER_REGISTERS],
+        worker_warps(CONSUMERS, GATHERED, others=1),
+        worker_registers(CONSUMERS, GATHERED, others=1),
     )
-    # fmt: on
     row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)
     if probs_ptr is not None:
-        zero_padding_at(partial_ptr, tiles_ptr, num_parts, 1, num_rows, row_M1, column_1N)
+        zero_padding_at(partial_ptr, tiles_ptr, num_partials, 1, num_rows, row_M1, column_1N)

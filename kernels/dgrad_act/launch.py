@@ -58,8 +58,8 @@ def grouped_dgrad_act_(
     chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, warp_specialized)
     path, tile = chosen.path, chosen.tile
     num_f = cdiv(F, tile.BLOCK_N)
-    parts = num_f if bias_EH is None else num_f + 1
-    partial_PR = None if probs_R is None else builder.empty((parts, num_rows), torch.float32)
+    num_partials = num_f if bias_EH is None else num_f + 1
+    partial_PR = None if probs_R is None else builder.empty((num_partials, num_rows), torch.float32)
     if not num_rows:
         return partial_PR
     dy_desc = w_desc = dh_desc = a_desc = None
@@ -73,7 +73,7 @@ def grouped_dgrad_act_(
     with_bias, tiles = bias_EH is not None and probs_R is not None, schedule.tiles(builder, tile.BLOCK_M)
     of_bias = {
         "dy_ptr": dy_RH,
-        "rows_ptr": rows_R,
+        "row_ids_ptr": rows_R,
         **expert_tensors.arguments("bias", bias_EH),
         "tiles_ptr": tiles,
         "H": H,
@@ -81,7 +81,7 @@ def grouped_dgrad_act_(
     }
     arguments: dict[str, Any] = {
         "dy_desc": dy_desc,
-        "rows_ptr": rows_R,
+        "row_ids_ptr": rows_R,
         "w_desc": w_desc,
         "probs_ptr": probs_R,
         "dh_ptr": dh_RG,
@@ -111,7 +111,7 @@ def grouped_dgrad_act_(
             own = {"partial_ptr": partial_PR[num_f], "BLOCK_M": tile.BLOCK_M, "BLOCK_H": tile.BLOCK_K}
             builder.launch(_bias_dprobs, (schedule.max_tiles(tile.BLOCK_M),), of_bias | own, num_warps=8)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
-        arguments |= {"h_desc": h_desc, "num_parts": parts if partial_PR else 0}
+        arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
         builder.launch_chosen(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= of_bias | {

@@ -1,6 +1,6 @@
 """Pass (3): `da = dy @ fc2`, with the backward of `a = act(h) * p` in its epilogue (p: routing probability).
 
-With `g`, `l` the gate and linear parts of `h`, recomputed from it:
+With `g`, `l` the gate and linear subtiles of `h`, recomputed from it:
     dh_g = p * da * d act / dg,    dh_l = p * da * d act / dl,    a = p * act
     dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
 (the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and
@@ -43,7 +43,7 @@ def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, ACT: tl.constexpr):
 def _bias_dprobs(
     partial_ptr,
     dy_ptr,
-    rows_ptr,
+    row_ids_ptr,
     bias_ptr,
     bias_table_ptr,
     tiles_ptr,
@@ -58,22 +58,22 @@ def _bias_dprobs(
     for m_tile in range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         mask_M1, dy_row_M1 = row_M1 < rows, first + row_M1
-        if rows_ptr is not None:
-            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
+        if row_ids_ptr is not None:
+            dy_row_M1 = tl.load(row_ids_ptr + dy_row_M1, mask=mask_M1, other=0)
         dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-        sums_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+        acc_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
         for k in tl.range(0, H, BLOCK_H, num_stages=3):  # without a dot, loads are pipelined on demand only
             dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
-            sums_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
-        tl.store(partial_ptr + first + row_M1, tl.sum(sums_MH, axis=1, keep_dims=True), mask=mask_M1)
+            acc_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
+        tl.store(partial_ptr + first + row_M1, tl.sum(acc_MH, axis=1, keep_dims=True), mask=mask_M1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
     dy_desc,
-    rows_ptr,
+    row_ids_ptr,
     w_ptr,
     w_desc,
     w_table_ptr,
@@ -108,7 +108,7 @@ def _grouped_dgrad_act_kernel(
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES
     HAS_BIAS: tl.constexpr = probs_ptr is not None and bias_ptr is not None
-    FLATTEN: tl.constexpr = TILE.PER_SM > 0 and not (HAS_BIAS and rows_ptr is not None)  # would spill a few bytes
+    FLATTEN: tl.constexpr = TILE.PER_SM > 0 and not (HAS_BIAS and row_ids_ptr is not None)  # would spill a few bytes
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     STEP: tl.constexpr = ACT.CHANNEL_STEP
     WIDTH_G: tl.constexpr = WIDTH * STEP
@@ -116,20 +116,20 @@ def _grouped_dgrad_act_kernel(
     VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // STEP
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
-    num_parts = num_f
+    num_partials = num_f
     if HAS_BIAS:
         # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
         _bias_dprobs(
             partial_ptr + num_f.to(tl.int64) * num_rows,
-            *(dy_ptr, rows_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e),
+            *(dy_ptr, row_ids_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e),
             *(BLOCK_M, TILE.BLOCK_K),
         )
-        num_parts = num_f + 1
+        num_partials = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
-    dy = (dy_ptr, dy_desc, rows_ptr, stride_dy_r)
+    dy = (dy_ptr, dy_desc, row_ids_ptr, stride_dy_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_f, stride_w_h)
-    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         _, first, rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < rows
@@ -150,9 +150,9 @@ def _grouped_dgrad_act_kernel(
         probs_M1 = None
         if probs_ptr is not None:
             probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-        parts = column_subtiles(da, SUBTILES)
+        subtiles = column_subtiles(da, SUBTILES)
         for s in tl.static_range(SUBTILES):
-            da_MF = parts[s]
+            da_MF = subtiles[s]
             column = f + s * WIDTH
             g, l = g_next.to(tl.float32), l_next.to(tl.float32)
             if s + 1 < SUBTILES:
@@ -178,4 +178,4 @@ def _grouped_dgrad_act_kernel(
     zero_padding(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:
-        zero_padding(partial_ptr, tiles_ptr, num_parts, 1, num_rows, BLOCK_M, 4)
+        zero_padding(partial_ptr, tiles_ptr, num_partials, 1, num_rows, BLOCK_M, 4)

@@ -66,7 +66,7 @@ def grouped_fc1_act_(
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     arguments = {
         "x_desc": x_desc,
-        "rows_ptr": rows_R,
+        "row_ids_ptr": rows_R,
         "w_desc": w_desc,
         **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,

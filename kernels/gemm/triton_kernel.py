@@ -29,7 +29,7 @@ def _grouped_gemm_kernel(
     y_ptr,
     y_desc,
     partial_ptr,
-    rows_ptr,
+    dprobs_rows_ptr,
     dprobs_ptr,
     tiles_ptr,
     num_partials,
@@ -58,15 +58,15 @@ def _grouped_gemm_kernel(
     x = (x_ptr, x_desc, None, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k)
     # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
-    for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
+    for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         expert, first, rows = tile
         n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < rows
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         acc = product(acc, x, w, tile, n, N, K, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
-        parts = column_subtiles(acc, SUBTILES)
+        subtiles = column_subtiles(acc, SUBTILES)
         for s in tl.static_range(SUBTILES):
             column = n + s * WIDTH
             bias_1N, scale_M1 = None, None
@@ -75,9 +75,9 @@ def _grouped_gemm_kernel(
                 bias_1N = load_bias(bias, column, N, WIDTH)
                 if scale_ptr is not None:
                     scale_M1 = tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-            y_MN = add_bias(parts[s], bias_1N, scale_M1, y_ptr.dtype.element_ty)
+            y_MN = add_bias(subtiles[s], bias_1N, scale_M1, y_ptr.dtype.element_ty)
             store_rows(y_desc, y_M1, first, rows, mask_M1, column, N, y_MN)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)
     if partial_ptr is not None:
-        sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows)
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows)

@@ -32,15 +32,15 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < H
-    sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for first in range(0, K, UNROLL):
         # UNROLL rows are loaded at once.
         for k in tl.static_range(UNROLL):
             row = tl.load(rows_ptr + token * K + first + k, mask=first + k < K, other=0).to(tl.int64)
             # A number for each column: Triton 3.9's interpreter makes integers of one condition for all of them.
             used = tl.zeros_like(columns) + (first + k) < K
-            sums += tl.load(y_ptr + row * stride_y_r + columns, mask=mask & used, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * stride_out_t + columns, round_to(sums, out_ptr.dtype.element_ty), mask=mask)
+            acc += tl.load(y_ptr + row * stride_y_r + columns, mask=mask & used, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * stride_out_t + columns, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
 @Launcher

@@ -26,7 +26,7 @@ def _fence(j, WHERE: gl.constexpr):
 
 
 @gluon.jit
-def tile_sums(COLUMNS: gl.constexpr):
+def tile_accumulators(COLUMNS: gl.constexpr):
     """`(acc, done, free)`: `[TILES, ROWS, COLUMNS]` of tensor memory, and their mbarriers."""
     layout: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
     acc = allocate_tensor_memory(gl.float32, [TILES, ROWS, COLUMNS], layout)
@@ -42,7 +42,7 @@ def multiply_tile(
     right,
     full,
     empty,
-    sums,
+    accumulators,
     LEFT_TRANSPOSED: gl.constexpr,
     RIGHT_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -50,7 +50,7 @@ def multiply_tile(
     """Tile j of this program, `steps > 0` from step i on, by the warp that multiplies; returns the next tile's first
     step. Operands are multiplied as they lie or transposed.
     """
-    acc, done, free = sums
+    acc, done, free = accumulators
     mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
     at = _fence(j % TILES, "after")
     for step in range(0, steps):
@@ -67,32 +67,32 @@ def multiply_tile(
 
 
 @gluon.jit
-def multiply_tiles(K, loop, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
+def multiply_tiles(K, pipeline, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
     """The task of the warp that multiplies in an M-ragged pass; `K > 0`."""
-    num_m, num_n, x, w, full, empty, sums = loop
+    num_m, num_n, x, w, full, empty, accumulators = pipeline
     i = 0
     for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
         steps = gl.cdiv(K, TILE.BLOCK_K)
-        i = multiply_tile(j, i, steps, x, w, full, empty, sums, False, K_CONTIGUOUS, TILE.num_stages)
+        i = multiply_tile(j, i, steps, x, w, full, empty, accumulators, False, K_CONTIGUOUS, TILE.num_stages)
 
 
 @gluon.jit
-def wait_for_sums(j, sums):
+def wait_for_accumulator(j, accumulators):
     """Of tile j of this program: `(acc, mbarrier to arrive at once all of it was read, which of TILES it is)`."""
-    acc, done, free = sums
+    acc, done, free = accumulators
     mbarrier.wait(done.index(j % TILES), j // TILES & 1)
     at = _fence(j % TILES, "after")
     return acc.index(at), free, at
 
 
 @gluon.jit
-def read_part(tile, S: gl.constexpr, PARTS: gl.constexpr):
-    """Part S of PARTS of a tile's columns from `wait_for_sums`, in registers; with the last one, all are given back."""
+def read_subtile(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
+    """Part S of NUM_SUBTILES of a tile's columns from `wait_for_accumulator`, in registers; with the last one, all are given back."""
     acc, free, at = tile
-    WIDTH: gl.constexpr = acc.shape[1] // PARTS
+    WIDTH: gl.constexpr = acc.shape[1] // NUM_SUBTILES
     ACROSS: gl.constexpr = gl.num_warps() // 4  # threads that share a row
     layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // ACROSS], [32, 1], [4, ACROSS], [0, 1])
-    part = acc.slice(S * WIDTH, WIDTH).load(layout)
-    if S == PARTS - 1:
+    subtile = acc.slice(S * WIDTH, WIDTH).load(layout)
+    if S == NUM_SUBTILES - 1:
         mbarrier.arrive(free.index(_fence(at, "before")), count=1)
-    return part
+    return subtile

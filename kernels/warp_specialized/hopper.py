@@ -6,7 +6,7 @@ ROWS = gl.constexpr(64)  # of a consumer: wgmma's M
 
 
 @gluon.jit
-def sums(N: gl.constexpr):
+def accumulator(N: gl.constexpr):
     """A consumer's accumulator before its first MMA: zeros, `[ROWS, N]`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     return warpgroup_mma_init(gl.zeros((ROWS, N), gl.float32, layout))

@@ -50,13 +50,13 @@ def wait_for_operands(i, full, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_index(index_ptr, rows, ROWS: gl.constexpr):
+def load_row_ids(row_ids_ptr, rows, ROWS: gl.constexpr):
     """`[ROWS]` row ids from an index of `rows` elements, as `tma_gather` wants them: every thread of a warp has the ids
     of all rows that the warp loads. Beyond the index they are -1, for which TMA brings zeros.
     """
     layout: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, gl.num_warps()], [1, 0]))
     row_M = gl.arange(0, ROWS, layout)
-    return gl.load(index_ptr + row_M, mask=row_M < rows, other=-1).to(gl.int32)
+    return gl.load(row_ids_ptr + row_M, mask=row_M < rows, other=-1).to(gl.int32)
 
 
 @gluon.jit

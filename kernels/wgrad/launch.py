@@ -57,13 +57,13 @@ def grouped_wgrad_(
         own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
         grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **own)
         db_EN, costs = None, partial(costs, bias_grad=0, scale=0)
-    left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
+    left_row_ids, right_row_ids = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
     vectors = [1, 1]
     if num_segments > 1:
         segments = segment_table(builder, plan, left, right, offsets)
         gathered = left.gathered(), right.gathered()
-        order, steps, left_rows, right_rows = plan_steps(
+        order, steps, left_row_ids, right_row_ids = plan_steps(
             builder, offsets[0], num_experts, segments, num_segments, left.num_rows, tile.BLOCK_M, *gathered
         )
         vectors = [each.unit // dtype.itemsize if each else 1 for each in gathered]
@@ -74,9 +74,9 @@ def grouped_wgrad_(
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     arguments: dict[str, Any] = {
         "left_desc": plan.left,
-        "left_rows_ptr": left_rows,
+        "left_row_ids_ptr": left_row_ids,
         "right_desc": plan.right,
-        "right_rows_ptr": right_rows if dw_ENK else None,
+        "right_row_ids_ptr": right_row_ids if dw_ENK else None,
         "dw_ptr": dw_ENK.base if plan.dw is None and dw_ENK else None,
         "dw_table_ptr": dw_ENK and dw_ENK.table,
         "dw_desc": plan.dw,

@@ -134,5 +134,5 @@ def segment_table(
     """Table of all segments' offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
     num_segments = len(offsets)
     lefts, rights = plan.places[:num_segments], plan.places[num_segments:]
-    left_rows, right_rows = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))
-    return builder.addresses((*offsets, *lefts, *left_rows, *rights, *right_rows))
+    left_row_ids, right_row_ids = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))
+    return builder.addresses((*offsets, *lefts, *left_row_ids, *rights, *right_row_ids))

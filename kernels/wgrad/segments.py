@@ -22,19 +22,19 @@ NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros
 
 @triton.jit
 def load_rows_of(
-    desc, base, rows_ptr, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    desc, base, row_ids_ptr, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
 
-    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `rows_ptr`, only without: row r
-    lies at row `rows_ptr[r]` of `base`; indices beyond the group are not read.
+    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `row_ids_ptr`, only without: row r
+    lies at row `row_ids_ptr[r]` of `base`; indices beyond the group are not read.
     """
     if desc is None:
         rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
         columns = column + tl.arange(0, COLUMNS)
         mask_R = rows < first + size
-        if rows_ptr is not None:
-            rows = tl.load(rows_ptr + rows, mask=mask_R, other=0).to(tl.int64)
+        if row_ids_ptr is not None:
+            rows = tl.load(row_ids_ptr + rows, mask=mask_R, other=0).to(tl.int64)
         mask = mask_R[:, None] & (columns < num_columns)[None, :]
         tile = tl.load(base + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
     elif base is None:

@@ -27,7 +27,7 @@ _BLOCK_T = 1024  # steps, or places of rows, that are written at once
 @triton.jit
 def _write_places(
     places_ptr,
-    rows_like_ptr,
+    row_ids_like_ptr,
     bases_ptr,
     s,
     num_segments,
@@ -44,12 +44,12 @@ def _write_places(
     row.
     """
     distance = (tl.load(bases_ptr + s) - tl.load(bases_ptr)) // UNIT
-    rows_ptr = tl.load(bases_ptr + num_segments + s).to(tl.pointer_type(rows_like_ptr.dtype.element_ty))
+    row_ids_ptr = tl.load(bases_ptr + num_segments + s).to(tl.pointer_type(row_ids_like_ptr.dtype.element_ty))
     places_ptr += step.to(tl.int64) * BLOCK_R
     for start in range(0, steps * BLOCK_R, BLOCK_T):
         at = start + tl.arange(0, BLOCK_T)
         used = first + at < end
-        row = tl.load(rows_ptr + first + at, mask=used, other=0).to(tl.int64)
+        row = tl.load(row_ids_ptr + first + at, mask=used, other=0).to(tl.int64)
         tl.store(places_ptr + at, tl.where(used, distance + row * width, NOWHERE), mask=at < steps * BLOCK_R)
 
 
@@ -60,9 +60,9 @@ def _wgrad_plan_kernel(
     order_ptr,
     steps_ptr,
     left_places_ptr,
-    left_rows_ptr,
+    left_row_ids_ptr,
     right_places_ptr,
-    right_rows_ptr,
+    right_row_ids_ptr,
     num_segments,
     left_width,
     right_width,
@@ -104,12 +104,12 @@ def _wgrad_plan_kernel(
                 tl.store(step_ptr + 2, end - row, mask=t < steps)
             if left_places_ptr is not None:
                 _write_places(
-                    *(left_places_ptr, left_rows_ptr, segments_ptr + num_segments, s, num_segments),
+                    *(left_places_ptr, left_row_ids_ptr, segments_ptr + num_segments, s, num_segments),
                     *(step, steps, first, end, left_width, LEFT_UNIT, BLOCK_R, BLOCK_T),
                 )
             if right_places_ptr is not None:
                 _write_places(
-                    *(right_places_ptr, right_rows_ptr, segments_ptr + 3 * num_segments, s, num_segments),
+                    *(right_places_ptr, right_row_ids_ptr, segments_ptr + 3 * num_segments, s, num_segments),
                     *(step, steps, first, end, right_width, RIGHT_UNIT, BLOCK_R, BLOCK_T),
                 )
             step += steps
@@ -119,7 +119,7 @@ def _wgrad_plan_kernel(
 class Gathered(NamedTuple):
     """An operand whose rows are gathered."""
 
-    rows_like: Array
+    row_ids_like: Array
     row_bytes: int
     unit: int  # bytes, that divide those of a row and the distances between segments
 
@@ -162,9 +162,9 @@ def plan_steps(
         "order_ptr": order,
         "steps_ptr": steps,
         "left_places_ptr": left_places,
-        "left_rows_ptr": left and left.rows_like,
+        "left_row_ids_ptr": left and left.row_ids_like,
         "right_places_ptr": right_places,
-        "right_rows_ptr": right and right.rows_like,
+        "right_row_ids_ptr": right and right.row_ids_like,
         "num_segments": num_segments,
         "left_width": left.row_bytes // left.unit if left else 0,
         "right_width": right.row_bytes // right.unit if right else 0,
