@@ -144,14 +144,8 @@ def load_weight(
 
 
 @triton.jit
-def load_bias(ptr, column, num_columns, WIDTH: tl.constexpr):
-    """`[1, WIDTH]` fp32 of one expert's bias, zero past the last column."""
-    return load_bias_at(ptr, (column + tl.arange(0, WIDTH))[None, :], num_columns)
-
-
-@triton.jit
-def load_bias_at(ptr, column_1N, num_columns):
-    """`load_bias` of those columns."""
+def load_bias(ptr, column_1N, num_columns):
+    """`[1, N]` fp32: one expert's bias at these columns, zero past the last one."""
     return tl.load(ptr + column_1N, mask=column_1N < num_columns, other=0.0).to(tl.float32)
 
 

@@ -115,11 +115,8 @@ def grouped_dgrad_act_(
         builder.launch_chosen(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= of_bias | {
-        **expert_tensors.arguments("w", w_EFH),
+        **expert_tensors.weight_arguments(w_EFH, "f", "h"),
         "h_ptr": h_RG,
-        "stride_w_f": w_EFH.strides[0],
-        "stride_w_h": w_EFH.strides[1],
-        "ALIGNED": w_EFH.aligned,
         "PRECISION": target.precision(dtype),
     }
     builder.launch_chosen(_grouped_dgrad_act_kernel, grid, arguments, chosen, costs)

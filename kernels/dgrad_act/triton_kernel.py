@@ -65,7 +65,7 @@ def _bias_dprobs(
         acc_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
         for k in tl.range(0, H, BLOCK_H, num_stages=3):  # without a dot, loads are pipelined on demand only
             dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
-            acc_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
+            acc_MH += dy_MH.to(tl.float32) * load_bias(bias, (k + tl.arange(0, BLOCK_H))[None, :], H)
         tl.store(partial_ptr + first + row_M1, tl.sum(acc_MH, axis=1, keep_dims=True), mask=mask_M1)
 
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..device import activation
-from ..device.tiles import load_bias_at, paired, round_to
+from ..device.tiles import load_bias, paired, round_to
 
 
 @triton.jit
@@ -14,11 +14,11 @@ def pre_activation(h_MG, l_MF, bias, column_1G, num_gates, ACT: tl.constexpr, DT
     Gates and linear channels, `num_gates` of each in a row; where they are no halves of it, `h_MG` alone.
     """
     if bias is not None:
-        h_MG += load_bias_at(bias, column_1G, num_gates)
+        h_MG += load_bias(bias, column_1G, num_gates)
     h_MG = paired(round_to(h_MG, DTYPE))
     if activation.halves(ACT) == 2:
         if bias is not None:
-            l_MF += load_bias_at(bias + num_gates, column_1G, num_gates)
+            l_MF += load_bias(bias + num_gates, column_1G, num_gates)
         l_MF = paired(round_to(l_MF, DTYPE))
     else:
         l_MF = h_MG

@@ -95,11 +95,8 @@ def grouped_fc1_act_(
         return
     arguments |= {
         "x_ptr": x_RH,
-        **expert_tensors.arguments("w", w_EGH),
+        **expert_tensors.weight_arguments(w_EGH, "g", "h"),
         "stride_x_r": x_RH.strides[0],
-        "stride_w_g": w_EGH.strides[0],
-        "stride_w_h": w_EGH.strides[1],
-        "ALIGNED": w_EGH.aligned,
         "PRECISION": target.precision(dtype),
     }
     builder.launch_chosen(_grouped_fc1_act_kernel, grid, arguments, chosen, costs)

@@ -24,14 +24,10 @@ class Dprobs(NamedTuple):
 
 
 @triton.jit
-def sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr = 256):
-    """`dprobs[i] = sum_j partial[j, i]`, or of row `rows[i]`, for every i below `num_rows`."""
-    sum_partials_at(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, BLOCK))
-
-
-@triton.jit
-def sum_partials_at(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices):
-    """`sum_partials` for the places `indices`, counted from 0, at once."""
+def sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices):
+    """`dprobs[i] = sum_j partial[j, i]`, or of row `rows[i]`, for every i below `num_rows`; `indices`, counted from 0,
+    at once. All programs of a launch share the work.
+    """
     BLOCK: tl.constexpr = indices.shape[0]
     for start in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
         index = start + indices
@@ -49,4 +45,4 @@ def sum_partials_at(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_
 @triton.jit(do_not_specialize=["num_partials", "num_rows"])
 def sum_partials_kernel(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr):
     """`sum_partials` by itself, where no other launch follows pass (3)."""
-    sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK)
+    sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, BLOCK))

@@ -9,12 +9,12 @@ no barrier of the whole block.
 from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
-from ..device.tiles import expert_base, load_bias_at
+from ..device.tiles import expert_base, load_bias
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
 from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
-from .dprobs import sum_partials_at
+from .dprobs import sum_partials
 from .epilogue import add_bias
 
 # Upper bound on a consumer's buffers for subtiles that are being stored; the number of subtiles is a power of two.
@@ -48,7 +48,7 @@ def _consume(
             bias_1N, scale_M1 = None, None
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                bias_1N = load_bias_at(bias, column_numbers(y_MN, column), N)
+                bias_1N = load_bias(bias, column_numbers(y_MN, column), N)
                 if scale_ptr is not None:
                     scale_M1 = load_for_rows(scale_ptr + first, y_MN, CONSUMER * ROWS, rows)
             y_MN = add_bias(y_MN, bias_1N, scale_M1, out.dtype)
@@ -105,5 +105,5 @@ def grouped_gemm_specialised_kernel(
     row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
     if partial_ptr is not None:
-        numbers = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
-        sum_partials_at(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, numbers)
+        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)

@@ -80,11 +80,8 @@ def grouped_gemm_(
         return
     arguments |= {
         "x_ptr": x_RK,
-        **expert_tensors.arguments("w", w_ENK),
+        **expert_tensors.weight_arguments(w_ENK, "n", "k"),
         "stride_x_r": x_RK.strides[0],
-        "stride_w_n": w_ENK.strides[0],
-        "stride_w_k": w_ENK.strides[1],
-        "ALIGNED": w_ENK.aligned,
         "PRECISION": target.precision(dtype),
     }
     builder.launch_chosen(_grouped_gemm_kernel, grid, arguments, chosen, costs)

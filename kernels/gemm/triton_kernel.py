@@ -72,7 +72,7 @@ def _grouped_gemm_kernel(
             bias_1N, scale_M1 = None, None
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                bias_1N = load_bias(bias, column, N, WIDTH)
+                bias_1N = load_bias(bias, (column + tl.arange(0, WIDTH))[None, :], N)
                 if scale_ptr is not None:
                     scale_M1 = tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
             y_MN = add_bias(subtiles[s], bias_1N, scale_M1, y_ptr.dtype.element_ty)
@@ -80,4 +80,4 @@ def _grouped_gemm_kernel(
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)
     if partial_ptr is not None:
-        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows)
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, 256))

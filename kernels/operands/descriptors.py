@@ -58,18 +58,14 @@ def fits_halves(array_RG: Array, halves: int) -> bool:
 
 
 def ragged_rows(
-    array_RN: Array,
-    block_rows: int,
-    block_columns: int,
-    columns: int | None = None,
-    halves: int = 1,
-    apart: bool = False,
+    array_RN: Array, block_rows: int, block_columns: int, *, halves: int = 1, apart: bool = False
 ) -> Descriptor:
-    """Describe the first `columns` of rows in groups for `load_ragged` and `store_ragged`, which fill with zeros and
-    mask at the end of a group, as `triton.tools.ragged_tma.create_ragged_descriptor` does. With two `halves` of a row,
-    `[R, 2, N / 2]`, a tile has both or, if they are moved `apart`, one.
+    """Describe rows in groups for `load_ragged` and `store_ragged`, which fill with zeros and mask at the end of a
+    group, as `triton.tools.ragged_tma.create_ragged_descriptor` does.
+
+    With two `halves` of a row, `[R, 2, N / 2]`, a tile has both or, if they are moved `apart`, one.
     """
-    stride, columns = array_RN.strides[0], array_RN.shape[1] // halves if columns is None else columns
+    stride, columns = array_RN.strides[0], array_RN.shape[1] // halves
     distance, both = ((columns,), (2,)) if halves == 2 else ((), ())
     shape = (MAX_COORDINATE, MAX_COORDINATE, MAX_ROWS, *both, columns)
     strides = (2**34 - stride, stride, stride, *distance, 1)

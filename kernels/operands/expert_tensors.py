@@ -81,6 +81,12 @@ def arguments(name: str, experts: ExpertTensors | None) -> dict[str, Any]:
     return {f"{name}_ptr": base, f"{name}_table_ptr": table, f"stride_{name}_e": stride_e}
 
 
+def weight_arguments(w: ExpertTensors, rows: str, columns: str) -> dict[str, Any]:
+    """Kernel arguments for weights `w`, with strides named after the letters of rows and columns."""
+    strides = {f"stride_w_{rows}": w.strides[0], f"stride_w_{columns}": w.strides[1]}
+    return {**arguments("w", w), **strides, "ALIGNED": w.aligned}
+
+
 @lru_cache(maxsize=1024)
 def _places(addresses: tuple[int, ...]) -> tuple[int | None, int, int, bool]:
     """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are multiples of

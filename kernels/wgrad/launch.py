@@ -44,7 +44,18 @@ def grouped_wgrad_(
     outputs, target, dtype = dw_ENK or db_EN, builder.target, dy_RN[0].dtype
     assert outputs is not None
     num_experts, num_segments = outputs.num_experts, len(offsets)
-    costs = _costs(dw_ENK, db_EN, dy_RN, x_RK, accumulate, scale_R, dy_rows, x_rows)
+    costs = partial(
+        cost.wgrad,
+        N=dy_RN[0].shape[1],
+        K=x_RK[0].shape[1] if dw_ENK else 0,
+        itemsize=dtype.itemsize,
+        grad=itemsize(dw_ENK and dw_ENK.base),
+        accumulate=accumulate,
+        bias_grad=itemsize(db_EN and db_EN.base),
+        scale=itemsize(scale_R),
+        dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
+        x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
+    )
     left, right, swapped = Operand(dy_RN, dy_rows), Operand(x_RK, x_rows), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True
@@ -113,27 +124,3 @@ def grouped_wgrad_(
         "PRECISION": target.precision(dtype),
     }
     builder.launch_chosen(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)
-
-
-def _costs(
-    dw_ENK: ExpertTensors | None,
-    db_EN: ExpertTensors | None,
-    dy_RN: Sequence[Array],
-    x_RK: Sequence[Array],
-    accumulate: bool,
-    scale_R: Array | None,
-    dy_rows: Sequence[Array],
-    x_rows: Sequence[Array],
-) -> partial[cost.Cost]:
-    return partial(
-        cost.wgrad,
-        N=dy_RN[0].shape[1],
-        K=x_RK[0].shape[1] if dw_ENK else 0,
-        itemsize=dy_RN[0].dtype.itemsize,
-        grad=itemsize(dw_ENK and dw_ENK.base),
-        accumulate=accumulate,
-        bias_grad=itemsize(db_EN and db_EN.base),
-        scale=itemsize(scale_R),
-        dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
-        x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
-    )
