@@ -25,7 +25,7 @@ def product(
 ):
     """`acc + x @ w[expert, STEP * n:, :]^T` in fp32, for the rows of a tile, `(expert, first row, rows)`; `K > 0`.
 
-    `x`: `(pointer, descriptor, row ids, row stride)`; with row ids, row r is row `ids[r]` of `x`.
+    `x`: `(pointer, descriptor, row ids, row stride)`; with row ids, row r is row `row_ids[r]` of `x`.
     `w`: `(pointer, descriptor, table, number of experts, strides)`, for `expert_base` and `load_weight`; REVERSED: the
     descriptor starts at the last expert. No constexpr is in a tuple, where Triton would make a value of it.
     """

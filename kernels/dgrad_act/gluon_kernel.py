@@ -1,13 +1,13 @@
-"""Pass (3), warp-specialized, for Hopper and Blackwell, long loads: order of tiles and equations are those of
-`triton_kernel.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
-by registers here.
+"""Pass (3), warp-specialized, for long loads on Hopper and Blackwell: the order of tiles and the equations of
+`triton_kernel.py`. Tiles are twice as wide, for fewer loads of operands: `h` reaches the epilogue by shared memory and
+takes no registers before.
 
-One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one brings `h`, part by part of
-a tile's columns, into slots of its own; others multiply (`warp_specialized/partitions.py`). The epilogue finds `h` in
-its slot, writes `dh` over it and `a` beside, and TMA stores from there; no barrier of the whole block.
+One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one loads `h`, subtile by
+subtile, into slots; others multiply (`warp_specialized/partitions.py`). The epilogue reads `h` from a slot, writes `dh`
+over it and `a` beside it, and TMA stores both from there: no barrier of the whole block.
 
-Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was
-stored from it has been read. A slot is given back with the next part, so there are two at least.
+Each slot of a consumer has two mbarriers, as a stage has: `full` (its `h` has arrived) and `empty` (stores have read
+it). A slot is given back with the next subtile, so there are at least two.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -29,12 +29,12 @@ from ..warp_specialized.partitions import load_operands, operands, product, subt
 from ..warp_specialized.ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
 from .epilogue import backward
 
-SLOTS = gl.constexpr(2)  # of a consumer
+SLOTS = gl.constexpr(2)  # for each consumer
 
 
 @gluon.jit
 def _load_h(h_desc, tiles_ptr, pipeline, slots, ACT: gl.constexpr, TILE: gl.constexpr):
-    """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
+    """Partition of the warp that loads `h`, for each consumer in turn; `slots`: `(h, a, full, empty)`."""
     num_m, num_f = pipeline[0], pipeline[1]
     h, _, full, empty = slots
     HALVES: gl.constexpr = activation.halves(ACT)
@@ -94,14 +94,14 @@ def _consume(
                 row_M, dprobs_M = row_numbers(da_MF, CONSUMER * ROWS), row_zeros(da_MF)
                 probs_M1 = load_for_rows(probs_ptr + first, da_MF, CONSUMER * ROWS, rows)
             at = CONSUMER * SLOTS + j % SLOTS
-            # Of `h`, then of `dh`; the same buffer where there are no halves.
+            # Buffers of `h`, then of `dh`; one buffer where there are no halves.
             gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
             mbarrier.wait(full.index(at), j // SLOTS & 1)
             if ACT.CHANNEL_STEP == 2:
                 joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
                 h_MG = gates.load(joined.type.layout).to(gl.float32)
                 g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
-                g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same, by another name
+                g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same layout under another name
                 l = gl.convert_layout(l, da_MF.type.layout, assert_trivial=True)
             else:
                 g = gates.load(da_MF.type.layout).to(gl.float32)
@@ -122,7 +122,7 @@ def _consume(
             else:
                 tma_store(dh_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], gates)
             tma_store(a_desc, [wrap, end, row, column], a.index(at))
-            # All stores but these have read their slot, that of the part before, which is given back.
+            # All stores but these have read their slots: give back that of the subtile before.
             tma_store_wait(HALVES + 1)
             barrier()
             mbarrier.arrive(empty.index(CONSUMER * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
@@ -159,7 +159,7 @@ def grouped_dgrad_act_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
+    """Pass (3); arguments as in the Triton kernel; the descriptors of `h` and `dh` move halves one by one."""
     gl.static_assert(TILE.BLOCK_M == 128)
     gl.static_assert(SLOTS > 1)
     HALVES: gl.constexpr = activation.halves(ACT)

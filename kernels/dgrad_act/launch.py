@@ -38,8 +38,8 @@ def grouped_dgrad_act_(
     probs_R: Array | None = None,
     rows_R: Array | None = None,
 ) -> Array | None:
-    """Writes all of `dh` and `a`, zeros at padding rows; returns fp32 parts of `dprobs`, `[parts, R]`, zero at padding
-    rows, which `gemm/dprobs.py` adds up, or None.
+    """Writes all of `dh` and `a`, zeros at padding rows; returns None or fp32 partial sums of `dprobs`,
+    `[num_partials, R]`, zero at padding rows, which `gemm/dprobs.py` adds up.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
     `rows` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
@@ -51,7 +51,7 @@ def grouped_dgrad_act_(
     fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
     dy_described = descriptors.fits(dy_RH)
-    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # warp-specialized
+    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # in the warp-specialized kernel
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else dy_described)
     vectors = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
     warp_specialized = dy_described and not would_spill and not gluon_missing()

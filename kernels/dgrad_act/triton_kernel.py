@@ -1,18 +1,18 @@
 """Pass (3): `da = dy @ fc2`, with the backward of `a = act(h) * p` in its epilogue (p: routing probability).
 
-With `g`, `l` the gate and linear subtiles of `h`, recomputed from it:
+With `g`, `l` the gate and linear parts of `h`, recomputed from it:
     dh_g = p * da * d act / dg,    dh_l = p * da * d act / dl,    a = p * act
     dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
-(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and
+(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial sum per column tile, and
 the last term one more; pass (4), or a launch of its own where there is no dx, adds them up (`gemm/dprobs.py`): no
 atomics, the same bits every run.
 
-With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. dy then comes
-by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there see
+With row ids, row r takes row `row_ids[r]` of `dy`: gradients of tokens need not be permuted before. dy is then loaded
+by pointers, through cp.async, also where all else goes by TMA, which gathers rows on Blackwell alone (there see
 `dgrad_act/gluon_kernel.py`).
 
-The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles; both halves of `dh` leave by
-one store. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
+The epilogue reads two tiles and writes three beside `da`, so it takes one column subtile after another; one store takes
+both halves of `dh`. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .epilogue import backward
 
 @triton.jit
 def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, ACT: tl.constexpr):
-    """A subtile of gates and one of linear channels from `h_M1` and `l_M1` on, where a row has `left` of either; one of
+    """Load a subtile of gates at `h_M1` and one of linear channels at `l_M1`, where a row has `left` of each; or one of
     both where they are interleaved.
     """
     g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * ACT.CHANNEL_STEP, WIDTH * ACT.CHANNEL_STEP)
@@ -53,7 +53,10 @@ def _bias_dprobs(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work. Also launched by itself."""
+    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work. Also launched by itself.
+
+    `partial` `[R]` fp32, others as in `_grouped_dgrad_act_kernel`.
+    """
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for m_tile in range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
         expert, first, rows = load_tile(tiles_ptr, m_tile)
@@ -105,6 +108,12 @@ def _grouped_dgrad_act_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`dy` `[R, H]`, or `[T, H]` with `row_ids` `[R]`; `w` `[E, F, H]`; `bias` `[E, H]`; `probs` `[R]`; `h` and `dh`
+    `[R, G]`; `a` `[R, F]`; `partial` `[column tiles and one for a bias, R]` fp32; tables: experts' addresses, `[E]`
+    int64. `row_ids[r]` is the row of `dy` that row r takes.
+
+    `tiles`: a plan's table of tiles. Descriptors (`dy_desc`, ...) move the same tensors by TMA. What is absent is None.
+    """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES
     HAS_BIAS: tl.constexpr = probs_ptr is not None and bias_ptr is not None
@@ -112,13 +121,13 @@ def _grouped_dgrad_act_kernel(
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     STEP: tl.constexpr = ACT.CHANNEL_STEP
     WIDTH_G: tl.constexpr = WIDTH * STEP
-    # With descriptors rows, and halves of them, are whole multiples of 16 bytes: loads by pointers are vectors, too.
+    # With descriptors, rows and halves of rows are whole multiples of 16 bytes: loads by pointers are vectors, too.
     VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // STEP
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
     num_partials = num_f
     if HAS_BIAS:
-        # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
+        # In loops of its own: in the loop over H below, all column tiles would pay for this one sum.
         _bias_dprobs(
             partial_ptr + num_f.to(tl.int64) * num_rows,
             *(dy_ptr, row_ids_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e),
@@ -136,8 +145,8 @@ def _grouped_dgrad_act_kernel(
         da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         da = product(da, dy, w, tile, f, F, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
 
-        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
-        # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.
+        # One subtile of `h` is always being loaded: waits for memory would be a third of a tile's time. The first is
+        # not loaded under the loop over H: Triton would give it the layout of `da`, 60 registers and three conversions.
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * STEP
         l_M1, left = h_M1 + F, F - f
         if VECTOR > 1:

@@ -1,10 +1,10 @@
-"""Pass (1), warp-specialized, for Hopper and Blackwell, long loads: tiles and order are those of
+"""Pass (1), warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply both channels of a
-tile's columns (`warp_specialized/partitions.py`), and `h` and `a` are stored while the next tile's operands arrive and,
-on the other warpgroup or in tensor memory, are multiplied: no barrier of the whole block. Halves of `h` leave one by
-one, and then `a`, from as many buffers in turn: HALVES + 1 of each consumer.
+tile's columns (`warp_specialized/partitions.py`). `h` and `a` are stored while the next tile's operands arrive and are
+multiplied, by the other warpgroup or into tensor memory: no barrier of the whole block. The halves of `h` are stored
+one after the other, and then `a`, from buffers in turn: each consumer has HALVES + 1.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -92,7 +92,7 @@ def grouped_fc1_act_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Pass (1); arguments as of the Triton kernel."""
+    """Pass (1); arguments as in the Triton kernel."""
     gl.static_assert(TILE.BLOCK_M == 128)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     HALVES: gl.constexpr = activation.halves(ACT)

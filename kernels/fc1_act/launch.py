@@ -46,7 +46,7 @@ def grouped_fc1_act_(
     w_view = descriptors.matrices(w_EGH, (G, H))
     k_contiguous, step = w_EGH.strides[1] == 1, act.CHANNEL_STEP
     halves = G // (F * step)
-    # Descriptors bring halves of [H, 2F] apart, as [2, H, F], which is no operand but by way of registers.
+    # A descriptor loads halves of [H, 2F] as [2, H, F], which MMAs can use by way of registers only.
     w_by_pointers = halves == 2 and not k_contiguous
     fits = w_view is not None and descriptors.fits(h_RG) and descriptors.fits(a_RF)
     fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))

@@ -2,11 +2,11 @@
 
 One program computes both channels of an output column: `h` has `G = 2F` columns, gate `f` and linear `F + f` (halves of
 a row), or interleaved, gate `2f` and linear `2f + 1`. Both are columns of one accumulator, twice as wide as `a`'s tile:
-with two of them, zeroed where `flatten` joins the loops, ptxas waits after every wgmma. The activation is taken of `h`
-as stored, so that backward, which recomputes it from `h`, sees the same values.
+with two accumulators, zeroed where `flatten` joins the loops, ptxas waits after every wgmma. The activation is computed
+from `h` as stored, so that backward, which recomputes it from `h`, sees the same values.
 
-With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before. x then
-comes by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there
+With row ids, row r of the result is computed from row `row_ids[r]` of `x`: tokens need not be permuted before. x is
+then loaded by pointers, through cp.async, also where all else goes by TMA, which gathers rows on Blackwell alone (there
 see `fc1_act/gluon_kernel.py`).
 """
 
@@ -55,6 +55,11 @@ def _grouped_fc1_act_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`x` `[R, H]`, or `[T, H]` with `row_ids` `[R]`; `w` `[E, G, H]`; `bias` `[E, G]`; `probs` `[R]`; `h` `[R, G]`;
+    `a` `[R, F]`; tables: experts' addresses, `[E]` int64. `row_ids[r]` is the row of `x` that row r takes.
+
+    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. What is absent is None.
+    """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES
     FLATTEN: tl.constexpr = TILE.PER_SM > 0
@@ -63,7 +68,7 @@ def _grouped_fc1_act_kernel(
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
-    end_g = F * STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
+    end_g = F * STEP  # end of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     x = (x_ptr, x_desc, row_ids_ptr, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h)

@@ -1,9 +1,9 @@
-"""Passes (2) and (4), warp-specialized, for Hopper and Blackwell, long loads: tiles and order are those of
+"""Passes (2) and (4), warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
-One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`), and what a tile
-became is stored while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied:
-no barrier of the whole block.
+One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`). A finished tile is
+stored while the next one's operands arrive and are multiplied, by the other warpgroup or into tensor memory: no barrier
+of the whole block.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -83,7 +83,7 @@ def grouped_gemm_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Passes (2) and (4); arguments as of the Triton kernel."""
+    """Passes (2) and (4); arguments as in the Triton kernel."""
     gl.static_assert(TILE.BLOCK_M == 128)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     x, w, full, empty, accumulators = operands(x_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)

@@ -1,7 +1,7 @@
 """Passes (2) and (4): `y[r, n] = sum_k x[r, k] w[e, n, k] + scale[r] bias[e, n]` for the expert e of row r.
 
 `dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over the tiles of a plan. With
-`dprobs`, the launch also adds up what pass (3) left of those, so that they need none of their own.
+`dprobs`, the launch also adds up the partial sums that pass (3) left, so that they need no launch of their own.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def _grouped_gemm_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`x` `[R, K]`; `w` `[E, N, K]`; `bias` `[E, N]`; `scale` `[R]`; `y` `[R, N]`; tables: experts' addresses, `[E]`
+    int64; `partial` `[num_partials, R]` fp32, `dprobs_rows` and `dprobs` `[R]`, as in `sum_partials`.
+
+    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. What is absent is None.
+    """
     SUBTILES: tl.constexpr = TILE.SUBTILES
     FLATTEN: tl.constexpr = TILE.PER_SM > 0
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, TILE.BLOCK_N)
@@ -57,7 +62,7 @@ def _grouped_gemm_kernel(
     row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
     x = (x_ptr, x_desc, None, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k)
-    # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
+    # Persistent. With FLATTEN this is one loop with that over K: a tile's first loads run under the last one's stores.
     for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)

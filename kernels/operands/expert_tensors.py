@@ -21,7 +21,7 @@ class ExpertTensors(NamedTuple):
     base: Any  # Tensor or Array: gives the dtype and, without a table, the address of expert 0
     table: Any  # [E] int64 addresses; None where experts are evenly spaced in one buffer
     stride_e: int
-    strides: tuple[int, ...]  # 1 where there is but one element
+    strides: tuple[int, ...]  # 1 where the size is 1
     aligned: bool  # every expert starts at a multiple of 16 bytes
     num_experts: int
 
@@ -105,7 +105,7 @@ def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses as an int64 tensor on the device, which is kept, as parameters and their gradients come again.
+    """Addresses as an int64 tensor on the device, which is kept: parameters and their gradients come again.
 
     While a CUDA graph is captured, nothing new is kept, for that memory belongs to the graph; and a copy on one
     stream has not happened for another.

@@ -1,7 +1,7 @@
-"""Every token's rows, summed: `out[t] = sum over k of y[rows[t * K + k]]`, in the order of k, in fp32, rounded once.
+"""Sum of every token's rows: `out[t] = sum over k of y[rows[t * K + k]]`, in the order of k, in fp32, rounded once.
 
-Used for `y` and, as the opposite of a gather, for `dx`. Rows come from all over `y`, each whole. No addition is atomic:
-the same bits every run.
+Used for `y` and, as the opposite of a gather, for `dx`. Rows lie anywhere in `y`; each is read whole. No addition is
+atomic: the same bits every run.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def _combine_kernel(
     UNROLL: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """`y` `[R, H]`, `rows` `[T * K]` integers, `out` `[T, H]`; one program for each token and BLOCK_H columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < H

@@ -24,7 +24,7 @@ def write_plan(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program's part of a plan. `first_g`, `end_g`: rows of every group; of those after the experts, `num_rows`."""
+    """Write one program's part of a plan. `first_g`, `end_g`: rows of every group; after the experts, `num_rows`."""
     ORDER_AT: tl.constexpr = (NUM_EXPERTS + 4) // 4 * 4
     TABLES_AT: tl.constexpr = 2 * ORDER_AT
     ORDERS: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
@@ -54,7 +54,7 @@ def write_order(
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Experts by falling number of rows, `[E]`, then how many have any."""
+    """Write the experts by falling number of rows, `[E]`, then how many have rows."""
     own, others = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     expert_g = others < NUM_EXPERTS
     rows_g = tl.where(expert_g, rows_g, 0)
@@ -80,8 +80,8 @@ def write_tiles(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """How many tiles the experts have, and how many there are with those of padding rows; an element that is not used;
-    then for each its expert (E: padding), its first row and the end of the expert's rows. The rest is not written.
+    """Write a table: the number of the experts' tiles, the number with those of padding rows, one unused element; then
+    for each tile its expert (E: padding), its first row and the end of the expert's rows. The rest is not written.
     """
     g = tl.arange(0, BLOCK_G)
     tile_ends = tl.cumsum((end_g - first_g + BLOCK_M - 1) // BLOCK_M, 0)
@@ -126,7 +126,7 @@ def _plan_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """From counts, or from first rows."""
+    """Write a `plan` of `counts` `[E]`, with `valid` `[]`, or of first rows, `offsets` `[E + 1]`."""
     g = tl.arange(0, BLOCK_G)
     if counts_ptr is not None:
         n_g = tl.load(counts_ptr + g, mask=g < NUM_EXPERTS, other=0).to(tl.int64)

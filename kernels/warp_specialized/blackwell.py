@@ -1,24 +1,25 @@
-"""Sums of products in tensor memory (Blackwell), of two tiles in turn: one is multiplied while the other is stored.
+"""Accumulators in tensor memory (Blackwell), for two tiles in turn: MMAs add to one while the other is stored.
 
-One warp multiplies for the whole block, as `tcgen05.mma` is issued by one thread and needs no registers for its sums.
-The consumer, two of whose threads share a row, reads them part by part and writes what becomes of them.
+One warp issues the MMAs of the whole block: `tcgen05.mma` is issued by one thread, and its accumulator needs no
+registers. The consumer, in which two threads share a row, reads an accumulator subtile by subtile.
 
-Of either tile's sums there are two mbarriers: `done`, all its products are added (`tcgen05.commit` arrives once they
-are), and `free`, all its parts have been read. Tile j of a program uses sums j % 2 for the time j // 2, so both sides
-wait for parities, as for stages of `warp_specialized/ring.py`, whose `empty` is arrived at by the products themselves.
+Each accumulator has two mbarriers: `done` (all MMAs of its tile are added, `tcgen05.commit` arrives) and `free` (all
+its subtiles have been read). Tile j of a program uses accumulator j % 2 in round j // 2, so both sides wait for
+parities, as for stages of `warp_specialized/ring.py`. At the stages' `empty`, the MMAs themselves arrive.
 """
 
 from .gluon_compat import TensorMemoryLayout, allocate_tensor_memory, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from .ring import mbarriers, wait_for_operands
 
 ROWS = gl.constexpr(128)  # lanes of tensor memory
-TILES = gl.constexpr(2)  # of 256 columns: all 512 that there are
+TILES = gl.constexpr(2)  # accumulators; at 256 columns each they take all 512 of tensor memory
 
 
 @gluon.jit
 def _fence(j, WHERE: gl.constexpr):
-    """`tcgen05.fence` of this thread, for which PTX asks around an mbarrier that orders reads and products of different
-    threads. Gluon has no name for it; j is passed through, as inline assembly has to return something.
+    """Execute `tcgen05.fence`, which PTX requires around an mbarrier that orders reads and MMAs of different threads.
+
+    Gluon has no name for it; j is passed through, as inline assembly has to return something.
     """
     return gl.inline_asm_elementwise(
         "tcgen05.fence::" + WHERE + "_thread_sync; mov.b32 $0, $1;", "=r,r", [j], dtype=gl.int32, is_pure=False, pack=1
@@ -47,8 +48,9 @@ def multiply_tile(
     RIGHT_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Tile j of this program, `steps > 0` from step i on, by the warp that multiplies; returns the next tile's first
-    step. Operands are multiplied as they lie or transposed.
+    """Multiply tile j of this program, `steps > 0` from step i on, and return the next tile's first step.
+
+    Called by the warp that multiplies. Operands are multiplied as they lie or transposed.
     """
     acc, done, free = accumulators
     mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
@@ -68,7 +70,7 @@ def multiply_tile(
 
 @gluon.jit
 def multiply_tiles(K, pipeline, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
-    """The task of the warp that multiplies in an M-ragged pass; `K > 0`."""
+    """Partition of the warp that multiplies in an M-ragged pass; `K > 0`."""
     num_m, num_n, x, w, full, empty, accumulators = pipeline
     i = 0
     for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
@@ -78,7 +80,7 @@ def multiply_tiles(K, pipeline, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def wait_for_accumulator(j, accumulators):
-    """Of tile j of this program: `(acc, mbarrier to arrive at once all of it was read, which of TILES it is)`."""
+    """Wait until tile j of this program is done; return `(its accumulator, mbarriers free, j % TILES)`."""
     acc, done, free = accumulators
     mbarrier.wait(done.index(j % TILES), j // TILES & 1)
     at = _fence(j % TILES, "after")
@@ -87,7 +89,7 @@ def wait_for_accumulator(j, accumulators):
 
 @gluon.jit
 def read_subtile(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
-    """Part S of NUM_SUBTILES of a tile's columns from `wait_for_accumulator`, in registers; with the last one, all are given back."""
+    """Load subtile S of NUM_SUBTILES from `wait_for_accumulator` into registers; the last one frees the accumulator."""
     acc, free, at = tile
     WIDTH: gl.constexpr = acc.shape[1] // NUM_SUBTILES
     ACROSS: gl.constexpr = gl.num_warps() // 4  # threads that share a row

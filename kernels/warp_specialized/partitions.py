@@ -1,8 +1,11 @@
-"""Partitions that M-ragged passes share, some of them with wgrad: one warp loads, or four where rows are gathered; two
-consumers multiply in registers and write (Hopper, `hopper.py`), or one warp multiplies and one consumer finds sums
-in tensor memory and writes (`blackwell.py`).
+"""Partitions that M-ragged passes share, some of them with wgrad.
 
-`pipeline` is `(num_m, num_n, x, w, full, empty, accumulators)`: tiles of rows and of columns, then what `operands` returns.
+The producer (one warp, or four where rows are gathered) loads. On Hopper, two consumers multiply in registers and write
+(`hopper.py`). On Blackwell, one warp multiplies, and one consumer reads accumulators in tensor memory and writes
+(`blackwell.py`).
+
+`pipeline` is `(num_m, num_n, x, w, full, empty, accumulators)`: numbers of row tiles and of column tiles, then the
+result of `operands`.
 """
 
 import triton
@@ -17,8 +20,8 @@ from .ring import begin_loads, load_row_ids, mbarriers, shared_tiles, wait_for_o
 
 @triton.constexpr_function
 def worker_warps(consumers, gathered=False, others=0):
-    """Warps of all partitions but the default one, a consumer: those of the second consumer or of MMAs, of the producer
-    and of `others`. Of gathered rows, each of the producer's four warps loads a quarter of a tile's.
+    """Warps of each partition but the default one, a consumer: the second consumer or the warp that multiplies, the
+    producer, and `others`. Where rows are gathered, each of the producer's four warps loads a quarter of a tile's.
     """
     return [4 if consumers == 2 else 1, 4 if gathered else 1, *[1] * others]
 
@@ -35,10 +38,11 @@ def worker_registers(consumers, gathered=False, others=0):
 
 @gluon.jit
 def barriers_and_accumulators(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """`(full, empty, accumulators)`: mbarriers of stages; sums of tiles so wide in tensor memory, or, with two consumers,
-    something in their place (only a kernel's own argument can be None where a task takes it).
+    """`(full, empty, accumulators)`: mbarriers of stages; for one consumer, accumulators of COLUMNS in tensor memory.
+
+    For two consumers `full` stands in for them: only a kernel's own argument can be None in a partition.
     """
-    # At `empty` each consumer arrives; a single one does not, but the products themselves do.
+    # Each of two consumers arrives at `empty`; a single one does not, as its MMAs do.
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
     accumulators = full
     if CONSUMERS == 1:
@@ -55,8 +59,8 @@ def operands(
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`(x, w, full, empty, accumulators)`: stages in shared memory of a tile's rows of `x`, each consumer's apart, and of
-    COLUMNS of `w`, and what belongs to them.
+    """`(x, w, full, empty, accumulators)`: stages in shared memory of a tile's rows of `x`, apart for each consumer,
+    and of COLUMNS of `w`; then `barriers_and_accumulators`.
     """
     STAGES: gl.constexpr = TILE.num_stages
     DEPTH: gl.constexpr = TILE.BLOCK_K
@@ -76,9 +80,9 @@ def load_operands(
     HALVES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """The producer's task in an M-ragged pass: of each step rows of `x`, and columns of `w` (in fc1 of each half).
+    """Partition of the producer in an M-ragged pass: for each step, load rows of `x` and columns of each half of `w`.
 
-    With `rows`, which Blackwell's TMA follows, row r is row `rows[r]` of `x`.
+    With row ids, which only Blackwell's TMA can gather by, row r is row `row_ids[r]` of `x`.
     """
     x_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts = arguments
     num_m, num_n, x, w, full, empty, _accumulators = pipeline
@@ -123,9 +127,9 @@ def product(
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`(x @ w, next i)`: a consumer's rows of a tile, of whose columns `part` gives each of NUM_SUBTILES; `K > 0`.
+    """`(x @ w, next i)` for a consumer's rows of a tile, to be read by `subtile` in NUM_SUBTILES; `K > 0`.
 
-    Two consumers multiply here, and i counts steps; a single one waits for sums, and i counts tiles.
+    Two consumers multiply here, and i counts steps. A single one waits for its accumulator, and i counts tiles.
     """
     _, _, x, w, full, empty, accumulators = pipeline
     STAGES: gl.constexpr = TILE.num_stages
@@ -148,7 +152,7 @@ def product(
 
 @gluon.jit
 def subtile(subtiles, S: gl.constexpr, NUM_SUBTILES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Neighbouring columns, those of S, of sums from `product`, or as wgrad has them. Each part is to be asked for once
-    and the last one last, with which sums in tensor memory are given back.
+    """Subtile S (neighbouring columns) of a finished tile, of `product` or of wgrad. Read each once, and the last one
+    last, which frees an accumulator in tensor memory.
     """
     return blackwell.read_subtile(subtiles, S, NUM_SUBTILES) if CONSUMERS == 1 else subtiles[S]

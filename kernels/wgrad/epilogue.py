@@ -1,7 +1,6 @@
-"""How a finished fp32 tile gets into `dw`: added or stored, in column subtiles, rounded once.
+"""Epilogue of wgrad: a finished fp32 tile is added to `dw` or stored, in column subtiles, rounded once.
 
-One subtile after another keeps what must be alive at once small: registers for old values, shared memory for what a
-descriptor stores.
+One subtile after another needs few registers for old values and little shared memory for stores by a descriptor.
 """
 
 import triton
@@ -12,7 +11,7 @@ from ..device.tiles import INTERPRETED, column_subtiles, round_to
 
 @triton.jit
 def add_to_descriptor(dw_desc, expert, n, k, acc_NK, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
-    """`dw[expert, n:, k:] (+)= acc`; the hardware drops what lies outside."""
+    """`dw[expert, n:, k:] (+)= acc`; the hardware drops elements outside of `dw`."""
     WIDTH: tl.constexpr = acc_NK.shape[1] // SUBTILES
     subtiles = column_subtiles(acc_NK, SUBTILES)
     for s in tl.static_range(SUBTILES):
@@ -40,7 +39,7 @@ def add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE
 
 @triton.jit
 def add_at(dw, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE: tl.constexpr):
-    """`dw[row, column] (+)= tile`, where there is such an element."""
+    """`dw[row, column] (+)= tile` for the elements that exist."""
     mask = (row_N1 < N) & (column_1K < K)
     at = dw + row_N1.to(tl.int64) * stride_dw_n + column_1K.to(tl.int64) * stride_dw_k
     if ACCUMULATE:

@@ -1,10 +1,10 @@
-"""wgrad, warp-specialized, for Hopper and Blackwell, long loads: the same tiles in the same order as
+"""wgrad, warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
-One warp loads (TMA, `warp_specialized/ring.py`; where rows are gathered, four); others multiply, and a tile is added to
-`dw` while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied: no barrier of
-the whole block. TMA adds to an fp32 `dw`, or stores; at a table of addresses, or where 16 bits must be added, threads
-do.
+One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply. A finished tile is
+added to `dw` while the next one's operands arrive and are multiplied, by the other warpgroup or into tensor memory: no
+barrier of the whole block. TMA adds to an fp32 `dw`, or stores; threads write where there is a table of addresses, or
+where 16 bits are added to.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -28,13 +28,14 @@ from ..warp_specialized.ring import (
 from .epilogue import add_at
 from .segments import load_step
 
-BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out in turn
+BUFFERS = gl.constexpr(2)  # for each consumer, for subtiles that are being stored, in turn
 
 
 @gluon.jit
 def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
-    """`(first row, rows, steps)` of an expert; of several segments `(first step, steps, steps)`. An expert without rows
-    has one step of none, which overwrites with zeros; of several segments `wgrad/steps.py` lists it.
+    """`(first row, rows, steps)` of an expert; with several segments `(first step, steps, steps)`.
+
+    An expert without rows has one empty step, which writes zeros; with several segments `wgrad/steps.py` lists it.
     """
     first_ptr = offsets_ptr if steps_ptr is None else steps_ptr
     first = gl.load(first_ptr + expert)
@@ -44,6 +45,7 @@ def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
 
 @gluon.jit
 def _load(left_desc, left_row_ids_ptr, right_desc, right_row_ids_ptr, tables, pipeline, TILE: gl.constexpr):
+    """Partition of the producer; `tables`: those of rows and segments, and the order of experts."""
     offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = tables
     turns, num_n, num_k, left, right, full, empty, _accumulators = pipeline
     CONSUMERS: gl.constexpr = left.shape[0] // TILE.num_stages
@@ -55,7 +57,7 @@ def _load(left_desc, left_row_ids_ptr, right_desc, right_row_ids_ptr, tables, pi
         rank, n_tile, k_tile = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         first, size, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, TILE.BLOCK_M)
         n, k = n_tile * TILE.BLOCK_N, k_tile * TILE.BLOCK_K
-        # Numbers of rows, and segments, are read one step ahead.
+        # Row ids and segments are read one step ahead.
         if left_row_ids_ptr is not None:
             left_row_ids = load_row_ids(left_row_ids_ptr + first, size, TILE.BLOCK_M)
         if right_row_ids_ptr is not None:
@@ -95,7 +97,7 @@ def _load(left_desc, left_row_ids_ptr, right_desc, right_row_ids_ptr, tables, pi
 
 @gluon.jit
 def _multiply(tables, pipeline, TILE: gl.constexpr):
-    """The task of the warp that multiplies for a single consumer. Tiles are looked up while products still run."""
+    """Partition of the warp that multiplies for a single consumer. It looks up a tile while MMAs still run."""
     offsets_ptr, _, steps_ptr, order_ptr, _, _ = tables
     turns, num_n, num_k, left, right, full, empty, accumulators = pipeline
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -185,7 +187,7 @@ def grouped_wgrad_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Passes (5) and (6) without biases; arguments as of the Triton kernel, operands by descriptors."""
+    """Passes (5) and (6) without biases; arguments as in the Triton kernel, operands by descriptors."""
     gl.static_assert(TILE.BLOCK_N == 128)
     gl.static_assert(TILE.SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
     ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
@@ -195,7 +197,7 @@ def grouped_wgrad_specialised_kernel(
     left = shared_tiles(left_desc.dtype, TILE.num_stages * CONSUMERS, TILE.BLOCK_M, ROWS)
     right = shared_tiles(right_desc.dtype, TILE.num_stages, TILE.BLOCK_M, TILE.BLOCK_K)
     full, empty, accumulators = barriers_and_accumulators(CONSUMERS, TILE.BLOCK_K, TILE.num_stages)
-    out = full  # without a descriptor it is not used, but only a kernel's own argument can be None
+    out = full  # unused without a descriptor, but only a kernel's own argument can be None
     if dw_desc is not None:
         out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, TILE.BLOCK_K // TILE.SUBTILES)
     tables = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)

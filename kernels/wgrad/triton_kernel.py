@@ -4,10 +4,10 @@ In the same launch, in loops of their own, all programs sum `db[e, n] = sum_r sc
 several segments (micro-batches), each with its own `dy`, `x` and row offsets; all are summed before the one update
 of `dw`. Each element of `dw` belongs to one program, which adds once and in a fixed order: the same bits every run.
 
-With an index, `left_rows` or `right_rows`, row r takes row `rows[r]` of that operand: tokens need not be permuted
-before. It then comes by pointers, through cp.async; on path "gather" the other one and `dw` go by TMA, which follows
-an index on Blackwell alone (there see `wgrad/gluon_kernel.py`). With several segments `left_rows` and `right_rows`
-are not indices, but where each row of each step lies, as `wgrad/steps.py` writes it.
+With row ids of an operand, row r takes its row `row_ids[r]`: tokens need not be permuted before. It is then loaded by
+pointers, through cp.async; on path "gather" the other operand and `dw` go by TMA, which gathers rows on Blackwell alone
+(there see `wgrad/gluon_kernel.py`). With several segments `left_row_ids_ptr` and `right_row_ids_ptr` point to a table
+of places instead, which says where each row of each step lies and is written by `wgrad/steps.py`.
 
 The kernel computes `dw[e, n, k] = sum_r left[r, n] right[r, k]`. Left is `dy` and right is `x`, or, where `dw` is
 stored `[K, N]`, the other way round (`SWAPPED`), so that rows of `dw` are contiguous.
@@ -92,19 +92,26 @@ def _grouped_wgrad_kernel(
     REVERSED: tl.constexpr,  # dw_desc starts at the last expert
     DW_ALIGNED: tl.constexpr,  # every expert's address is a multiple of 16 bytes
     SEGMENTS_ALIGNED: tl.constexpr,  # and every segment's
-    LEFT_VECTOR: tl.constexpr,  # elements of the unit of its rows' places, where several segments are gathered
+    LEFT_VECTOR: tl.constexpr,  # elements of a unit of places, where rows of several segments are gathered
     RIGHT_VECTOR: tl.constexpr,
     TILE: tl.constexpr,
-    WARP_SPECIALIZE: tl.constexpr,  # by Triton: loads, products and sums on their way out have warps of their own
+    WARP_SPECIALIZE: tl.constexpr,  # by Triton: loads, MMAs and the epilogue have warps of their own
     PRECISION: tl.constexpr,
 ):
+    """`left` `[R, N]`, `right` `[R, K]`, or those of the first segment; `dw` `[E, N, K]`; `db` `[E, columns of dy]`; `scale`
+    `[R]`; tables: experts' addresses, `[E]` int64. `left_row_ids`, `right_row_ids`: `[R]` integers or, with several
+    segments, places of rows, `[steps, BLOCK_R]` int64.
+
+    `offsets`, `order`: `[E + 1]` int32; `segments` `[5, S]` int64 and `steps`: see `plan_steps`. Descriptors
+    (`left_desc`, ...) move the same tensors by TMA, instead of the pointers. What is absent is None.
+    """
     BLOCK_R: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     HAS_DW: tl.constexpr = (dw_ptr is not None) or (dw_desc is not None)
     FLATTEN: tl.constexpr = dw_desc is not None
     if db_ptr is not None:
-        # Loops of their own: sums inside the GEMM's would move every tile of dy through registers, in all programs.
+        # In loops of its own: in the GEMM's loop, all programs would move every tile of dy through registers.
         if SWAPPED:
             _bias_grads(
                 *(db_ptr, db_table_ptr, stride_db_e, right_desc, right_ptr, right_row_ids_ptr, scale_ptr, offsets_ptr),
@@ -118,9 +125,9 @@ def _grouped_wgrad_kernel(
 
     if HAS_DW:
         num_n, num_k = tl.cdiv(N, BLOCK_N), tl.cdiv(K, BLOCK_K)
-        # Experts without rows come last, and adding to them is nothing to do.
+        # Experts without rows come last; nothing is added to their gradients.
         num_used = tl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
-        # Persistent, and one loop with that over rows if compiled so: see `device/tile_order.py`.
+        # Persistent; with FLATTEN this is one loop with that over rows: see `device/tile_order.py`.
         program, programs = tl.program_id(0), tl.num_programs(0)
         turns = num_turns(num_used * num_n * num_k, program, programs)
         for turn in tl.range(0, turns, flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
@@ -128,7 +135,7 @@ def _grouped_wgrad_kernel(
             expert = tl.load(order_ptr + rank)
             n, k = n_tile * BLOCK_N, k_tile * BLOCK_K
             acc_NK = zeros(BLOCK_N, BLOCK_K, turns, FLATTEN)
-            # One step of zeros where an expert without rows is written.
+            # An expert without rows has one step of zeros, to be written.
             if segments_ptr is None:
                 first = tl.load(offsets_ptr + expert)
                 size = tl.load(offsets_ptr + expert + 1) - first
@@ -147,7 +154,7 @@ def _grouped_wgrad_kernel(
                 first_step = tl.load(steps_ptr + expert)
                 steps = tl.load(steps_ptr + expert + 1) - first_step
                 tl.assume(steps > 0)
-                # A step is read while that before is multiplied: what a load's address waits for is not pipelined.
+                # A step is read while the one before is multiplied: loads that give addresses are not pipelined.
                 read = load_step(steps_ptr, segments_ptr, first_step, num_segments, num_experts)
                 for i in range(0, steps):
                     row, rows, left, right = read
