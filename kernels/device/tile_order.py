@@ -34,7 +34,7 @@ def load_tile(tiles_ptr, tile):
 
 @triton.jit
 def zero_padding(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the rows of `y` that no expert owns; all programs of a launch share the work."""
+    """Store zeros in the rows of `y` that no expert owns; all programs of a launch share the work."""
     row_M1, column_1N = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M1, column_1N)
 

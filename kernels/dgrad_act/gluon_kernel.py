@@ -72,6 +72,7 @@ def _consume(
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    """Partition of a consumer; `slots` as in `_load_h`."""
     probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H = arguments
     num_m, num_f = pipeline[0], pipeline[1]
     h, a, full, empty = slots

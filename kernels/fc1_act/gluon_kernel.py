@@ -31,6 +31,7 @@ def _consume(
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    """Partition of a consumer; `h_out`, `a_out`: its buffers for stores."""
     bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F = arguments
     SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)

@@ -31,6 +31,7 @@ def _consume(
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    """Partition of a consumer; `out`: its buffers for stores."""
     bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K = arguments
     SUBTILES: gl.constexpr = TILE.SUBTILES
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS

@@ -67,8 +67,8 @@ def _routing_counts_kernel(
 
 
 @triton.jit
-def _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SUMMED: tl.constexpr):
-    """`(counts of all blocks, counts of the blocks before block part)`, `[BINS]` each."""
+def _sum_counts(counts_ptr, program, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SUMMED: tl.constexpr):
+    """`(counts of all blocks, counts of the blocks before that of `program`)`, `[BINS]` each."""
     BLOCK_B: tl.constexpr = max(1, SUMMED // BINS)
     bins = tl.arange(0, BINS)
     totals, before = tl.zeros((BINS,), dtype=tl.int32), tl.zeros((BINS,), dtype=tl.int32)
@@ -77,7 +77,7 @@ def _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: t
         mask = (blocks < num_blocks)[:, None] & (bins <= NUM_EXPERTS)[None, :]
         counts_BE = tl.load(counts_ptr + blocks[:, None] * (NUM_EXPERTS + 1) + bins[None, :], mask=mask, other=0)
         totals += tl.sum(counts_BE, 0)
-        before += tl.sum(tl.where((blocks < part)[:, None], counts_BE, 0), 0)
+        before += tl.sum(tl.where((blocks < program)[:, None], counts_BE, 0), 0)
     return totals, before
 
 
@@ -108,19 +108,20 @@ def _routing_places_kernel(
     `ids`, `probs` and `rows` `[T * K]` by position; `counts` `[num_blocks, E + 1]`; `tokens` and `row_probs` `[R]` by
     row; `plan` as in `routing/plan.py`.
     """
-    part = tl.program_id(0)
-    totals, before = _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS, BINS, SUMMED)
-    if part >= num_blocks:
+    program = tl.program_id(0)
+    totals, before = _sum_counts(counts_ptr, program, num_blocks, NUM_EXPERTS, BINS, SUMMED)
+    if program >= num_blocks:
         g = tl.arange(0, BLOCK_G)
         n_g = tl.where(g < NUM_EXPERTS, tl.gather(totals, tl.minimum(g, BINS - 1), 0), 0)
         first_g, end_g = groups_of_counts(n_g, num_positions, NUM_EXPERTS, BLOCK_G)
         write_plan(
-            part - num_blocks, first_g, end_g, plan_ptr, num_positions, NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E
+            *(program - num_blocks, first_g, end_g, plan_ptr, num_positions),
+            *(NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E),
         )
     else:
         next_row = tl.cumsum(totals, 0) - totals + before  # of every expert
         within = tl.arange(0, CHUNK)
-        first = part.to(tl.int64) * block
+        first = program.to(tl.int64) * block
         for start in range(0, tl.minimum(num_positions - first, block).to(tl.int32), CHUNK):
             position = first + start + within
             experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)

@@ -36,22 +36,14 @@ def tile_accumulators(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    j,
-    i,
-    steps,
-    left,
-    right,
-    full,
-    empty,
-    accumulators,
-    LEFT_TRANSPOSED: gl.constexpr,
-    RIGHT_TRANSPOSED: gl.constexpr,
-    STAGES: gl.constexpr,
+    j, i, steps, operands, LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr
 ):
     """Multiply tile j of this program, `steps > 0` from step i on, and return the next tile's first step.
 
-    Called by the warp that multiplies. Operands are multiplied as they lie or transposed.
+    Called by the warp that multiplies. `operands` is `(left, right, full, empty, accumulators)`; left and right are
+    multiplied as they lie or transposed.
     """
+    left, right, full, empty, accumulators = operands
     acc, done, free = accumulators
     mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
     at = _fence(j % TILES, "after")
@@ -72,10 +64,11 @@ def multiply_tile(
 def multiply_tiles(K, pipeline, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
     """Partition of the warp that multiplies in an M-ragged pass; `K > 0`."""
     num_m, num_n, x, w, full, empty, accumulators = pipeline
+    operands = (x, w, full, empty, accumulators)
     i = 0
     for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
         steps = gl.cdiv(K, TILE.BLOCK_K)
-        i = multiply_tile(j, i, steps, x, w, full, empty, accumulators, False, K_CONTIGUOUS, TILE.num_stages)
+        i = multiply_tile(j, i, steps, operands, False, K_CONTIGUOUS, TILE.num_stages)
 
 
 @gluon.jit

@@ -100,12 +100,13 @@ def _multiply(tables, pipeline, TILE: gl.constexpr):
     """Partition of the warp that multiplies for a single consumer. It looks up a tile while MMAs still run."""
     offsets_ptr, _, steps_ptr, order_ptr, _, _ = tables
     turns, num_n, num_k, left, right, full, empty, accumulators = pipeline
+    operands = (left, right, full, empty, accumulators)
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
         rank, _, _ = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         _, _, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, TILE.BLOCK_M)
-        i = multiply_tile(turn, i, steps, left, right, full, empty, accumulators, True, False, TILE.num_stages)
+        i = multiply_tile(turn, i, steps, operands, True, False, TILE.num_stages)
 
 
 @gluon.jit
@@ -118,6 +119,7 @@ def _consume(
     DW_ALIGNED: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    """Partition of a consumer; `out`: its buffers for stores, if `dw` has a descriptor."""
     dw, tables, pipeline, out = arguments
     dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw
     offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = tables

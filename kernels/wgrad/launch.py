@@ -44,18 +44,12 @@ def grouped_wgrad_(
     outputs, target, dtype = dw_ENK or db_EN, builder.target, dy_RN[0].dtype
     assert outputs is not None
     num_experts, num_segments = outputs.num_experts, len(offsets)
-    costs = partial(
-        cost.wgrad,
-        N=dy_RN[0].shape[1],
-        K=x_RK[0].shape[1] if dw_ENK else 0,
-        itemsize=dtype.itemsize,
-        grad=itemsize(dw_ENK and dw_ENK.base),
-        accumulate=accumulate,
-        bias_grad=itemsize(db_EN and db_EN.base),
-        scale=itemsize(scale_R),
-        dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
-        x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
-    )
+    sizes: dict[str, Any] = {"N": dy_RN[0].shape[1], "K": x_RK[0].shape[1] if dw_ENK else 0, "itemsize": dtype.itemsize}
+    sizes |= {"grad": itemsize(dw_ENK and dw_ENK.base), "bias_grad": itemsize(db_EN and db_EN.base)}
+    sizes |= {"scale": itemsize(scale_R), "accumulate": accumulate}
+    sizes["dy_tokens"] = sum(t.shape[0] for t in dy_RN) if dy_rows else None
+    sizes["x_tokens"] = sum(t.shape[0] for t in x_RK) if x_rows else None
+    costs = partial(cost.wgrad, **sizes)
     left, right, swapped = Operand(dy_RN, dy_rows), Operand(x_RK, x_rows), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True

@@ -80,7 +80,7 @@ def _wgrad_plan_kernel(
     """Reads `offsets` `[E + 1]` int32 or `segments` `[5, S]` int64, as of `plan_steps`; writes the others, as in
     `WgradPlan`. Only the dtypes of `left_row_ids` and `right_row_ids` are used.
     """
-    part = tl.program_id(0)
+    program = tl.program_id(0)
     g = tl.arange(0, BLOCK_G)
     mask = g < NUM_EXPERTS
     rows_g, steps_g = tl.zeros((BLOCK_G,), tl.int32), tl.zeros((BLOCK_G,), tl.int32)
@@ -91,16 +91,16 @@ def _wgrad_plan_kernel(
         size_g = tl.load(offsets + g + 1, mask=mask, other=0) - tl.load(offsets + g, mask=mask, other=0)
         rows_g += size_g
         steps_g += tl.cdiv(size_g, BLOCK_R)
-    if part * BLOCK_E < NUM_EXPERTS:
-        write_order(part, rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+    if program * BLOCK_E < NUM_EXPERTS:
+        write_order(program, rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
     if segments_ptr is not None:
         # An expert without rows has one step without rows: its gradient may have to be overwritten with zeros.
-        step = tl.sum(tl.where(g < part, tl.maximum(steps_g, 1), 0), 0)
-        empty = tl.sum(tl.where(g == part, rows_g, 0), 0) == 0
-        tl.store(steps_ptr + part, step)
+        step = tl.sum(tl.where(g < program, tl.maximum(steps_g, 1), 0), 0)
+        empty = tl.sum(tl.where(g == program, rows_g, 0), 0) == 0
+        tl.store(steps_ptr + program, step)
         for s in range(0, num_segments):
             offsets = tl.load(segments_ptr + s).to(tl.pointer_type(tl.int32))
-            first, end = tl.load(offsets + part), tl.load(offsets + part + 1)
+            first, end = tl.load(offsets + program), tl.load(offsets + program + 1)
             steps = tl.cdiv(end - first, BLOCK_R) + (empty & (s == 0)).to(tl.int32)
             for start in range(0, steps, BLOCK_T):
                 t = start + tl.arange(0, BLOCK_T)
@@ -119,7 +119,7 @@ def _wgrad_plan_kernel(
                     *(step, steps, first, end, right_width, RIGHT_UNIT, BLOCK_R, BLOCK_T),
                 )
             step += steps
-        tl.store(steps_ptr + part + 1, step)  # the next program stores the same
+        tl.store(steps_ptr + program + 1, step)  # the next program stores the same
 
 
 class Gathered(NamedTuple):

@@ -98,9 +98,9 @@ def _grouped_wgrad_kernel(
     WARP_SPECIALIZE: tl.constexpr,  # by Triton: loads, MMAs and the epilogue have warps of their own
     PRECISION: tl.constexpr,
 ):
-    """`left` `[R, N]`, `right` `[R, K]`, or those of the first segment; `dw` `[E, N, K]`; `db` `[E, columns of dy]`; `scale`
-    `[R]`; tables: experts' addresses, `[E]` int64. `left_row_ids`, `right_row_ids`: `[R]` integers or, with several
-    segments, places of rows, `[steps, BLOCK_R]` int64.
+    """`left` `[R, N]`, `right` `[R, K]`, or those of the first segment; `dw` `[E, N, K]`; `db` `[E, columns of dy]`;
+    `scale` `[R]`; tables: experts' addresses, `[E]` int64. `left_row_ids`, `right_row_ids`: `[R]` integers or, with
+    several segments, places of rows, `[steps, BLOCK_R]` int64.
 
     `offsets`, `order`: `[E + 1]` int32; `segments` `[5, S]` int64 and `steps`: see `plan_steps`. Descriptors
     (`left_desc`, ...) move the same tensors by TMA, instead of the pointers. What is absent is None.
