@@ -36,7 +36,7 @@ def idle_share(costs: Sequence[float], processors: int, dealt_out: bool = False)
     if dealt_out:
         for program in range(processors):
             turns = range(tile_order.num_turns.fn(len(costs), program, processors))
-            busy_until[program] = sum(costs[tile_order.place_at.fn(turn, program, processors)] for turn in turns)
+            busy_until[program] = sum(costs[tile_order.tile_index_at.fn(turn, program, processors)] for turn in turns)
     else:
         for cost in costs:
             heapq.heapreplace(busy_until, busy_until[0] + cost)

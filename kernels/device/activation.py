@@ -26,7 +26,7 @@ class Options(NamedTuple):
     OFFSET: float
 
 
-# Not a property: a kernel's key in Triton's cache has the source of this, and would not have that of a property.
+# Not a property: the key of a kernel in Triton's cache covers the source of this function, not that of a property.
 @triton.constexpr_function
 def halves(act: Options) -> int:
     """2 where a row of `h` is a half of gates and a half of linear channels, else 1."""
@@ -82,7 +82,7 @@ def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
 
 @triton.jit
 def activate(g, l, ACT: tl.constexpr):
-    """`(act, d act / dg, d act / dl)`, fp32; without a linear part, `l` and the last one mean nothing.
+    """`(act, d act / dg, d act / dl)`, fp32; without a linear part, `l` and the last one are unused.
 
     A value equal to its limit still passes a gradient, as in torch.clamp.
     """

@@ -25,18 +25,18 @@ def product(
 ):
     """`acc + x @ w[expert, STEP * n:, :]^T` in fp32, for the rows of a tile, `(expert, first row, rows)`; `K > 0`.
 
-    `x`: `(pointer, descriptor, row ids, row stride)`; with row ids, row r is row `ids[r]` of `x`.
+    `x`: `(pointer, descriptor, row ids, row stride)`; with row ids, row r is row `row_ids[r]` of `x`.
     `w`: `(pointer, descriptor, table, number of experts, strides)`, for `expert_base` and `load_weight`; REVERSED: the
     descriptor starts at the last expert. No constexpr is in a tuple, where Triton would make a value of it.
     """
-    x_ptr, x_desc, ids_ptr, stride_x_r = x
+    x_ptr, x_desc, row_ids_ptr, stride_x_r = x
     w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k = w
     expert, first, rows = tile
     BLOCK_N: tl.constexpr = acc.shape[1] // HALVES
     row_M1 = tl.arange(0, acc.shape[0])[:, None]
     mask_M1, x_row_M1 = row_M1 < rows, first + row_M1
-    if ids_ptr is not None:
-        x_row_M1 = tl.load(ids_ptr + x_row_M1, mask=mask_M1, other=0)
+    if row_ids_ptr is not None:
+        x_row_M1 = tl.load(row_ids_ptr + x_row_M1, mask=mask_M1, other=0)
     x_M1 = x_ptr + x_row_M1.to(tl.int64) * stride_x_r
     base = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED)
     w_e = num_experts - 1 - expert if REVERSED else expert

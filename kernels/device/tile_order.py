@@ -1,8 +1,8 @@
-"""Which tile comes next: in the M-ragged passes by arithmetic, in wgrad from a list that is dealt out.
+"""The order of tiles: by arithmetic in the M-ragged passes, from a list that is dealt out in wgrad.
 
-wgrad has equally many tiles for every expert, but a tile takes as long as its expert has rows. Its list has the longest
-first, and programs take from it in turns, there and back. So all of a program's tiles are known when it begins, and the
-first loads of one run under the last stores of the one before.
+wgrad has equally many tiles for every expert, but a tile's time grows with the rows of its expert. Its list has the
+longest first, and programs take turns at it, there and back. So all of a program's tiles are known when it begins, and
+the first loads of one run under the last stores of the one before.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_at(place, num_m, num_n, GROUP_M: tl.constexpr):
-    """`(M-tile, N-tile)` at a place in the order of work; on a host, call `tile_at.fn`.
+def tile_at(tile_index, num_m, num_n, GROUP_M: tl.constexpr):
+    """`(M-tile, N-tile)` of a tile index, the number in the order of work; on a host, call `tile_at.fn`.
 
     GROUP_M M-tiles go through the N-tiles together, so that those of one expert find its weight tile in L2. All
     tiles cost the same (rows beyond a group's end are multiplied too), so no order balances better than another.
     """
-    first_m = place // (GROUP_M * num_n) * GROUP_M
+    first_m = tile_index // (GROUP_M * num_n) * GROUP_M
     size = min(num_m - first_m, GROUP_M)
-    place = place % (GROUP_M * num_n)
-    return first_m + place % size, place // size
+    within = tile_index % (GROUP_M * num_n)
+    return first_m + within % size, within // size
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def load_tile(tiles_ptr, tile):
 
 @triton.jit
 def zero_padding(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Zeros in the rows of `y` that no expert owns; all programs of a launch share the work."""
+    """Store zeros in the rows of `y` that no expert owns; all programs of a launch share the work."""
     row_M1, column_1N = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
     zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M1, column_1N)
 
@@ -54,39 +54,39 @@ def zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M
 def deals_out(tiles: int, programs: int) -> bool:
     """Whether wgrad's list, with `tiles` tiles of each expert, is dealt out to persistent programs.
 
-    Else each tile has a program of its own, and whichever multiprocessor is free takes the next: so where one tile of
-    an expert with a fifth of all rows is more than a program's share, which no order of turns makes up for.
+    If not, each tile has a program of its own, and the first free multiprocessor takes the next. That is so where one
+    tile of an expert with a fifth of all rows is more than a program's share, which no order of turns makes up for.
     """
     return 5 * tiles >= programs
 
 
 @triton.jit
-def place_at(turn, program, programs):
-    """Place in the list of the entry that a program takes in a turn: there and back, so that a program with the longest
-    entry of one turn has the shortest of the next. Plain arithmetic, like the others here: `place_at.fn` runs on a
-    host.
+def tile_index_at(turn, program, programs):
+    """Index in wgrad's list of the tile that a program takes in a turn: there and back, so that a program with the
+    longest of one turn has the shortest of the next. Plain arithmetic, like the others here: `tile_index_at.fn` runs on
+    a host.
     """
     return turn * programs + program + turn % 2 * (programs - 1 - 2 * program)
 
 
 @triton.jit
 def num_turns(length, program, programs):
-    """How many of `length` entries a program takes."""
+    """Number of tiles that a program takes from a list of `length`."""
     full = length // programs
     last = program + full % 2 * (programs - 1 - 2 * program)
     return full + min(max(length % programs - last, 0), 1)
 
 
 @triton.jit
-def wgrad_tile(tile, num_n, num_k, GROUP_N):
-    """`(rank of the expert, row tile, column tile)` of the tile at one place in wgrad's list.
+def wgrad_tile(tile_index, num_n, num_k, GROUP_N):
+    """`(rank of the expert, row tile, column tile)` of a tile index in wgrad's list.
 
     Tiles that run at the same time should share operands in L2, so an expert's tiles come in groups of GROUP_N rows
     by all columns, column by column. Plain arithmetic: `wgrad_tile.fn` runs on the host.
     """
     tiles_per_expert = num_n * num_k
-    within = tile % tiles_per_expert
+    within = tile_index % tiles_per_expert
     group = within // (GROUP_N * num_k)
     rows = min(num_n - group * GROUP_N, GROUP_N)
     within = within % (GROUP_N * num_k)
-    return tile // tiles_per_expert, group * GROUP_N + within % rows, within // rows
+    return tile_index // tiles_per_expert, group * GROUP_N + within % rows, within // rows

@@ -28,8 +28,8 @@ def round_to(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def paired(value):
-    """A value of 16 bits as it is. What is both stored and computed with would else be rounded one by one: LLVM makes
-    one instruction of two roundings only where their pair is all that is used of them.
+    """The same value; one of 16 bits is rounded in pairs, also where it is both stored and computed with. Without this,
+    LLVM makes one instruction of two roundings only where nothing but their pair is used.
     """
     if is_cuda() and value.dtype.primitive_bitwidth == 16:
         value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=True, pack=2)
@@ -38,16 +38,16 @@ def paired(value):
 
 @triton.jit
 def zeros(M: tl.constexpr, N: tl.constexpr, size, FLATTEN: tl.constexpr):
-    """Sums of a tile before its first product, `[M, N]`.
+    """Accumulator of a tile before its first MMA, `[M, N]`.
 
-    Not the constant where wgmma has them in registers and the loops over tiles and steps are one: there ptxas makes two
-    instructions of each register's zero. `size`: of what cannot have 2^31 or more; only the compiler does not know.
+    It is no constant where wgmma has it in registers and the loops over tiles and steps are one: there ptxas makes two
+    instructions of each register's zero. `size`: a number below 2^31, though the compiler does not know that.
     """
     if FLATTEN and cuda_capability_geq(9) and not cuda_capability_geq(10):
-        sums = tl.full((M, N), (size >> 31).to(tl.float32, bitcast=True), dtype=tl.float32)
+        acc = tl.full((M, N), (size >> 31).to(tl.float32, bitcast=True), dtype=tl.float32)
     else:
-        sums = tl.zeros((M, N), dtype=tl.float32)
-    return sums
+        acc = tl.zeros((M, N), dtype=tl.float32)
+    return acc
 
 
 @triton.jit
@@ -123,8 +123,8 @@ def load_weight(
     """`[BLOCK_K, BLOCK_N]` of one expert's `w[n, k]` from row `n` and column `k` on, zero past the ends.
 
     `desc` describes the weights as they lie, `[E, N, K]` (K_CONTIGUOUS) or `[E, K, N]`; an `expert` that it does not
-    have reads as zeros. Without it, `ptr` is the expert's own base. Of two HALVES, with `end_n` rows each, so much of
-    either, side by side: `[BLOCK_K, 2 * BLOCK_N]`, by a `desc` of `[E, 2, N, K]`.
+    have reads as zeros. Without it, `ptr` is the expert's own base. With two HALVES of `end_n` rows each, load the same
+    rows of both, side by side: `[BLOCK_K, 2 * BLOCK_N]`, by a `desc` of `[E, 2, N, K]`.
     """
     if desc is None:
         column = tl.arange(0, HALVES * BLOCK_N)
@@ -144,25 +144,19 @@ def load_weight(
 
 
 @triton.jit
-def load_bias(ptr, column, num_columns, WIDTH: tl.constexpr):
-    """`[1, WIDTH]` fp32 of one expert's bias, zero past the last column."""
-    return load_bias_at(ptr, (column + tl.arange(0, WIDTH))[None, :], num_columns)
-
-
-@triton.jit
-def load_bias_at(ptr, column_1N, num_columns):
-    """`load_bias` of those columns."""
+def load_bias(ptr, column_1N, num_columns):
+    """`[1, N]` fp32: one expert's bias at these columns, zero past the last one."""
     return tl.load(ptr + column_1N, mask=column_1N < num_columns, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def column_subtiles(tile_MN, SUBTILES: tl.constexpr):
-    """A tuple of tiles of neighbouring columns: an epilogue that takes them one by one spills nothing."""
+    """Tuple of SUBTILES tiles of neighbouring columns: an epilogue that takes them one by one spills nothing."""
     M: tl.constexpr = tile_MN.shape[0]
     N: tl.constexpr = tile_MN.shape[1]
     if SUBTILES == 1:
-        parts = (tile_MN,)
+        subtiles = (tile_MN,)
     else:
         left, right = tl.split(tl.permute(tl.reshape(tile_MN, (M, 2, N // 2)), (0, 2, 1)))
-        parts = column_subtiles(left, SUBTILES // 2) + column_subtiles(right, SUBTILES // 2)
-    return parts
+        subtiles = column_subtiles(left, SUBTILES // 2) + column_subtiles(right, SUBTILES // 2)
+    return subtiles

@@ -1,13 +1,13 @@
-"""Pass (3), warp-specialized, for Hopper and Blackwell, long loads: order of tiles and equations are those of
-`triton_kernel.py`; tiles are twice as wide, for fewer loads of operands, as what the epilogue needs does not come
-by registers here.
+"""Pass (3), warp-specialized, for long loads on Hopper and Blackwell: the order of tiles and the equations of
+`triton_kernel.py`. Tiles are twice as wide, for fewer loads of operands: `h` reaches the epilogue by shared memory and
+takes no registers before.
 
-One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one brings `h`, part by part of
-a tile's columns, into slots of its own; others multiply (`warp_specialized/partitions.py`). The epilogue finds `h` in
-its slot, writes `dh` over it and `a` beside, and TMA stores from there; no barrier of the whole block.
+One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one loads `h`, subtile by
+subtile, into slots; others multiply (`warp_specialized/partitions.py`). The epilogue reads `h` from a slot, writes `dh`
+over it and `a` beside it, and TMA stores both from there: no barrier of the whole block.
 
-Of every slot of a consumer there are two mbarriers, as of a stage: `full`, its `h` has arrived; `empty`, what was
-stored from it has been read. A slot is given back with the next part, so there are two at least.
+Each slot of a consumer has two mbarriers, as a stage has: `full` (its `h` has arrived) and `empty` (stores have read
+it). A slot is given back with the next subtile, so there are at least two.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -25,26 +25,17 @@ from ..warp_specialized.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from ..warp_specialized.partitions import (
-    CONSUMER_REGISTERS,
-    GATHERING_REGISTERS,
-    GATHERING_WARPS,
-    PRODUCER_REGISTERS,
-    load_operands,
-    operands,
-    part,
-    product,
-)
+from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
 from ..warp_specialized.ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
 from .epilogue import backward
 
-SLOTS = gl.constexpr(2)  # of a consumer
+SLOTS = gl.constexpr(2)  # for each consumer
 
 
 @gluon.jit
-def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexpr):
-    """The task of the warp that brings `h`, to each consumer in turn; `slots`: `(h, a, full, empty)`."""
-    num_m, num_f = loop[0], loop[1]
+def _load_h(h_desc, tiles_ptr, pipeline, slots, ACT: gl.constexpr, TILE: gl.constexpr):
+    """Partition of the warp that loads `h`, for each consumer in turn; `slots`: `(h, a, full, empty)`."""
+    num_m, num_f = pipeline[0], pipeline[1]
     h, _, full, empty = slots
     HALVES: gl.constexpr = activation.halves(ACT)
     WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES * ACT.CHANNEL_STEP
@@ -52,8 +43,8 @@ def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexp
     CONSUMERS: gl.constexpr = empty.shape[0] // SLOTS
     BYTES: gl.constexpr = HALVES * ROWS * WIDTH * h.dtype.primitive_bitwidth // 8
     j = 0
-    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, 0)
         for s in range(0, TILE.SUBTILES):
@@ -72,22 +63,18 @@ def _load_h(h_desc, tiles_ptr, loop, slots, ACT: gl.constexpr, TILE: gl.constexp
 
 @gluon.jit
 def _consume(
-    probs_ptr,
-    dh_desc,
-    a_desc,
-    partial_ptr,
-    tiles_ptr,
-    num_rows,
-    H,
-    loop,
+    arguments,
+    pipeline,
     slots,
-    WHICH: gl.constexpr,
+    CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    num_m, num_f = loop[0], loop[1]
+    """Partition of a consumer; `slots` as in `_load_h`."""
+    probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H = arguments
+    num_m, num_f = pipeline[0], pipeline[1]
     h, a, full, empty = slots
     SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)
@@ -95,27 +82,27 @@ def _consume(
     WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
     i = 0
     j = 0
-    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
-        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, H, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
+        wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+        subtiles, i = product(i, H, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            da_MF, column = part(parts, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
+            da_MF, column = subtile(subtiles, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
             if probs_ptr is None:
                 dprobs_M, probs_M1 = None, None
             elif s == 0:
-                row_M, dprobs_M = row_numbers(da_MF, WHICH * ROWS), row_zeros(da_MF)
-                probs_M1 = load_for_rows(probs_ptr + first, da_MF, WHICH * ROWS, rows)
-            at = WHICH * SLOTS + j % SLOTS
-            # Of `h`, then of `dh`; the same buffer where there are no halves.
+                row_M, dprobs_M = row_numbers(da_MF, CONSUMER * ROWS), row_zeros(da_MF)
+                probs_M1 = load_for_rows(probs_ptr + first, da_MF, CONSUMER * ROWS, rows)
+            at = CONSUMER * SLOTS + j % SLOTS
+            # Buffers of `h`, then of `dh`; one buffer where there are no halves.
             gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
             mbarrier.wait(full.index(at), j // SLOTS & 1)
             if ACT.CHANNEL_STEP == 2:
                 joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
                 h_MG = gates.load(joined.type.layout).to(gl.float32)
                 g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
-                g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same, by another name
+                g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same layout under another name
                 l = gl.convert_layout(l, da_MF.type.layout, assert_trivial=True)
             else:
                 g = gates.load(da_MF.type.layout).to(gl.float32)
@@ -136,10 +123,10 @@ def _consume(
             else:
                 tma_store(dh_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], gates)
             tma_store(a_desc, [wrap, end, row, column], a.index(at))
-            # All stores but these have read their slot, that of the part before, which is given back.
+            # All stores but these have read their slots: give back that of the subtile before.
             tma_store_wait(HALVES + 1)
             barrier()
-            mbarrier.arrive(empty.index(WHICH * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
+            mbarrier.arrive(empty.index(CONSUMER * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
             j += 1
         if probs_ptr is not None:
             partial_M = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M
@@ -150,7 +137,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["num_rows"])
 def grouped_dgrad_act_specialised_kernel(
     dy_desc,
-    rows_ptr,
+    row_ids_ptr,
     w_desc,
     probs_ptr,
     h_desc,
@@ -162,7 +149,7 @@ def grouped_dgrad_act_specialised_kernel(
     tiles_ptr,
     num_experts,
     num_rows,
-    num_parts,
+    num_partials,
     H,
     F,
     stride_h_r,
@@ -173,7 +160,7 @@ def grouped_dgrad_act_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Pass (3); arguments as of the Triton kernel, `h` and `dh` by descriptors of halves apart."""
+    """Pass (3); arguments as in the Triton kernel; the descriptors of `h` and `dh` move halves one by one."""
     gl.static_assert(TILE.BLOCK_M == 128)
     gl.static_assert(SLOTS > 1)
     HALVES: gl.constexpr = activation.halves(ACT)
@@ -182,33 +169,25 @@ def grouped_dgrad_act_specialised_kernel(
     h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
     slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
-    dy, w, full, empty, sums = operands(dy_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), dy, w, full, empty, sums)
-    GATHERED: gl.constexpr = rows_ptr is not None
-    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
-    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
-    # fmt: off
+    dy, w, full, empty, accumulators = operands(dy_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
+    pipeline = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), dy, w, full, empty, accumulators)
+    GATHERED: gl.constexpr = row_ids_ptr is not None
+    arguments = (probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H)
+    loads = (dy_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts)
     gl.warp_specialize(
         [
-            (_consume, (
-                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
-            )),
-            (_consume, (
-                probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H, loop, slots,
-                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
-            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, K_CONTIGUOUS, TILE)),
-            (load_operands, (
-                dy_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop, REVERSED, K_CONTIGUOUS, 1, TILE,
-            )),
-            (_load_h, (h_desc, tiles_ptr, loop, slots, ACT, TILE)),
+            (_consume, (arguments, pipeline, slots, gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE)),
+            (_consume, (arguments, pipeline, slots, gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE))
+            if CONSUMERS == 2
+            else (multiply_tiles, (H, pipeline, K_CONTIGUOUS, TILE)),
+            (load_operands, (loads, H, pipeline, REVERSED, K_CONTIGUOUS, 1, TILE)),
+            (_load_h, (h_desc, tiles_ptr, pipeline, slots, ACT, TILE)),
         ],
-        [4 if CONSUMERS == 2 else 1, LOADING_WARPS, 1],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS, PRODUCER_REGISTERS],
+        worker_warps(CONSUMERS, GATHERED, others=1),
+        worker_registers(CONSUMERS, GATHERED, others=1),
     )
-    # fmt: on
     row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)
     if probs_ptr is not None:
-        zero_padding_at(partial_ptr, tiles_ptr, num_parts, 1, num_rows, row_M1, column_1N)
+        zero_padding_at(partial_ptr, tiles_ptr, num_partials, 1, num_rows, row_M1, column_1N)

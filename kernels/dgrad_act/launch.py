@@ -38,8 +38,8 @@ def grouped_dgrad_act_(
     probs_R: Array | None = None,
     rows_R: Array | None = None,
 ) -> Array | None:
-    """Writes all of `dh` and `a`, zeros at padding rows; returns fp32 parts of `dprobs`, `[parts, R]`, zero at padding
-    rows, which `gemm/dprobs.py` adds up, or None.
+    """Writes all of `dh` and `a`, zeros at padding rows; returns None or fp32 partial sums of `dprobs`,
+    `[num_partials, R]`, zero at padding rows, which `gemm/dprobs.py` adds up.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
     `rows` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
@@ -51,15 +51,15 @@ def grouped_dgrad_act_(
     fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
     dy_described = descriptors.fits(dy_RH)
-    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # warp-specialized
+    would_spill = act.CURVE == "gelu" and act.LIMIT is not None and halves == 2  # in the warp-specialized kernel
     fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else dy_described)
     vectors = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
     warp_specialized = dy_described and not would_spill and not gluon_missing()
     chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, warp_specialized)
     path, tile = chosen.path, chosen.tile
     num_f = cdiv(F, tile.BLOCK_N)
-    parts = num_f if bias_EH is None else num_f + 1
-    partial_PR = None if probs_R is None else builder.empty((parts, num_rows), torch.float32)
+    num_partials = num_f if bias_EH is None else num_f + 1
+    partial_PR = None if probs_R is None else builder.empty((num_partials, num_rows), torch.float32)
     if not num_rows:
         return partial_PR
     dy_desc = w_desc = dh_desc = a_desc = None
@@ -73,7 +73,7 @@ def grouped_dgrad_act_(
     with_bias, tiles = bias_EH is not None and probs_R is not None, schedule.tiles(builder, tile.BLOCK_M)
     of_bias = {
         "dy_ptr": dy_RH,
-        "rows_ptr": rows_R,
+        "row_ids_ptr": rows_R,
         **expert_tensors.arguments("bias", bias_EH),
         "tiles_ptr": tiles,
         "H": H,
@@ -81,7 +81,7 @@ def grouped_dgrad_act_(
     }
     arguments: dict[str, Any] = {
         "dy_desc": dy_desc,
-        "rows_ptr": rows_R,
+        "row_ids_ptr": rows_R,
         "w_desc": w_desc,
         "probs_ptr": probs_R,
         "dh_ptr": dh_RG,
@@ -111,15 +111,12 @@ def grouped_dgrad_act_(
             own = {"partial_ptr": partial_PR[num_f], "BLOCK_M": tile.BLOCK_M, "BLOCK_H": tile.BLOCK_K}
             builder.launch(_bias_dprobs, (schedule.max_tiles(tile.BLOCK_M),), of_bias | own, num_warps=8)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
-        arguments |= {"h_desc": h_desc, "num_parts": parts if partial_PR else 0}
+        arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
         builder.launch(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= of_bias | {
-        **expert_tensors.arguments("w", w_EFH),
+        **expert_tensors.weight_arguments(w_EFH, "f", "h"),
         "h_ptr": h_RG,
-        "stride_w_f": w_EFH.strides[0],
-        "stride_w_h": w_EFH.strides[1],
-        "ALIGNED": w_EFH.aligned,
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_dgrad_act_kernel, grid, arguments, chosen, costs)

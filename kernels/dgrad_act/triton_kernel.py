@@ -3,16 +3,16 @@
 With `g`, `l` the gate and linear parts of `h`, recomputed from it:
     dh_g = p * da * d act / dg,    dh_l = p * da * d act / dl,    a = p * act
     dprobs[r] = sum_f da[r, f] * act[r, f] + dy[r] . bias2
-(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial per column tile, and
+(the last term because `y = p * (fc2 @ act + bias2)`). The sum over f is one fp32 partial sum per column tile, and
 the last term one more; pass (4), or a launch of its own where there is no dx, adds them up (`gemm/dprobs.py`): no
 atomics, the same bits every run.
 
-With `rows`, row r takes row `rows[r]` of `dy`: gradients of tokens need not be permuted before. dy then comes
-by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there see
+With row ids, row r takes row `row_ids[r]` of `dy`: gradients of tokens need not be permuted before. dy is then loaded
+by pointers, through cp.async, also where all else goes by TMA, which gathers rows on Blackwell alone (there see
 `dgrad_act/gluon_kernel.py`).
 
-The epilogue reads two tiles and writes three beside `da`, so it goes by column subtiles; both halves of `dh` leave by
-one store. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
+The epilogue reads two tiles and writes three beside `da`, so it takes one column subtile after another; one store takes
+both halves of `dh`. Addresses and masks of `h` start from the subtile, which leaves little to compute anew for each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .epilogue import backward
 
 @triton.jit
 def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, ACT: tl.constexpr):
-    """A subtile of gates and one of linear channels from `h_M1` and `l_M1` on, where a row has `left` of either; one of
+    """Load a subtile of gates at `h_M1` and one of linear channels at `l_M1`, where a row has `left` of each; or one of
     both where they are interleaved.
     """
     g = load_rows(None, h_M1, 0, 0, mask_M1, 0, left * ACT.CHANNEL_STEP, WIDTH * ACT.CHANNEL_STEP)
@@ -43,7 +43,7 @@ def _load_h(h_M1, l_M1, mask_M1, left, WIDTH: tl.constexpr, ACT: tl.constexpr):
 def _bias_dprobs(
     partial_ptr,
     dy_ptr,
-    rows_ptr,
+    row_ids_ptr,
     bias_ptr,
     bias_table_ptr,
     tiles_ptr,
@@ -53,27 +53,30 @@ def _bias_dprobs(
     BLOCK_M: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work. Also launched by itself."""
+    """`partial[r] = sum_h dy[r, h] bias[e, h]`; all programs of a launch share the work. Also launched by itself.
+
+    `partial` `[R]` fp32, others as in `_grouped_dgrad_act_kernel`.
+    """
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     for m_tile in range(tl.program_id(0), tl.load(tiles_ptr), tl.num_programs(0)):
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         mask_M1, dy_row_M1 = row_M1 < rows, first + row_M1
-        if rows_ptr is not None:
-            dy_row_M1 = tl.load(rows_ptr + dy_row_M1, mask=mask_M1, other=0)
+        if row_ids_ptr is not None:
+            dy_row_M1 = tl.load(row_ids_ptr + dy_row_M1, mask=mask_M1, other=0)
         dy_M1 = dy_ptr + dy_row_M1.to(tl.int64) * stride_dy_r
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-        sums_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
+        acc_MH = tl.zeros((BLOCK_M, BLOCK_H), dtype=tl.float32)
         for k in tl.range(0, H, BLOCK_H, num_stages=3):  # without a dot, loads are pipelined on demand only
             dy_MH = load_rows(None, dy_M1, first, rows, mask_M1, k, H, BLOCK_H)
-            sums_MH += dy_MH.to(tl.float32) * load_bias(bias, k, H, BLOCK_H)
-        tl.store(partial_ptr + first + row_M1, tl.sum(sums_MH, axis=1, keep_dims=True), mask=mask_M1)
+            acc_MH += dy_MH.to(tl.float32) * load_bias(bias, (k + tl.arange(0, BLOCK_H))[None, :], H)
+        tl.store(partial_ptr + first + row_M1, tl.sum(acc_MH, axis=1, keep_dims=True), mask=mask_M1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _grouped_dgrad_act_kernel(
     dy_ptr,
     dy_desc,
-    rows_ptr,
+    row_ids_ptr,
     w_ptr,
     w_desc,
     w_table_ptr,
@@ -105,39 +108,45 @@ def _grouped_dgrad_act_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`dy` `[R, H]`, or `[T, H]` with `row_ids` `[R]`; `w` `[E, F, H]`; `bias` `[E, H]`; `probs` `[R]`; `h` and `dh`
+    `[R, G]`; `a` `[R, F]`; `partial` `[column tiles and one for a bias, R]` fp32; tables: experts' addresses, `[E]`
+    int64. `row_ids[r]` is the row of `dy` that row r takes.
+
+    `tiles`: a plan's table of tiles. Descriptors (`dy_desc`, ...) move the same tensors by TMA. What is absent is None.
+    """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES
     HAS_BIAS: tl.constexpr = probs_ptr is not None and bias_ptr is not None
-    FLATTEN: tl.constexpr = TILE.PER_SM > 0 and not (HAS_BIAS and rows_ptr is not None)  # would spill a few bytes
+    FLATTEN: tl.constexpr = TILE.PER_SM > 0 and not (HAS_BIAS and row_ids_ptr is not None)  # would spill a few bytes
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     STEP: tl.constexpr = ACT.CHANNEL_STEP
     WIDTH_G: tl.constexpr = WIDTH * STEP
-    # With descriptors rows, and halves of them, are whole multiples of 16 bytes: loads by pointers are vectors, too.
+    # With descriptors, rows and halves of rows are whole multiples of 16 bytes: loads by pointers are vectors, too.
     VECTOR: tl.constexpr = 1 if dh_desc is None else 128 // h_ptr.dtype.element_ty.primitive_bitwidth // STEP
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
-    num_parts = num_f
+    num_partials = num_f
     if HAS_BIAS:
-        # Loops of their own: in the loop over H below, all column tiles would pay for what one part needs.
+        # In loops of its own: in the loop over H below, all column tiles would pay for this one sum.
         _bias_dprobs(
             partial_ptr + num_f.to(tl.int64) * num_rows,
-            *(dy_ptr, rows_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e),
+            *(dy_ptr, row_ids_ptr, bias_ptr, bias_table_ptr, tiles_ptr, H, stride_dy_r, stride_bias_e),
             *(BLOCK_M, TILE.BLOCK_K),
         )
-        num_parts = num_f + 1
+        num_partials = num_f + 1
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
-    dy = (dy_ptr, dy_desc, rows_ptr, stride_dy_r)
+    dy = (dy_ptr, dy_desc, row_ids_ptr, stride_dy_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_f, stride_w_h)
-    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         _, first, rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < rows
         da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         da = product(da, dy, w, tile, f, F, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
 
-        # One subtile of `h` is always on its way: loads that wait for memory would be a third of a tile's time. Not the
-        # first one, under the loop: Triton then gives it the layout of `da`, at 60 registers and three conversions.
+        # One subtile of `h` is always being loaded: waits for memory would be a third of a tile's time. The first is
+        # not loaded under the loop over H: Triton would give it the layout of `da`, 60 registers and three conversions.
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * STEP
         l_M1, left = h_M1 + F, F - f
         if VECTOR > 1:
@@ -150,9 +159,9 @@ def _grouped_dgrad_act_kernel(
         probs_M1 = None
         if probs_ptr is not None:
             probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-        parts = column_subtiles(da, SUBTILES)
+        subtiles = column_subtiles(da, SUBTILES)
         for s in tl.static_range(SUBTILES):
-            da_MF = parts[s]
+            da_MF = subtiles[s]
             column = f + s * WIDTH
             g, l = g_next.to(tl.float32), l_next.to(tl.float32)
             if s + 1 < SUBTILES:
@@ -178,4 +187,4 @@ def _grouped_dgrad_act_kernel(
     zero_padding(dh_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, BLOCK_M, WIDTH)
     zero_padding(a_ptr, tiles_ptr, F, stride_a_r, 1, BLOCK_M, WIDTH)
     if probs_ptr is not None:
-        zero_padding(partial_ptr, tiles_ptr, num_parts, 1, num_rows, BLOCK_M, 4)
+        zero_padding(partial_ptr, tiles_ptr, num_partials, 1, num_rows, BLOCK_M, 4)

@@ -1,10 +1,10 @@
-"""Pass (1), warp-specialized, for Hopper and Blackwell, long loads: tiles and order are those of
+"""Pass (1), warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply both channels of a
-tile's columns (`warp_specialized/partitions.py`), and `h` and `a` are stored while the next tile's operands arrive and,
-on the other warpgroup or in tensor memory, are multiplied: no barrier of the whole block. Halves of `h` leave one by
-one, and then `a`, from as many buffers in turn: HALVES + 1 of each consumer.
+tile's columns (`warp_specialized/partitions.py`). `h` and `a` are stored while the next tile's operands arrive and are
+multiplied, by the other warpgroup or into tensor memory: no barrier of the whole block. The halves of `h` are stored
+one after the other, and then `a`, from buffers in turn: each consumer has HALVES + 1.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -14,79 +14,64 @@ from ..device.tile_order import load_tile, tile_at, zero_padding_at
 from ..device.tiles import expert_base
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
-from ..warp_specialized.partitions import (
-    CONSUMER_REGISTERS,
-    GATHERING_REGISTERS,
-    GATHERING_WARPS,
-    PRODUCER_REGISTERS,
-    load_operands,
-    operands,
-    part,
-    product,
-)
+from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
 from .epilogue import activate, pre_activation
 
 
 @gluon.jit
 def _consume(
-    bias_ptr,
-    bias_table_ptr,
-    stride_bias_e,
-    probs_ptr,
-    h_desc,
-    a_desc,
-    tiles_ptr,
-    H,
-    F,
-    loop,
+    arguments,
+    pipeline,
     h_out,
     a_out,
-    WHICH: gl.constexpr,
+    CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    """Partition of a consumer; `h_out`, `a_out`: its buffers for stores."""
+    bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F = arguments
     SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
-    PARTS: gl.constexpr = HALVES * SUBTILES
-    num_m, num_f = loop[0], loop[1]
+    NUM_SUBTILES: gl.constexpr = HALVES * SUBTILES
+    num_m, num_f = pipeline[0], pipeline[1]
     i = 0
-    for place in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
-        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, H, loop, WHICH, PARTS, K_CONTIGUOUS, TILE)
+        wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+        subtiles, i = product(i, H, pipeline, CONSUMER, NUM_SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
             column = f_tile * TILE.BLOCK_N + s * WIDTH
-            h_MG = part(parts, s, PARTS, CONSUMERS)
-            l_MF = part(parts, SUBTILES + s, PARTS, CONSUMERS) if HALVES == 2 else h_MG
+            h_MG = subtile(subtiles, s, NUM_SUBTILES, CONSUMERS)
+            l_MF = subtile(subtiles, SUBTILES + s, NUM_SUBTILES, CONSUMERS) if HALVES == 2 else h_MG
             bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
             column_1G = column_numbers(h_MG, column * ACT.CHANNEL_STEP)
             h_MG, l_MF = pre_activation(h_MG, l_MF, bias, column_1G, F * ACT.CHANNEL_STEP, ACT, h_out.dtype)
-            buffer = h_out.index(WHICH * HALVES)
+            buffer = h_out.index(CONSUMER * HALVES)
             overwrite(buffer, h_MG, HALVES)
             if HALVES == 2:
                 tma_store(h_desc, [wrap, end, row, 0, column], buffer)
-                overwrite(h_out.index(WHICH * HALVES + 1), l_MF, HALVES)
-                tma_store(h_desc, [wrap, end, row, 1, column], h_out.index(WHICH * HALVES + 1))
+                overwrite(h_out.index(CONSUMER * HALVES + 1), l_MF, HALVES)
+                tma_store(h_desc, [wrap, end, row, 1, column], h_out.index(CONSUMER * HALVES + 1))
             else:
                 tma_store(h_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], buffer)
             a = activate(h_MG, l_MF, ACT)
             if probs_ptr is not None:
-                a *= load_for_rows(probs_ptr + first, a, WHICH * ROWS, rows)
-            overwrite(a_out.index(WHICH), a.to(a_out.dtype), HALVES)
-            tma_store(a_desc, [wrap, end, row, column], a_out.index(WHICH))
+                a *= load_for_rows(probs_ptr + first, a, CONSUMER * ROWS, rows)
+            overwrite(a_out.index(CONSUMER), a.to(a_out.dtype), HALVES)
+            tma_store(a_desc, [wrap, end, row, column], a_out.index(CONSUMER))
     tma_store_wait(0)
 
 
 @gluon.jit
 def grouped_fc1_act_specialised_kernel(
     x_desc,
-    rows_ptr,
+    row_ids_ptr,
     w_desc,
     bias_ptr,
     bias_table_ptr,
@@ -108,39 +93,30 @@ def grouped_fc1_act_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Pass (1); arguments as of the Triton kernel."""
+    """Pass (1); arguments as in the Triton kernel."""
     gl.static_assert(TILE.BLOCK_M == 128)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     HALVES: gl.constexpr = activation.halves(ACT)
     WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES
     COLUMNS: gl.constexpr = HALVES * TILE.BLOCK_N * ACT.CHANNEL_STEP
-    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, COLUMNS, K_CONTIGUOUS, TILE)
-    loop = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), x, w, full, empty, sums)
+    x, w, full, empty, accumulators = operands(x_desc.dtype, CONSUMERS, COLUMNS, K_CONTIGUOUS, TILE)
+    pipeline = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), x, w, full, empty, accumulators)
     h_out = shared_tiles(h_desc.dtype, CONSUMERS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH)
-    GATHERED: gl.constexpr = rows_ptr is not None
-    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
-    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
-    # fmt: off
+    GATHERED: gl.constexpr = row_ids_ptr is not None
+    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F)
+    loads = (x_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts)
     gl.warp_specialize(
         [
-            (_consume, (
-                bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
-            )),
-            (_consume, (
-                bias_ptr, bias_table_ptr, stride_bias_e, probs_ptr, h_desc, a_desc, tiles_ptr, H, F, loop, h_out, a_out,
-                gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE,
-            )) if CONSUMERS == 2 else (multiply_tiles, (H, loop, K_CONTIGUOUS, TILE)),
-            (load_operands, (
-                x_desc, rows_ptr, w_desc, tiles_ptr, num_experts, H, loop,
-                REVERSED, K_CONTIGUOUS, HALVES, TILE,
-            )),
+            (_consume, (arguments, pipeline, h_out, a_out, gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE)),
+            (_consume, (arguments, pipeline, h_out, a_out, gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE))
+            if CONSUMERS == 2
+            else (multiply_tiles, (H, pipeline, K_CONTIGUOUS, TILE)),
+            (load_operands, (loads, H, pipeline, REVERSED, K_CONTIGUOUS, HALVES, TILE)),
         ],
-        [4 if CONSUMERS == 2 else 1, LOADING_WARPS],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS],
+        worker_warps(CONSUMERS, GATHERED),
+        worker_registers(CONSUMERS, GATHERED),
     )
-    # fmt: on
     row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(h_ptr, tiles_ptr, 2 * F if ACT.GATED else F, stride_h_r, 1, row_M1, column_1N)
     zero_padding_at(a_ptr, tiles_ptr, F, stride_a_r, 1, row_M1, column_1N)

@@ -46,7 +46,7 @@ def grouped_fc1_act_(
     w_view = descriptors.matrices(w_EGH, (G, H))
     k_contiguous, step = w_EGH.strides[1] == 1, act.CHANNEL_STEP
     halves = G // (F * step)
-    # Descriptors bring halves of [H, 2F] apart, as [2, H, F], which is no operand but by way of registers.
+    # A descriptor loads halves of [H, 2F] as [2, H, F], which MMAs can use by way of registers only.
     w_by_pointers = halves == 2 and not k_contiguous
     fits = w_view is not None and descriptors.fits(h_RG) and descriptors.fits(a_RF)
     fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))
@@ -66,7 +66,7 @@ def grouped_fc1_act_(
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     arguments = {
         "x_desc": x_desc,
-        "rows_ptr": rows_R,
+        "row_ids_ptr": rows_R,
         "w_desc": w_desc,
         **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,
@@ -95,11 +95,8 @@ def grouped_fc1_act_(
         return
     arguments |= {
         "x_ptr": x_RH,
-        **expert_tensors.arguments("w", w_EGH),
+        **expert_tensors.weight_arguments(w_EGH, "g", "h"),
         "stride_x_r": x_RH.strides[0],
-        "stride_w_g": w_EGH.strides[0],
-        "stride_w_h": w_EGH.strides[1],
-        "ALIGNED": w_EGH.aligned,
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_fc1_act_kernel, grid, arguments, chosen, costs)

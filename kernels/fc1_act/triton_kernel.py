@@ -2,11 +2,11 @@
 
 One program computes both channels of an output column: `h` has `G = 2F` columns, gate `f` and linear `F + f` (halves of
 a row), or interleaved, gate `2f` and linear `2f + 1`. Both are columns of one accumulator, twice as wide as `a`'s tile:
-with two of them, zeroed where `flatten` joins the loops, ptxas waits after every wgmma. The activation is taken of `h`
-as stored, so that backward, which recomputes it from `h`, sees the same values.
+with two accumulators, zeroed where `flatten` joins the loops, ptxas waits after every wgmma. The activation is computed
+from `h` as stored, so that backward, which recomputes it from `h`, sees the same values.
 
-With `rows`, row r of the result is computed from row `rows[r]` of `x`: tokens need not be permuted before. x then
-comes by pointers, through cp.async, also where all else goes by TMA, which follows an index on Blackwell alone (there
+With row ids, row r of the result is computed from row `row_ids[r]` of `x`: tokens need not be permuted before. x is
+then loaded by pointers, through cp.async, also where all else goes by TMA, which gathers rows on Blackwell alone (there
 see `fc1_act/gluon_kernel.py`).
 """
 
@@ -26,7 +26,7 @@ from .epilogue import activate, pre_activation
 def _grouped_fc1_act_kernel(
     x_ptr,
     x_desc,
-    rows_ptr,
+    row_ids_ptr,
     w_ptr,
     w_desc,
     w_table_ptr,
@@ -55,6 +55,11 @@ def _grouped_fc1_act_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`x` `[R, H]`, or `[T, H]` with `row_ids` `[R]`; `w` `[E, G, H]`; `bias` `[E, G]`; `probs` `[R]`; `h` `[R, G]`;
+    `a` `[R, F]`; tables: experts' addresses, `[E]` int64. `row_ids[r]` is the row of `x` that row r takes.
+
+    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. What is absent is None.
+    """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES
     FLATTEN: tl.constexpr = TILE.PER_SM > 0
@@ -63,12 +68,12 @@ def _grouped_fc1_act_kernel(
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     tl.assume(H > 0)
     num_m, num_f = tl.load(tiles_ptr), tl.cdiv(F, TILE.BLOCK_N)
-    end_g = F * STEP  # of the gates; a tile of weights may run past it, into columns that are not stored
+    end_g = F * STEP  # end of the gates; a tile of weights may run past it, into columns that are not stored
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
-    x = (x_ptr, x_desc, rows_ptr, stride_x_r)
+    x = (x_ptr, x_desc, row_ids_ptr, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h)
-    for place in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, f_tile = tile_at(place, num_m, num_f, TILE.GROUP_M)
+    for tile_index in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         expert, first, num_rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < num_rows
@@ -81,12 +86,12 @@ def _grouped_fc1_act_kernel(
         if probs_ptr is not None:
             probs_M1 = tl.load(probs_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
-        parts = column_subtiles(acc, HALVES * SUBTILES)
+        subtiles = column_subtiles(acc, HALVES * SUBTILES)
         for s in tl.static_range(SUBTILES):
             column = f + s * WIDTH
             column_1G = (column * STEP + tl.arange(0, WIDTH * STEP))[None, :]
-            l_MF = parts[(HALVES - 1) * SUBTILES + s]
-            h_MG, l_MF = pre_activation(parts[s], l_MF, bias, column_1G, end_g, ACT, h_ptr.dtype.element_ty)
+            l_MF = subtiles[(HALVES - 1) * SUBTILES + s]
+            h_MG, l_MF = pre_activation(subtiles[s], l_MF, bias, column_1G, end_g, ACT, h_ptr.dtype.element_ty)
             if HALVES == 2:
                 store_halves(h_desc, h_M1, first, num_rows, mask_M1, column, F, h_MG, l_MF)
             else:

@@ -1,8 +1,8 @@
 """Gradients of routing probabilities, from the partial sums of pass (3), one for each column tile and one for a bias:
 `dprobs[r] = sum_j partial[j, r]`.
 
-In fp32 and in the order of j, rounded once: the same bits every run. The programs of pass (4) share the work or, where
-there is no dx, those of a launch of its own.
+They are added in fp32 in the order of j, and rounded once: the same bits every run. The programs of pass (4) share the
+work or, where there is no dx, those of a launch of its own.
 """
 
 from __future__ import annotations
@@ -16,37 +16,34 @@ from ..device.tiles import round_to
 
 
 class Dprobs(NamedTuple):
-    """Partial sums that a launch adds up, and where it stores them: tensors or, in a plan, arrays."""
+    """Partial sums that a launch adds up, and the output: tensors or, in a plan, arrays."""
 
-    partial: Any  # [parts, R], fp32
-    rows: Any  # [R] integers: the row of every place in `out`; or None
-    out: Any  # [R], of any floating dtype
-
-
-@triton.jit
-def sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr = 256):
-    """`dprobs[i] = sum_j partial[j, i]`, or of row `rows[i]`, for every i below `num_rows`."""
-    sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, BLOCK))
+    partial: Any  # [num_partials, R], fp32
+    rows: Any  # [R] integers: `out[i]` is the sum for row `rows[i]`; None: for row i
+    out: Any  # [R], any floating dtype
 
 
 @triton.jit
-def sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, numbers):
-    """`sum_partials` for the places `numbers`, counted from 0, at once."""
-    BLOCK: tl.constexpr = numbers.shape[0]
+def sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices):
+    """`dprobs[i] = sum_j partial[j, dprobs_rows[i]]`, without `dprobs_rows` of row i, for all i below `num_rows`.
+
+    All programs of a launch share the work. `indices`: `arange` of as many as a program sums at once.
+    """
+    BLOCK: tl.constexpr = indices.shape[0]
     for start in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):
-        place = start + numbers
-        mask, row = place < num_rows, place
-        if rows_ptr is not None:
-            row = tl.load(rows_ptr + place, mask=mask, other=0)
+        index = start + indices
+        mask, row = index < num_rows, index
+        if dprobs_rows_ptr is not None:
+            row = tl.load(dprobs_rows_ptr + index, mask=mask, other=0)
         part_ptr = partial_ptr
-        sums = tl.load(part_ptr + row, mask=mask, other=0.0)
+        acc = tl.load(part_ptr + row, mask=mask, other=0.0)
         for _ in range(1, num_partials):
             part_ptr += num_rows
-            sums += tl.load(part_ptr + row, mask=mask, other=0.0)
-        tl.store(dprobs_ptr + place, round_to(sums, dprobs_ptr.dtype.element_ty), mask=mask)
+            acc += tl.load(part_ptr + row, mask=mask, other=0.0)
+        tl.store(dprobs_ptr + index, round_to(acc, dprobs_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_partials", "num_rows"])
-def sum_partials_kernel(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr):
-    """`sum_partials` by itself, where no other launch follows pass (3)."""
-    sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK)
+def sum_partials_kernel(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, BLOCK: tl.constexpr):
+    """`sum_partials` alone; `partial` `[num_partials, num_rows]`, `dprobs_rows` and `dprobs` `[num_rows]`."""
+    sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, BLOCK))

@@ -1,20 +1,20 @@
-"""Passes (2) and (4), warp-specialized, for Hopper and Blackwell, long loads: tiles and order are those of
+"""Passes (2) and (4), warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
-One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`), and what a tile
-became is stored while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied:
-no barrier of the whole block.
+One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`). A finished tile is
+stored while the next one's operands arrive and are multiplied, by the other warpgroup or into tensor memory: no barrier
+of the whole block.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
-from ..device.tiles import expert_base, load_bias_at
+from ..device.tiles import expert_base, load_bias
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
-from ..warp_specialized.partitions import CONSUMER_REGISTERS, PRODUCER_REGISTERS, load_operands, operands, part, product
+from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
-from .dprobs import sum_partials_at
+from .dprobs import sum_partials
 from .epilogue import add_bias
 
 # Upper bound on a consumer's buffers for subtiles that are being stored; the number of subtiles is a power of two.
@@ -23,42 +23,37 @@ BUFFERS = gl.constexpr(2)
 
 @gluon.jit
 def _consume(
-    bias_ptr,
-    bias_table_ptr,
-    stride_bias_e,
-    scale_ptr,
-    y_desc,
-    tiles_ptr,
-    N,
-    K,
-    loop,
+    arguments,
+    pipeline,
     out,
-    WHICH: gl.constexpr,
+    CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
+    """Partition of a consumer; `out`: its buffers for stores."""
+    bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K = arguments
     SUBTILES: gl.constexpr = TILE.SUBTILES
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
     TURNS: gl.constexpr = min(BUFFERS, SUBTILES)
-    num_m, num_n = loop[0], loop[1]
+    num_m, num_n = pipeline[0], pipeline[1]
     i = 0
-    for place in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
-        wrap, end, row = to_ragged_indices(first, rows, WHICH * ROWS)
-        parts, i = product(i, K, loop, WHICH, SUBTILES, K_CONTIGUOUS, TILE)
+        wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+        subtiles, i = product(i, K, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            y_MN, column = part(parts, s, SUBTILES, CONSUMERS), n_tile * TILE.BLOCK_N + s * WIDTH
+            y_MN, column = subtile(subtiles, s, SUBTILES, CONSUMERS), n_tile * TILE.BLOCK_N + s * WIDTH
             bias_1N, scale_M1 = None, None
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                bias_1N = load_bias_at(bias, column_numbers(y_MN, column), N)
+                bias_1N = load_bias(bias, column_numbers(y_MN, column), N)
                 if scale_ptr is not None:
-                    scale_M1 = load_for_rows(scale_ptr + first, y_MN, WHICH * ROWS, rows)
+                    scale_M1 = load_for_rows(scale_ptr + first, y_MN, CONSUMER * ROWS, rows)
             y_MN = add_bias(y_MN, bias_1N, scale_M1, out.dtype)
-            buffer = out.index(WHICH * TURNS + s % TURNS)
+            buffer = out.index(CONSUMER * TURNS + s % TURNS)
             overwrite(buffer, y_MN, TURNS - 1)
             tma_store(y_desc, [wrap, end, row, column], buffer)
     tma_store_wait(0)
@@ -74,7 +69,7 @@ def grouped_gemm_specialised_kernel(
     y_ptr,
     y_desc,
     partial_ptr,
-    rows_ptr,
+    dprobs_rows_ptr,
     dprobs_ptr,
     tiles_ptr,
     num_partials,
@@ -89,33 +84,27 @@ def grouped_gemm_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Passes (2) and (4); arguments as of the Triton kernel."""
+    """Passes (2) and (4); arguments as in the Triton kernel."""
     gl.static_assert(TILE.BLOCK_M == 128)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
-    x, w, full, empty, sums = operands(x_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
-    loop = (gl.load(tiles_ptr), gl.cdiv(N, TILE.BLOCK_N), x, w, full, empty, sums)
+    x, w, full, empty, accumulators = operands(x_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
+    pipeline = (gl.load(tiles_ptr), gl.cdiv(N, TILE.BLOCK_N), x, w, full, empty, accumulators)
     out = shared_tiles(y_desc.dtype, CONSUMERS * min(BUFFERS, TILE.SUBTILES), ROWS, TILE.BLOCK_N // TILE.SUBTILES)
-    # fmt: off
+    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K)
+    loads = (x_desc, None, w_desc, tiles_ptr, num_experts)
     gl.warp_specialize(
         [
-            (_consume, (
-                bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K, loop, out,
-                gl.constexpr(0), CONSUMERS, K_CONTIGUOUS, TILE,
-            )),
-            (_consume, (
-                bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K, loop, out,
-                gl.constexpr(1), CONSUMERS, K_CONTIGUOUS, TILE,
-            )) if CONSUMERS == 2 else (multiply_tiles, (K, loop, K_CONTIGUOUS, TILE)),
-            (load_operands, (
-                x_desc, None, w_desc, tiles_ptr, num_experts, K, loop, REVERSED, K_CONTIGUOUS, 1, TILE,
-            )),
+            (_consume, (arguments, pipeline, out, gl.constexpr(0), CONSUMERS, K_CONTIGUOUS, TILE)),
+            (_consume, (arguments, pipeline, out, gl.constexpr(1), CONSUMERS, K_CONTIGUOUS, TILE))
+            if CONSUMERS == 2
+            else (multiply_tiles, (K, pipeline, K_CONTIGUOUS, TILE)),
+            (load_operands, (loads, K, pipeline, REVERSED, K_CONTIGUOUS, 1, TILE)),
         ],
-        [4 if CONSUMERS == 2 else 1, 1],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, PRODUCER_REGISTERS],
+        worker_warps(CONSUMERS),
+        worker_registers(CONSUMERS),
     )
-    # fmt: on
     row_M1, column_1N = whole_rows(TILE.BLOCK_M)
     zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
     if partial_ptr is not None:
-        numbers = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
-        sum_partials_at(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows, numbers)
+        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)

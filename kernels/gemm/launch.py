@@ -58,7 +58,7 @@ def grouped_gemm_(
         "y_ptr": y_RN,
         "y_desc": y_desc,
         "partial_ptr": dprobs and dprobs.partial,
-        "rows_ptr": dprobs and dprobs.rows,
+        "dprobs_rows_ptr": dprobs and dprobs.rows,
         "dprobs_ptr": dprobs and dprobs.out,
         "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
         "num_partials": dprobs.partial.shape[0] if dprobs else 0,
@@ -80,11 +80,8 @@ def grouped_gemm_(
         return
     arguments |= {
         "x_ptr": x_RK,
-        **expert_tensors.arguments("w", w_ENK),
+        **expert_tensors.weight_arguments(w_ENK, "n", "k"),
         "stride_x_r": x_RK.strides[0],
-        "stride_w_n": w_ENK.strides[0],
-        "stride_w_k": w_ENK.strides[1],
-        "ALIGNED": w_ENK.aligned,
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_gemm_kernel, grid, arguments, chosen, costs)
@@ -95,7 +92,7 @@ def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:
     (num_partials, num_rows), block = dprobs.partial.shape, 256
     arguments = {
         "partial_ptr": dprobs.partial,
-        "rows_ptr": dprobs.rows,
+        "dprobs_rows_ptr": dprobs.rows,
         "dprobs_ptr": dprobs.out,
         "num_partials": num_partials,
         "num_rows": num_rows,

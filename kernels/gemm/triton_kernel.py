@@ -1,7 +1,7 @@
 """Passes (2) and (4): `y[r, n] = sum_k x[r, k] w[e, n, k] + scale[r] bias[e, n]` for the expert e of row r.
 
 `dx = dh @ fc1` is the same with the weight's last two strides swapped. M-ragged over the tiles of a plan. With
-`dprobs`, the launch also adds up what pass (3) left of those, so that they need none of their own.
+`dprobs`, the launch also adds up the partial sums that pass (3) left, so that they need no launch of their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _grouped_gemm_kernel(
     y_ptr,
     y_desc,
     partial_ptr,
-    rows_ptr,
+    dprobs_rows_ptr,
     dprobs_ptr,
     tiles_ptr,
     num_partials,
@@ -49,6 +49,11 @@ def _grouped_gemm_kernel(
     TILE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """`x` `[R, K]`; `w` `[E, N, K]`; `bias` `[E, N]`; `scale` `[R]`; `y` `[R, N]`; tables: experts' addresses, `[E]`
+    int64; `partial` `[num_partials, R]` fp32, `dprobs_rows` and `dprobs` `[R]`, as in `sum_partials`.
+
+    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. What is absent is None.
+    """
     SUBTILES: tl.constexpr = TILE.SUBTILES
     FLATTEN: tl.constexpr = TILE.PER_SM > 0
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, TILE.BLOCK_N)
@@ -57,27 +62,27 @@ def _grouped_gemm_kernel(
     row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
     x = (x_ptr, x_desc, None, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k)
-    # Persistent, and one loop with that over K if compiled so: a tile's first loads run under the last tile's stores.
-    for place in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
-        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
+    # Persistent. With FLATTEN this is one loop with that over K: a tile's first loads run under the last one's stores.
+    for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
+        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         expert, first, rows = tile
         n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < rows
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         acc = product(acc, x, w, tile, n, N, K, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
         y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
-        parts = column_subtiles(acc, SUBTILES)
+        subtiles = column_subtiles(acc, SUBTILES)
         for s in tl.static_range(SUBTILES):
             column = n + s * WIDTH
             bias_1N, scale_M1 = None, None
             if bias_ptr is not None:
                 bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                bias_1N = load_bias(bias, column, N, WIDTH)
+                bias_1N = load_bias(bias, (column + tl.arange(0, WIDTH))[None, :], N)
                 if scale_ptr is not None:
                     scale_M1 = tl.load(scale_ptr + first + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-            y_MN = add_bias(parts[s], bias_1N, scale_M1, y_ptr.dtype.element_ty)
+            y_MN = add_bias(subtiles[s], bias_1N, scale_M1, y_ptr.dtype.element_ty)
             store_rows(y_desc, y_M1, first, rows, mask_M1, column, N, y_MN)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)
     if partial_ptr is not None:
-        sum_partials(partial_ptr, rows_ptr, dprobs_ptr, num_partials, num_rows)
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, 256))

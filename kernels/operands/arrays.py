@@ -1,4 +1,4 @@
-"""Tensors as plans see them: what decides how a kernel gets one, without its memory."""
+"""Tensors as plans see them: facts that decide how a kernel loads or stores one, without its memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Array:
     strides: tuple[int, ...]  # in elements
     dtype: torch.dtype
     address: int  # modulo ALIGNMENT
-    source: int  # number of the argument or, counted on after those, of the allocation
+    source: int  # number of the argument, or of the allocation, counted on after the arguments
     offset: int = 0  # bytes from where the source starts
     distance: int = 0  # bytes from the lowest tensor of a list of segments
 

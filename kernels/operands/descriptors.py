@@ -28,8 +28,8 @@ class Descriptor(NamedTuple):
         return self.block, self.array.dtype
 
     def described(self, base: Any, by_gluon: bool) -> Any:
-        """As Triton's own launches take it, of memory from `base` on; Gluon's kernels say how a tile lies in shared
-        memory.
+        """The descriptor that Triton's own launches take, of memory from `base` on; for Gluon's kernels it also has the
+        layout of a tile in shared memory.
         """
         described = base, list(self.shape), list(self.strides), list(self.block)
         if not by_gluon:
@@ -58,18 +58,14 @@ def fits_halves(array_RG: Array, halves: int) -> bool:
 
 
 def ragged_rows(
-    array_RN: Array,
-    block_rows: int,
-    block_columns: int,
-    columns: int | None = None,
-    halves: int = 1,
-    apart: bool = False,
+    array_RN: Array, block_rows: int, block_columns: int, *, halves: int = 1, apart: bool = False
 ) -> Descriptor:
-    """Describe the first `columns` of rows in groups for `load_ragged` and `store_ragged`, which fill with zeros and
-    mask at the end of a group, as `triton.tools.ragged_tma.create_ragged_descriptor` does. With two `halves` of a row,
-    `[R, 2, N / 2]`, a tile has both or, if they are moved `apart`, one.
+    """Describe rows in groups for `load_ragged` and `store_ragged`, which fill with zeros and mask at the end of a
+    group, as `triton.tools.ragged_tma.create_ragged_descriptor` does.
+
+    With two `halves` of a row, `[R, 2, N / 2]`, a tile has both or, if they are moved `apart`, one.
     """
-    stride, columns = array_RN.strides[0], array_RN.shape[1] // halves if columns is None else columns
+    stride, columns = array_RN.strides[0], array_RN.shape[1] // halves
     distance, both = ((columns,), (2,)) if halves == 2 else ((), ())
     shape = (MAX_COORDINATE, MAX_COORDINATE, MAX_ROWS, *both, columns)
     strides = (2**34 - stride, stride, stride, *distance, 1)
@@ -78,12 +74,12 @@ def ragged_rows(
 
 
 def gathered_rows(array_RN: Array, block_columns: int) -> Descriptor:
-    """Rows that an index names, which Blackwell's TMA brings each for itself."""
+    """Describe rows that Blackwell's TMA gathers by row ids, each by itself."""
     return Descriptor(array_RN, array_RN.shape, array_RN.strides, (1, block_columns))
 
 
 def operand_rows(array_RN: Array, block_rows: int, block_columns: int, gathered: bool, path: Path) -> Descriptor | None:
-    """Rows of groups, or those that an index names; None where they come by pointers, as TMA follows no index."""
+    """Describe rows in groups, or gathered rows; None where these are loaded by pointers, as TMA does not gather."""
     if not gathered:
         return ragged_rows(array_RN, block_rows, block_columns)
     return gathered_rows(array_RN, block_columns) if path == "specialised" else None
@@ -105,7 +101,7 @@ def matrices(w: ExpertTensors, size: tuple[int, int]) -> Array | None:
 
 
 def of_matrices(w_ENK: Array, block_n: int, block_k: int, k_contiguous: bool, halves: int = 1) -> Descriptor:
-    """A view from `matrices`, one expert's tile at a time; of two `halves` of `[E, N, K]`, as much of either."""
+    """Describe a view from `matrices`, for one expert's tile at a time; with two `halves` of `[E, N, K]`, for both."""
     if halves == 1:
         block = (1, block_n, block_k) if k_contiguous else (1, block_k, block_n)
         return Descriptor(w_ENK, w_ENK.shape, w_ENK.strides, block)

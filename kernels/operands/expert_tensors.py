@@ -21,7 +21,7 @@ class ExpertTensors(NamedTuple):
     base: Any  # Tensor or Array: gives the dtype and, without a table, the address of expert 0
     table: Any  # [E] int64 addresses; None where experts are evenly spaced in one buffer
     stride_e: int
-    strides: tuple[int, ...]  # 1 where there is but one element
+    strides: tuple[int, ...]  # 1 where the size is 1
     aligned: bool  # every expert starts at a multiple of 16 bytes
     num_experts: int
 
@@ -81,6 +81,12 @@ def arguments(name: str, experts: ExpertTensors | None) -> dict[str, Any]:
     return {f"{name}_ptr": base, f"{name}_table_ptr": table, f"stride_{name}_e": stride_e}
 
 
+def weight_arguments(w: ExpertTensors, rows: str, columns: str) -> dict[str, Any]:
+    """Kernel arguments for weights `w`, with strides named after the letters of rows and columns."""
+    strides = {f"stride_w_{rows}": w.strides[0], f"stride_w_{columns}": w.strides[1]}
+    return {**arguments("w", w), **strides, "ALIGNED": w.aligned}
+
+
 @lru_cache(maxsize=1024)
 def _places(addresses: tuple[int, ...]) -> tuple[int | None, int, int, bool]:
     """The step between addresses (None: they are uneven), the lowest, the highest, and whether all are multiples of
@@ -99,7 +105,7 @@ def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses as an int64 tensor on the device, which is kept, as parameters and their gradients come again.
+    """Addresses as an int64 tensor on the device, which is kept: parameters and their gradients come again.
 
     While a CUDA graph is captured, nothing new is kept, for that memory belongs to the graph; and a copy on one
     stream has not happened for another.

@@ -1,7 +1,7 @@
-"""Every token's rows, summed: `out[t] = sum over k of y[rows[t * K + k]]`, in the order of k, in fp32, rounded once.
+"""Sum of every token's rows: `out[t] = sum over k of y[rows[t * K + k]]`, in the order of k, in fp32, rounded once.
 
-Used for `y` and, as the opposite of a gather, for `dx`. Rows come from all over `y`, each whole. No addition is atomic:
-the same bits every run.
+Used for `y` and, as the opposite of a gather, for `dx`. Rows lie anywhere in `y`; each is read whole. No addition is
+atomic: the same bits every run.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ def _combine_kernel(
     UNROLL: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
+    """`y` `[R, H]`, `rows` `[T * K]` integers, `out` `[T, H]`; one program for each token and BLOCK_H columns."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < H
-    sums = tl.zeros((BLOCK_H,), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_H,), dtype=tl.float32)
     for first in range(0, K, UNROLL):
         # UNROLL rows are loaded at once.
         for k in tl.static_range(UNROLL):
             row = tl.load(rows_ptr + token * K + first + k, mask=first + k < K, other=0).to(tl.int64)
             # A number for each column: Triton 3.9's interpreter makes integers of one condition for all of them.
             used = tl.zeros_like(columns) + (first + k) < K
-            sums += tl.load(y_ptr + row * stride_y_r + columns, mask=mask & used, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * stride_out_t + columns, round_to(sums, out_ptr.dtype.element_ty), mask=mask)
+            acc += tl.load(y_ptr + row * stride_y_r + columns, mask=mask & used, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * stride_out_t + columns, round_to(acc, out_ptr.dtype.element_ty), mask=mask)
 
 
 @Launcher

@@ -2,10 +2,10 @@
 
     rows[i] = |{j : id[j] < id[i]}| + |{j < i : id[j] = id[i]}|,    slots = its inverse,
 
-and of every row its token, `slots[r] // K`, and its probability.
+and, for every row, its token, `slots[r] // K`, and its probability.
 
-That is a stable sort by counting, in two launches: every block of positions counts its ids; then every block adds up
-the counts of those before it and places its positions, beside programs that make the plan of the launches to come
+This is a stable sort by counting, in two launches: every block of positions counts its ids; then every block adds up
+the counts of the blocks before it and places its positions, beside programs that make the plan of the launches to come
 (`routing/plan.py`). No atomics on memory: the same bits every run. Ids outside `[0, E)` count as E, so rows of experts
 that are elsewhere come last, as padding.
 """
@@ -45,9 +45,9 @@ class Routed(NamedTuple):
 
 @triton.jit
 def _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS: tl.constexpr):
-    """Experts of positions; E for ids that are none, E + 1 past the last position."""
+    """Experts of positions; E for ids outside `[0, E)`, E + 1 past the last position."""
     inside = position < num_positions
-    ids = tl.load(ids_ptr + position, mask=inside, other=0).to(tl.int64)  # before any comparison: they may be of 8 bits
+    ids = tl.load(ids_ptr + position, mask=inside, other=0).to(tl.int64)  # before any comparison: ids may have 8 bits
     experts = tl.where((ids >= 0) & (ids < NUM_EXPERTS), ids, NUM_EXPERTS)
     return tl.where(inside, experts, NUM_EXPERTS + 1).to(tl.int32)
 
@@ -56,6 +56,7 @@ def _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS: tl.constexpr):
 def _routing_counts_kernel(
     ids_ptr, counts_ptr, num_positions, block, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, COUNTED: tl.constexpr
 ):
+    """Count the ids of each block of positions: `ids` `[num_positions]`, `counts` `[blocks, E + 1]` int32."""
     first = tl.program_id(0).to(tl.int64) * block
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), dtype=tl.int32)
@@ -66,8 +67,8 @@ def _routing_counts_kernel(
 
 
 @triton.jit
-def _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SUMMED: tl.constexpr):
-    """`(counts of all blocks, of those before the part-th)`, `[BINS]`."""
+def _sum_counts(counts_ptr, program, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, SUMMED: tl.constexpr):
+    """`(counts of all blocks, counts of the blocks before that of `program`)`, `[BINS]` each."""
     BLOCK_B: tl.constexpr = max(1, SUMMED // BINS)
     bins = tl.arange(0, BINS)
     totals, before = tl.zeros((BINS,), dtype=tl.int32), tl.zeros((BINS,), dtype=tl.int32)
@@ -76,7 +77,7 @@ def _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS: tl.constexpr, BINS: t
         mask = (blocks < num_blocks)[:, None] & (bins <= NUM_EXPERTS)[None, :]
         counts_BE = tl.load(counts_ptr + blocks[:, None] * (NUM_EXPERTS + 1) + bins[None, :], mask=mask, other=0)
         totals += tl.sum(counts_BE, 0)
-        before += tl.sum(tl.where((blocks < part)[:, None], counts_BE, 0), 0)
+        before += tl.sum(tl.where((blocks < program)[:, None], counts_BE, 0), 0)
     return totals, before
 
 
@@ -102,19 +103,25 @@ def _routing_places_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    part = tl.program_id(0)
-    totals, before = _sum_counts(counts_ptr, part, num_blocks, NUM_EXPERTS, BINS, SUMMED)
-    if part >= num_blocks:
+    """Place the positions of one block or, in programs after those, write a plan.
+
+    `ids`, `probs` and `rows` `[T * K]` by position; `counts` `[num_blocks, E + 1]`; `tokens` and `row_probs` `[R]` by
+    row; `plan` as in `routing/plan.py`.
+    """
+    program = tl.program_id(0)
+    totals, before = _sum_counts(counts_ptr, program, num_blocks, NUM_EXPERTS, BINS, SUMMED)
+    if program >= num_blocks:
         g = tl.arange(0, BLOCK_G)
         n_g = tl.where(g < NUM_EXPERTS, tl.gather(totals, tl.minimum(g, BINS - 1), 0), 0)
         first_g, end_g = groups_of_counts(n_g, num_positions, NUM_EXPERTS, BLOCK_G)
         write_plan(
-            part - num_blocks, first_g, end_g, plan_ptr, num_positions, NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E
+            *(program - num_blocks, first_g, end_g, plan_ptr, num_positions),
+            *(NUM_EXPERTS, BLOCKS, BLOCK_G, BLOCK_T, BLOCK_E),
         )
     else:
         next_row = tl.cumsum(totals, 0) - totals + before  # of every expert
         within = tl.arange(0, CHUNK)
-        first = part.to(tl.int64) * block
+        first = program.to(tl.int64) * block
         for start in range(0, tl.minimum(num_positions - first, block).to(tl.int32), CHUNK):
             position = first + start + within
             experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)

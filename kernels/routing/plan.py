@@ -4,8 +4,8 @@ A plan is one int32 tensor: the experts' first rows, `[E + 1]`; the order in whi
 BLOCK_M that a launch may use, a table of tiles.
 
 An M-ragged pass runs over tiles of BLOCK_M rows that never cross experts. Their number depends on the load, but is at
-most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes tables and grids by that; how many
-there are is a table's first element, where programs stop. Rows that no expert owns (padding) form a last group, `E`,
+most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes tables and grids by that; their
+number is a table's first element, where programs stop. Rows that no expert owns (padding) form a last group, `E`,
 for which kernels store zeros.
 
 `Schedule` also accepts bare first rows, `[E + 1]`, and has the rest made.
@@ -28,7 +28,7 @@ from ..tiles.select import architecture
 from ..tiles.table import row_blocks
 from .plan_kernel import _plan_kernel
 
-# Places that one program of a table fills, and experts that one program puts in order.
+# Tiles of a table that one program writes, and experts that one program puts in order.
 _BLOCK_T, EXPERTS_PER_PROGRAM = 128, 8
 
 
@@ -39,7 +39,7 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
 
 
 def size_of_table(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Elements: `[2]` tiles of experts, tiles with those of padding rows; unused; then `[max_tiles, 3]`."""
+    """Elements of a table: experts' tiles, tiles with those of padding rows, one unused; then `[max_tiles, 3]`."""
     return _whole(3 * (1 + max_tiles(num_rows, num_experts, block_m)))
 
 
@@ -60,21 +60,21 @@ def size_of_plan(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> in
 
 
 def size_on(device: torch.device, num_rows: int, num_experts: int) -> int:
-    """Elements of a plan that a device makes; also for a compiler's symbols, which nothing may keep."""
+    """Elements of a plan that a device makes; also for SymInts, so the result is not cached."""
     size: int = size_of_plan.__wrapped__(num_rows, num_experts, row_blocks(architecture(device)))
     return size
 
 
 @lru_cache(maxsize=4096)
 def num_plan_programs(num_rows: int, num_experts: int, blocks: tuple[int, ...]) -> int:
-    """How many programs `write_plan` takes."""
+    """Number of programs that `write_plan` needs."""
     tiles = (cdiv(max_tiles(num_rows, num_experts, block), _BLOCK_T) for block in blocks)
     programs: int = cdiv(num_experts, EXPERTS_PER_PROGRAM) + sum(tiles)
     return programs
 
 
 def _whole(elements: int) -> int:
-    """Up to the next 16 bytes."""
+    """Round up to whole 16 bytes."""
     return (elements + 3) // 4 * 4
 
 
@@ -110,7 +110,7 @@ def plan_tables(
 
 
 class CheckedPlan(NamedTuple):
-    """A plan, and whether the counts that it is of were right: `[]`, bool."""
+    """A plan, and whether its counts were valid: `[]`, bool."""
 
     plan: Any
     valid: Any
@@ -131,7 +131,7 @@ class Schedule:
     """A plan, as launchers read it: a tensor or, while a program is planned, an array."""
 
     def __init__(self, plan: Any, num_rows: int, num_experts: int | None = None):
-        """`plan`: a plan, or first rows `[E + 1]`; without `num_experts` it is those."""
+        """`plan`: a plan, or first rows `[E + 1]`; without `num_experts`, it must be first rows."""
         self.num_rows = num_rows
         self.num_experts: int = plan.shape[0] - 1 if num_experts is None else num_experts
         self._plan = plan
@@ -141,7 +141,7 @@ class Schedule:
 
     @staticmethod
     def planned(builder: Builder, plan: Array, num_rows: int, num_experts: int) -> Schedule:
-        """Schedule of an array in a plan; where that is bare first rows, a launch makes the rest."""
+        """Schedule of a plan's array; where that is bare first rows, a launch makes the rest."""
         schedule = Schedule(plan, num_rows, num_experts)
         if plan.shape[0] == num_experts + 1:
             schedule._plan = schedule._tables_of(builder, plan)
@@ -174,7 +174,7 @@ class Schedule:
         """See `write_tiles`."""
         blocks = row_blocks(builder.target.architecture)
         plan: Array = self._plan
-        if block_m not in blocks:  # of a tuner, in no table
+        if block_m not in blocks:  # from a tuner, in no table
             blocks = (block_m,)
             if block_m not in self._others:
                 own = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)

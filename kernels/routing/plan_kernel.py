@@ -13,7 +13,7 @@ def _whole_table(tiles):
 
 @triton.jit
 def write_plan(
-    part,
+    program,
     first_g,
     end_g,
     plan_ptr,
@@ -24,38 +24,38 @@ def write_plan(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """One program's part of a plan. `first_g`, `end_g`: rows of every group; of those after the experts, `num_rows`."""
+    """Write one program's part of a plan. `first_g`, `end_g`: rows of every group; after the experts, `num_rows`."""
     ORDER_AT: tl.constexpr = (NUM_EXPERTS + 4) // 4 * 4
     TABLES_AT: tl.constexpr = 2 * ORDER_AT
     ORDERS: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E
-    if part == 0:
+    if program == 0:
         g = tl.arange(0, BLOCK_G)
         tl.store(plan_ptr + g, first_g, mask=g <= NUM_EXPERTS)
-    if part < ORDERS:
-        write_order(part, end_g - first_g, plan_ptr + ORDER_AT, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+    if program < ORDERS:
+        write_order(program, end_g - first_g, plan_ptr + ORDER_AT, NUM_EXPERTS, BLOCK_G, BLOCK_E)
     table_ptr = plan_ptr + TABLES_AT
-    part -= ORDERS
+    program -= ORDERS
     groups = tl.minimum(num_rows, NUM_EXPERTS + 1)
     for i in tl.static_range(len(BLOCKS)):
         most = groups - 1 + (num_rows - groups + BLOCKS[i]) // BLOCKS[i]
         programs = tl.cdiv(most, BLOCK_T)
-        if (part >= 0) & (part < programs):
-            write_tiles(part, first_g, end_g, table_ptr, NUM_EXPERTS, BLOCKS[i], BLOCK_G, BLOCK_T)
+        if (program >= 0) & (program < programs):
+            write_tiles(program, first_g, end_g, table_ptr, NUM_EXPERTS, BLOCKS[i], BLOCK_G, BLOCK_T)
         table_ptr += _whole_table(most)
-        part -= programs
+        program -= programs
 
 
 @triton.jit
 def write_order(
-    part,
+    program,
     rows_g,
     order_ptr,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Experts by falling number of rows, `[E]`, then how many have any."""
-    own, others = part * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
+    """Write the experts by falling number of rows, `[E]`, then how many have rows."""
+    own, others = program * BLOCK_E + tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_G)
     expert_g = others < NUM_EXPERTS
     rows_g = tl.where(expert_g, rows_g, 0)
     own_rows = tl.gather(rows_g, own, 0)
@@ -65,13 +65,13 @@ def write_order(
     rank = tl.sum((before & expert_g[None, :]).to(tl.int32), axis=1)
     used = tl.sum((rows_g > 0).to(tl.int32), axis=0)
     tl.store(order_ptr + rank, own, mask=own < NUM_EXPERTS)
-    if part == 0:
+    if program == 0:
         tl.store(order_ptr + NUM_EXPERTS, used)
 
 
 @triton.jit
 def write_tiles(
-    part,
+    program,
     first_g,
     end_g,
     tiles_ptr,
@@ -80,17 +80,17 @@ def write_tiles(
     BLOCK_G: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """How many tiles the experts have, and how many there are with those of padding rows; an element that is not used;
-    then for each its expert (E: padding), its first row and the end of the expert's rows. The rest is not written.
+    """Write a table: the number of the experts' tiles, the number with those of padding rows, one unused element; then
+    for each tile its expert (E: padding), its first row and the end of the expert's rows. The rest is not written.
     """
     g = tl.arange(0, BLOCK_G)
     tile_ends = tl.cumsum((end_g - first_g + BLOCK_M - 1) // BLOCK_M, 0)
     used = tl.max(tile_ends, 0)
-    if part == 0:
+    if program == 0:
         tl.store(tiles_ptr, tl.max(tl.where(g < NUM_EXPERTS, tile_ends, 0), 0))
         tl.store(tiles_ptr + 1, used)
     # Binary search for the groups that end before tile t: [BLOCK_T, BLOCK_G] comparisons would not fit registers.
-    t = part * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = program * BLOCK_T + tl.arange(0, BLOCK_T)
     group = tl.zeros((BLOCK_T,), dtype=tl.int32)
     half = BLOCK_G // 2
     while half > 0:
@@ -126,7 +126,7 @@ def _plan_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """From counts, or from first rows."""
+    """Write a `plan` of `counts` `[E]`, with `valid` `[]`, or of first rows, `offsets` `[E + 1]`."""
     g = tl.arange(0, BLOCK_G)
     if counts_ptr is not None:
         n_g = tl.load(counts_ptr + g, mask=g < NUM_EXPERTS, other=0).to(tl.int64)

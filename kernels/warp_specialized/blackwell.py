@@ -1,24 +1,25 @@
-"""Sums of products in tensor memory (Blackwell), of two tiles in turn: one is multiplied while the other is stored.
+"""Accumulators in tensor memory (Blackwell), for two tiles in turn: MMAs add to one while the other is stored.
 
-One warp multiplies for the whole block, as `tcgen05.mma` is issued by one thread and needs no registers for its sums.
-The consumer, two of whose threads share a row, reads them part by part and writes what becomes of them.
+One warp issues the MMAs of the whole block: `tcgen05.mma` is issued by one thread, and its accumulator needs no
+registers. The consumer, in which two threads share a row, reads an accumulator subtile by subtile.
 
-Of either tile's sums there are two mbarriers: `done`, all its products are added (`tcgen05.commit` arrives once they
-are), and `free`, all its parts have been read. Tile j of a program uses sums j % 2 for the time j // 2, so both sides
-wait for parities, as for stages of `warp_specialized/ring.py`, whose `empty` is arrived at by the products themselves.
+Each accumulator has two mbarriers: `done` (all MMAs of its tile are added, `tcgen05.commit` arrives) and `free` (all
+its subtiles have been read). Tile j of a program uses accumulator j % 2 in round j // 2, so both sides wait for
+parities, as for stages of `warp_specialized/ring.py`. At the stages' `empty`, the MMAs themselves arrive.
 """
 
 from .gluon_compat import TensorMemoryLayout, allocate_tensor_memory, gl, gluon, mbarrier, tcgen05_commit, tcgen05_mma
 from .ring import mbarriers, wait_for_operands
 
 ROWS = gl.constexpr(128)  # lanes of tensor memory
-TILES = gl.constexpr(2)  # of 256 columns: all 512 that there are
+TILES = gl.constexpr(2)  # accumulators; at 256 columns each they take all 512 of tensor memory
 
 
 @gluon.jit
 def _fence(j, WHERE: gl.constexpr):
-    """`tcgen05.fence` of this thread, for which PTX asks around an mbarrier that orders reads and products of different
-    threads. Gluon has no name for it; j is passed through, as inline assembly has to return something.
+    """Execute `tcgen05.fence`, which PTX requires around an mbarrier that orders reads and MMAs of different threads.
+
+    Gluon has no name for it; j is passed through, as inline assembly has to return something.
     """
     return gl.inline_asm_elementwise(
         "tcgen05.fence::" + WHERE + "_thread_sync; mov.b32 $0, $1;", "=r,r", [j], dtype=gl.int32, is_pure=False, pack=1
@@ -26,7 +27,7 @@ def _fence(j, WHERE: gl.constexpr):
 
 
 @gluon.jit
-def tile_sums(COLUMNS: gl.constexpr):
+def tile_accumulators(COLUMNS: gl.constexpr):
     """`(acc, done, free)`: `[TILES, ROWS, COLUMNS]` of tensor memory, and their mbarriers."""
     layout: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
     acc = allocate_tensor_memory(gl.float32, [TILES, ROWS, COLUMNS], layout)
@@ -35,22 +36,15 @@ def tile_sums(COLUMNS: gl.constexpr):
 
 @gluon.jit
 def multiply_tile(
-    j,
-    i,
-    steps,
-    left,
-    right,
-    full,
-    empty,
-    sums,
-    LEFT_TRANSPOSED: gl.constexpr,
-    RIGHT_TRANSPOSED: gl.constexpr,
-    STAGES: gl.constexpr,
+    j, i, steps, operands, LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Tile j of this program, `steps > 0` from step i on, by the warp that multiplies; returns the next tile's first
-    step. Operands are multiplied as they lie or transposed.
+    """Multiply tile j of this program, `steps > 0` from step i on, and return the next tile's first step.
+
+    Called by the warp that multiplies. `operands` is `(left, right, full, empty, accumulators)`; left and right are
+    multiplied as they lie or transposed.
     """
-    acc, done, free = sums
+    left, right, full, empty, accumulators = operands
+    acc, done, free = accumulators
     mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
     at = _fence(j % TILES, "after")
     for step in range(0, steps):
@@ -67,32 +61,33 @@ def multiply_tile(
 
 
 @gluon.jit
-def multiply_tiles(K, loop, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
-    """The task of the warp that multiplies in an M-ragged pass; `K > 0`."""
-    num_m, num_n, x, w, full, empty, sums = loop
+def multiply_tiles(K, pipeline, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
+    """Partition of the warp that multiplies in an M-ragged pass; `K > 0`."""
+    num_m, num_n, x, w, full, empty, accumulators = pipeline
+    operands = (x, w, full, empty, accumulators)
     i = 0
     for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
         steps = gl.cdiv(K, TILE.BLOCK_K)
-        i = multiply_tile(j, i, steps, x, w, full, empty, sums, False, K_CONTIGUOUS, TILE.num_stages)
+        i = multiply_tile(j, i, steps, operands, False, K_CONTIGUOUS, TILE.num_stages)
 
 
 @gluon.jit
-def wait_for_sums(j, sums):
-    """Of tile j of this program: `(acc, mbarrier to arrive at once all of it was read, which of TILES it is)`."""
-    acc, done, free = sums
+def wait_for_accumulator(j, accumulators):
+    """Wait until tile j of this program is done; return `(its accumulator, mbarriers free, j % TILES)`."""
+    acc, done, free = accumulators
     mbarrier.wait(done.index(j % TILES), j // TILES & 1)
     at = _fence(j % TILES, "after")
     return acc.index(at), free, at
 
 
 @gluon.jit
-def read_part(tile, S: gl.constexpr, PARTS: gl.constexpr):
-    """Part S of PARTS of a tile's columns from `wait_for_sums`, in registers; with the last one, all are given back."""
+def read_subtile(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
+    """Load subtile S of NUM_SUBTILES from `wait_for_accumulator` into registers; the last one frees the accumulator."""
     acc, free, at = tile
-    WIDTH: gl.constexpr = acc.shape[1] // PARTS
+    WIDTH: gl.constexpr = acc.shape[1] // NUM_SUBTILES
     ACROSS: gl.constexpr = gl.num_warps() // 4  # threads that share a row
     layout: gl.constexpr = gl.BlockedLayout([1, WIDTH // ACROSS], [32, 1], [4, ACROSS], [0, 1])
-    part = acc.slice(S * WIDTH, WIDTH).load(layout)
-    if S == PARTS - 1:
+    subtile = acc.slice(S * WIDTH, WIDTH).load(layout)
+    if S == NUM_SUBTILES - 1:
         mbarrier.arrive(free.index(_fence(at, "before")), count=1)
-    return part
+    return subtile

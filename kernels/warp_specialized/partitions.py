@@ -1,40 +1,54 @@
-"""Partitions that M-ragged passes share, some of them with wgrad: one warp loads, or four where rows are gathered; two
-consumers multiply in registers and write (Hopper, `hopper.py`), or one warp multiplies and one consumer finds sums
-in tensor memory and writes (`blackwell.py`).
+"""Partitions that M-ragged passes share, some of them with wgrad.
 
-`loop` is `(num_m, num_n, x, w, full, empty, sums)`: tiles of rows and of columns, then what `operands` returns.
+The producer (one warp, or four where rows are gathered) loads. On Hopper, two consumers multiply in registers and write
+(`hopper.py`). On Blackwell, one warp multiplies, and one consumer reads accumulators in tensor memory and writes
+(`blackwell.py`).
+
+`pipeline` is `(num_m, num_n, x, w, full, empty, accumulators)`: numbers of row tiles and of column tiles, then the
+result of `operands`.
 """
 
+import triton
 from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device.tile_order import load_tile, tile_at
 from ..device.tiles import column_subtiles
 from . import blackwell, hopper
 from .gluon_compat import fence_async_shared, gl, gluon, tma_gather, tma_load
-from .ring import begin_loads, mbarriers, rows_of_index, shared_tiles, wait_for_operands
+from .ring import begin_loads, load_row_ids, mbarriers, shared_tiles, wait_for_operands
 
-# Registers per thread. The default partition takes the rest of the 65,536. Partitions of one warp, up to four of which
-# count as a warpgroup, need few.
-CONSUMER_REGISTERS = gl.constexpr(232)
-PRODUCER_REGISTERS = gl.constexpr(40)
-# Where rows are gathered, each thread of a warp has the numbers of all rows that the warp loads: four warps, a quarter
-# of a tile's rows each.
-GATHERING_WARPS = gl.constexpr(4)
-GATHERING_REGISTERS = gl.constexpr(88)
+
+@triton.constexpr_function
+def worker_warps(consumers, gathered=False, others=0):
+    """Warps of each partition but the default one, a consumer: the second consumer or the warp that multiplies, the
+    producer, and `others`. Where rows are gathered, each of the producer's four warps loads a quarter of a tile's.
+    """
+    return [4 if consumers == 2 else 1, 4 if gathered else 1, *[1] * others]
+
+
+@triton.constexpr_function
+def worker_registers(consumers, gathered=False, others=0):
+    """Registers per thread of the same partitions; the default one takes the rest of the 65,536.
+
+    Partitions of one warp, up to four of which count as a warpgroup, need few. Where rows are gathered, each thread has
+    the ids of all rows that its warp loads.
+    """
+    return [232 if consumers == 2 else 40, 88 if gathered else 40, *[40] * others]
 
 
 @gluon.jit
-def stages_and_sums(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """`(full, empty, sums)`: mbarriers of stages; sums of tiles so wide in tensor memory, or, with two consumers,
-    something in their place (only a kernel's own argument can be None where a task takes it).
+def barriers_and_accumulators(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
+    """`(full, empty, accumulators)`: mbarriers of stages; for one consumer, accumulators of COLUMNS in tensor memory.
+
+    For two consumers `full` stands in for them: only a kernel's own argument can be None in a partition.
     """
-    # At `empty` each consumer arrives; a single one does not, but the products themselves do.
+    # Each of two consumers arrives at `empty`; a single one does not, as its MMAs do.
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
-    sums = full
+    accumulators = full
     if CONSUMERS == 1:
-        sums = blackwell.tile_sums(COLUMNS)
+        accumulators = blackwell.tile_accumulators(COLUMNS)
     fence_async_shared()
-    return full, empty, sums
+    return full, empty, accumulators
 
 
 @gluon.jit
@@ -45,56 +59,53 @@ def operands(
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`(x, w, full, empty, sums)`: stages in shared memory of a tile's rows of `x`, each consumer's apart, and of
-    COLUMNS of `w`, and what belongs to them.
+    """`(x, w, full, empty, accumulators)`: stages in shared memory of a tile's rows of `x`, apart for each consumer,
+    and of COLUMNS of `w`; then `barriers_and_accumulators`.
     """
     STAGES: gl.constexpr = TILE.num_stages
     DEPTH: gl.constexpr = TILE.BLOCK_K
     x = shared_tiles(DTYPE, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, DEPTH)
     w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else DEPTH, DEPTH if K_CONTIGUOUS else COLUMNS)
-    full, empty, sums = stages_and_sums(CONSUMERS, COLUMNS, STAGES)
-    return x, w, full, empty, sums
+    full, empty, accumulators = barriers_and_accumulators(CONSUMERS, COLUMNS, STAGES)
+    return x, w, full, empty, accumulators
 
 
 @gluon.jit
 def load_operands(
-    x_desc,
-    rows_ptr,
-    w_desc,
-    tiles_ptr,
-    num_experts,
+    arguments,
     K,
-    loop,
+    pipeline,
     REVERSED: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     HALVES: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """The producer's task in an M-ragged pass: of each step rows of `x`, and columns of `w` (in fc1 of each half).
+    """Partition of the producer in an M-ragged pass: for each step, load rows of `x` and columns of each half of `w`.
 
-    With `rows`, which Blackwell's TMA follows, row r is row `rows[r]` of `x`.
+    With row ids, which only Blackwell's TMA can gather by, row r is row `row_ids[r]` of `x`.
     """
-    num_m, num_n, x, w, full, empty, _sums = loop
+    x_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts = arguments
+    num_m, num_n, x, w, full, empty, _accumulators = pipeline
     CONSUMERS: gl.constexpr = x.shape[0] // TILE.num_stages
-    gl.static_assert(rows_ptr is None or CONSUMERS == 1)
+    gl.static_assert(row_ids_ptr is None or CONSUMERS == 1)
     ROWS: gl.constexpr = x.shape[1]
     COLUMNS: gl.constexpr = w.shape[1 if K_CONTIGUOUS else 2] // HALVES
     BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * TILE.BLOCK_K * x.dtype.primitive_bitwidth // 8
     i = 0
-    for place in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(place, num_m, num_n, TILE.GROUP_M)
+    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         w_e = num_experts - 1 - expert if REVERSED else expert
         wrap, end, row = to_ragged_indices(first, rows, 0)
         n = n_tile * COLUMNS
-        if rows_ptr is not None:
-            x_rows = rows_of_index(rows_ptr + first, rows, ROWS)
+        if row_ids_ptr is not None:
+            x_row_ids = load_row_ids(row_ids_ptr + first, rows, ROWS)
         for k in range(0, K, TILE.BLOCK_K):
             stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
             i += 1
             arrived = full.index(stage)
-            if rows_ptr is not None:
-                tma_gather(x_desc, x_rows, k, arrived, x.index(stage))
+            if row_ids_ptr is not None:
+                tma_gather(x_desc, x_row_ids, k, arrived, x.index(stage))
             else:
                 for c in gl.static_range(CONSUMERS):
                     tma_load(x_desc, [wrap, end, row + c * ROWS, k], arrived, x.index(stage * CONSUMERS + c))
@@ -110,38 +121,38 @@ def load_operands(
 def product(
     i,
     K,
-    loop,
-    WHICH: gl.constexpr,
-    PARTS: gl.constexpr,
+    pipeline,
+    CONSUMER: gl.constexpr,
+    NUM_SUBTILES: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`(x @ w, next i)`: a consumer's rows of a tile, of whose columns `part` gives each of PARTS; `K > 0`.
+    """`(x @ w, next i)` for a consumer's rows of a tile, to be read by `subtile` in NUM_SUBTILES; `K > 0`.
 
-    Two consumers multiply here, and i counts steps; a single one waits for sums, and i counts tiles.
+    Two consumers multiply here, and i counts steps. A single one waits for its accumulator, and i counts tiles.
     """
-    _, _, x, w, full, empty, sums = loop
+    _, _, x, w, full, empty, accumulators = pipeline
     STAGES: gl.constexpr = TILE.num_stages
     CONSUMERS: gl.constexpr = x.shape[0] // STAGES
     if CONSUMERS == 1:
-        parts = blackwell.wait_for_sums(i, sums)
+        subtiles = blackwell.wait_for_accumulator(i, accumulators)
         i += 1
     else:
-        acc = hopper.sums(w.shape[1 if K_CONTIGUOUS else 2])
+        acc = hopper.accumulator(w.shape[1 if K_CONTIGUOUS else 2])
         for k in range(0, K, TILE.BLOCK_K):
             stage = wait_for_operands(i, full, STAGES)
             w_KN = w.index(stage)
             if K_CONTIGUOUS:
                 w_KN = w_KN.permute((1, 0))
-            acc = hopper.multiply(x.index(stage * CONSUMERS + WHICH), w_KN, acc, i, k == 0, empty, STAGES)
+            acc = hopper.multiply(x.index(stage * CONSUMERS + CONSUMER), w_KN, acc, i, k == 0, empty, STAGES)
             i += 1
-        parts = column_subtiles(hopper.finish(acc, i, empty, STAGES), PARTS)
-    return parts, i
+        subtiles = column_subtiles(hopper.finish(acc, i, empty, STAGES), NUM_SUBTILES)
+    return subtiles, i
 
 
 @gluon.jit
-def part(parts, S: gl.constexpr, PARTS: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Neighbouring columns, those of S, of sums from `product`, or as wgrad has them. Each part is to be asked for once
-    and the last one last, with which sums in tensor memory are given back.
+def subtile(subtiles, S: gl.constexpr, NUM_SUBTILES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Subtile S (neighbouring columns) of a finished tile, of `product` or of wgrad. Read each once, and the last one
+    last, which frees an accumulator in tensor memory.
     """
-    return blackwell.read_part(parts, S, PARTS) if CONSUMERS == 1 else parts[S]
+    return blackwell.read_subtile(subtiles, S, NUM_SUBTILES) if CONSUMERS == 1 else subtiles[S]

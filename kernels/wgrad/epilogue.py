@@ -1,7 +1,6 @@
-"""How a finished fp32 tile gets into `dw`: added or stored, in column subtiles, rounded once.
+"""Epilogue of wgrad: a finished fp32 tile is added to `dw` or stored, in column subtiles, rounded once.
 
-One subtile after another keeps what must be alive at once small: registers for old values, shared memory for what a
-descriptor stores.
+One subtile after another needs few registers for old values and little shared memory for stores by a descriptor.
 """
 
 import triton
@@ -12,19 +11,19 @@ from ..device.tiles import INTERPRETED, column_subtiles, round_to
 
 @triton.jit
 def add_to_descriptor(dw_desc, expert, n, k, acc_NK, ACCUMULATE: tl.constexpr, SUBTILES: tl.constexpr):
-    """`dw[expert, n:, k:] (+)= acc`; the hardware drops what lies outside."""
+    """`dw[expert, n:, k:] (+)= acc`; the hardware drops elements outside of `dw`."""
     WIDTH: tl.constexpr = acc_NK.shape[1] // SUBTILES
-    parts = column_subtiles(acc_NK, SUBTILES)
+    subtiles = column_subtiles(acc_NK, SUBTILES)
     for s in tl.static_range(SUBTILES):
-        place = [expert, n, k + s * WIDTH]
-        tile = tl.reshape(parts[s], (1, acc_NK.shape[0], WIDTH))
+        at = [expert, n, k + s * WIDTH]
+        tile = tl.reshape(subtiles[s], (1, acc_NK.shape[0], WIDTH))
         # The reduce-add needs no registers for the old values. Not for 16 bits, which must round once, from fp32.
         if ACCUMULATE and dw_desc.dtype == tl.float32 and not INTERPRETED:
-            dw_desc.atomic_add(place, tile)
+            dw_desc.atomic_add(at, tile)
         else:
             if ACCUMULATE:
-                tile += dw_desc.load(place).to(tl.float32)
-            dw_desc.store(place, round_to(tile, dw_desc.dtype))
+                tile += dw_desc.load(at).to(tl.float32)
+            dw_desc.store(at, round_to(tile, dw_desc.dtype))
 
 
 @triton.jit
@@ -32,15 +31,15 @@ def add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE
     """`dw[n:, k:] (+)= acc` of the expert whose tensor starts at `dw`."""
     WIDTH: tl.constexpr = acc_NK.shape[1] // SUBTILES
     row_N1 = (n + tl.arange(0, acc_NK.shape[0]))[:, None]
-    parts = column_subtiles(acc_NK, SUBTILES)
+    subtiles = column_subtiles(acc_NK, SUBTILES)
     for s in tl.static_range(SUBTILES):
         column_1K = (k + s * WIDTH + tl.arange(0, WIDTH))[None, :]
-        add_at(dw, row_N1, column_1K, parts[s], N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+        add_at(dw, row_N1, column_1K, subtiles[s], N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
 
 
 @triton.jit
 def add_at(dw, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE: tl.constexpr):
-    """`dw[row, column] (+)= tile`, where there is such an element."""
+    """`dw[row, column] (+)= tile` for the elements that exist."""
     mask = (row_N1 < N) & (column_1K < K)
     at = dw + row_N1.to(tl.int64) * stride_dw_n + column_1K.to(tl.int64) * stride_dw_k
     if ACCUMULATE:

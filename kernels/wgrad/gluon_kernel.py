@@ -1,33 +1,26 @@
-"""wgrad, warp-specialized, for Hopper and Blackwell, long loads: the same tiles in the same order as
+"""wgrad, warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
-One warp loads (TMA, `warp_specialized/ring.py`; where rows are gathered, four); others multiply, and a tile is added to
-`dw` while the next one's operands arrive and, on the other warpgroup or in tensor memory, are multiplied: no barrier of
-the whole block. TMA adds to an fp32 `dw`, or stores; at a table of addresses, or where 16 bits must be added, threads
-do.
+One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply. A finished tile is
+added to `dw` while the next one's operands arrive and are multiplied, by the other warpgroup or into tensor memory: no
+barrier of the whole block. TMA adds to an fp32 `dw`, or stores; threads write where there is a table of addresses, or
+where 16 bits are added to.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
 
-from ..device.tile_order import num_turns, place_at, wgrad_tile
+from ..device.tile_order import num_turns, tile_index_at, wgrad_tile
 from ..device.tiles import column_subtiles, expert_base
-from ..warp_specialized.blackwell import multiply_tile, wait_for_sums
+from ..warp_specialized.blackwell import multiply_tile, wait_for_accumulator
 from ..warp_specialized.gluon_compat import gl, gluon, tma_add, tma_gather, tma_load, tma_store, tma_store_wait
-from ..warp_specialized.hopper import finish, multiply, sums
-from ..warp_specialized.partitions import (
-    CONSUMER_REGISTERS,
-    GATHERING_REGISTERS,
-    GATHERING_WARPS,
-    PRODUCER_REGISTERS,
-    part,
-    stages_and_sums,
-)
+from ..warp_specialized.hopper import accumulator, finish, multiply
+from ..warp_specialized.partitions import barriers_and_accumulators, subtile, worker_registers, worker_warps
 from ..warp_specialized.ring import (
     begin_loads,
     column_numbers,
+    load_row_ids,
     overwrite,
     row_numbers,
-    rows_of_index,
     shared_tiles,
     spread_by_rows,
     wait_for_operands,
@@ -35,13 +28,14 @@ from ..warp_specialized.ring import (
 from .epilogue import add_at
 from .segments import load_step
 
-BUFFERS = gl.constexpr(2)  # of a consumer, for parts on their way out in turn
+BUFFERS = gl.constexpr(2)  # for each consumer, for subtiles that are being stored, in turn
 
 
 @gluon.jit
 def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
-    """`(first row, rows, steps)` of an expert; of several segments `(first step, steps, steps)`. An expert without rows
-    has one step of none, which overwrites with zeros; of several segments `wgrad/steps.py` lists it.
+    """`(first row, rows, steps)` of an expert; with several segments `(first step, steps, steps)`.
+
+    An expert without rows has one empty step, which writes zeros; with several segments `wgrad/steps.py` lists it.
     """
     first_ptr = offsets_ptr if steps_ptr is None else steps_ptr
     first = gl.load(first_ptr + expert)
@@ -50,23 +44,24 @@ def _steps_of(expert, offsets_ptr, steps_ptr, BLOCK_R: gl.constexpr):
 
 
 @gluon.jit
-def _load(left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop, TILE: gl.constexpr):
-    offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = rows_of
-    turns, num_n, num_k, left, right, full, empty, _sums = loop
+def _load(left_desc, left_row_ids_ptr, right_desc, right_row_ids_ptr, tables, pipeline, TILE: gl.constexpr):
+    """Partition of the producer; `tables`: those of rows and segments, and the order of experts."""
+    offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts = tables
+    turns, num_n, num_k, left, right, full, empty, _accumulators = pipeline
     CONSUMERS: gl.constexpr = left.shape[0] // TILE.num_stages
     ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
     BYTES: gl.constexpr = TILE.BLOCK_M * (TILE.BLOCK_N + TILE.BLOCK_K) * left.dtype.primitive_bitwidth // 8
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
-        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
+        rank, n_tile, k_tile = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         first, size, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, TILE.BLOCK_M)
         n, k = n_tile * TILE.BLOCK_N, k_tile * TILE.BLOCK_K
-        # Numbers of rows, and segments, are read one step ahead.
-        if left_rows_ptr is not None:
-            left_rows = rows_of_index(left_rows_ptr + first, size, TILE.BLOCK_M)
-        if right_rows_ptr is not None:
-            right_rows = rows_of_index(right_rows_ptr + first, size, TILE.BLOCK_M)
+        # Row ids and segments are read one step ahead.
+        if left_row_ids_ptr is not None:
+            left_row_ids = load_row_ids(left_row_ids_ptr + first, size, TILE.BLOCK_M)
+        if right_row_ids_ptr is not None:
+            right_row_ids = load_row_ids(right_row_ids_ptr + first, size, TILE.BLOCK_M)
         if steps_ptr is not None:
             row, rows, left_base, right_base = load_step(steps_ptr, segments_ptr, first, num_segments, num_experts)
         for step in range(0, steps):
@@ -76,23 +71,23 @@ def _load(left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop, T
             if steps_ptr is None:
                 wrap, end, row = to_ragged_indices(first, size, step * TILE.BLOCK_M)
                 done = (step + 1) * TILE.BLOCK_M
-                if left_rows_ptr is not None:
-                    tma_gather(left_desc, left_rows, n, arrived, left.index(stage))
-                    left_rows = rows_of_index(left_rows_ptr + first + done, size - done, TILE.BLOCK_M)
+                if left_row_ids_ptr is not None:
+                    tma_gather(left_desc, left_row_ids, n, arrived, left.index(stage))
+                    left_row_ids = load_row_ids(left_row_ids_ptr + first + done, size - done, TILE.BLOCK_M)
                 else:
                     for c in gl.static_range(CONSUMERS):
-                        place = [wrap, end, row, n + c * ROWS]
-                        tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
-                if right_rows_ptr is not None:
-                    tma_gather(right_desc, right_rows, k, arrived, right.index(stage))
-                    right_rows = rows_of_index(right_rows_ptr + first + done, size - done, TILE.BLOCK_M)
+                        at = [wrap, end, row, n + c * ROWS]
+                        tma_load(left_desc, at, arrived, left.index(stage * CONSUMERS + c))
+                if right_row_ids_ptr is not None:
+                    tma_gather(right_desc, right_row_ids, k, arrived, right.index(stage))
+                    right_row_ids = load_row_ids(right_row_ids_ptr + first + done, size - done, TILE.BLOCK_M)
                 else:
                     tma_load(right_desc, [wrap, end, row, k], arrived, right.index(stage))
             else:
                 wrap, end, from_wrap = to_ragged_indices(row, rows, 0)
                 for c in gl.static_range(CONSUMERS):
-                    place = [wrap, end, left_base.to(gl.int32), from_wrap, n + c * ROWS]
-                    tma_load(left_desc, place, arrived, left.index(stage * CONSUMERS + c))
+                    at = [wrap, end, left_base.to(gl.int32), from_wrap, n + c * ROWS]
+                    tma_load(left_desc, at, arrived, left.index(stage * CONSUMERS + c))
                 tma_load(right_desc, [wrap, end, right_base.to(gl.int32), from_wrap, k], arrived, right.index(stage))
                 following = first + gl.minimum(step + 1, steps - 1)
                 row, rows, left_base, right_base = load_step(
@@ -101,82 +96,79 @@ def _load(left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop, T
 
 
 @gluon.jit
-def _multiply(rows_of, loop, TILE: gl.constexpr):
-    """The task of the warp that multiplies for a single consumer. Tiles are looked up while products still run."""
-    offsets_ptr, _, steps_ptr, order_ptr, _, _ = rows_of
-    turns, num_n, num_k, left, right, full, empty, tile_sums = loop
+def _multiply(tables, pipeline, TILE: gl.constexpr):
+    """Partition of the warp that multiplies for a single consumer. It looks up a tile while MMAs still run."""
+    offsets_ptr, _, steps_ptr, order_ptr, _, _ = tables
+    turns, num_n, num_k, left, right, full, empty, accumulators = pipeline
+    operands = (left, right, full, empty, accumulators)
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
-        rank, _, _ = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
+        rank, _, _ = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         _, _, steps = _steps_of(gl.load(order_ptr + rank), offsets_ptr, steps_ptr, TILE.BLOCK_M)
-        i = multiply_tile(turn, i, steps, left, right, full, empty, tile_sums, True, False, TILE.num_stages)
+        i = multiply_tile(turn, i, steps, operands, True, False, TILE.num_stages)
 
 
 @gluon.jit
 def _consume(
-    dw_ptr,
-    dw_table_ptr,
-    dw_desc,
-    dw_sizes,
-    rows_of,
-    loop,
-    out,
-    WHICH: gl.constexpr,
+    arguments,
+    CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     ACCUMULATE: gl.constexpr,
     REVERSED: gl.constexpr,
     DW_ALIGNED: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw_sizes
-    offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = rows_of
-    turns, num_n, num_k, left, right, full, empty, tile_sums = loop
+    """Partition of a consumer; `out`: its buffers for stores, if `dw` has a descriptor."""
+    dw, tables, pipeline, out = arguments
+    dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw
+    offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = tables
+    turns, num_n, num_k, left, right, full, empty, accumulators = pipeline
     SUBTILES: gl.constexpr = TILE.SUBTILES
     ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
     WIDTH: gl.constexpr = TILE.BLOCK_K // SUBTILES
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
-        rank, n_tile, k_tile = wgrad_tile(place_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
+        rank, n_tile, k_tile = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         expert = gl.load(order_ptr + rank)
         _, _, steps = _steps_of(expert, offsets_ptr, steps_ptr, TILE.BLOCK_M)
-        n, k = n_tile * TILE.BLOCK_N + WHICH * ROWS, k_tile * TILE.BLOCK_K
+        n, k = n_tile * TILE.BLOCK_N + CONSUMER * ROWS, k_tile * TILE.BLOCK_K
         if CONSUMERS == 1:
-            parts = wait_for_sums(turn, tile_sums)
+            subtiles = wait_for_accumulator(turn, accumulators)
         else:
-            acc_NK = sums(TILE.BLOCK_K)
+            acc_NK = accumulator(TILE.BLOCK_K)
             for step in range(0, steps):
                 stage = wait_for_operands(i, full, TILE.num_stages)
-                left_NR = left.index(stage * CONSUMERS + WHICH).permute((1, 0))
+                left_NR = left.index(stage * CONSUMERS + CONSUMER).permute((1, 0))
                 acc_NK = multiply(left_NR, right.index(stage), acc_NK, i, step == 0, empty, TILE.num_stages)
                 i += 1
-            parts = column_subtiles(finish(acc_NK, i, empty, TILE.num_stages), SUBTILES)
+            subtiles = column_subtiles(finish(acc_NK, i, empty, TILE.num_stages), SUBTILES)
         for s in gl.static_range(SUBTILES):
-            tile_NK = part(parts, s, SUBTILES, CONSUMERS)
+            tile_NK = subtile(subtiles, s, SUBTILES, CONSUMERS)
             if dw_desc is not None:
-                buffer = out.index(WHICH * BUFFERS + s % BUFFERS)
+                buffer = out.index(CONSUMER * BUFFERS + s % BUFFERS)
                 overwrite(buffer, tile_NK.to(out.dtype), BUFFERS - 1)
-                place = [num_experts - 1 - expert if REVERSED else expert, n, k + s * WIDTH]
+                at = [num_experts - 1 - expert if REVERSED else expert, n, k + s * WIDTH]
                 if ACCUMULATE:
-                    tma_add(dw_desc, place, buffer)
+                    tma_add(dw_desc, at, buffer)
                 else:
-                    tma_store(dw_desc, place, buffer)
+                    tma_store(dw_desc, at, buffer)
             else:
                 if CONSUMERS == 1:
                     tile_NK = spread_by_rows(tile_NK)
                 row_N1, column_1K = row_numbers(tile_NK, n)[:, None], column_numbers(tile_NK, k + s * WIDTH)
-                dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
-                add_at(dw, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+                base = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
+                add_at(base, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
     tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_segments", "num_experts"])
 def grouped_wgrad_specialised_kernel(
     left_desc,
-    left_rows_ptr,
+    left_row_ids_ptr,
     right_desc,
-    right_rows_ptr,
+    right_row_ids_ptr,
     dw_ptr,
     dw_table_ptr,
     dw_desc,
@@ -197,7 +189,7 @@ def grouped_wgrad_specialised_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Passes (5) and (6) without biases; arguments as of the Triton kernel, operands by descriptors."""
+    """Passes (5) and (6) without biases; arguments as in the Triton kernel, operands by descriptors."""
     gl.static_assert(TILE.BLOCK_N == 128)
     gl.static_assert(TILE.SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
     ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
@@ -206,33 +198,24 @@ def grouped_wgrad_specialised_kernel(
     turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
     left = shared_tiles(left_desc.dtype, TILE.num_stages * CONSUMERS, TILE.BLOCK_M, ROWS)
     right = shared_tiles(right_desc.dtype, TILE.num_stages, TILE.BLOCK_M, TILE.BLOCK_K)
-    full, empty, tile_sums = stages_and_sums(CONSUMERS, TILE.BLOCK_K, TILE.num_stages)
-    out = full  # without a descriptor it is not used, but only a kernel's own argument can be None
+    full, empty, accumulators = barriers_and_accumulators(CONSUMERS, TILE.BLOCK_K, TILE.num_stages)
+    out = full  # unused without a descriptor, but only a kernel's own argument can be None
     if dw_desc is not None:
         out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, TILE.BLOCK_K // TILE.SUBTILES)
-    rows_of = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
-    loop = (turns, num_n, num_k, left, right, full, empty, tile_sums)
-    dw_sizes = (N, K, stride_dw_e, stride_dw_n, stride_dw_k)
-    GATHERED: gl.constexpr = (left_rows_ptr is not None) or (right_rows_ptr is not None)
+    tables = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)
+    pipeline = (turns, num_n, num_k, left, right, full, empty, accumulators)
+    dw = (dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k)
+    GATHERED: gl.constexpr = (left_row_ids_ptr is not None) or (right_row_ids_ptr is not None)
     gl.static_assert((not GATHERED) or (CONSUMERS == 1 and steps_ptr is None))
-    LOADING_WARPS: gl.constexpr = GATHERING_WARPS if GATHERED else 1
-    LOADING_REGISTERS: gl.constexpr = GATHERING_REGISTERS if GATHERED else PRODUCER_REGISTERS
-    # fmt: off
+    arguments = (dw, tables, pipeline, out)
     gl.warp_specialize(
         [
-            (_consume, (
-                dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(0), CONSUMERS, ACCUMULATE,
-                REVERSED, DW_ALIGNED, TILE,
-            )),
-            (_consume, (
-                dw_ptr, dw_table_ptr, dw_desc, dw_sizes, rows_of, loop, out, gl.constexpr(1), CONSUMERS, ACCUMULATE,
-                REVERSED, DW_ALIGNED, TILE,
-            )) if CONSUMERS == 2 else (_multiply, (rows_of, loop, TILE)),
-            (_load, (
-                left_desc, left_rows_ptr, right_desc, right_rows_ptr, rows_of, loop, TILE,
-            )),
+            (_consume, (arguments, gl.constexpr(0), CONSUMERS, ACCUMULATE, REVERSED, DW_ALIGNED, TILE)),
+            (_consume, (arguments, gl.constexpr(1), CONSUMERS, ACCUMULATE, REVERSED, DW_ALIGNED, TILE))
+            if CONSUMERS == 2
+            else (_multiply, (tables, pipeline, TILE)),
+            (_load, (left_desc, left_row_ids_ptr, right_desc, right_row_ids_ptr, tables, pipeline, TILE)),
         ],
-        [4 if CONSUMERS == 2 else 1, LOADING_WARPS],
-        [CONSUMER_REGISTERS if CONSUMERS == 2 else PRODUCER_REGISTERS, LOADING_REGISTERS],
+        worker_warps(CONSUMERS, GATHERED),
+        worker_registers(CONSUMERS, GATHERED),
     )
-    # fmt: on

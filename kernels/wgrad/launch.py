@@ -44,7 +44,12 @@ def grouped_wgrad_(
     outputs, target, dtype = dw_ENK or db_EN, builder.target, dy_RN[0].dtype
     assert outputs is not None
     num_experts, num_segments = outputs.num_experts, len(offsets)
-    costs = _costs(dw_ENK, db_EN, dy_RN, x_RK, accumulate, scale_R, dy_rows, x_rows)
+    sizes: dict[str, Any] = {"N": dy_RN[0].shape[1], "K": x_RK[0].shape[1] if dw_ENK else 0, "itemsize": dtype.itemsize}
+    sizes |= {"grad": itemsize(dw_ENK and dw_ENK.base), "bias_grad": itemsize(db_EN and db_EN.base)}
+    sizes |= {"scale": itemsize(scale_R), "accumulate": accumulate}
+    sizes["dy_tokens"] = sum(t.shape[0] for t in dy_RN) if dy_rows else None
+    sizes["x_tokens"] = sum(t.shape[0] for t in x_RK) if x_rows else None
+    costs = partial(cost.wgrad, **sizes)
     left, right, swapped = Operand(dy_RN, dy_rows), Operand(x_RK, x_rows), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True
@@ -57,13 +62,13 @@ def grouped_wgrad_(
         own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
         grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **own)
         db_EN, costs = None, partial(costs, bias_grad=0, scale=0)
-    left_rows, right_rows = (operand.rows[0] if operand.rows else None for operand in (left, right))
+    left_row_ids, right_row_ids = (operand.rows[0] if operand.rows else None for operand in (left, right))
     segments = steps = None
     vectors = [1, 1]
     if num_segments > 1:
         segments = segment_table(builder, plan, left, right, offsets)
         gathered = left.gathered(), right.gathered()
-        order, steps, left_rows, right_rows = plan_steps(
+        order, steps, left_row_ids, right_row_ids = plan_steps(
             builder, offsets[0], num_experts, segments, num_segments, left.num_rows, tile.BLOCK_M, *gathered
         )
         vectors = [each.unit // dtype.itemsize if each else 1 for each in gathered]
@@ -74,9 +79,9 @@ def grouped_wgrad_(
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     arguments: dict[str, Any] = {
         "left_desc": plan.left,
-        "left_rows_ptr": left_rows,
+        "left_row_ids_ptr": left_row_ids,
         "right_desc": plan.right,
-        "right_rows_ptr": right_rows if dw_ENK else None,
+        "right_row_ids_ptr": right_row_ids if dw_ENK else None,
         "dw_ptr": dw_ENK.base if plan.dw is None and dw_ENK else None,
         "dw_table_ptr": dw_ENK and dw_ENK.table,
         "dw_desc": plan.dw,
@@ -113,27 +118,3 @@ def grouped_wgrad_(
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)
-
-
-def _costs(
-    dw_ENK: ExpertTensors | None,
-    db_EN: ExpertTensors | None,
-    dy_RN: Sequence[Array],
-    x_RK: Sequence[Array],
-    accumulate: bool,
-    scale_R: Array | None,
-    dy_rows: Sequence[Array],
-    x_rows: Sequence[Array],
-) -> partial[cost.Cost]:
-    return partial(
-        cost.wgrad,
-        N=dy_RN[0].shape[1],
-        K=x_RK[0].shape[1] if dw_ENK else 0,
-        itemsize=dy_RN[0].dtype.itemsize,
-        grad=itemsize(dw_ENK and dw_ENK.base),
-        accumulate=accumulate,
-        bias_grad=itemsize(db_EN and db_EN.base),
-        scale=itemsize(scale_R),
-        dy_tokens=sum(t.shape[0] for t in dy_RN) if dy_rows else None,
-        x_tokens=sum(t.shape[0] for t in x_RK) if x_rows else None,
-    )

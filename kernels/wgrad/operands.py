@@ -1,4 +1,4 @@
-"""How wgrad's operands and `dw` reach the kernel: which path and tile, by which descriptors or addresses."""
+"""Choice of how wgrad's operands and `dw` reach the kernel: path and tile, descriptors or addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .steps import Gathered
 
 
 class Operand(NamedTuple):
-    """Left or right: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
+    """Left or right operand: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
 
     arrays: Sequence[Array]
     rows: Sequence[Array]  # [R_s] of every segment, or none
@@ -38,10 +38,10 @@ class Operand(NamedTuple):
     def described(
         self, rows: int, columns: int, warp_specialized: bool = False
     ) -> tuple[Descriptor | None, Sequence[Array | int]] | None:
-        """A descriptor and each segment's place; None: not possible, all operands go by pointers.
+        """A descriptor and each segment's coordinate or array; None: impossible, all operands go by pointers.
 
-        Gathered rows have no descriptor but come by vector loads from each segment's array, unless the kernel is
-        `warp_specialized`, whose TMA follows the index.
+        Gathered rows have no descriptor, but vector loads from each segment's array, unless the kernel is
+        `warp_specialized`, which gathers them by TMA.
         """
         if not self.rows:
             return one_descriptor(self.arrays, rows, columns)
@@ -56,7 +56,7 @@ class Operand(NamedTuple):
         return all(t.aligned for t in self.arrays)
 
     def gathered(self) -> Gathered | None:
-        """What to make a table of its rows' places of; None: they are not gathered."""
+        """Description for a table of its rows' places; None: they are not gathered."""
         if not self.rows:
             return None
         size = self.arrays[0].dtype.itemsize
@@ -71,7 +71,7 @@ class OperandPlan(NamedTuple):
     left: Descriptor | None = None
     right: Descriptor | None = None
     dw: Descriptor | None = None
-    places: tuple[Array | int, ...] = ()  # of every segment: all left ones, then all right ones
+    places: tuple[Array | int, ...] = ()  # coordinate or array of each segment: all left ones, then all right ones
 
 
 def _described(
@@ -134,8 +134,8 @@ def _by_descriptors(
 def segment_table(
     builder: Builder, plan: OperandPlan, left: Operand, right: Operand, offsets: Sequence[Array]
 ) -> Array:
-    """Table of all segments' offsets, left operands, their rows, right operands, their rows; `[5 * S]` int64."""
+    """Table of all segments' offsets, left operands, their row ids, right operands, their row ids; `[5 * S]` int64."""
     num_segments = len(offsets)
     lefts, rights = plan.places[:num_segments], plan.places[num_segments:]
-    left_rows, right_rows = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))
-    return builder.addresses((*offsets, *lefts, *left_rows, *rights, *right_rows))
+    left_row_ids, right_row_ids = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))
+    return builder.addresses((*offsets, *lefts, *left_row_ids, *rights, *right_row_ids))

@@ -1,8 +1,8 @@
-"""Rows of an operand that lies in several segments (micro-batches), each at its own address, and how wgrad loads them.
+"""Loads of rows in wgrad, where an operand may lie in several segments (micro-batches), each at its own address.
 
-With descriptors there is one for all segments, made on the host, so that no program builds any. Like
-`triton.tools.ragged_tma`, it spans the whole address space, from the lowest segment: an extra dimension steps in
-units that divide the distances between segments, so a segment is one more coordinate.
+One descriptor, made on the host, serves all segments, so that no program builds any. Like `triton.tools.ragged_tma`, it
+spans the whole address space, from the lowest segment: an extra dimension steps in units that divide the distances
+between segments, so a segment is one more coordinate.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros
 
 @triton.jit
 def load_rows_of(
-    desc, base, rows_ptr, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    desc, base, row_ids_ptr, first, size, start, column, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
     """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
 
-    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `rows_ptr`, only without: row r
-    lies at row `rows_ptr[r]` of `base`; indices beyond the group are not read.
+    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `row_ids_ptr`, only without: row r
+    lies at row `row_ids[r]` of `base`; ids beyond the group are not read.
     """
     if desc is None:
         rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
         columns = column + tl.arange(0, COLUMNS)
         mask_R = rows < first + size
-        if rows_ptr is not None:
-            rows = tl.load(rows_ptr + rows, mask=mask_R, other=0).to(tl.int64)
+        if row_ids_ptr is not None:
+            rows = tl.load(row_ids_ptr + rows, mask=mask_R, other=0).to(tl.int64)
         mask = mask_R[:, None] & (columns < num_columns)[None, :]
         tile = tl.load(base + rows[:, None] * num_columns + columns[None, :], mask=mask, other=0.0)
     elif base is None:
@@ -47,7 +47,7 @@ def load_rows_of(
 
 @triton.jit
 def load_step(steps_ptr, segments_ptr, step, num_segments, num_experts):
-    """A step of `wgrad/steps.py`: `(first row, rows from there on, left base, right base)`, as integers."""
+    """Step of `wgrad/steps.py`: `(first row, rows from there on, left base, right base)`, as integers."""
     step_ptr = steps_ptr + num_experts + 1 + 3 * step
     left_ptr = segments_ptr + num_segments + tl.load(step_ptr)
     return tl.load(step_ptr + 1), tl.load(step_ptr + 2), tl.load(left_ptr), tl.load(left_ptr + 2 * num_segments)
@@ -69,7 +69,9 @@ def load_rows_of_step(
     VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """`load_rows_of` from row `first` on of a segment at `base`, ALIGNED to 16 bytes; or rows at a step's `places`."""
+    """`load_rows_of` from row `first` on of a segment at `base`, ALIGNED to 16 bytes; or, with `places`
+    `[steps, ROWS]`, rows at those of the step, in units of VECTOR elements from `like`.
+    """
     if places_ptr is not None:
         place_R = tl.load(places_ptr + step.to(tl.int64) * ROWS + tl.arange(0, ROWS))
         columns = column + tl.arange(0, COLUMNS)
@@ -87,7 +89,7 @@ def load_rows_of_step(
 
 def one_descriptor(segments_RC: Sequence[Array], rows: int, columns: int) -> tuple[Descriptor, list[int]] | None:
     """A descriptor of all segments, for tiles of `[rows, columns]`, and each segment's coordinate; None: impossible."""
-    filled = [t for t in segments_RC if t.shape[0] > 0]  # of the others nothing is read
+    filled = [t for t in segments_RC if t.shape[0] > 0]  # nothing is read of the others
     if not filled or not all(fits(t) and t.shape[0] <= MAX_ROWS for t in filled):
         return None
     if len(segments_RC) == 1:

@@ -1,9 +1,10 @@
-"""What wgrad needs to know of several segments, or of one load without a plan, made on the device by one launch.
+"""wgrad's plan of several segments, or of one load without a plan, made on the device by one launch.
 
-The order of experts, by falling number of rows, `[E + 1]`, as in a plan. Of several segments also the steps of every
-expert: its rows, BLOCK_R of one segment at a time, in the order of the segments. So the loop over an expert's rows is
-one loop, whatever the number of segments, and its loads run ahead over the end of one segment into the next. Of a
-gathered operand also where each row of each step lies: looked up one after the other, indices would not be pipelined.
+It has the order of experts, by falling number of rows, `[E + 1]`, as any plan. For several segments it also has the
+steps of every expert: its rows, BLOCK_R of one segment at a time, in the order of the segments. So the loop over an
+expert's rows is one loop, whatever the number of segments, and its loads run ahead over the end of one segment into the
+next. For a gathered operand it has the place of each row of each step: row ids that are looked up one after the other
+would not be pipelined.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ..routing.plan_kernel import write_order
 from ..tiles.rounding import cdiv
 from .segments import NOWHERE
 
-_BLOCK_T = 1024  # steps, or places of rows, that are written at once
+_BLOCK_T = 1024  # steps, or places, that are written at once
 
 
 @triton.jit
 def _write_places(
     places_ptr,
-    rows_like_ptr,
+    row_ids_like_ptr,
     bases_ptr,
     s,
     num_segments,
@@ -40,16 +41,18 @@ def _write_places(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """Write where the rows of `steps` steps from `step` on lie, in UNITs of bytes from segment 0; `width`: units of a
-    row.
+    """Write the places of the rows of `steps` steps from `step` on: distances from segment 0 in units of UNIT bytes.
+
+    `width`: units of a row. `bases` `[2, S]`: of the segments' operands, and of their row ids, with the dtype of
+    `row_ids_like`.
     """
     distance = (tl.load(bases_ptr + s) - tl.load(bases_ptr)) // UNIT
-    rows_ptr = tl.load(bases_ptr + num_segments + s).to(tl.pointer_type(rows_like_ptr.dtype.element_ty))
+    row_ids_ptr = tl.load(bases_ptr + num_segments + s).to(tl.pointer_type(row_ids_like_ptr.dtype.element_ty))
     places_ptr += step.to(tl.int64) * BLOCK_R
     for start in range(0, steps * BLOCK_R, BLOCK_T):
         at = start + tl.arange(0, BLOCK_T)
         used = first + at < end
-        row = tl.load(rows_ptr + first + at, mask=used, other=0).to(tl.int64)
+        row = tl.load(row_ids_ptr + first + at, mask=used, other=0).to(tl.int64)
         tl.store(places_ptr + at, tl.where(used, distance + row * width, NOWHERE), mask=at < steps * BLOCK_R)
 
 
@@ -60,9 +63,9 @@ def _wgrad_plan_kernel(
     order_ptr,
     steps_ptr,
     left_places_ptr,
-    left_rows_ptr,
+    left_row_ids_ptr,
     right_places_ptr,
-    right_rows_ptr,
+    right_row_ids_ptr,
     num_segments,
     left_width,
     right_width,
@@ -74,7 +77,10 @@ def _wgrad_plan_kernel(
     LEFT_UNIT: tl.constexpr,
     RIGHT_UNIT: tl.constexpr,
 ):
-    part = tl.program_id(0)
+    """Reads `offsets` `[E + 1]` int32 or `segments` `[5, S]` int64, as of `plan_steps`; writes the others, as in
+    `WgradPlan`. Only the dtypes of `left_row_ids` and `right_row_ids` are used.
+    """
+    program = tl.program_id(0)
     g = tl.arange(0, BLOCK_G)
     mask = g < NUM_EXPERTS
     rows_g, steps_g = tl.zeros((BLOCK_G,), tl.int32), tl.zeros((BLOCK_G,), tl.int32)
@@ -85,16 +91,16 @@ def _wgrad_plan_kernel(
         size_g = tl.load(offsets + g + 1, mask=mask, other=0) - tl.load(offsets + g, mask=mask, other=0)
         rows_g += size_g
         steps_g += tl.cdiv(size_g, BLOCK_R)
-    if part * BLOCK_E < NUM_EXPERTS:
-        write_order(part, rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
+    if program * BLOCK_E < NUM_EXPERTS:
+        write_order(program, rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
     if segments_ptr is not None:
-        # An expert without rows has one step of none: it may have to be overwritten with zeros.
-        step = tl.sum(tl.where(g < part, tl.maximum(steps_g, 1), 0), 0)
-        empty = tl.sum(tl.where(g == part, rows_g, 0), 0) == 0
-        tl.store(steps_ptr + part, step)
+        # An expert without rows has one step without rows: its gradient may have to be overwritten with zeros.
+        step = tl.sum(tl.where(g < program, tl.maximum(steps_g, 1), 0), 0)
+        empty = tl.sum(tl.where(g == program, rows_g, 0), 0) == 0
+        tl.store(steps_ptr + program, step)
         for s in range(0, num_segments):
             offsets = tl.load(segments_ptr + s).to(tl.pointer_type(tl.int32))
-            first, end = tl.load(offsets + part), tl.load(offsets + part + 1)
+            first, end = tl.load(offsets + program), tl.load(offsets + program + 1)
             steps = tl.cdiv(end - first, BLOCK_R) + (empty & (s == 0)).to(tl.int32)
             for start in range(0, steps, BLOCK_T):
                 t = start + tl.arange(0, BLOCK_T)
@@ -104,31 +110,31 @@ def _wgrad_plan_kernel(
                 tl.store(step_ptr + 2, end - row, mask=t < steps)
             if left_places_ptr is not None:
                 _write_places(
-                    *(left_places_ptr, left_rows_ptr, segments_ptr + num_segments, s, num_segments),
+                    *(left_places_ptr, left_row_ids_ptr, segments_ptr + num_segments, s, num_segments),
                     *(step, steps, first, end, left_width, LEFT_UNIT, BLOCK_R, BLOCK_T),
                 )
             if right_places_ptr is not None:
                 _write_places(
-                    *(right_places_ptr, right_rows_ptr, segments_ptr + 3 * num_segments, s, num_segments),
+                    *(right_places_ptr, right_row_ids_ptr, segments_ptr + 3 * num_segments, s, num_segments),
                     *(step, steps, first, end, right_width, RIGHT_UNIT, BLOCK_R, BLOCK_T),
                 )
             step += steps
-        tl.store(steps_ptr + part + 1, step)  # as the next program does
+        tl.store(steps_ptr + program + 1, step)  # the next program stores the same
 
 
 class Gathered(NamedTuple):
     """An operand whose rows are gathered."""
 
-    rows_like: Array
+    row_ids_like: Array  # row ids of one segment, for their dtype
     row_bytes: int
-    unit: int  # bytes, that divide those of a row and the distances between segments
+    unit: int  # bytes; divides a row and the distances between segments
 
 
 class WgradPlan(NamedTuple):
-    """Steps are int32: `[E + 1]` the experts' first ones, then of each its segment, first row, rows from there on."""
+    """Order and steps of wgrad. `steps` is int32: `[E + 1]` first steps of experts, then `[steps, 3]`."""
 
-    order: Any  # [E] int32 experts by falling number of rows, then how many have any
-    steps: Any  # or None
+    order: Any  # [E + 1] int32: experts by falling number of rows, then how many have rows
+    steps: Any  # for each step its segment, first row, and rows from there on; or None
     left_places: Any  # [steps, BLOCK_R] int64, in units from segment 0; or None
     right_places: Any
 
@@ -146,8 +152,8 @@ def plan_steps(
 ) -> WgradPlan:
     """Plan the launch that makes the order of one load (first rows `[E + 1]` or a plan), or steps of several segments.
 
-    `segments`, `[5, S]` int64: addresses of their first rows; bases of left operands, addresses of those' rows, bases
-    of right ones, addresses of those' rows. `num_rows`: of all together, at most.
+    `segments`, `[5, S]` int64: addresses of the offsets `[E + 1]`; bases of left operands, addresses of their row ids;
+    bases of right operands, addresses of their row ids. `num_rows`: upper bound for all segments together.
     """
     order = builder.empty((num_experts + 1,), torch.int32)
     steps = left_places = right_places = None
@@ -162,9 +168,9 @@ def plan_steps(
         "order_ptr": order,
         "steps_ptr": steps,
         "left_places_ptr": left_places,
-        "left_rows_ptr": left and left.rows_like,
+        "left_row_ids_ptr": left and left.row_ids_like,
         "right_places_ptr": right_places,
-        "right_rows_ptr": right and right.rows_like,
+        "right_row_ids_ptr": right and right.row_ids_like,
         "num_segments": num_segments,
         "left_width": left.row_bytes // left.unit if left else 0,
         "right_width": right.row_bytes // right.unit if right else 0,

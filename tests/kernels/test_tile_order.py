@@ -13,7 +13,7 @@ from fusedmlp.kernels.tiles import table
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 40), st.integers(1, 12), st.sampled_from([1, 2, 8]))
 def test_the_order_of_work_visits_every_tile_once_and_in_groups(num_m, num_n, group):
-    order = [tile_order.tile_at.fn(place, num_m, num_n, group) for place in range(num_m * num_n)]
+    order = [tile_order.tile_at.fn(i, num_m, num_n, group) for i in range(num_m * num_n)]
     assert sorted(order) == [(m, n) for m in range(num_m) for n in range(num_n)]
     assert {m // group for m, _ in order[: group * num_n]} == {0}
     assert len({n for _, n in order[: min(group, num_m)]}) == 1  # neighbours share a weight tile
@@ -31,7 +31,7 @@ def test_every_tile_is_in_the_list_once(num_n, num_k, group):
 def test_a_list_is_dealt_out_once(length, programs):
     places = [
         [
-            tile_order.place_at.fn(turn, program, programs)
+            tile_order.tile_index_at.fn(turn, program, programs)
             for turn in range(tile_order.num_turns.fn(length, program, programs))
         ]
         for program in range(programs)

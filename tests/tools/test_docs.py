@@ -301,7 +301,7 @@ def test_the_drawings_show_what_the_kernels_do():
     for program in range(3):
         tiles_of_program = [int(tile) for _, of, tile in taken if int(of) == program]
         turns = range(tile_order.num_turns.fn(experts[4] * 4, program, 3))
-        assert tiles_of_program == [tile_order.place_at.fn(turn, program, 3) for turn in turns]
+        assert tiles_of_program == [tile_order.tile_index_at.fn(turn, program, 3) for turn in turns]
 
     tile = TABLES["sm_90"]["wgrad", "tma", "bf16", "long"]
     assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue
