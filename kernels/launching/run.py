@@ -99,10 +99,6 @@ class Operator:
             self._bound[key] = bound
         return _run(bound, arguments, device, active)
 
-    def forget(self) -> None:
-        """Drop all programs: later calls plan and bind anew."""
-        self._bound.clear()
-
 
 class Launcher:
     """A function of tensors that plans and runs on every call, with `settings`, and remembers nothing.

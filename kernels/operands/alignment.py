@@ -16,15 +16,7 @@ _MULTIPLE = 16  # of bytes for an address, of elements for a stride or a size
 
 def vectors_fit(arrays_RC: Sequence[Array], experts: Sequence[ExpertTensors], sizes: Sequence[int]) -> bool:
     """Whether rows of all these matrices, none wider than `sizes`, can be loaded and stored as vectors."""
-    bits = 0  # of all numbers: those below 16 must be 0
-    for array in arrays_RC:
-        bits |= array.address | array.strides[0]
-    for group in experts:
-        if not group.aligned:
-            return False
-        bits |= group.stride_e
-        for stride in group.strides:
-            bits |= stride if stride != 1 else 0
-    for size in sizes:
-        bits |= size
-    return bits % _MULTIPLE == 0
+    numbers = [*sizes, *(group.stride_e for group in experts)]
+    numbers += [stride for group in experts for stride in group.strides if stride != 1]
+    numbers += [number for array in arrays_RC for number in (array.address, array.strides[0])]
+    return all(group.aligned for group in experts) and all(number % _MULTIPLE == 0 for number in numbers)

@@ -98,7 +98,7 @@ def forget():
     """Forget programs; keep compiled kernels."""
     for operator in (small, *vars(triton_impl).values()):
         if isinstance(operator, Operator):
-            operator.forget()
+            operator._bound.clear()
 
 
 def are_as_by_triton(operator, *calls, by_triton=0):
