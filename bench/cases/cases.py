@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, gemm, moe, reference, tolerance, wgrad
+from bench.cases import dgrad_act, factory, fc1_act, gemm, moe, wgrad
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
+from fusedmlp.doctor import reference, tolerance
 
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}

@@ -4,10 +4,10 @@ import torch
 
 import fusedmlp
 from bench.cases import experts
-from bench.cases import reference as oracle
 from bench.cases.experts import DEVICE
 from bench.cases.factory import Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor import reference as oracle
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.operators.triton_impl import _options

@@ -5,7 +5,7 @@ import torch
 from bench.cases import experts
 from bench.cases.experts import DEVICE
 from bench.cases.factory import Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
 from fusedmlp.kernels.launching.run import recording
 

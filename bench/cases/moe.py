@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 import fusedmlp
 from bench.cases.factory import GATED, UNGATED
-from bench.cases.reference import activate
+from fusedmlp.doctor.reference import activate
 
 WEIGHTS, BIASES = ("fc1", "fc2"), ("bias1", "bias2")
 MODES = ("main_grad", "overwrite", "grad", "no grad yet", "off")

@@ -5,8 +5,8 @@ import dataclasses
 import torch
 
 from bench.cases import experts as support
-from bench.cases import tolerance
 from bench.cases.experts import DEVICE
+from fusedmlp.doctor import tolerance
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_

@@ -9,7 +9,7 @@ from torch import Tensor
 from bench.cpu.layers import Layer
 from bench.cpu.peers import Level
 
-_ROUNDINGS = 2  # in units of eps, as in bench/cases/tolerance.py
+_ROUNDINGS = 2  # in units of eps, as in fusedmlp/doctor/tolerance.py
 
 
 class Errors:

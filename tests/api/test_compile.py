@@ -15,8 +15,9 @@ from torch.library import opcheck
 from torch.profiler import profile
 
 import fusedmlp
-from bench.cases import factory, moe, reference
-from bench.cases.tolerance import assert_close
+from bench.cases import factory, moe
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 
 # Dynamo itself instantiates an autograd.Function while it traces one.
 pytestmark = [

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from support.grids import examples, seeds
 
 import fusedmlp
-from bench.cases import factory, reference
+from bench.cases import factory
 from bench.cases.factory import Case, Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("torch", "triton")

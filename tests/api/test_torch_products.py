@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.cases import factory, reference
+from bench.cases import factory
 from bench.cases.factory import Case, Inputs
-from bench.cases.tolerance import assert_close
 from fusedmlp.activation import Activation
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.operators import torch_impl, torch_products
 from fusedmlp.operators.torch_products import Rows
 

@@ -9,7 +9,7 @@ from kernels._rust import Build
 from support import forked
 
 from bench.cases.factory import wgrad_segment
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations import hub
 
 

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import fusedmlp
-from bench.cases.tolerance import bound
 from fusedmlp import Activation
+from fusedmlp.doctor.tolerance import bound
 from fusedmlp.integrations import transformers_activation
 from fusedmlp.integrations.transformers import register
 from fusedmlp.integrations.transformers_activation import activation_of

@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 
 EXPERTS, HIDDEN, FFN, ROWS, STEPS = 3, 16, 24, 5, 4

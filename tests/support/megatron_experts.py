@@ -17,8 +17,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.grids import part
 
-from bench.cases.tolerance import assert_close
 from fusedmlp.contract import dummy, route
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 EXPERTS, HIDDEN, FFN = 3, 7, 5  # odd sizes: the views of Megatron's buffers are not aligned

@@ -1,17 +1,32 @@
 """The oracle: a grouped MLP in plain autograd, one expert at a time, in any dtype; shares no code with the library."""
 
+from __future__ import annotations
+
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 
-def activate(name, h, *, interleaved=False, limit=None, alpha=None, linear_offset=0.0):
-    def sigmoid_curve(default):
+def activate(
+    name: str,
+    h: Tensor,
+    *,
+    interleaved: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    linear_offset: float = 0.0,
+) -> Tensor:
+    """The activation of `h` `[R, G]`, as `Activation` names and describes it."""
+
+    def sigmoid_curve(default: float) -> Callable[[Tensor], Tensor]:
         scale = default if alpha is None else alpha
         return lambda t: t * torch.sigmoid(scale * t)
 
-    curves = {
+    curves: dict[str, Callable[[Tensor], Tensor]] = {
         "swiglu": sigmoid_curve(1.0),
         "silu": sigmoid_curve(1.0),
         "quick_geglu": sigmoid_curve(1.702),
@@ -36,16 +51,17 @@ def activate(name, h, *, interleaved=False, limit=None, alpha=None, linear_offse
     return curves[name](gate) * (linear + linear_offset)
 
 
-def grouped_mlp(inputs, dtype, magnitudes=None):
+def grouped_mlp(inputs: Any, dtype: torch.dtype, magnitudes: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Results of the case's forward and backward, computed in `dtype`; keys as `factory.run` returns them.
 
     Into `magnitudes`, a dict, goes what `tolerance.scales` takes: results computed from the magnitudes of their terms.
     """
 
-    def note(**results):
+    def note(**results: Tensor) -> None:
+        assert magnitudes is not None
         for name, result in results.items():
             if result.numel():
-                magnitudes[name] = max(magnitudes.get(name, 0), result.detach().max())
+                magnitudes[name] = max(magnitudes.get(name, result.new_zeros(())), result.detach().max())
 
     case, size = inputs.case, torch.abs
     leaf = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in inputs.tensors().items()}
