@@ -1,14 +1,19 @@
-"""The oracle: a grouped MLP in plain autograd, one expert at a time, in any dtype; shares no code with the library."""
+"""The oracle: a grouped MLP in plain autograd, one expert at a time, in any dtype; shares no code with the library.
+
+R: rows, E: experts, H: hidden size, F: ffn size, G: outputs of fc1, `2 * F` or `F`. Weights are `[out, in]`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+WEIGHTS, OF_ROWS = ("fc1", "fc2"), ("y", "dx", "dprobs")
 
 
 def activate(
@@ -51,53 +56,161 @@ def activate(
     return curves[name](gate) * (linear + linear_offset)
 
 
-def grouped_mlp(inputs: Any, dtype: torch.dtype, magnitudes: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Results of the case's forward and backward, computed in `dtype`; keys as `factory.run` returns them.
+def gemm(x: Tensor, weights: Iterable[Tensor], counts: Sequence[int]) -> Tensor:
+    """The rows of each expert times its weight, `[sum(counts), out]`; `x` may have padding rows."""
+    return torch.cat([x_e @ w.T for x_e, w in zip(_split(x, counts), weights, strict=True)])
 
-    Into `magnitudes`, a dict, goes what `tolerance.scales` takes: results computed from the magnitudes of their terms.
+
+def wgrad(dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
+    """`dy^T x` of each expert, `[E, out, in]`."""
+    return torch.stack([dy_e.T @ x_e for dy_e, x_e in zip(_split(dy, counts), _split(x, counts), strict=True)])
+
+
+def _split(rows: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = rows[: sum(counts)].split(list(counts))
+    return parts
+
+
+class Forward(NamedTuple):
+    """Results of one expert's forward."""
+
+    h: Tensor  # [R, G], of fc1
+    a: Tensor  # [R, F], of the activation
+    y: Tensor  # [R, H]
+
+
+def expert(
+    x: Tensor,
+    fc1: Tensor,
+    fc2: Tensor,
+    probs: Tensor | None = None,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    probs_before_fc2: bool = False,
+    **options: Any,
+) -> Forward:
+    """One expert: x `[R, H]`, fc1 `[G, H]`, fc2 `[H, F]`, probs `[R]`, biases `[G]`, `[H]`; `options` of `activate`.
+
+    With `probs_before_fc2` the operand of fc2 is `a * probs`: the same result, rounded elsewhere.
     """
+    h = x @ fc1.T
+    if bias1 is not None:
+        h = h + bias1
+    a = activate(activation, h, **options)
+    early, late = (probs, None) if probs_before_fc2 else (None, probs)
+    y = _scaled(a, early) @ fc2.T
+    if bias2 is not None:
+        y = y + _scaled(bias2.expand_as(y), early)
+    return Forward(h, a, _scaled(y, late))
 
-    def note(**results: Tensor) -> None:
-        assert magnitudes is not None
-        for name, result in results.items():
+
+def _scaled(t: Tensor, probs: Tensor | None) -> Tensor:
+    return t if probs is None else (t * probs.unsqueeze(1)).to(t.dtype)
+
+
+def rows(
+    x: Tensor,
+    fc1: Iterable[Tensor],
+    fc2: Iterable[Tensor],
+    counts: Sequence[int],
+    probs: Tensor | None = None,
+    bias1: Iterable[Tensor] | None = None,
+    bias2: Iterable[Tensor] | None = None,
+    *,
+    activation: str = "swiglu",
+    **options: Any,
+) -> Tensor:
+    """`y` of the rows of all experts, for autograd: `[sum(counts), H]`; `x` and `probs` may have padding rows."""
+    none = [None] * len(counts)
+    of_rows = _split(x, counts), none if probs is None else _split(probs, counts)
+    of_experts = fc1, fc2, none if bias1 is None else bias1, none if bias2 is None else bias2
+    ys = []
+    for x_e, probs_e, fc1_e, fc2_e, bias1_e, bias2_e in zip(*of_rows, *of_experts, strict=True):
+        ys.append(expert(x_e, fc1_e, fc2_e, probs_e, bias1_e, bias2_e, activation=activation, **options).y)
+    return torch.cat(ys)
+
+
+def expert_step(
+    tensors: Mapping[str, Tensor],
+    dy: Tensor,
+    dtype: torch.dtype,
+    *,
+    magnitudes: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Forward and backward of one expert, computed in `dtype`: `y`, and `d<name>` of each of `tensors`.
+
+    `tensors` and `options` are arguments of `expert`. Into `magnitudes` goes what `tolerance.Errors` takes: the largest
+    of each result, computed from the magnitudes of its terms.
+    """
+    leaf = {name: t.detach().to(dtype, copy=True).requires_grad_() for name, t in tensors.items()}
+    optional = (leaf.get(name) for name in ("probs", "bias1", "bias2"))
+    h, a, y = expert(leaf["x"], leaf["fc1"], leaf["fc2"], *optional, **options)
+    h.retain_grad()
+    dy = dy.to(dtype)
+    y.backward(dy)
+    if magnitudes is not None:
+        assert h.grad is not None
+        with torch.no_grad():
+            of_terms = _magnitudes(leaf, h.grad.abs(), a.abs(), dy.abs())
+        for name, result in of_terms.items():
             if result.numel():
-                magnitudes[name] = max(magnitudes.get(name, result.new_zeros(())), result.detach().max())
+                magnitudes[name] = max(magnitudes.get(name, result.new_zeros(())), result.max())
+    grads = {f"d{name}": torch.zeros_like(t) if t.grad is None else t.grad for name, t in leaf.items()}
+    return {"y": y.detach(), **grads}
 
-    case, size = inputs.case, torch.abs
-    leaf = {name: t.detach().clone().to(dtype).requires_grad_() for name, t in inputs.tensors().items()}
-    ys, row = [], 0
-    for e, n in enumerate(case.counts):
-        x = leaf["x"][row : row + n]
-        fc1, fc2 = leaf["fc1"][e], leaf["fc2"][e]
-        if case.layout == "in_out":
-            fc1, fc2 = fc1.T, fc2.T
-        h = x @ fc1.T
-        if case.bias:
-            h = h + leaf["bias1"][e]
-        a = activate(case.activation, h, **case.options)
-        y = a @ fc2.T
-        if case.bias:
-            y = y + leaf["bias2"][e]
-        probs = leaf["probs"][row : row + n, None] if case.probs else 1
+
+def _magnitudes(leaf: dict[str, Tensor], dh: Tensor, a: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The results of a step from the magnitudes of their terms; `dh`, `a` and `dy` are magnitudes, too."""
+    probs = leaf["probs"].unsqueeze(1) if "probs" in leaf else dy.new_ones(())
+    terms = a @ leaf["fc2"].abs().T + (leaf["bias2"].abs() if "bias2" in leaf else 0)
+    return {
+        "y": terms * probs,
+        "dx": dh @ leaf["fc1"].abs(),
+        "dprobs": (dy * terms).sum(1),
+        "dfc1": dh.T @ leaf["x"].abs(),
+        "dfc2": (dy * probs).T @ a,
+        "dbias1": dh.sum(0),
+        "dbias2": (dy * probs).sum(0),
+    }
+
+
+def grouped_mlp(
+    tensors: Mapping[str, Tensor],
+    counts: Sequence[int],
+    dy: Tensor,
+    dtype: torch.dtype,
+    *,
+    layout: str = "out_in",
+    before: float = 0.0,
+    magnitudes: dict[str, Tensor] | None = None,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Forward and backward of all experts, computed in `dtype`: float64 tensors by the names of `expert_step`.
+
+    Rows after those of experts are padding: their `y`, `dx` and `dprobs` are zero. `layout` is that of the weights and
+    of their gradients, which are added to `before`, as to a `main_grad`.
+    """
+    of_rows = {name: _split(tensors[name], counts) for name in ("x", "probs") if name in tensors}
+    steps = []
+    for e, dy_e in enumerate(_split(dy, counts)):
+        mine = {name: of_rows[name][e] if name in of_rows else t[e] for name, t in tensors.items()}
+        if layout == "in_out":
+            mine |= {name: mine[name].T for name in WEIGHTS}
+        steps.append(expert_step(mine, dy_e, dtype, magnitudes=magnitudes, **options))
+    results = {}
+    for name in steps[0]:
+        parts = [step[name].double() for step in steps]
+        if name in OF_ROWS:
+            padding = len(tensors["x"]) - sum(counts)
+            results[name] = torch.cat([*parts, parts[0].new_zeros(padding, *parts[0].shape[1:])])
+        else:
+            results[name] = torch.stack(parts)
+    for name in WEIGHTS:
+        grad = results[f"d{name}"] + before
+        results[f"d{name}"] = grad.mT if layout == "in_out" else grad
         if magnitudes is not None:
-            terms = size(a) @ size(fc2.T) + (size(leaf["bias2"][e]) if case.bias else 0)
-            dy = size(inputs.dy[row : row + n].to(dtype))
-            note(y=terms * probs, dprobs=(dy * terms).sum(1), dbias2=(dy * probs).sum(0))
-            note(fc2=inputs.initial_main_grad + (dy * probs).T @ size(a))
-            h.register_hook(lambda dh, x=x: note(fc1=inputs.initial_main_grad + size(dh).T @ size(x)))
-            h.register_hook(lambda dh, fc1=fc1: note(dx=size(dh) @ size(fc1), dbias1=size(dh).sum(0)))
-        if case.probs:
-            y = (y * probs).to(dtype)
-        ys.append(y)
-        row += n
-    ys.append(torch.zeros(inputs.x.shape[0] - row, inputs.x.shape[1], dtype=dtype))
-    y = torch.cat(ys)
-    y[:row].backward(inputs.dy[:row].to(dtype))
-    results = {"y": y.detach()}
-    names = {"x": "dx", "probs": "dprobs", "fc1": "fc1", "fc2": "fc2", "bias1": "dbias1", "bias2": "dbias2"}
-    for name, tensor in leaf.items():
-        grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-        if name in ("fc1", "fc2"):
-            grad = grad.double() + inputs.initial_main_grad
-        results[names[name]] = grad
-    return {name: t.double() for name, t in results.items()}
+            magnitudes[f"d{name}"] = magnitudes[f"d{name}"] + before
+    return results

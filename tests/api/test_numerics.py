@@ -10,7 +10,6 @@ from support.grids import examples, seeds
 import fusedmlp
 from bench.cases import factory
 from bench.cases.factory import Case, Inputs
-from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -21,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 def check(case, impls=IMPLS):
     inputs = Inputs(case)
     magnitudes = {}
-    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
-    low_precision = reference.grouped_mlp(inputs, case.dtype)
+    expected = factory.reference(inputs, torch.float64, magnitudes)
+    low_precision = factory.reference(inputs, case.dtype)
     dtypes = {case.dtype, case.main_grad_dtype}
     for impl in impls:
         widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -74,7 +73,7 @@ def test_non_finite_values_of_one_expert_stay_there(impl):
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         got = factory.run(inputs, impl, DEVICE)
     for name, tensor in got.items():
-        mine = tensor[[0, 2]] if name[:2] in ("fc", "db") else torch.cat([tensor[:5], tensor[8:]])
+        mine = tensor[[0, 2]] if name[:2] in ("df", "db") else torch.cat([tensor[:5], tensor[8:]])
         assert torch.isfinite(mine).all(), name
 
 
@@ -93,8 +92,8 @@ def test_incoming_gradient_of_any_strides(impl, kind):
     inputs = Inputs(Case(counts=(5, 3), padding=0, H=8))
     dy = strided(kind)
     inputs.dy = dy.contiguous()
-    expected = reference.grouped_mlp(inputs, torch.float64)
-    low_precision = reference.grouped_mlp(inputs, torch.float32)
+    expected = factory.reference(inputs, torch.float64)
+    low_precision = factory.reference(inputs, torch.float32)
     inputs.dy = dy
     assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, torch.float32)
 

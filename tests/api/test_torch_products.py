@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.cases import factory
 from bench.cases.factory import Case, Inputs
 from fusedmlp.activation import Activation
-from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.operators import torch_impl, torch_products
 from fusedmlp.operators.torch_products import Rows
@@ -106,8 +105,8 @@ def test_blocks_of_any_length_make_the_same_layer(elements, dtype, monkeypatch):
     monkeypatch.setattr(torch_products, "BLOCK_ELEMENTS", elements)
     case = Case(counts=(4, 0, 9, 1), padding=3, dtype=dtype, bias=True)
     inputs, magnitudes = Inputs(case), {}
-    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
-    assert_close(factory.run(inputs, "torch", "cpu"), expected, reference.grouped_mlp(inputs, dtype), dtype, magnitudes)
+    expected = factory.reference(inputs, torch.float64, magnitudes)
+    assert_close(factory.run(inputs, "torch", "cpu"), expected, factory.reference(inputs, dtype), dtype, magnitudes)
 
 
 class Passes(TorchDispatchMode):
