@@ -164,7 +164,7 @@ def expert_step(
 
 def _magnitudes(leaf: dict[str, Tensor], dh: Tensor, a: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """The results of a step from the magnitudes of their terms; `dh`, `a` and `dy` are magnitudes, too."""
-    probs = leaf["probs"].unsqueeze(1) if "probs" in leaf else dy.new_ones(())
+    probs = leaf["probs"].abs().unsqueeze(1) if "probs" in leaf else dy.new_ones(())
     terms = a @ leaf["fc2"].abs().T + (leaf["bias2"].abs() if "bias2" in leaf else 0)
     return {
         "y": terms * probs,
