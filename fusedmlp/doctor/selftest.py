@@ -22,7 +22,6 @@ from fusedmlp.doctor import reference, tolerance
 
 _COUNTS, _PADDING, _H, _F = (70, 0, 1, 57), 3, 64, 48
 
-
 STEPS = ("plain", "checkpointed", "compiled")
 
 

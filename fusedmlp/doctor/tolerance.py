@@ -111,4 +111,4 @@ def assert_norms_close(actual: Results, expected: Results, low_precision: Result
     for name, reference in expected.items():
         error, lost = (float((t[name].double() - reference).norm()) for t in (actual, low_precision))
         allowed = 2 * (lost + eps(dtype) / 2 * float(reference.norm()))
-        assert error <= allowed, f"{name}: error {error:.3g} of the norm, allowed {allowed:.3g}"
+        assert error <= allowed, f"{name}: 2-norm of the error {error:.3g}, allowed {allowed:.3g}"

@@ -96,7 +96,7 @@ def test_no_number_is_wrong(value):
         assert_close({"y": off_by(value)}, {"y": EXPECTED}, {"y": EXPECTED}, torch.float32)
     with pytest.raises(AssertionError, match="a reference is not finite"):
         assert_close({"y": EXPECTED}, {"y": EXPECTED}, {"y": off_by(value)}, torch.float32)
-    with pytest.raises(AssertionError, match="y: error"):
+    with pytest.raises(AssertionError, match="y: 2-norm of the error"):
         assert_norms_close({"y": off_by(value)}, {"y": EXPECTED}, {"y": EXPECTED}, torch.float32)
 
 
@@ -120,7 +120,7 @@ def test_the_norm_sees_what_the_largest_element_hides():
     low[0] = 100
     actual = expected * (1 + 2 * EPS)
     assert_close({"y": actual}, {"y": expected}, {"y": low}, torch.float32)
-    with pytest.raises(AssertionError, match=r"y: error .* of the norm"):
+    with pytest.raises(AssertionError, match="y: 2-norm of the error"):
         assert_norms_close({"y": actual}, {"y": expected}, {"y": low}, torch.float32)
 
 
