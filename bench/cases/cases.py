@@ -12,9 +12,10 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, gemm, moe, reference, tolerance, wgrad
+from bench.cases import dgrad_act, factory, fc1_act, gemm, moe, wgrad
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
+from fusedmlp.doctor import tolerance
 
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
@@ -286,8 +287,8 @@ def _layer(dtype: torch.dtype, **options: object) -> None:
     counts, padding = LOADS["uneven"]
     case = factory.Case(**{"counts": counts, "padding": padding, "H": 208, "F": 144, "dtype": dtype, **options})
     inputs, magnitudes = factory.Inputs(case), {}
-    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
-    low = reference.grouped_mlp(inputs, dtype)
+    expected = factory.reference(inputs, torch.float64, magnitudes)
+    low = factory.reference(inputs, dtype)
     widest = max(dtype, case.main_grad_dtype, key=tolerance.eps)
     tolerance.assert_close(factory.run(inputs, "triton", DEVICE), expected, low, widest, magnitudes)
 

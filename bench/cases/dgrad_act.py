@@ -4,10 +4,10 @@ import torch
 
 import fusedmlp
 from bench.cases import experts
-from bench.cases import reference as oracle
 from bench.cases.experts import DEVICE
 from bench.cases.factory import Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor import reference as oracle
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.operators.triton_impl import _options
@@ -28,15 +28,11 @@ def reference(inputs, dtype):
     probs = inputs.probs[:owned].to(dtype).requires_grad_()
     act = oracle.activate(case.activation, h, **case.options)
     a = act * probs[:, None].to(act.dtype) if case.probs else act
-    ys, row = [], 0
-    for e, n in enumerate(case.counts):
-        w = inputs.fc2[e].to(dtype)
-        y = a[row : row + n] @ (w.T if case.layout == "out_in" else w)
-        if case.bias and case.probs:
-            y = y + probs[row : row + n, None] * inputs.bias2[e].to(dtype)
-        ys.append(y)
-        row += n
-    torch.cat(ys).backward(inputs.dy[:owned].to(dtype))
+    w = inputs.fc2.to(dtype)
+    y = oracle.gemm(a, w if case.layout == "out_in" else w.mT, case.counts)
+    if case.bias and case.probs:
+        y = y + probs[:, None] * inputs.bias2.to(dtype).repeat_interleave(torch.tensor(case.counts), 0)
+    y.backward(inputs.dy[:owned].to(dtype))
     results = {"dh": h.grad, "a": a.detach()}
     if case.probs:
         results["dprobs"] = probs.grad

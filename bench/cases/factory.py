@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 import fusedmlp
+from fusedmlp.doctor import reference as oracle
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu")
 UNGATED = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
@@ -144,13 +145,29 @@ def run(inputs, impl, device="cpu"):
         tensors = [getattr(p, attribute) for p in group]
         return tensors[0] if case.packed else torch.stack(tensors)
 
-    results = {"y": y.detach(), "dx": x.grad, "fc1": gathered(params["fc1"], "main_grad")}
-    results["fc2"] = gathered(params["fc2"], "main_grad")
+    results = {"y": y.detach(), "dx": x.grad, "dfc1": gathered(params["fc1"], "main_grad")}
+    results["dfc2"] = gathered(params["fc2"], "main_grad")
     if case.probs:
         results["dprobs"] = probs.grad
     if case.bias:
         results["dbias1"], results["dbias2"] = (gathered(params[n], "grad") for n in ("bias1", "bias2"))
     return {name: t.cpu().double() for name, t in results.items()}
+
+
+def reference(inputs, dtype, magnitudes=None):
+    """The same results by the oracle, computed in `dtype`."""
+    case = inputs.case
+    return oracle.grouped_mlp(
+        inputs.tensors(),
+        case.counts,
+        inputs.dy,
+        dtype,
+        layout=case.layout,
+        before=inputs.initial_main_grad,
+        magnitudes=magnitudes,
+        activation=case.activation,
+        **case.options,
+    )
 
 
 def with_counts(case, counts, padding):
@@ -167,9 +184,7 @@ class Segment:
 
     def product(self, dtype):
         """`dy^T x` of every expert, computed in `dtype`."""
-        bounds = self.offsets.tolist()
-        pairs = ((self.dy[a:b].to(dtype), self.x[a:b].to(dtype)) for a, b in zip(bounds, bounds[1:], strict=False))
-        return torch.stack([dy.T @ x for dy, x in pairs])
+        return oracle.wgrad(self.dy.to(dtype), self.x.to(dtype), self.offsets.diff().tolist())
 
     def scale(self):
         """A probability for each row, NaN for padding rows."""

@@ -4,10 +4,10 @@ import torch
 
 import fusedmlp
 from bench.cases import experts
-from bench.cases import reference as oracle
 from bench.cases.experts import DEVICE
 from bench.cases.factory import Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor import reference as oracle
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.operators.triton_impl import _options
@@ -15,16 +15,13 @@ from fusedmlp.operators.triton_impl import _options
 
 def reference(inputs, dtype):
     """`h` and `a` of the rows of experts, in any dtype."""
-    case, hs, row = inputs.case, [], 0
-    for e, n in enumerate(case.counts):
-        w = inputs.fc1[e].to(dtype)
-        h = inputs.x[row : row + n].to(dtype) @ (w.T if case.layout == "out_in" else w)
-        hs.append((h + inputs.bias1[e].to(dtype) if case.bias else h).to(dtype))
-        row += n
-    h = torch.cat(hs)
+    case, w = inputs.case, inputs.fc1.to(dtype)
+    h = oracle.gemm(inputs.x.to(dtype), w if case.layout == "out_in" else w.mT, case.counts)
+    if case.bias:
+        h = h + inputs.bias1.to(dtype).repeat_interleave(torch.tensor(case.counts), 0)
     a = oracle.activate(case.activation, h, **case.options)
     if case.probs:
-        a = (a * inputs.probs[:row, None].to(dtype)).to(dtype)
+        a = (a * inputs.probs[: len(h), None].to(dtype)).to(dtype)
     return {"h": h.double(), "a": a.double()}
 
 

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 import fusedmlp
 from bench.cases.factory import GATED, UNGATED
-from bench.cases.reference import activate
+from fusedmlp.doctor import reference as oracle
 
 WEIGHTS, BIASES = ("fc1", "fc2"), ("bias1", "bias2")
 MODES = ("main_grad", "overwrite", "grad", "no grad yet", "off")
@@ -165,9 +165,9 @@ def reference(inputs, dtype):
     leaf = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.weights.items()}
     fc1, fc2 = (leaf[n] if case.layout == "out_in" else leaf[n].mT for n in WEIGHTS)
 
-    def expert(e, x):
-        h = x @ fc1[e].T + (leaf["bias1"][e] if case.bias else 0)
-        return activate(case.activation, h, **case.options) @ fc2[e].T + (leaf["bias2"][e] if case.bias else 0)
+    def expert(e, x, probs):
+        biases = {name: leaf[name][e] for name in BIASES * case.bias}
+        return oracle.expert(x, fc1[e], fc2[e], probs, activation=case.activation, **biases, **case.options).y
 
     for batch in inputs.microbatches:
         x, probs = (t.to(dtype, copy=True).requires_grad_() for t in (batch.x, batch.probs))
@@ -175,7 +175,7 @@ def reference(inputs, dtype):
         for t, ids in enumerate(batch.ids.tolist()):
             for k, e in enumerate(ids):
                 if 0 <= e < case.E:
-                    term = probs[t, k] * expert(e, x[t : t + 1])
+                    term = expert(e, x[t : t + 1], probs[t, k : k + 1])
                     y = y + torch.zeros_like(y).index_add(0, torch.tensor([t]), term)
         if y.requires_grad:
             y.backward(batch.dy.to(dtype))

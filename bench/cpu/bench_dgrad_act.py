@@ -10,6 +10,7 @@ from torch import Tensor
 from bench.cpu import passes
 from bench.cpu.layers import Layer
 from bench.cpu.passes import Pass, Results, Way
+from fusedmlp.doctor import reference
 
 
 def _operands(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -26,8 +27,7 @@ def _activation_backward(da_RF: Tensor, h_RG: Tensor, probs_R: Tensor) -> Result
 
 
 def _reference(layer: Layer, dtype: torch.dtype, dy_RH: Tensor, h_RG: Tensor) -> Results:
-    pairs = zip(dy_RH.to(dtype).split(layer.rows), layer.fc2.detach().to(dtype), strict=True)
-    da = torch.cat([dy @ fc2 for dy, fc2 in pairs])
+    da = reference.gemm(dy_RH.to(dtype), layer.fc2.detach().to(dtype).mT, layer.rows)
     return _activation_backward(da, h_RG.to(dtype), passes.probs_of(layer, dtype))
 
 

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedmlp
-from bench.cpu.checks import Errors
 from bench.cpu.layers import Layer
+from fusedmlp.doctor.tolerance import Errors
 from fusedmlp.environment import triton_interpret
 
 Results = dict[str, Tensor]

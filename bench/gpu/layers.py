@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedmlp
+from fusedmlp.doctor import reference, tolerance
 
 Counts = tuple[int, ...]
 LOADS: dict[str, Counts] = {
@@ -138,9 +139,9 @@ class Layer:
         if queue is not None:
             queue.run()
         results = {"y": y.detach(), "dx": self.x.grad, "dprobs": self.probs.grad}
-        for name, group in zip(("fc1", "fc2"), self.weights, strict=True):
+        for name, group in zip(("dfc1", "dfc2"), self.weights, strict=True):
             results[name] = self._joined([p.main_grad for p in group])
-        for name, group in zip(("bias1", "bias2"), self.biases, strict=True):
+        for name, group in zip(("dbias1", "dbias2"), self.biases, strict=True):
             if group:
                 results[name] = self._joined([p.grad for p in group])
         return results
@@ -150,58 +151,30 @@ class Layer:
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The results of `run` by plain autograd, expert by expert, in `dtype`."""
-        transposed = self.case.layout == "in_out"
-        params = [self._joined([p.detach() for p in g]).to(dtype).requires_grad_() for g in self.weights]
-        biases = [self._joined([p.detach() for p in g]).to(dtype).requires_grad_() for g in self.biases if g]
-        x, probs = (t.detach().to(dtype).requires_grad_() for t in (self.x, self.probs))
-        w1, w2 = (p.mT if transposed else p for p in params)
-        slots = torch.arange(probs.numel(), device=x.device)  # of rows, sorted by expert
+        groups = zip(("fc1", "fc2", "bias1", "bias2"), self.weights + self.biases, strict=True)
+        tensors = {name: self._joined([p.detach() for p in group]) for name, group in groups if group}
+        slots = torch.arange(self.probs.numel(), device=self.x.device)  # of rows, sorted by expert
         if self.case.top_k:
             slots = self.ids.where(self.ids >= 0, len(self.counts)).flatten().argsort(stable=True)
+        slots = slots[: sum(self.counts)]
         tokens = slots // max(1, self.case.top_k)
-        x_rows, probs_rows = x[tokens], probs.flatten()[slots]
-        pieces, row = [], 0
-        for e, n in enumerate(self.counts):
-            part = slice(row, row + n)
-            h = x_rows[part] @ w1[e].T
-            if biases:
-                h = h + biases[0][e]
-            out = self._activation(h) @ w2[e].T
-            if biases:
-                out = out + biases[1][e]
-            pieces.append(out * probs_rows[part, None])
-            row += n
-        y = torch.zeros_like(x).index_add(0, tokens[:row], torch.cat(pieces))
-        y.backward(self.dy.to(dtype))
-        grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in (x, probs, *params, *biases)]
-        results = dict(zip(("dx", "dprobs", "fc1", "fc2", "bias1", "bias2"), grads, strict=False))
-        for name in ("fc1", "fc2"):
-            results[name] = self.microbatches * results[name].double() + self.initial
-        return {"y": y.detach(), **results}
-
-    def _activation(self, h: Tensor) -> Tensor:
-        options = self.case.options
-        gate, linear = (h[:, ::2], h[:, 1::2]) if options.get("interleaved") else h.chunk(2, dim=1)
-        if limit := options.get("limit"):
-            gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-        return gate * torch.sigmoid(gate * options.get("alpha", 1.0)) * (linear + options.get("linear_offset", 0.0))
+        tensors |= {"x": self.x.detach()[tokens], "probs": self.probs.detach().flatten()[slots]}
+        results = reference.grouped_mlp(
+            tensors, self.counts, self.dy[tokens], dtype, layout=self.case.layout, **self.case.options
+        )
+        for name in ("y", "dx"):  # a token's rows add up
+            results[name] = torch.zeros_like(self.x, dtype=torch.float64).index_add(0, tokens, results[name])
+        dprobs = torch.zeros(self.probs.numel(), dtype=torch.float64, device=self.x.device)
+        results["dprobs"] = dprobs.index_copy(0, slots, results["dprobs"]).view(self.probs.shape)
+        for name in ("dfc1", "dfc2"):
+            results[name] = self.microbatches * results[name] + self.initial
+        return results
 
 
 def compare(layer: Layer, results: dict[str, Tensor]) -> float:
-    """Largest relative error (2-norm) of any result.
-
-    Raises if an error is over twice that of plain autograd in the dtype, plus one rounding.
-    """
+    """Largest relative error of any result. Raises unless every element is right, and every result in its 2-norm."""
     exact, plain = layer.reference(torch.float64), layer.reference(layer.dtype)
-    band = torch.finfo(layer.dtype).eps / 2  # one rounding
-    worst = 0.0
-    for name, want in exact.items():
-        got = results[name].double()
-        if got.shape != want.shape or not torch.isfinite(got).all():
-            raise AssertionError(f"{name}: shape {tuple(got.shape)}, or not finite")
-        scale = want.norm().clamp(min=1e-30)
-        error, allowed = ((t - want).norm() / scale for t in (got, plain[name].double()))
-        if error > 2 * (allowed + band):
-            raise AssertionError(f"{name}: error {error:.2e}, of plain autograd {allowed:.2e}")
-        worst = max(worst, float(error))
-    return worst
+    errors = tolerance.errors_of(results, exact, plain, layer.dtype)
+    errors.verify()
+    tolerance.assert_norms_close(results, exact, plain, layer.dtype)
+    return max(errors.relative().values())

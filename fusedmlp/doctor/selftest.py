@@ -15,14 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import silu
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp.doctor import reference, tolerance
 
 _COUNTS, _PADDING, _H, _F = (70, 0, 1, 57), 3, 64, 48
-_ROUNDINGS = 2  # as in the tests: four stages, each rounds by half an eps
-
 
 STEPS = ("plain", "checkpointed", "compiled")
 
@@ -85,40 +83,28 @@ def _no_compiler() -> str:
 def _compare(impl: str, device: str, dtype: torch.dtype, step: str) -> list[tuple[str, float, float]]:
     """Name, error and allowed error of each result."""
     inputs = _inputs(dtype)
-    expected, plain = _loop(inputs, torch.float64), _loop(inputs, dtype)
-    actual = _fused(inputs, impl, device, step)
-    scales = {name: float(value.abs().max()) for name, value in expected.items()}
-    # The tolerance is measured, not picked: twice what plain PyTorch loses in this precision, and the rounding band.
-    lost = max(float((plain[name] - expected[name]).abs().max()) / scales[name] for name in expected)
-    allowed = 2 * (lost + _ROUNDINGS * torch.finfo(dtype).eps)
-    errors = {name: float((actual[name] - expected[name]).abs().max()) / scales[name] for name in expected}
-    return [(name, error, allowed) for name, error in errors.items()]
+    tensors = {name: tensor for name, tensor in inputs.items() if name != "dy"}
+    expected, plain = (
+        reference.grouped_mlp(tensors, _COUNTS, inputs["dy"], precision, before=1.0)
+        for precision in (torch.float64, dtype)
+    )
+    errors = tolerance.errors_of(_fused(inputs, impl, device, step), expected, plain, dtype)
+    return [(name, error, errors.allowed()) for name, error in errors.relative().items()]
 
 
 def _inputs(dtype: torch.dtype) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     E, R = len(_COUNTS), sum(_COUNTS)
-    shapes = {"x": (R, _H), "dy": (R, _H), "fc1": (E, 2 * _F, _H), "fc2": (E, _H, _F), "b1": (E, 2 * _F), "b2": (E, _H)}
+    shapes = {
+        "x": (R, _H),
+        "dy": (R, _H),
+        "fc1": (E, 2 * _F, _H),
+        "fc2": (E, _H, _F),
+        "bias1": (E, 2 * _F),
+        "bias2": (E, _H),
+    }
     inputs = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
     return inputs | {"probs": torch.rand(R, generator=generator)}
-
-
-def _loop(inputs: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Plain autograd, one expert at a time; `main_grad` held ones before."""
-    leaf = {
-        name: tensor.detach().to(dtype, copy=True).requires_grad_() for name, tensor in inputs.items() if name != "dy"
-    }
-    outputs, first = [], 0
-    for e, count in enumerate(_COUNTS):
-        rows = slice(first, first + count)
-        gate, linear = (leaf["x"][rows] @ leaf["fc1"][e].T + leaf["b1"][e]).chunk(2, dim=1)
-        y = (silu(gate) * linear) @ leaf["fc2"][e].T + leaf["b2"][e]
-        outputs.append(y * leaf["probs"][rows, None])
-        first += count
-    y = torch.cat(outputs)
-    y.backward(inputs["dy"].to(y.dtype))
-    grads = {f"d{name}": tensor.grad.double() for name, tensor in leaf.items() if tensor.grad is not None}
-    return {"y": y.detach().double()} | grads | {name: grads[name] + 1 for name in ("dfc1", "dfc2")}
 
 
 def _fused(inputs: dict[str, Tensor], impl: str, device: str, step: str) -> dict[str, Tensor]:
@@ -129,7 +115,7 @@ def _fused(inputs: dict[str, Tensor], impl: str, device: str, step: str) -> dict
         return torch.cat([tensor, nan]).to(device)
 
     x, probs = padded(inputs["x"]).requires_grad_(), padded(inputs["probs"]).requires_grad_()
-    fc1, fc2, b1, b2 = (Parameter(inputs[name].to(device)) for name in ("fc1", "fc2", "b1", "b2"))
+    fc1, fc2, b1, b2 = (Parameter(inputs[name].to(device)) for name in ("fc1", "fc2", "bias1", "bias2"))
     buffer = fusedmlp.MainGradBuffer([fc1, fc2])
     buffer.flat.fill_(1.0)
     counts = torch.tensor(_COUNTS, device=device)
@@ -140,7 +126,7 @@ def _fused(inputs: dict[str, Tensor], impl: str, device: str, step: str) -> dict
     y = _as_step(forward, step)(x, probs)
     y.backward(padded(inputs["dy"]))
     R = len(inputs["x"])
-    results = {"y": y[:R], "dx": x.grad[:R], "dprobs": probs.grad[:R], "db1": b1.grad, "db2": b2.grad}  # type: ignore[index]
+    results = {"y": y[:R], "dx": x.grad[:R], "dprobs": probs.grad[:R], "dbias1": b1.grad, "dbias2": b2.grad}  # type: ignore[index]
     for name, weight in (("dfc1", fc1), ("dfc2", fc2)):
         fused = weight.grad_added_to_main_grad and not weight.grad.any()  # type: ignore[attr-defined, union-attr]
         results[name] = weight.main_grad if fused else torch.full_like(weight, float("nan"))  # type: ignore[attr-defined]

@@ -15,8 +15,9 @@ from torch.library import opcheck
 from torch.profiler import profile
 
 import fusedmlp
-from bench.cases import factory, moe, reference
-from bench.cases.tolerance import assert_close
+from bench.cases import factory, moe
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 
 # Dynamo itself instantiates an autograd.Function while it traces one.
 pytestmark = [
@@ -46,7 +47,7 @@ def compiled_functions(monkeypatch):
 def test_grouped_mlp_with_random_options(seed, compiled_functions, poison):
     case = replace(factory.random_case(seed), delayed=False)
     inputs = factory.Inputs(case)
-    expected, low_precision = (reference.grouped_mlp(inputs, dtype) for dtype in (torch.float64, case.dtype))
+    expected, low_precision = (factory.reference(inputs, dtype) for dtype in (torch.float64, case.dtype))
     widest = max(case.dtype, case.main_grad_dtype, key=lambda dtype: torch.finfo(dtype).eps)
     assert_close(factory.run(inputs, "torch", DEVICE), expected, low_precision, widest)
     assert counters["stats"]["unique_graphs"] > 0
@@ -65,7 +66,7 @@ def test_moe_experts_with_random_options(seed, compiled_functions, poison):
 def test_triton_kernels_inside_a_graph(compiled_functions, poison):
     case = factory.Case(bias=True)
     inputs = factory.Inputs(case)
-    expected, low_precision = (reference.grouped_mlp(inputs, dtype) for dtype in (torch.float64, torch.float32))
+    expected, low_precision = (factory.reference(inputs, dtype) for dtype in (torch.float64, torch.float32))
     assert_close(factory.run(inputs, "triton", DEVICE), expected, low_precision, torch.float32)
     assert counters["stats"]["unique_graphs"] == 1
 
@@ -94,25 +95,18 @@ class Model(nn.Module):
     def loop(self, x, ids, probs, counts):
         """The same in plain PyTorch."""
 
-        def expert(fc1, fc2, x):
-            return reference.activate("swiglu", x @ fc1.T) @ fc2.T
+        def term(t, k):
+            e = ids[t, k]
+            return reference.expert(x[t : t + 1], self.fc1[e], self.fc2[e], probs[t, k : k + 1]).y
 
-        rows = []
-        for t in range(len(x)):
-            terms = [probs[t, k] * expert(self.fc1[e], self.fc2[e], x[t : t + 1]) for k, e in enumerate(ids[t])]
-            rows.append(sum(terms))
-        h = torch.cat(rows).sin()
-        mlp, ys, start = dict(self.mlp.named_parameters()), [], 0
-        for e, count in enumerate([*counts.tolist(), len(x) - sum(counts.tolist())]):
-            part, p = h[start : start + count], probs[start : start + count, :1]
-            if e == self.E:  # padding
-                ys.append(part.new_zeros(count, self.OUT) + 0 * part.sum())
-                continue
-            a = reference.activate("swiglu", part @ mlp[f"fc1.weight{e}"].T + mlp[f"fc1.bias{e}"])
-            a = p * (a @ mlp[f"fc2.weight{e}"].T + mlp[f"fc2.bias{e}"]) + part
-            ys.append(a @ self.linear[e])
-            start += count
-        return torch.cat(ys)
+        h = torch.cat([sum(term(t, k) for k in range(self.K)) for t in range(len(x))]).sin()
+        counts = counts.tolist()
+        mlp, owned = dict(self.mlp.named_parameters()), sum(counts)
+        names = ("fc1.weight", "fc2.weight"), ("fc1.bias", "fc2.bias")
+        weights, biases = ([[mlp[f"{name}{e}"] for e in range(self.E)] for name in kind] for kind in names)
+        y = reference.rows(h, *weights, counts, probs[:, 0], *biases) + h[:owned]
+        y = reference.gemm(y, self.linear.mT, counts)
+        return torch.cat([y, y.new_zeros(len(x) - owned, self.OUT) + 0 * h[owned:].sum()])
 
     def fused(self):
         return [self.fc1, self.fc2] + [p for name, p in self.mlp.named_parameters() if "weight" in name]

@@ -8,7 +8,7 @@ import fusedmlp
 from bench.cases import moe
 from bench.cases.factory import GATED, UNGATED
 from bench.cases.moe import Case, Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.routing.plan import size_of_plan
 from fusedmlp.kernels.tiles.select import architecture
 from fusedmlp.kernels.tiles.table import row_blocks

@@ -3,14 +3,16 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grids import examples, seeds
 
 import fusedmlp
-from bench.cases import factory, reference
+from bench.cases import factory
 from bench.cases.factory import Case, Inputs
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("torch", "triton")
@@ -20,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("poison")
 def check(case, impls=IMPLS):
     inputs = Inputs(case)
     magnitudes = {}
-    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
-    low_precision = reference.grouped_mlp(inputs, case.dtype)
+    expected = factory.reference(inputs, torch.float64, magnitudes)
+    low_precision = factory.reference(inputs, case.dtype)
     dtypes = {case.dtype, case.main_grad_dtype}
     for impl in impls:
         widest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
@@ -73,7 +75,7 @@ def test_non_finite_values_of_one_expert_stay_there(impl):
     with np.errstate(all="ignore"):  # the interpreter computes with numpy
         got = factory.run(inputs, impl, DEVICE)
     for name, tensor in got.items():
-        mine = tensor[[0, 2]] if name[:2] in ("fc", "db") else torch.cat([tensor[:5], tensor[8:]])
+        mine = tensor[[0, 2]] if name[:2] in ("df", "db") else torch.cat([tensor[:5], tensor[8:]])
         assert torch.isfinite(mine).all(), name
 
 
@@ -92,8 +94,8 @@ def test_incoming_gradient_of_any_strides(impl, kind):
     inputs = Inputs(Case(counts=(5, 3), padding=0, H=8))
     dy = strided(kind)
     inputs.dy = dy.contiguous()
-    expected = reference.grouped_mlp(inputs, torch.float64)
-    low_precision = reference.grouped_mlp(inputs, torch.float32)
+    expected = factory.reference(inputs, torch.float64)
+    low_precision = factory.reference(inputs, torch.float32)
     inputs.dy = dy
     assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, torch.float32)
 
@@ -153,25 +155,23 @@ def test_probs_gradient_has_the_shape_and_dtype_of_probs(impl, probs_shape):
 def test_grouped_linear(impl, packed, layout, delayed):
     torch.manual_seed(0)
     counts, N, K = (5, 0, 17, 1), 20, 35
-    x, dy = torch.randn(25, K, dtype=torch.float64), torch.randn(25, N, dtype=torch.float64)
-    weight, bias = torch.randn(4, N, K, dtype=torch.float64), torch.randn(4, N, dtype=torch.float64)
-    expected = {"y": torch.zeros(25, N), "dx": torch.zeros(25, K), "w": torch.full((4, N, K), 0.5)}
-    expected = {name: t.double() for name, t in expected.items()} | {"db": torch.zeros(4, N, dtype=torch.float64)}
-    row = 0
-    for e, n in enumerate(counts):
-        rows = slice(row, row + n)
-        expected["y"][rows] = x[rows] @ weight[e].T + bias[e]
-        expected["dx"][rows] = dy[rows] @ weight[e]
-        expected["w"][e] += dy[rows].T @ x[rows]
-        expected["db"][e] = dy[rows].sum(0)
-        row += n
-    stored = weight.float() if layout == "out_in" else weight.float().transpose(1, 2)
+    x, dy, weight, bias = torch.randn(25, K), torch.randn(25, N), torch.randn(4, N, K), torch.randn(4, N)
+
+    def expected(dtype):
+        wide_x, wide_dy, w, b = (t.to(dtype) for t in (x, dy, weight, bias))
+        y = reference.gemm(wide_x, w, counts) + b.repeat_interleave(torch.tensor(counts), 0)
+        of_rows = {"y": y, "dx": reference.gemm(wide_dy, w.mT, counts)}
+        padded = {name: F.pad(t, (0, 0, 0, 25 - sum(counts))) for name, t in of_rows.items()}
+        db = torch.stack([rows.sum(0) for rows in wide_dy[: sum(counts)].split(counts)])
+        return padded | {"w": 0.5 + reference.wgrad(wide_dy, wide_x, counts), "db": db}
+
+    stored = weight if layout == "out_in" else weight.transpose(1, 2)
     stored = [stored.contiguous()] if packed else list(stored.contiguous())
     params = [torch.nn.Parameter(t.clone().to(DEVICE)) for t in stored]
-    biases = [torch.nn.Parameter(t.clone().to(DEVICE)) for t in ([bias.float()] if packed else bias.float())]
+    biases = [torch.nn.Parameter(t.clone().to(DEVICE)) for t in ([bias] if packed else bias)]
     buffer = fusedmlp.MainGradBuffer(params)
     buffer.flat.fill_(0.5)
-    leaf = x.float().to(DEVICE).requires_grad_()
+    leaf = x.clone().to(DEVICE).requires_grad_()
     queue = fusedmlp.WgradQueue() if delayed else None
     y = fusedmlp.grouped_linear(
         leaf,
@@ -182,7 +182,7 @@ def test_grouped_linear(impl, packed, layout, delayed):
         wgrad_queue=queue,
         impl=impl,
     )
-    y.backward(dy.float().to(DEVICE))
+    y.backward(dy.to(DEVICE))
     if queue is not None:
         queue.run()
     main_grad = params[0].main_grad if packed else torch.stack([p.main_grad for p in params])
@@ -193,9 +193,8 @@ def test_grouped_linear(impl, packed, layout, delayed):
         "w": main_grad if layout == "out_in" else main_grad.transpose(1, 2),
         "db": db,
     }
-    for name, reference_value in expected.items():  # rounding alone: sums of at most 35 products of unit normals
-        bound = 2 * 35 * torch.finfo(torch.float32).eps * reference_value.abs().max()
-        assert (got[name].cpu().double() - reference_value).abs().max() <= bound, name
+    got = {name: t.cpu() for name, t in got.items()}
+    assert_close(got, expected(torch.float64), expected(torch.float32), torch.float32)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -5,10 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.cases import factory, reference
+from bench.cases import factory
 from bench.cases.factory import Case, Inputs
-from bench.cases.tolerance import assert_close
 from fusedmlp.activation import Activation
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.operators import torch_impl, torch_products
 from fusedmlp.operators.torch_products import Rows
 
@@ -61,10 +62,8 @@ def test_product(load, packed, columns, way, dtype, transposed, monkeypatch):
         lambda: got.append(rows.product(operand, [w] if packed else list(w), transposed=transposed)), monkeypatch
     )
     assert used == {way}
-    want = torch.zeros(got[0].shape, dtype=torch.float64)
-    for part, out, w_e in zip(rows.split(operand), rows.split(want), w.double(), strict=True):
-        out.copy_(part.double() @ (w_e.T if transposed else w_e))
-    close(got[0], want, dtype)
+    want = reference.gemm(operand.double(), w.double() if transposed else w.double().mT, LOADS[load])
+    close(got[0], F.pad(want, (0, 0, 0, PADDING)), dtype)
     assert got[0].is_contiguous()
 
 
@@ -86,10 +85,7 @@ def test_wgrad(load, dtype, packed, accumulate, scratch, monkeypatch):
     monkeypatch.setattr(torch_products, "SCRATCH_ELEMENTS", scratch)
     rows, x, dy, _ = operands(load, dtype)
     dw = torch.randn(4, N, K)
-    want = [
-        (before if accumulate else 0) + part_dy.double().T @ part_x.double()
-        for before, part_dy, part_x in zip(dw.double(), rows.split(dy), rows.split(x), strict=True)
-    ]
+    want = reference.wgrad(dy.double(), x.double(), LOADS[load]) + (dw.double() if accumulate else 0)
     each = [part.clone() for part in dw]
     versions = [part._version for part in each]
     rows.wgrad_([dw] if packed else each, dy, x, accumulate)
@@ -105,8 +101,8 @@ def test_blocks_of_any_length_make_the_same_layer(elements, dtype, monkeypatch):
     monkeypatch.setattr(torch_products, "BLOCK_ELEMENTS", elements)
     case = Case(counts=(4, 0, 9, 1), padding=3, dtype=dtype, bias=True)
     inputs, magnitudes = Inputs(case), {}
-    expected = reference.grouped_mlp(inputs, torch.float64, magnitudes)
-    assert_close(factory.run(inputs, "torch", "cpu"), expected, reference.grouped_mlp(inputs, dtype), dtype, magnitudes)
+    expected = factory.reference(inputs, torch.float64, magnitudes)
+    assert_close(factory.run(inputs, "torch", "cpu"), expected, factory.reference(inputs, dtype), dtype, magnitudes)
 
 
 class Passes(TorchDispatchMode):

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
+from fusedmlp.doctor import reference
 from fusedmlp.operators import ops
 
 COUNTS, ROWS = (3, 0, 2), 7
@@ -95,29 +96,22 @@ class Layer:
         if self.layout == "in_out":
             weights = [[w.T for w in group] for group in weights]
 
-        def expert(e: int, x: Tensor) -> Tensor:
-            y = x @ weights[0][e].T
-            y = y + biases[0][e] if biases else y
-            if self.kind != "linear":
-                gate, linear = y.chunk(2, dim=1)
-                y = (torch.nn.functional.silu(gate) * linear) @ weights[1][e].T
-                y = y + biases[1][e] if biases else y
-            return y
+        probs, owned = self.probs.to(x.dtype), sum(COUNTS)
+        if self.kind == "mlp":
+            return reference.rows(x, *weights, COUNTS, probs, *biases)
+        if self.kind == "linear":
+            y = reference.gemm(x, weights[0], COUNTS)
+            return y + torch.stack(biases[0]).repeat_interleave(torch.tensor(COUNTS), 0) if biases else y
 
-        if self.kind == "moe":
-            probs, chosen = self.probs.to(x.dtype), list(zip(x.split(1), TOP_K, strict=True))[: sum(COUNTS)]
-            outputs = [
-                sum(probs[t, k] * expert(e, x_t) for k, e in enumerate(ids) if e in range(len(COUNTS)))
-                for t, (x_t, ids) in enumerate(chosen)
-            ]
-            return torch.cat(outputs)  # type: ignore[arg-type]
-        outputs, start = [], 0
-        for e, count in enumerate(COUNTS):
-            rows = slice(start, start + count)
-            y = expert(e, x[rows])
-            outputs.append(y * self.probs[rows].to(y.dtype).unsqueeze(1) if self.kind == "mlp" else y)
-            start += count
-        return torch.cat(outputs)
+        def term(t: int, k: int, e: int) -> Tensor:
+            one = [group[e] for group in (*weights, *biases)]
+            return reference.expert(x[t : t + 1], *one[:2], probs[t, k : k + 1], *one[2:]).y
+
+        of_tokens = [
+            sum(term(t, k, e) for k, e in enumerate(ids) if e in range(len(COUNTS)))
+            for t, ids in enumerate(TOP_K[:owned])
+        ]
+        return torch.cat(of_tokens)  # type: ignore[arg-type]
 
     def wgrads(self, *seeds: int) -> list[Tensor]:
         """Gradients of `params + biases` by plain autograd in float64, summed over micro-batches (default: 1)."""

@@ -17,6 +17,7 @@ from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
+from fusedmlp.doctor.tolerance import errors_of
 
 OTHER = "worker1"
 BATCHES = [(0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 0, 0)]  # rank, step, micro-batch; the last has no tokens
@@ -45,13 +46,13 @@ def forward(mode, packed, x, counts, probs):
     return model(x, counts, probs)
 
 
-def expected_gradients(model, batches, scale=1.0):
-    """Gradients by plain PyTorch in float64, summed over batches."""
-    params = stacked({name: p.detach().double() for name, p in model.named_parameters()}, model.experts.fc1.packed)
+def expected_gradients(model, batches, scale, dtype):
+    """Gradients by plain PyTorch in `dtype`, summed over batches."""
+    params = stacked({name: p.detach().to(dtype) for name, p in model.named_parameters()}, model.experts.fc1.packed)
     params = {name: p.requires_grad_() for name, p in params.items()}
     for one in batches:
         x, counts, probs, dy = batch(*one)
-        plain_output(params, x.double(), counts, probs.double()).backward(scale * dy.double()[: sum(counts)])
+        plain_output(params, x.to(dtype), counts, probs.to(dtype)).backward(scale * dy.to(dtype)[: sum(counts)])
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
 
 
@@ -61,13 +62,10 @@ def wrong_gradients(model, context, batches, scale=1.0):
     missing = [name for name, p in model.named_parameters() if p not in found]
     if missing:
         return [f"not in the context: {missing}"]
-    wrong = []
     actual = stacked({name: found[p] for name, p in model.named_parameters()}, model.experts.fc1.packed)
-    for name, expected in expected_gradients(model, batches, scale).items():
-        error, size = (actual[name].double() - expected).abs().max(), expected.abs().max().clamp(min=1.0)
-        if not error <= 16 * torch.finfo(torch.float32).eps * size:
-            wrong.append(f"{name}: off by {error}")
-    return wrong
+    references = (expected_gradients(model, batches, scale, dtype) for dtype in (torch.float64, torch.float32))
+    errors = errors_of(actual, *references, torch.float32)
+    return [f"{name}: off by {error}" for name, error in errors.relative().items() if not error <= errors.allowed()]
 
 
 def check(mode, packed, context, batches):

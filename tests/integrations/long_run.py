@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.cases.tolerance import assert_close
 from fusedmlp.demo.model import LanguageModel, ModelConfig
 from fusedmlp.demo.train import text
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 
 CONFIG = ModelConfig(layers=1, hidden=32, heads=2, experts=8, experts_per_token=2, ffn=32, context=16, ngram=2)

@@ -24,7 +24,7 @@ from support.grids import part
 from support.megatron_experts import Cell, Model, batch, config_of, expected_grads, reduced, weights_of
 from torch.utils.checkpoint import checkpoint
 
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations import megatron_fsdp
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 

@@ -23,6 +23,7 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from fusedmlp.doctor import reference
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 
 
@@ -148,8 +149,7 @@ def on_one_process(layer, config, x):
     probs, routing_map = layer.router(x)
     rows, y = x.view(-1, config.hidden_size).double(), 0
     for e, (fc1, fc2) in enumerate(experts):
-        gate, linear = (rows @ fc1.T).chunk(2, -1)
-        y = y + torch.where(routing_map[:, e], probs[:, e], 0).unsqueeze(-1) * ((F.silu(gate) * linear) @ fc2.T)
+        y = y + reference.expert(rows, fc1, fc2, torch.where(routing_map[:, e], probs[:, e], 0)).y
     return y.view(x.shape), experts
 
 

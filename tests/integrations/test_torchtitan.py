@@ -14,7 +14,7 @@ from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
 
 # torchtitan's router asks autocast for float32, which the CPU's autocast does not support.

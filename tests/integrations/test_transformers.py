@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 import fusedmlp
-from bench.cases.tolerance import bound
 from fusedmlp import Activation
+from fusedmlp.doctor.tolerance import errors_of
 from fusedmlp.integrations import transformers_activation
 from fusedmlp.integrations.transformers import register
 from fusedmlp.integrations.transformers_activation import activation_of
@@ -47,13 +47,11 @@ def rows(kind, dtype):
     eager = models.build(kind, "eager", dtype)
     expected, eager = models.results(copy.deepcopy(eager).double()), models.results(eager)
     fused = [models.results(models.build(kind, "fusedmlp", dtype), main_grad=main_grad) for main_grad in (False, True)]
-    scales = {name: reference.abs().max() for name, reference in expected.items() if reference.any()}
-    allowed = bound(expected, eager, dtype)
+    both = [errors_of(result, expected, eager, dtype) for result in fused]
+    allowed = both[0].allowed()
     assert allowed < MEANINGFUL[dtype], f"{kind}: the eager experts are off by {allowed / 2}"
     errors = {}
-    assert not any(result[name].any() for result in fused for name in expected.keys() - scales.keys())
-    for name, scale in scales.items():
-        found = [((result[name] - expected[name]).abs().max() / scale).item() for result in fused]
+    for name, *found in ((name, *(each.relative()[name] for each in both)) for name in both[0].found):
         worst = errors.setdefault(models.group_of(name), [0.0, 0.0])
         worst[:] = [max(pair) for pair in zip(worst, found, strict=True)]
     return [(kind, group, str(dtype).removeprefix("torch."), *pair, allowed) for group, pair in errors.items()]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cases import tolerance
+from fusedmlp.doctor import tolerance
 from fusedmlp.kernels.launching.cost import Cost
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.routing import order

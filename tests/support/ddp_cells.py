@@ -13,7 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
-from bench.cases.tolerance import assert_close
+from fusedmlp.doctor import reference as oracle
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 
 EXPERTS, HIDDEN, FFN, ROWS, STEPS = 3, 16, 24, 5, 4
@@ -106,15 +107,9 @@ def state():
 def loop(w, x, counts, probs, use_spare):
     """The model in plain PyTorch, one expert at a time."""
     x = F.linear(x, w["dense.weight"], w["dense.bias"])
-    ys, start = [], 0
-    for e, count in enumerate(counts):
-        rows = slice(start, start + count)
-        gate, linear = F.linear(x[rows], w["experts.fc1.weight"][e], w["experts.fc1.bias"][e]).chunk(2, dim=1)
-        y = F.linear(F.silu(gate) * linear, w["experts.fc2.weight"][e], w["experts.fc2.bias"][e])
-        y = y * probs[rows, None].to(y.dtype)
-        ys.append(F.linear(y, w["spare.weight"][e]) if use_spare == "yes" else y)
-        start += count
-    return torch.cat(ys)
+    weights, biases = ([w[f"experts.{fc}.{kind}"] for fc in oracle.WEIGHTS] for kind in ("weight", "bias"))
+    y = oracle.rows(x, *weights, counts, probs.to(x.dtype), *biases)
+    return oracle.gemm(y, w["spare.weight"], counts) if use_spare == "yes" else y
 
 
 @cache

@@ -17,8 +17,9 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.grids import part
 
-from bench.cases.tolerance import assert_close
 from fusedmlp.contract import dummy, route
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 EXPERTS, HIDDEN, FFN = 3, 7, 5  # odd sizes: the views of Megatron's buffers are not aligned
@@ -143,17 +144,11 @@ def expected_grads(weights, cell, dtype=torch.float64):
     params = {name: p.to(dtype, copy=True).requires_grad_() for name, p in weights.items()}
     for index in range(cell.microbatches):
         x, probs, dy = (t.to(dtype) for t in batch(cell, index, dist.get_rank()))
-        rows, outputs = (x @ params["dense.weight"].T).split(COUNTS), []
-        for e, (x_e, p_e) in enumerate(zip(rows, probs.split(COUNTS), strict=True)):
-            h = F.linear(x_e, params[f"experts.linear_fc1.weight{e}"], params.get(f"experts.linear_fc1.bias{e}"))
-            gate, linear = h.chunk(2, -1)
-            y = F.linear(
-                F.silu(gate) * linear,
-                params[f"experts.linear_fc2.weight{e}"],
-                params.get(f"experts.linear_fc2.bias{e}"),
-            )
-            outputs.append(y * p_e.unsqueeze(-1))
-        torch.cat(outputs).backward(dy)
+        fc1, fc2, bias1, bias2 = (
+            [params.get(f"experts.linear_{name}{e}") for e in range(EXPERTS)]
+            for name in ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
+        )
+        reference.rows(x @ params["dense.weight"].T, fc1, fc2, COUNTS, probs, bias1, bias2).backward(dy)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from bench.cases import reference
+from fusedmlp.doctor import reference
 
 H, F, EXPERTS, PADDING = 6, 4, 3, 1
 # By rank and micro-batch, the same in every step. Expert 1 never gets a token.
@@ -66,9 +66,5 @@ def stacked(params, packed):
 def plain_output(params, x, counts, probs):
     """The model in plain PyTorch, one expert at a time; `params` in the packed form."""
     x = x @ params["inner.weight"].T + params["inner.bias"]
-    outputs = []
-    for e, rows in enumerate(x[: sum(counts)].split(counts)):
-        h = rows @ params["experts.fc1.weight"][e].T + params["experts.fc1.bias"][e]
-        y = reference.activate("swiglu", h) @ params["experts.fc2.weight"][e].T + params["experts.fc2.bias"][e]
-        outputs.append(y)
-    return torch.cat(outputs) * probs[: sum(counts), None].to(x.dtype)
+    weights, biases = ([params[f"experts.{fc}.{kind}"] for fc in reference.WEIGHTS] for kind in ("weight", "bias"))
+    return reference.rows(x, *weights, counts, probs.to(x.dtype), *biases)

@@ -82,13 +82,13 @@ def test_a_wrong_result_is_a_failure():
         "run = checks.Layer.run\n"
         "def wrong(self, impl):\n"
         "    results = run(self, impl)\n"
-        "    results['fc2'] = results['fc2'] * 1.05\n"
+        "    results['dfc2'] = results['dfc2'] * 1.05\n"
         "    return results\n"
         "checks.Layer.run = wrong\n"
         "checks.numerics(torch.bfloat16, 'cpu', True)"
     )
     assert done.returncode == 1
-    assert "FAIL torch.bfloat16 add, ragged: AssertionError: fc2" in done.stdout
+    assert "FAIL torch.bfloat16 add, ragged: AssertionError: dfc2" in done.stdout
 
 
 @pytest.mark.parametrize(("switch", "kernels"), [("0", "default"), ("1", "specialised")])

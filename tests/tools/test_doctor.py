@@ -99,7 +99,7 @@ _OUTPUTS = {
     "dx": ("grouped_mlp_backward_", 0),
     "dprobs": ("grouped_mlp_backward_", 1),
 }
-_WRITTEN = {"dfc1": 0, "dfc2": 1, "db1": 2, "db2": 3}  # arguments of grouped_mlp_backward_
+_WRITTEN = {"dfc1": 0, "dfc2": 1, "dbias1": 2, "dbias2": 3}  # arguments of grouped_mlp_backward_
 
 
 def _all_but_some(names, some):

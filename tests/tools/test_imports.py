@@ -173,6 +173,13 @@ def test_imports_run_one_way(importers, forbidden, exempt):
     assert crossing(importers, forbidden, exempt) == set()
 
 
+@pytest.mark.parametrize("name", ["reference", "tolerance"])
+def test_the_oracle_shares_no_code_with_the_library(name):
+    ours, others = (found[f"fusedmlp.doctor.{name}"] for found in graph())
+    assert ours == set()
+    assert {other.split(".")[0] for other in others} <= {"torch", *sys.stdlib_module_names}
+
+
 def test_the_emulator_imports_nothing_of_the_project():
     ours = {name: others for name, others in graph()[0].items() if under(name, "tests.ptx_emulator")}
     assert len(ours) >= 25
