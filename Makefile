@@ -50,7 +50,7 @@ emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
 	for triton in $(TRITONS:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    tests/emulation/test_kernels.py -k 'specialised and bf16 and not moe and not apart' || exit 1; \
+	    tests/emulation/test_kernels.py -k 'warp_specialized and bf16 and not moe and not apart' || exit 1; \
 	done
 
 lint: $(READY)

@@ -188,7 +188,7 @@ def _add_bench(commands: Commands) -> None:
     what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
     parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
     parser.add_argument(
-        "--specialised", action="store_true", help="for --model: warp-specialized kernels, beside the others"
+        "--warp-specialized", action="store_true", help="for --model: warp-specialized kernels, beside the others"
     )
     parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
@@ -210,7 +210,7 @@ def _bench(args: argparse.Namespace) -> int:
     command = import_module("bench.limits.command")
 
     if args.model:
-        command.run("model", args.json, args.budgets, args.specialised)
+        command.run("model", args.json, args.budgets, args.warp_specialized)
     else:
         command.run("roofline" if args.roofline else "schedule", args.json)
     return 0

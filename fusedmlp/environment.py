@@ -7,7 +7,7 @@ from pathlib import Path
 
 _FLAGS = (
     "FUSEDMLP_DENSE_DUMMY",
-    "FUSEDMLP_SPECIALISED",
+    "FUSEDMLP_WARP_SPECIALIZED",
     "FUSEDMLP_TUNED",
     "FUSEDMLP_UNSUPPORTED_VERSIONS",
     "TRITON_INTERPRET",
@@ -26,9 +26,9 @@ def dense_dummy() -> bool:
     return _flag("FUSEDMLP_DENSE_DUMMY")
 
 
-def specialised() -> bool:
+def warp_specialized() -> bool:
     """Whether warp-specialized kernels are used wherever there are any."""
-    return _flag("FUSEDMLP_SPECIALISED")
+    return _flag("FUSEDMLP_WARP_SPECIALIZED")
 
 
 def tuned() -> bool:

@@ -202,9 +202,11 @@ def wgrad_check(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        can_specialise = not (gathered and len(loads) > 1)  # a warp-specialized kernel gathers the rows of one segment
-        described = sizes != ODD and not shift and can_specialise
-        best = "tma" if described and wgrad.is_specialised(dtype, bool(gathered)) else wgrad.PLACES[where]
+        can_warp_specialize = not (
+            gathered and len(loads) > 1
+        )  # a warp-specialized kernel gathers the rows of one segment
+        described = sizes != ODD and not shift and can_warp_specialize
+        best = "tma" if described and wgrad.is_warp_specialized(dtype, bool(gathered)) else wgrad.PLACES[where]
         best = best if sizes != ODD and not shift else "unaligned"
         _, experts = wgrad.main_grad(where, count, N, K, grad)
         if not accumulate:
@@ -217,7 +219,7 @@ def wgrad_check(
         db = torch.full((count, N), float("nan"), dtype=grad, device=DEVICE) if bias else None
         scale_R = segs[0].scale() if scale else None
         path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **rows)
-        assert path == wgrad.path_of(best, dtype, sizes, can_specialise)
+        assert path == wgrad.path_of(best, dtype, sizes, can_warp_specialize)
         wgrad.check(experts, segs, wgrad.UNTOUCHED if accumulate else 0.0)
         wgrad.check_untouched(experts, segs, accumulate)
         if bias:

@@ -60,18 +60,18 @@ def tiles_of(counts, num_rows, device):
     return plan.Schedule(torch.tensor(offsets, dtype=torch.int32, device=device), num_rows)
 
 
-def expected_path(kernel, dtype, device, best, sizes, can_specialise=True):
+def expected_path(kernel, dtype, device, best, sizes, can_warp_specialize=True):
     """`best`, or the next path that those sizes and that device allow.
 
-    "specialised" if the settings ask for it, the pass has it (for gathered rows on Blackwell alone), and the case can
-    have it (`can_specialise`).
+    "warp_specialized" if the settings ask for it, the pass has it (for gathered rows on Blackwell alone), and the case
+    can have it (`can_warp_specialize`).
     """
     target = select.target(torch.device(device), select.DEFAULT, dtype)
-    switched = target.settings.specialised
+    switched = target.settings.warp_specialized
     fits = best == "tma" or (best == "gather" and switched and target.consumers == 1)
     paths = {key.path for key in target.tiles if (key.kernel, key.format) == (kernel, table.FORMATS[dtype])}
-    if can_specialise and fits and switched and "specialised" in paths:
-        return "specialised"
+    if can_warp_specialize and fits and switched and "warp_specialized" in paths:
+        return "warp_specialized"
     if best in table.BY_DESCRIPTORS and best in paths:
         return best
     return "unaligned" if best == "unaligned" or any(size % 16 for size in sizes) else "pointer"

@@ -44,7 +44,12 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
         )
     (launch,) = (each for each in log if each.chosen)
     path = experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
-    if path == "specialised" and case.layout == "in_out" and G == 2 * case.F and not case.options.get("interleaved"):
+    if (
+        path == "warp_specialized"
+        and case.layout == "in_out"
+        and G == 2 * case.F
+        and not case.options.get("interleaved")
+    ):
         path = best  # descriptors do not load halves of such weights
     assert launch.path == path
     return {"h": h.cpu(), "a": a.cpu()}, launch

@@ -63,13 +63,13 @@ def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
     return recorded[-1].path
 
 
-def is_specialised(dtype, gathered=False):
+def is_warp_specialized(dtype, gathered=False):
     """Whether the warp-specialized kernel runs, which writes `dw` at any address."""
-    return path_of("gather" if gathered else "tma", dtype) == "specialised"
+    return path_of("gather" if gathered else "tma", dtype) == "warp_specialized"
 
 
-def path_of(best, dtype, sizes=(40, 72), can_specialise=True):
-    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes, can_specialise)
+def path_of(best, dtype, sizes=(40, 72), can_warp_specialize=True):
+    return support.expected_path("wgrad", dtype, torch.empty(0, device=DEVICE).device, best, sizes, can_warp_specialize)
 
 
 def check(experts, segs, initial):

@@ -71,8 +71,10 @@ def steps(device: str, out: Path) -> list[Step]:
         options = ("--csv", str(out / "timings.csv"), "--device", device)
         return Step(f"timings-{shape}", (sys.executable, "-m", "bench.gpu.timings", shape, *options), 75)
 
-    def specialised(step: Step) -> Step:
-        return Step(f"{step.name}-specialised", ("env", "FUSEDMLP_SPECIALISED=1", *step.command), step.seconds)
+    def warp_specialized(step: Step) -> Step:
+        return Step(
+            f"{step.name}-warp_specialized", ("env", "FUSEDMLP_WARP_SPECIALIZED=1", *step.command), step.seconds
+        )
 
     small = ("--small",) if device == "cpu" else ()
     checks = [check(name, 90, size=small) for name in ("bf16", "fp16", "sync", "graph", "repeat")]
@@ -87,8 +89,8 @@ def steps(device: str, out: Path) -> list[Step]:
         memcheck = [check("small", 90, *prefix, size=("--small",), step="memcheck-small")]
     timings = [timing(shape) for shape in shapes]
     if device == "cuda":  # passes without such a kernel run the default one again
-        timings = [each for one in timings for each in (one, specialised(one))]
-        checks = [each for one in checks for each in ((one, specialised(one)) if one.name != "sync" else (one,))]
+        timings = [each for one in timings for each in (one, warp_specialized(one))]
+        checks = [each for one in checks for each in ((one, warp_specialized(one)) if one.name != "sync" else (one,))]
     # The first timings come early, so that a slow memory checker cannot cost all of them.
     return [*checks, *timings[:2], *memcheck, *timings[2:]]
 

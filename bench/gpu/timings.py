@@ -2,8 +2,8 @@
 
 For every load: every pass, forward, backward and both, beside `grouped_mm`, autograd and `main_grad.add_`, and Liger's
 fused MoE when that can be imported (its rows are permuted inside, and the load is always even). With
-FUSEDMLP_SPECIALISED=1 the warp-specialized kernels alone, without peers. The ceilings, a dense bf16 product and a large
-copy, are measured first and again last. Times are medians in ms by CUDA events.
+FUSEDMLP_WARP_SPECIALIZED=1 the warp-specialized kernels alone, without peers. The ceilings, a dense bf16 product and a
+large copy, are measured first and again last. Times are medians in ms by CUDA events.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TINY = Shape("tiny", 4, 32, 16, 40, 40)
 def machine(device: str) -> dict[str, str]:
     """The columns with which every row of the CSV starts."""
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    versions["kernels"] = "specialised" if triton_impl.SETTINGS.specialised else "default"
+    versions["kernels"] = "warp_specialized" if triton_impl.SETTINGS.warp_specialized else "default"
     if device == "cpu":
         return {"gpu": "none", "driver": "none", **versions}
     return {"gpu": torch.cuda.get_device_name(), "driver": nvidia_smi("driver_version"), **versions}
@@ -147,9 +147,9 @@ def rows_of(shape: Shape, load: str, ceiling: Ceilings, device: str) -> Iterator
     yield row("backward", max(both - forward, 1e-6), [passes[name] for name in roofline.BACKWARD])
     yield row("forward + backward", both, forward_backward)
     peers: dict[str, Callable[[], object] | None] = {}
-    if not triton_impl.SETTINGS.specialised:
+    if not triton_impl.SETTINGS.warp_specialized:
         peers["grouped_mm"] = GroupedMM(layer).step
-    if load == "even" and not triton_impl.SETTINGS.specialised:
+    if load == "even" and not triton_impl.SETTINGS.warp_specialized:
         peers["liger"] = liger(layer, shape)
     for name, step in peers.items():
         if step is not None:

@@ -64,19 +64,19 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
     return costs
 
 
-def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, specialised: bool = False) -> bool:
+def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, warp_specialized: bool = False) -> bool:
     """Whether tiles of different costs go to programs in turns."""
-    tile = tile_of(kernel, rows, gpu.architecture, specialised)
+    tile = tile_of(kernel, rows, gpu.architecture, warp_specialized)
     programs = gpu.processors * tile.PER_SM
     return kernel == "wgrad" and tile_order.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
-def tile_of(kernel: str, rows: Sequence[int], architecture: str, specialised: bool = False) -> table.Tile:
+def tile_of(kernel: str, rows: Sequence[int], architecture: str, warp_specialized: bool = False) -> table.Tile:
     """The tile that a plan chooses for 16-bit elements where sizes and addresses fit descriptors.
 
-    `specialised`: settings ask for warp-specialized kernels, where there are any.
+    `warp_specialized`: settings ask for warp-specialized kernels, where there are any.
     """
-    target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings(specialised))
+    target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings(warp_specialized))
     return select.choose(kernel, torch.bfloat16, target, True, True, sum(rows) / len(rows)).tile
 
 

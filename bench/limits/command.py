@@ -17,18 +17,18 @@ def run(
     what: Literal["roofline", "schedule", "model"],
     as_json: bool,
     before: Path | None = None,
-    specialised: bool = False,
+    warp_specialized: bool = False,
 ) -> None:
     """Print the rows of one report.
 
-    For the model, `before` is an older table of budgets to compare with; `specialised`: model warp-specialized kernels,
-    and compare with the default ones.
+    For the model, `before` is an older table of budgets to compare with; `warp_specialized`: model those,
+    and compare with the default kernels.
     """
     if what == "model":
         from bench.limits import model  # needs Triton
 
-        rows, text = list(model.rows(before, specialised)), model_line
-        compared = str(before) if before else "the default kernels" if specialised else ""
+        rows, text = list(model.rows(before, warp_specialized)), model_line
+        compared = str(before) if before else "the default kernels" if warp_specialized else ""
         header = "\n".join(_about_model(rows, compared))
     elif what == "schedule":
         from bench.limits import balance  # needs Triton

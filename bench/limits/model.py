@@ -48,7 +48,7 @@ KERNELS = {
     "dgrad_act": Kernel(widths=1, stored=6, trips=1, joined=False),  # two gradients and an activation
     "wgrad": Kernel(widths=1, stored=4, trips=2, joined=False),  # the expert of a tile, its rows
 }
-SPECIALISED = "_specialised"  # what the table adds to the name of a warp-specialized kernel
+WARP_SPECIALIZED = "_warp_specialized"  # what the table adds to the name of a warp-specialized kernel
 TOTALS = {
     "forward": roofline.FORWARD,
     "backward": roofline.BACKWARD,
@@ -79,7 +79,7 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
     found: dict[str, dict[str, Any]] = budgets.allowed(architecture, table)
     for kernel, costs in found.items():
         if costs["joined"] is None:
-            costs["joined"] = kernel.endswith(SPECIALISED) or KERNELS[kernel].joined
+            costs["joined"] = kernel.endswith(WARP_SPECIALIZED) or KERNELS[kernel].joined
     return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
 
 
@@ -88,12 +88,12 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
 
     In a warp-specialized kernel two warpgroups multiply, or one warp does and others store.
     """
-    kernel, specialised, _ = kernel.partition(SPECIALISED)
+    kernel, warp_specialized, _ = kernel.partition(WARP_SPECIALIZED)
     about = KERNELS[kernel]
     rows, columns, depth = tile.BLOCK_M, about.widths * tile.BLOCK_N, tile.BLOCK_K
     if kernel == "wgrad":
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
-    warps = 2 * tile.num_warps if specialised and fact.joined != 2 else tile.num_warps
+    warps = 2 * tile.num_warps if warp_specialized and fact.joined != 2 else tile.num_warps
     cycles = warps / (4 * rate.issue)  # for an instruction of every warp
     tensor = product_flops(rows, columns, depth) / rate.tensor
     issue = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
@@ -143,16 +143,16 @@ def cycles(
 
 
 def passes(
-    gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates, specialised: bool = False
+    gpu: GPU, shape: Shape, rows: Sequence[int], by: dict[str, MainLoop], rate: Rates, warp_specialized: bool = False
 ) -> dict[str, Time]:
-    """Time of every pass of a layer; `by`: facts of the GPU's kernels; `specialised`: by warp-specialized ones."""
+    """Time of every pass of a layer; `by`: facts of the GPU's kernels; `warp_specialized`: by warp-specialized ones."""
     least, times = roofline.passes(shape, list(rows)), {}
     for name, (kernel, N, K) in balance.passes(shape).items():
-        tile = balance.tile_of(kernel, rows, gpu.architecture, specialised)
-        variant = kernel + SPECIALISED if specialised and kernel + SPECIALISED in by else kernel
+        tile = balance.tile_of(kernel, rows, gpu.architecture, warp_specialized)
+        variant = kernel + WARP_SPECIALIZED if warp_specialized and kernel + WARP_SPECIALIZED in by else kernel
         cost = tile_cost(variant, by[variant], tile, rate)
         steps = tile_steps(kernel, tile, rows, N, K)
-        persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, specialised)
+        persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, warp_specialized)
         compute = cycles(cost, steps, tile, gpu.processors, persistent=persistent) / rate.clock
         memory = least[name].bytes / (gpu.bandwidth * rate.memory)
         times[name] = Time(1e6 * max(compute, memory), "memory" if memory > compute else cost.bound, cost)
@@ -179,20 +179,20 @@ def modelled() -> list[GPU]:
     return [gpu for gpu in GPUS if facts(gpu.architecture) and gpu.architecture in rates.RATES]
 
 
-def rows(before: Path | None = None, specialised: bool = False) -> Iterator[dict[str, Any]]:
+def rows(before: Path | None = None, warp_specialized: bool = False) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
 
-    `specialised`: warp-specialized kernels, of GPUs that have them, compared with the default ones.
+    `warp_specialized`: warp-specialized kernels, of GPUs that have them, compared with the default ones.
     """
     for gpu in modelled():
         by, rate, within = facts(gpu.architecture), rates.of(gpu.architecture), uncertainty(gpu)
-        if specialised and not any(name.endswith(SPECIALISED) for name in by):
+        if warp_specialized and not any(name.endswith(WARP_SPECIALIZED) for name in by):
             continue
-        old = facts(gpu.architecture, before) if before else by if specialised else {}
+        old = facts(gpu.architecture, before) if before else by if warp_specialized else {}
         for shape in SHAPES:
             for load, count in LOADS.items():
                 loads = count(shape)
-                least, times = roofline.passes(shape, loads), passes(gpu, shape, loads, by, rate, specialised)
+                least, times = roofline.passes(shape, loads), passes(gpu, shape, loads, by, rate, warp_specialized)
                 times_before = passes(gpu, shape, loads, old, rate) if old else {}
                 for name, parts in ({name: (name,) for name in times} | TOTALS).items():
                     flops = sum(least[part].flops for part in parts)

@@ -34,13 +34,13 @@ def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
     costs = _measure(target, table.PASSES)
     tiles = table.TABLES[target]
-    with_specialised = [name for name in table.PASSES if (name, "specialised", "bf16", "long") in tiles]
-    return costs | _measure(target, with_specialised, "_specialised") if with_specialised else costs
+    with_warp_specialized = [name for name in table.PASSES if (name, "warp_specialized", "bf16", "long") in tiles]
+    return costs | _measure(target, with_warp_specialized, "_warp_specialized") if with_warp_specialized else costs
 
 
 def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, Costs]:
     first: dict[str, Launch] = {}
-    planned_for = TARGETS[target].planned_for("long", specialised=bool(suffix))
+    planned_for = TARGETS[target].planned_for("long", warp_specialized=bool(suffix))
     for launch in cases.launches(cases.CORE["main_grad"](torch.bfloat16), planned_for):
         first.setdefault(launch.name, launch)
     kernels = [f"grouped_{name}{suffix}" for name in passes]

@@ -143,7 +143,7 @@ DEMANDING: Cases = {
     "512 experts": _many_experts,  # for the kernels that plan a load
 }
 # The same for warp-specialized kernels.
-SPECIALISED: Cases = {
+WARP_SPECIALIZED: Cases = {
     "main_grad": Layer(),
     "gpt-oss, biases": DEMANDING["gpt-oss, biases"],
     "gathered": DEMANDING["gathered"],

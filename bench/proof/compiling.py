@@ -1,7 +1,7 @@
 """Compiles launches of programs for a GPU that need not be there, and launches nothing.
 
 Programs are planned for the GPU from kinds of tensors, so that the compiled kernels have the signatures, constants and
-specialisations of real launches. Only Triton's idea of the current GPU is replaced.
+specializations of real launches. Only Triton's idea of the current GPU is replaced.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _AbsentGPU:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """Address and dtype: the facts of a tensor that specialisation uses."""
+    """Address and dtype: the facts of a tensor that specialization uses."""
 
     address: int  # modulo 16
     dtype: torch.dtype

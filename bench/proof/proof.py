@@ -119,8 +119,8 @@ def rows(task: Task) -> list[Row]:
     unused = {(*key[:2], tile) for key, tile in of_format.items()}
     wanted = _wanted(task)
     with compiling_for(target, binaries=not task.only_hashes):
-        for shape, with_tma, specialised, chosen in _settings(of_format, task):
-            planned_for = target.planned_for(shape, with_tma, specialised, task.dtype == "tf32")
+        for shape, with_tma, warp_specialized, chosen in _settings(of_format, task):
+            planned_for = target.planned_for(shape, with_tma, warp_specialized, task.dtype == "tf32")
             for case, call in chosen.items():
                 for launch in filter(wanted, cases.launches(call(DTYPES[task.dtype]), planned_for)):
                     if launch.chosen:
@@ -141,15 +141,15 @@ def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeC
     """`(shape class, whether descriptors can be used, whether kernels are warp-specialized, cases)`, which together use
     the whole table.
     """
-    specialised = any(key.path == "specialised" for key in of_format) and not gluon_missing()
+    warp_specialized = any(key.path == "warp_specialized" for key in of_format) and not gluon_missing()
     shapes: list[table.ShapeClass] = ["long"]
     if any(tile != of_format[key._replace(shape="long")] for key, tile in of_format.items() if key.shape == "short"):
         shapes.append("short")
     if not task.all_variants:
         for shape in shapes:
             yield shape, True, False, cases.DEMANDING
-        if specialised:
-            yield "long", True, True, cases.SPECIALISED
+        if warp_specialized:
+            yield "long", True, True, cases.WARP_SPECIALIZED
         return
     all_cases = cases.DEMANDING | cases.CORE
     if task.dtype in ("bf16", "fp32"):
@@ -160,7 +160,7 @@ def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeC
         yield shape, True, False, all_cases if shape == "long" else cases.DEMANDING | cases.CORE
         if any(key.path in table.BY_DESCRIPTORS for key in of_format):
             yield shape, False, False, cases.CORE
-    if specialised:
+    if warp_specialized:
         yield "long", True, True, all_cases
 
 

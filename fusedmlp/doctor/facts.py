@@ -34,7 +34,7 @@ class Machine:
     multiprocessors: int | None
     implementation: str  # what impl="auto" means for tensors on the GPU, or on the CPU without one
     why: str  # why that implementation
-    specialised: str  # whether warp-specialized kernels are used, or why they cannot be
+    warp_specialized: str  # whether warp-specialized kernels are used, or why they cannot be
     switches: dict[str, str]  # environment variables that are set
     problems: list[str]
 
@@ -70,7 +70,7 @@ def machine() -> Machine:
         multiprocessors,
         implementation,
         why,
-        _specialised(),
+        _warp_specialized(),
         switches,
         problems,
     )
@@ -84,7 +84,7 @@ def supported_versions() -> dict[str, str]:
     }
 
 
-def _specialised() -> str:
+def _warp_specialized() -> str:
     if versions.found("triton") is None:
         return "no: triton is not installed"
     from fusedmlp.kernels.warp_specialized import gluon_missing
@@ -93,11 +93,11 @@ def _specialised() -> str:
     if missing:
         return f"no: {missing}"
     try:
-        used = environment.specialised()
+        used = environment.warp_specialized()
     except ValueError:
         used = False
     where = "on Hopper and sm_100"
-    return f"yes, {where}" if used else f"only where tuned; FUSEDMLP_SPECIALISED=1 uses them {where}"
+    return f"yes, {where}" if used else f"only where tuned; FUSEDMLP_WARP_SPECIALIZED=1 uses them {where}"
 
 
 def _architecture() -> str:

@@ -46,7 +46,7 @@ class Pass:
 
     name: str  # as in `bench --roofline`
     kernel: str
-    path: str  # "specialised", "tma", "pointer" or "unaligned"
+    path: str  # "warp_specialized", "tma", "pointer" or "unaligned"
     tile: str
     why: str
 
@@ -54,7 +54,7 @@ class Pass:
 def passes(problem: Problem, target: str) -> list[Pass]:
     """Plan a forward and a backward with fp32 `main_grad`; return their passes in the order of their launches."""
     shape = table.shape_class(problem.R / problem.E)
-    planned_for = TARGETS[target].planned_for(shape, specialised=triton_impl.SETTINGS.specialised)
+    planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.SETTINGS.warp_specialized)
     programs = (operator.program(planned_for, *args) for operator, args in _step(problem))
     launches = [launch for program in programs for launch in program.launches if launch.chosen]
     return [
@@ -93,7 +93,7 @@ def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int 
 
 def _why(launch: Launch, problem: Problem, target: str) -> str:
     """Return the reason for a launch's path: the first that applies, in the order in which passes are planned."""
-    if launch.path == "specialised":
+    if launch.path == "warp_specialized":
         return "descriptors, warp-specialized"
     if launch.path == "tma":
         return "descriptors: the GPU has TMA, and all bases and rows are multiples of 16 bytes"

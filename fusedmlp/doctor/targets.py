@@ -41,17 +41,17 @@ class Target:
         self,
         shape: table.ShapeClass | None = None,
         with_tma: bool = True,
-        specialised: bool = False,
+        warp_specialized: bool = False,
         tf32: bool = False,
     ) -> select.Target:
         """Return the target to plan launches for, with the tiles of `shape` for every load (None: each load's own).
 
-        Without `with_tma` no tile uses descriptors, as if weights were in separate allocations. With `specialised`,
-        warp-specialized kernels are used where the table has them.
+        Without `with_tma` no tile uses descriptors, as if weights were in separate allocations. With
+        `warp_specialized`, such kernels are used where the table has them.
         """
         tiles = tiles_of(table.TABLES[self.name], shape, with_tma)
         # 100 multiprocessors: the number of programs changes a launch's grid, not its kernel.
-        return select.Target(self.name, 100, tiles, select.Settings(specialised), tf32)
+        return select.Target(self.name, 100, tiles, select.Settings(warp_specialized), tf32)
 
     @property
     def triton(self) -> GPUTarget:

@@ -49,7 +49,7 @@ def _tuned_tiles() -> dict[Key, Tile]:
     return tuned.read(path)
 
 
-SETTINGS = Settings(environment.specialised(), _tuned_tiles())
+SETTINGS = Settings(environment.warp_specialized(), _tuned_tiles())
 
 
 def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts, offsets: Array) -> Array:

@@ -42,7 +42,7 @@ def _tune_with_progress(problem: Problem) -> list[Found]:
 
 
 def _name(found: Found) -> str:
-    return found.key.kernel + " specialised" * (found.key.path == "specialised")
+    return found.key.kernel + " warp_specialized" * (found.key.path == "warp_specialized")
 
 
 def _short(tile: Tile) -> str:

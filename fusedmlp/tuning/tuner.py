@@ -35,7 +35,7 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "GROUP_M": (1, 4, 8, 16),
 }
 # Choices for a warp-specialized kernel: the shape of its tile is fixed.
-_SPECIALISED_CHOICES: dict[str, tuple[int, ...]] = {
+_WARP_SPECIALIZED_CHOICES: dict[str, tuple[int, ...]] = {
     "num_stages": (2, 3, 4, 5),
     "SUBTILES": (1, 2, 4, 8),
     "GROUP_M": (1, 4, 8, 16),
@@ -110,14 +110,16 @@ def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found
         assert found is not None  # `expected` is what the shipped tile gives
         tuned[found.key] = found.tile
         yield found
-        specialised = key._replace(path="specialised")
-        shipped_specialised = target.tiles.get(specialised)
-        if key.path == "tma" and shipped_specialised and not gluon_missing():
-            choices = _SPECIALISED_CHOICES if target.consumers == 2 else _SPECIALISED_CHOICES | _CONSUMER_WARPS
-            search = _Search(specialised, scratch, shipped_specialised, tuned, choices)
+        warp_specialized = key._replace(path="warp_specialized")
+        shipped_warp_specialized = target.tiles.get(warp_specialized)
+        if key.path == "tma" and shipped_warp_specialized and not gluon_missing():
+            choices = (
+                _WARP_SPECIALIZED_CHOICES if target.consumers == 2 else _WARP_SPECIALIZED_CHOICES | _CONSUMER_WARPS
+            )
+            search = _Search(warp_specialized, scratch, shipped_warp_specialized, tuned, choices)
             faster = yield from _descend(search, timer, expected)
             if faster is not None and faster.ms < (1 - _MIN_SAVING) * found.ms:
-                tuned[specialised] = faster.tile
+                tuned[warp_specialized] = faster.tile
                 yield faster
 
 
@@ -132,7 +134,7 @@ class _Search(NamedTuple):
 
     def settings(self, tile: Tile) -> Settings:
         """Return settings that give the kernel that tile."""
-        return Settings(self.key.path == "specialised", self.tuned | {self.key: tile})
+        return Settings(self.key.path == "warp_specialized", self.tuned | {self.key: tile})
 
 
 def _descend(search: _Search, timer: Timer, expected: list[Tensor]) -> Generator[Trial, None, Found | None]:

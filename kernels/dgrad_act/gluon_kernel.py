@@ -135,7 +135,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["num_rows"])
-def grouped_dgrad_act_specialised_kernel(
+def grouped_dgrad_act_warp_specialized_kernel(
     dy_desc,
     row_ids_ptr,
     w_desc,

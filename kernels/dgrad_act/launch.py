@@ -64,7 +64,7 @@ def grouped_dgrad_act_(
         return partial_PR
     dy_desc = w_desc = dh_desc = a_desc = None
     block_m, width = target.consumer_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
-    channels = {"block_columns": width * act.CHANNEL_STEP, "halves": halves, "apart": path == "specialised"}
+    channels = {"block_columns": width * act.CHANNEL_STEP, "halves": halves, "apart": path == "warp_specialized"}
     if path in BY_DESCRIPTORS and w_view is not None:
         dy_desc = descriptors.operand_rows(dy_RH, block_m, tile.BLOCK_K, gathered, path)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
@@ -104,15 +104,15 @@ def grouped_dgrad_act_(
     sizes: dict[str, Any] = {"H": H, "F": F, "itemsize": dtype.itemsize, "probs": itemsize(probs_R)}
     tokens = dy_RH.shape[0] if gathered else None
     costs = partial(cost.dgrad_act, **sizes, gated=act.GATED, bias=with_bias, tokens=tokens)
-    if path == "specialised":
-        from .gluon_kernel import grouped_dgrad_act_specialised_kernel
+    if path == "warp_specialized":
+        from .gluon_kernel import grouped_dgrad_act_warp_specialized_kernel
 
         if with_bias and partial_PR is not None:
             own = {"partial_ptr": partial_PR[num_f], "BLOCK_M": tile.BLOCK_M, "BLOCK_H": tile.BLOCK_K}
             builder.launch(_bias_dprobs, (schedule.max_tiles(tile.BLOCK_M),), of_bias | own, num_warps=8)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
         arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
-        builder.launch(grouped_dgrad_act_specialised_kernel, grid, arguments, chosen, costs)
+        builder.launch(grouped_dgrad_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= of_bias | {
         **expert_tensors.weight_arguments(w_EFH, "f", "h"),

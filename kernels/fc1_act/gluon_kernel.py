@@ -69,7 +69,7 @@ def _consume(
 
 
 @gluon.jit
-def grouped_fc1_act_specialised_kernel(
+def grouped_fc1_act_warp_specialized_kernel(
     x_desc,
     row_ids_ptr,
     w_desc,

@@ -62,7 +62,7 @@ def grouped_fc1_act_(
         x_desc = descriptors.operand_rows(x_RH, block_m, tile.BLOCK_K, gathered, path)
         if not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
-        h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "specialised")
+        h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "warp_specialized")
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     arguments = {
         "x_desc": x_desc,
@@ -88,10 +88,10 @@ def grouped_fc1_act_(
     sizes: dict[str, Any] = {"H": H, "F": F, "itemsize": dtype.itemsize, "probs": itemsize(probs_R)}
     tokens = x_RH.shape[0] if gathered else None
     costs = partial(cost.fc1_act, **sizes, gated=act.GATED, bias=bias_EG is not None, tokens=tokens)
-    if path == "specialised":
-        from .gluon_kernel import grouped_fc1_act_specialised_kernel
+    if path == "warp_specialized":
+        from .gluon_kernel import grouped_fc1_act_warp_specialized_kernel
 
-        builder.launch(grouped_fc1_act_specialised_kernel, grid, arguments, chosen, costs)
+        builder.launch(grouped_fc1_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {
         "x_ptr": x_RH,

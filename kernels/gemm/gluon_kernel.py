@@ -60,7 +60,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["num_partials", "num_rows"])
-def grouped_gemm_specialised_kernel(
+def grouped_gemm_warp_specialized_kernel(
     x_desc,
     w_desc,
     bias_ptr,

@@ -73,10 +73,10 @@ def grouped_gemm_(
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
     bias, scale = bias_EN is not None, itemsize(scale_R)
     costs = partial(cost.gemm, N=N, K=K, itemsize=dtype.itemsize, bias=bias, scale=scale)
-    if path == "specialised":
-        from .gluon_kernel import grouped_gemm_specialised_kernel
+    if path == "warp_specialized":
+        from .gluon_kernel import grouped_gemm_warp_specialized_kernel
 
-        builder.launch(grouped_gemm_specialised_kernel, grid, arguments, chosen, costs)
+        builder.launch(grouped_gemm_warp_specialized_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {
         "x_ptr": x_RK,

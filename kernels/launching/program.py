@@ -114,7 +114,7 @@ class Builder:
         if chosen:
             tile, arguments = chosen.tile, {**arguments, "TILE": chosen.tile}
             options = {"num_warps": tile.num_warps}
-            if chosen.path == "specialised":
+            if chosen.path == "warp_specialized":
                 arguments["CONSUMERS"] = self.target.consumers
             else:
                 options["num_stages"] = tile.num_stages

@@ -82,7 +82,7 @@ def operand_rows(array_RN: Array, block_rows: int, block_columns: int, gathered:
     """Describe rows in groups, or gathered rows; None where these are loaded by pointers, as TMA does not gather."""
     if not gathered:
         return ragged_rows(array_RN, block_rows, block_columns)
-    return gathered_rows(array_RN, block_columns) if path == "specialised" else None
+    return gathered_rows(array_RN, block_columns) if path == "warp_specialized" else None
 
 
 def matrices(w: ExpertTensors, size: tuple[int, int]) -> Array | None:

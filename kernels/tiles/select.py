@@ -35,7 +35,7 @@ class Settings:
 
     # Whether warp-specialized kernels are used wherever the tables have them. Not by default until a GPU has
     # timed them.
-    specialised: bool = False
+    warp_specialized: bool = False
     tuned: Tiles = field(default_factory=dict)  # go before the tables
 
 
@@ -64,7 +64,7 @@ class Target:
         return 2 if self.architecture == "sm_90" else 1
 
     @property
-    def warp_specializes(self) -> bool:
+    def triton_warp_specializes(self) -> bool:
         """Whether Triton itself can divide the loop of a kernel among warps: with tensor memory, since Triton 3.7."""
         return TRITON >= (3, 7) and self.architecture == "sm_100"
 
@@ -74,7 +74,7 @@ class Target:
 
     def consumer_rows(self, path: Path, tile: Tile) -> int:
         """How many of a tile's rows TMA moves at once: those of one consumer."""
-        return tile.BLOCK_M // self.consumers if path == "specialised" else tile.BLOCK_M
+        return tile.BLOCK_M // self.consumers if path == "warp_specialized" else tile.BLOCK_M
 
 
 def target(device: torch.device, settings: Settings, dtype: torch.dtype) -> Target:
@@ -122,13 +122,13 @@ def choices(
     Warp-specialized kernels are among them where the settings ask for all of them, or have a tuned tile, which is for
     rows in order. Before Blackwell, they cannot gather: TMA follows no index there.
     """
-    paths: tuple[Path, ...] = ("specialised", "gather" if gathered else "tma", "pointer", "unaligned")
+    paths: tuple[Path, ...] = ("warp_specialized", "gather" if gathered else "tma", "pointer", "unaligned")
     for path in paths:
         key = Key(kernel, path, FORMATS[dtype], shape_class(rows_per_expert))
         tile, tuned = target.tiles.get(key), target.settings.tuned.get(key)
-        if path == "specialised":
+        if path == "warp_specialized":
             tuned = None if gathered else tuned
-            if not (target.settings.specialised or tuned) or (gathered and target.consumers == 2):
+            if not (target.settings.warp_specialized or tuned) or (gathered and target.consumers == 2):
                 continue
         if tile is not None:
             yield Chosen(key, tuned or tile)
@@ -145,7 +145,7 @@ def choose(
     warp_specialized: bool = True,
 ) -> Chosen:
     """The first of `choices` that tensors and device allow; `warp_specialized`: whether such a kernel can do it."""
-    allowed = {"specialised": warp_specialized, "pointer": vectors_fit}
+    allowed = {"warp_specialized": warp_specialized, "pointer": vectors_fit}
     return next(
         chosen
         for chosen in choices(kernel, dtype, target, rows_per_expert, gathered)

@@ -18,8 +18,8 @@ PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 # How tiles reach a multiprocessor: by descriptors, in warp-specialized kernels; by descriptors; by descriptors
 # but for one operand, whose rows are gathered by pointers (no TMA follows an index before Blackwell, and there only the
 # warp-specialized kernels ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
-Path = Literal["specialised", "tma", "gather", "pointer", "unaligned"]
-BY_DESCRIPTORS: tuple[Path, ...] = ("specialised", "tma", "gather")
+Path = Literal["warp_specialized", "tma", "gather", "pointer", "unaligned"]
+BY_DESCRIPTORS: tuple[Path, ...] = ("warp_specialized", "tma", "gather")
 # Element type of the activations, which weights share.
 Format = Literal["bf16", "fp16", "fp32"]
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -53,18 +53,18 @@ class Key(NamedTuple):
 Tiles = Mapping[Key, Tile]
 _ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 _LINES = """
-# architectures                 pass      path        formats   load    M   N   K warps stages SUBTILES GROUP_M PER_SM
+# architectures                 pass      path             formats   load    M   N   K warps stages SUBTILES GROUP SM
 # Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each 64 of a tile's rows
 # (`warp_specialized/hopper.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
 # eight write (`warp_specialized/blackwell.py`).
-sm_90                           fc1_act   specialised bf16,fp16 long  128 128  64   4   3   2   8   1
-sm_100                          fc1_act   specialised bf16,fp16 long  128 128  64   8   4   4   8   1
-sm_90                           gemm      specialised bf16,fp16 long  128 256  64   4   3   1   8   1
-sm_100                          gemm      specialised bf16,fp16 long  128 256  64   8   4   4   8   1
-sm_90                           dgrad_act specialised bf16,fp16 long  128 256  64   4   3   8   8   1
-sm_100                          dgrad_act specialised bf16,fp16 long  128 256  64   8   3   8   8   1
-sm_90                           wgrad     specialised bf16,fp16 long   64 128 256   4   3   4  16   1
-sm_100                          wgrad     specialised bf16,fp16 long   64 128 256   8   3   4  16   1
+sm_90                           fc1_act   warp_specialized bf16,fp16 long  128 128  64   4   3   2   8   1
+sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1
+sm_100                          gemm      warp_specialized bf16,fp16 long  128 256  64   8   4   4   8   1
+sm_90                           dgrad_act warp_specialized bf16,fp16 long  128 256  64   4   3   8   8   1
+sm_100                          dgrad_act warp_specialized bf16,fp16 long  128 256  64   8   3   8   8   1
+sm_90                           wgrad     warp_specialized bf16,fp16 long   64 128 256   4   3   4  16   1
+sm_100                          wgrad     warp_specialized bf16,fp16 long   64 128 256   8   3   4  16   1
 # M-ragged passes have accumulators of 128 x 256 (fc1: 128 channels of each half), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than L2 delivers at full speed. Such programs fill a multiprocessor, so they
 # are persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the tile before.
@@ -72,82 +72,82 @@ sm_100                          wgrad     specialised bf16,fp16 long   64 128 25
 # and one adds while the other multiplies. Many rows: the largest tile, for the fewest loads of its operands. sm_100 has
 # no tile for fp32: Triton 3.7.1 transposes 32-bit operands of tcgen05 through one buffer, which the next step
 # overwrites while the last one is still multiplied, a race; by pointers there is none.
-sm_90                           fc1_act   tma         bf16,fp16 short  64  64  64   4   4   2   8   2
-sm_100                          fc1_act   tma         bf16,fp16 short  64  64  64   4   4   4   8   2
-sm_90,sm_100                    fc1_act   tma         bf16,fp16 long  128 128  64   8   4   4   8   1
-sm_90,sm_100                    gemm      tma         bf16,fp16 short  64 128  64   4   3   1   8   2
-sm_90,sm_100                    gemm      tma         bf16,fp16 long  128 256  64   8   4   2   8   1
-sm_90                           dgrad_act tma         bf16,fp16 short  64  64  64   4   4   2   8   2
-sm_100                          dgrad_act tma         bf16,fp16 short  64  64  64   8   4   4   8   2
-sm_90,sm_100                    dgrad_act tma         bf16,fp16 long  128 128  64   8   4   4   8   1
-sm_90,sm_100                    wgrad     tma         bf16,fp16 short  64 128 128   4   3   4   8   2
-sm_90,sm_100                    wgrad     tma         bf16,fp16 long   64 128 256   8   4   4  16   1
-sm_90                           wgrad     tma         fp32      any    32 128 128   8   4   4   8   1
+sm_90                           fc1_act   tma              bf16,fp16 short  64  64  64   4   4   2   8   2
+sm_100                          fc1_act   tma              bf16,fp16 short  64  64  64   4   4   4   8   2
+sm_90,sm_100                    fc1_act   tma              bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90,sm_100                    gemm      tma              bf16,fp16 short  64 128  64   4   3   1   8   2
+sm_90,sm_100                    gemm      tma              bf16,fp16 long  128 256  64   8   4   2   8   1
+sm_90                           dgrad_act tma              bf16,fp16 short  64  64  64   4   4   2   8   2
+sm_100                          dgrad_act tma              bf16,fp16 short  64  64  64   8   4   4   8   2
+sm_90,sm_100                    dgrad_act tma              bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90,sm_100                    wgrad     tma              bf16,fp16 short  64 128 128   4   3   4   8   2
+sm_90,sm_100                    wgrad     tma              bf16,fp16 long   64 128 256   8   4   4  16   1
+sm_90                           wgrad     tma              fp32      any    32 128 128   8   4   4   8   1
 # Where fc1 gathers rows, programs are not persistent: addresses of two tiles at once need more registers than there
 # are. wgrad: loads of indices take some of the stages, and addresses take registers, so there are more stages and
 # threads, to have as much on its way.
-sm_90                           fc1_act   gather      bf16,fp16 short  64  64  64   4   4   2   8   0
-sm_100                          fc1_act   gather      bf16,fp16 short  64  64  64   4   4   4   8   0
-sm_90                           fc1_act   gather      bf16,fp16 long  128 128  32   8   6   8   8   0
-sm_100                          fc1_act   gather      bf16,fp16 long  128 128  64   8   4   4   8   0
-sm_90,sm_100                    dgrad_act gather      bf16,fp16 short  64  64  64   4   4   2   8   2
-sm_90,sm_100                    dgrad_act gather      bf16,fp16 long  128 128  64   8   4   4   8   1
-sm_90,sm_100                    wgrad     gather      bf16,fp16 short  64 128 128   8   4   4   8   2
-sm_90,sm_100                    wgrad     gather      bf16,fp16 long   64 128 256   8   6   4  16   1
+sm_90                           fc1_act   gather           bf16,fp16 short  64  64  64   4   4   2   8   0
+sm_100                          fc1_act   gather           bf16,fp16 short  64  64  64   4   4   4   8   0
+sm_90                           fc1_act   gather           bf16,fp16 long  128 128  32   8   6   8   8   0
+sm_100                          fc1_act   gather           bf16,fp16 long  128 128  64   8   4   4   8   0
+sm_90,sm_100                    dgrad_act gather           bf16,fp16 short  64  64  64   4   4   2   8   2
+sm_90,sm_100                    dgrad_act gather           bf16,fp16 long  128 128  64   8   4   4   8   1
+sm_90,sm_100                    wgrad     gather           bf16,fp16 short  64 128 128   8   4   4   8   2
+sm_90,sm_100                    wgrad     gather           bf16,fp16 long   64 128 256   8   6   4  16   1
 # One program for each tile in M-ragged passes: two or three share a multiprocessor and cover each other's epilogues,
 # and programs that find no tile left end at once. An architecture whose line differs in SUBTILES alone spills a few
 # bytes with the line of the others, because the compiler prefers spills to fewer programs on a multiprocessor.
-sm_80,sm_90,sm_100,sm_120       fc1_act   pointer     bf16,fp16 short  64  64  64   4   3   2   8   0
-gfx942,gfx950                   fc1_act   pointer     bf16,fp16 short  64  64  64   4   2   1   8   0
-sm_80,sm_90,sm_120              fc1_act   pointer     bf16,fp16 long  128  64  64   8   3   2   8   0
-sm_100                          fc1_act   pointer     bf16,fp16 long  128  64  64   8   3   4   8   0
-gfx942,gfx950                   fc1_act   pointer     bf16,fp16 long  128  64  64   8   2   1   8   0
-sm_80,sm_100,sm_120,gfx942,gfx950 fc1_act   pointer     fp32      any    64  32  32   4   3   4   8   0
-sm_90                           fc1_act   pointer     fp32      any    64  32  32   4   3   2   8   0
-sm_80,sm_90,sm_100,sm_120       gemm      pointer     bf16,fp16 short  64  64  64   4   3   1   8   0
-gfx942,gfx950                   gemm      pointer     bf16,fp16 short  64  64  64   4   2   1   8   0
-sm_80,sm_90,sm_100,sm_120       gemm      pointer     bf16,fp16 long  128 128  64   8   3   2   8   0
-gfx942,gfx950                   gemm      pointer     bf16,fp16 long  128 128  64   8   2   1   8   0
-sm_80,sm_90,sm_120,gfx942,gfx950 gemm      pointer     fp32      any    64  64  32   4   3   1   1   0
-sm_100                          gemm      pointer     fp32      any    64  64  32   4   3   2   1   0
-sm_80,sm_90                     dgrad_act pointer     bf16,fp16 short  64  64  64   4   3   2   8   0
-sm_100                          dgrad_act pointer     bf16,fp16 short  64  64  64   4   3   4   8   0
-sm_120                          dgrad_act pointer     bf16,fp16 short  64  32  64   4   3   4   8   0
-gfx942,gfx950                   dgrad_act pointer     bf16,fp16 short  64  64  64   4   2   2   8   0
-sm_80,sm_90,sm_100,sm_120       dgrad_act pointer     bf16,fp16 long  128  64  64   8   3   2   8   0
-gfx942,gfx950                   dgrad_act pointer     bf16,fp16 long  128  64  64   8   2   2   8   0
-sm_80,sm_90,gfx942,gfx950       dgrad_act pointer     fp32      any    64  32  32   4   3   2   8   0
-sm_100                          dgrad_act pointer     fp32      any    64  32  32   4   3   4   8   0
-sm_120                          dgrad_act pointer     fp32      any    64  32  32   4   3   8   8   0
-sm_80                           wgrad     pointer     bf16,fp16 any    32 128 128   8   4   4   8   2
-sm_90,sm_120                    wgrad     pointer     bf16,fp16 any    32 128 128   8   4   2   8   2
-sm_100                          wgrad     pointer     bf16,fp16 any    64 128 128   8   3   4   8   2
-gfx942,gfx950                   wgrad     pointer     bf16,fp16 any    64 128  64   4   2   2   8   2
-sm_80                           wgrad     pointer     fp32      any    16  32  64   4   3   1   8   4
-sm_90                           wgrad     pointer     fp32      any    16  32  64   4   3   2   8   4
-sm_100                          wgrad     pointer     fp32      any    32 128 128   8   3   8   8   2
-sm_120                          wgrad     pointer     fp32      any    16  32  64   4   3   4   8   4
-gfx942,gfx950                   wgrad     pointer     fp32      any    32  64  64   4   2   2   8   4
+sm_80,sm_90,sm_100,sm_120       fc1_act   pointer          bf16,fp16 short  64  64  64   4   3   2   8   0
+gfx942,gfx950                   fc1_act   pointer          bf16,fp16 short  64  64  64   4   2   1   8   0
+sm_80,sm_90,sm_120              fc1_act   pointer          bf16,fp16 long  128  64  64   8   3   2   8   0
+sm_100                          fc1_act   pointer          bf16,fp16 long  128  64  64   8   3   4   8   0
+gfx942,gfx950                   fc1_act   pointer          bf16,fp16 long  128  64  64   8   2   1   8   0
+sm_80,sm_100,sm_120,gfx942,gfx950 fc1_act   pointer          fp32      any    64  32  32   4   3   4   8   0
+sm_90                           fc1_act   pointer          fp32      any    64  32  32   4   3   2   8   0
+sm_80,sm_90,sm_100,sm_120       gemm      pointer          bf16,fp16 short  64  64  64   4   3   1   8   0
+gfx942,gfx950                   gemm      pointer          bf16,fp16 short  64  64  64   4   2   1   8   0
+sm_80,sm_90,sm_100,sm_120       gemm      pointer          bf16,fp16 long  128 128  64   8   3   2   8   0
+gfx942,gfx950                   gemm      pointer          bf16,fp16 long  128 128  64   8   2   1   8   0
+sm_80,sm_90,sm_120,gfx942,gfx950 gemm      pointer          fp32      any    64  64  32   4   3   1   1   0
+sm_100                          gemm      pointer          fp32      any    64  64  32   4   3   2   1   0
+sm_80,sm_90                     dgrad_act pointer          bf16,fp16 short  64  64  64   4   3   2   8   0
+sm_100                          dgrad_act pointer          bf16,fp16 short  64  64  64   4   3   4   8   0
+sm_120                          dgrad_act pointer          bf16,fp16 short  64  32  64   4   3   4   8   0
+gfx942,gfx950                   dgrad_act pointer          bf16,fp16 short  64  64  64   4   2   2   8   0
+sm_80,sm_90,sm_100,sm_120       dgrad_act pointer          bf16,fp16 long  128  64  64   8   3   2   8   0
+gfx942,gfx950                   dgrad_act pointer          bf16,fp16 long  128  64  64   8   2   2   8   0
+sm_80,sm_90,gfx942,gfx950       dgrad_act pointer          fp32      any    64  32  32   4   3   2   8   0
+sm_100                          dgrad_act pointer          fp32      any    64  32  32   4   3   4   8   0
+sm_120                          dgrad_act pointer          fp32      any    64  32  32   4   3   8   8   0
+sm_80                           wgrad     pointer          bf16,fp16 any    32 128 128   8   4   4   8   2
+sm_90,sm_120                    wgrad     pointer          bf16,fp16 any    32 128 128   8   4   2   8   2
+sm_100                          wgrad     pointer          bf16,fp16 any    64 128 128   8   3   4   8   2
+gfx942,gfx950                   wgrad     pointer          bf16,fp16 any    64 128  64   4   2   2   8   2
+sm_80                           wgrad     pointer          fp32      any    16  32  64   4   3   1   8   4
+sm_90                           wgrad     pointer          fp32      any    16  32  64   4   3   2   8   4
+sm_100                          wgrad     pointer          fp32      any    32 128 128   8   3   8   8   2
+sm_120                          wgrad     pointer          fp32      any    16  32  64   4   3   4   8   4
+gfx942,gfx950                   wgrad     pointer          fp32      any    32  64  64   4   2   2   8   4
 # An address for each element that a thread loads: small tiles, for many threads.
-all                             fc1_act   unaligned   bf16,fp16 any    64  64  32   8   2   4   8   0
-sm_80                           fc1_act   unaligned   fp32      any    32  32  16   4   2   4   8   0
-sm_90,sm_100,sm_120,gfx942,gfx950 fc1_act   unaligned   fp32      any    32  32  16   4   2   2   8   0
-all                             gemm      unaligned   bf16,fp16 any    64  64  32   8   2   4   8   0
-all                             gemm      unaligned   fp32      any    32  32  16   4   2   2   8   0
-sm_80,sm_90                     dgrad_act unaligned   bf16,fp16 any    64  64  32   8   2   4   8   0
-sm_100,sm_120,gfx942,gfx950     dgrad_act unaligned   bf16,fp16 any    64  64  32   8   2   2   8   0
-sm_80,sm_100,gfx942,gfx950      dgrad_act unaligned   fp32      any    32  32  16   4   2   2   8   0
-sm_90,sm_120                    dgrad_act unaligned   fp32      any    32  32  16   4   2   4   8   0
-all                             wgrad     unaligned   bf16,fp16 any    32 128 128   8   2   2   8   2
-sm_80,sm_90                     wgrad     unaligned   fp32      any    16  32  64   8   2   4   8   2
-sm_100,sm_120,gfx942,gfx950     wgrad     unaligned   fp32      any    16  32  64   8   2   2   8   2
+all                             fc1_act   unaligned        bf16,fp16 any    64  64  32   8   2   4   8   0
+sm_80                           fc1_act   unaligned        fp32      any    32  32  16   4   2   4   8   0
+sm_90,sm_100,sm_120,gfx942,gfx950 fc1_act   unaligned        fp32      any    32  32  16   4   2   2   8   0
+all                             gemm      unaligned        bf16,fp16 any    64  64  32   8   2   4   8   0
+all                             gemm      unaligned        fp32      any    32  32  16   4   2   2   8   0
+sm_80,sm_90                     dgrad_act unaligned        bf16,fp16 any    64  64  32   8   2   4   8   0
+sm_100,sm_120,gfx942,gfx950     dgrad_act unaligned        bf16,fp16 any    64  64  32   8   2   2   8   0
+sm_80,sm_100,gfx942,gfx950      dgrad_act unaligned        fp32      any    32  32  16   4   2   2   8   0
+sm_90,sm_120                    dgrad_act unaligned        fp32      any    32  32  16   4   2   4   8   0
+all                             wgrad     unaligned        bf16,fp16 any    32 128 128   8   2   2   8   2
+sm_80,sm_90                     wgrad     unaligned        fp32      any    16  32  64   8   2   4   8   2
+sm_100,sm_120,gfx942,gfx950     wgrad     unaligned        fp32      any    16  32  64   8   2   2   8   2
 # Small tiles, so that small tests have several.
 interpreter                     fc1_act,gemm,dgrad_act,wgrad tma,gather bf16,fp16,fp32 any 16 32 32 1 1 2 2 1
 interpreter                     fc1_act,gemm,dgrad_act,wgrad pointer,unaligned bf16,fp16,fp32 any 16 32 32 1 1 1 2 0
 """
 # Triton 3.8 alone spills in dgrad_act's long tile of sm_100 with four subtiles.
 _LINES_OF_TRITON_3_8 = """
-sm_100                          dgrad_act tma         bf16,fp16 long  128 128  64   8   4   8   8   1
+sm_100                          dgrad_act tma              bf16,fp16 long  128 128  64   8   4   8   8   1
 """
 TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 

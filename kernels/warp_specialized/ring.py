@@ -6,8 +6,8 @@ tiles, uses stage `i % STAGES` in round `i // STAGES`, so each side waits for a 
 for parity 1 on a new mbarrier passes, so the first STAGES loads do not wait. The producer runs ahead by up to STAGES
 steps, into the next tile, while consumers still write the last one.
 
-docs/specialised.md derives that no wait is for ever and nothing is overwritten while it is read. That relies on this:
-one thread arrives for a partition, after a barrier of all its warps (`bar.sync`), which the compiler adds.
+docs/warp_specialized.md derives that no wait is for ever and nothing is overwritten while it is read. That relies on
+this: one thread arrives for a partition, after a barrier of all its warps (`bar.sync`), which the compiler adds.
 """
 
 from .gluon_compat import barrier, fence_async_shared, gl, gluon, mbarrier, tma_store_wait

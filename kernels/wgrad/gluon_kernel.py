@@ -164,7 +164,7 @@ def _consume(
 
 
 @gluon.jit(do_not_specialize=["num_segments", "num_experts"])
-def grouped_wgrad_specialised_kernel(
+def grouped_wgrad_warp_specialized_kernel(
     left_desc,
     left_row_ids_ptr,
     right_desc,

@@ -57,7 +57,7 @@ def grouped_wgrad_(
     N, K = left.columns, right.columns if dw_ENK else 1
     plan = plan_operands(target, dw_ENK, left, right, num_experts, accumulate)
     path, tile = plan.chosen.path, plan.chosen.tile
-    if path == "specialised" and db_EN is not None:
+    if path == "warp_specialized" and db_EN is not None:
         order = order or plan_steps(builder, offsets[0], num_experts).order
         own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
         grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **own)
@@ -100,10 +100,10 @@ def grouped_wgrad_(
         "REVERSED": dw_ENK is not None and dw_ENK.stride_e < 0,
         "DW_ALIGNED": dw_ENK is not None and dw_ENK.aligned,
     }
-    if path == "specialised":
-        from .gluon_kernel import grouped_wgrad_specialised_kernel
+    if path == "warp_specialized":
+        from .gluon_kernel import grouped_wgrad_warp_specialized_kernel
 
-        builder.launch(grouped_wgrad_specialised_kernel, grid, arguments, plan.chosen, costs)
+        builder.launch(grouped_wgrad_warp_specialized_kernel, grid, arguments, plan.chosen, costs)
         return
     arguments |= {
         "left_ptr": left.arrays[0] if plan.left is None else None,
@@ -114,7 +114,7 @@ def grouped_wgrad_(
         "SEGMENTS_ALIGNED": segments is not None and left.aligned and right.aligned,
         "LEFT_VECTOR": vectors[0],
         "RIGHT_VECTOR": vectors[1],
-        "WARP_SPECIALIZE": path == "tma" and tile.PER_SM == 1 and target.warp_specializes,
+        "WARP_SPECIALIZE": path == "tma" and tile.PER_SM == 1 and target.triton_warp_specializes,
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)

@@ -118,7 +118,7 @@ def _by_descriptors(
     accumulate: bool,
 ) -> OperandPlan | None:
     """None: they do not fit. Warp-specialized kernels also take a `dw` that no descriptor fits."""
-    tile, warp_specialized = chosen.tile, chosen.path == "specialised"
+    tile, warp_specialized = chosen.tile, chosen.path == "warp_specialized"
     if warp_specialized and gluon_missing():
         return None
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N

@@ -21,7 +21,7 @@ from fusedmlp.kernels.launching.run import recording
 TABLE = Path(__file__).with_name("budgets.csv")
 TOLERANCE = 0.02
 _SIZES = (512, 512)
-SPECIALISED = ", specialised"  # added to the names of warp-specialized passes
+WARP_SPECIALIZED = ", warp_specialized"  # added to the names of warp-specialized passes
 _WGRADS = ("wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
 _RAGGED = ("fc1_act", "gemm", "dgrad_act")
 _GATHERED = ("fc1_act gathered", "dgrad_act gathered", "wgrad gathered dy", "wgrad gathered x")
@@ -68,10 +68,10 @@ def passes() -> dict[str, Callable[[torch.dtype], None]]:
 
 def measure(target: str, name: str) -> dict[str, int]:
     """Counters of a pass, in bf16 with tiles for long loads, and the bytes that its equation needs."""
-    name, specialised, _ = name.partition(SPECIALISED)
+    name, warp_specialized, _ = name.partition(WARP_SPECIALIZED)
     check = passes()[name]
     torch.manual_seed(0)
-    options = {"orders": ORDERS[:1], "specialised": bool(specialised)}
+    options = {"orders": ORDERS[:1], "warp_specialized": bool(warp_specialized)}
     with emulated(target, "long", **options) as launched, recording() as asked:
         check(torch.bfloat16)
     (launch,) = (each for each in launched if "grouped" in each.kernel)
@@ -88,9 +88,9 @@ def _row(launch: Launched) -> dict[str, int]:
 def everything() -> Iterator[tuple[str, str]]:
     """All `(GPU, pass)` of the table."""
     yield from ((target, name) for target in ("sm_80", "sm_90") for name in passes())
-    yield from (("sm_90", name + SPECIALISED) for name in (*_RAGGED, *_WGRADS))
+    yield from (("sm_90", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_WGRADS))
     yield from (("sm_100", name) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
-    yield from (("sm_100", name + SPECIALISED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
+    yield from (("sm_100", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
 
 
 def allowed() -> dict[tuple[str, str], dict[str, int]]:

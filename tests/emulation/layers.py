@@ -17,14 +17,14 @@ from fusedmlp.kernels.tiles import select, table
 
 @contextmanager
 def emulated(
-    target: str, shape: str | None = None, *, descriptors: bool = True, specialised: bool = False, **options: Any
+    target: str, shape: str | None = None, *, descriptors: bool = True, warp_specialized: bool = False, **options: Any
 ) -> Iterator[list[driver.Launched]]:
     """`driver.gpu`, with launches planned for `target`, and with its tiles of the class of loads `shape`, if given.
 
-    Without `descriptors`, only paths by pointers have tiles. `specialised`: settings ask for warp-specialized kernels.
+    Without `descriptors`, only paths by pointers have tiles. `warp_specialized`: settings ask for those kernels.
     """
     own = tiles_of(table.TABLES[target], shape, descriptors)
-    planned_for = select.Target(target, driver.MULTIPROCESSORS, own, select.Settings(specialised))
+    planned_for = select.Target(target, driver.MULTIPROCESSORS, own, select.Settings(warp_specialized))
     with ExitStack() as stack:
         stack.enter_context(tiles.planned_for(planned_for))
         stack.enter_context(mock.patch.object(environment, "triton_interpret", return_value=True))

@@ -173,7 +173,9 @@ SUBJECTS = {
     "sm_80_gemm": _of_project("sm_80", "long", "gemm packed", "grouped_gemm"),
     "sm_80_wgrad": _of_project("sm_80", "short", "wgrad tall", "grouped_wgrad"),
     **{
-        f"{target}_{name}_by_tasks": _of_project(target, "long", f"{name} deep", f"grouped_{name}", specialised=True)
+        f"{target}_{name}_by_tasks": _of_project(
+            target, "long", f"{name} deep", f"grouped_{name}", warp_specialized=True
+        )
         for target, name in (
             *(("sm_90", name) for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
             *(("sm_100", name) for name in ("gemm", "fc1_act", "dgrad_act")),
@@ -181,7 +183,7 @@ SUBJECTS = {
     },
     **{
         f"sm_100_{kernel}_by_tasks": _of_project(
-            "sm_100", "long", name, f"grouped_{kernel.partition('_')[0]}", specialised=True
+            "sm_100", "long", name, f"grouped_{kernel.partition('_')[0]}", warp_specialized=True
         )
         for kernel, name in (
             ("fc1_gathered", "fc1_act deep gathered gpt_oss"),

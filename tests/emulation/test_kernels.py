@@ -7,7 +7,7 @@ from bench.cases import cases
 
 # The cases for sm_100, few of whose instructions come from other sources than those of sm_90: every pass, all of TF32
 # wgrad, and warp-specialized wgrad.
-SPECIALISED_WGRAD = {
+WARP_SPECIALIZED_WGRAD = {
     *("wgrad deep", "wgrad tall", "wgrad of bf16", "wgrad bias"),
     *("wgrad segments", "wgrad tall segments", "wgrad deep segments", "wgrad deep segments overwrite"),
 }
@@ -16,11 +16,11 @@ PART = [
     for case in cases.cases()
     if case.quick
     or (case.precision == cases.TF32 and "wgrad" in case.name)
-    or (case.shape == "long" and case.name in SPECIALISED_WGRAD)
+    or (case.shape == "long" and case.name in WARP_SPECIALIZED_WGRAD)
 ]
 
 
-def is_specialised(case, target):
+def is_warp_specialized(case, target):
     """Whether warp-specialized kernels run in the case: long loads in 16 bits by descriptors."""
     unfit = ["odd", "shifted", "without descriptors", "fc1_act in_out"]
     # Only Blackwell's TMA gathers rows, and only those of one segment.
@@ -33,23 +33,25 @@ def is_specialised(case, target):
 
 CELLS = [(target, case, False) for target in ("sm_80", "sm_90") for case in cases.cases()]
 CELLS += [("sm_100", case, False) for case in PART]
-CELLS += [(name, case, True) for name in ("sm_90", "sm_100") for case in cases.cases() if is_specialised(case, name)]
+CELLS += [
+    (name, case, True) for name in ("sm_90", "sm_100") for case in cases.cases() if is_warp_specialized(case, name)
+]
 CASES = [
     pytest.param(
         target,
         case,
-        specialised,
-        id=f"{target}{'-specialised' * specialised}-{case.id}",
-        marks=[] if case.quick and (target != "sm_100" or specialised) else [pytest.mark.exhaustive],
+        warp_specialized,
+        id=f"{target}{'-warp_specialized' * warp_specialized}-{case.id}",
+        marks=[] if case.quick and (target != "sm_100" or warp_specialized) else [pytest.mark.exhaustive],
     )
-    for target, case, specialised in CELLS
+    for target, case, warp_specialized in CELLS
 ]
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("target", "case", "specialised"), CASES)
-def test_case(target, case, specialised):
-    with emulated(target, case.shape, descriptors=case.descriptors, specialised=specialised) as launched:
+@pytest.mark.parametrize(("target", "case", "warp_specialized"), CASES)
+def test_case(target, case, warp_specialized):
+    with emulated(target, case.shape, descriptors=case.descriptors, warp_specialized=warp_specialized) as launched:
         case.run()
     assert launched
-    assert any("specialised" in launch.kernel for launch in launched) == specialised
+    assert any("warp_specialized" in launch.kernel for launch in launched) == warp_specialized

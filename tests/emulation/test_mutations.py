@@ -10,7 +10,7 @@ from support.grids import is_quick
 pytestmark = pytest.mark.usefixtures("poison")
 
 BEGUN_ANEW = "tcgen05 sum begun anew or not"
-SM_100_SPECIALISED = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered")
+SM_100_WARP_SPECIALIZED = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered")
 MOST = 3  # places of a kind in a kernel: the first, the last and some between
 # The number of places whose change leaves nothing wrong, or nothing that a late order shows.
 NEEDLESS = {
@@ -42,9 +42,9 @@ NEEDLESS = {
     ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
     # On sm_100 the same, and around the address of tensor memory, which nothing overwrites; an accumulator is released
     # as a whole after its last subtile, and by then the others have been used.
-    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_SPECIALISED},
-    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_SPECIALISED},
-    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_SPECIALISED},
+    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_WARP_SPECIALIZED},
+    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_WARP_SPECIALIZED},
+    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_WARP_SPECIALIZED},
     **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
     # Columns outside, as above.
     ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,

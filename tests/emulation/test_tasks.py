@@ -50,9 +50,9 @@ CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-b
     ],
 )
 def test_the_same_bits_in_many_orders(target, name):
-    with emulated(target, "long", specialised=True, orders=RANDOM) as launched:
+    with emulated(target, "long", warp_specialized=True, orders=RANDOM) as launched:
         CASES[name].run()
-    assert any("specialised" in launch.kernel for launch in launched)
+    assert any("warp_specialized" in launch.kernel for launch in launched)
 
 
 # Rows of experts, with 64 rows a step and three stages: no step, one, as many as stages, one more.
@@ -68,8 +68,8 @@ def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target):
     if not accumulate:
         for expert in dw:
             expert.fill_(float("nan"))
-    with emulated(target, "long", specialised=True):
-        assert wgrad.run(dw, [one], accumulate, packed=True) == "specialised"
+    with emulated(target, "long", warp_specialized=True):
+        assert wgrad.run(dw, [one], accumulate, packed=True) == "warp_specialized"
     wgrad.check(dw, [one], wgrad.UNTOUCHED if accumulate else 0.0)
 
 
@@ -77,7 +77,7 @@ def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target):
 @pytest.mark.parametrize("K", [8, 64, 192, 264, 328])
 def test_steps_of_a_gemm_around_the_number_of_stages(K, target):
     case = factory.Case(counts=(130, 0, 1), padding=3, H=K, F=132, dtype=torch.bfloat16)
-    with emulated(target, "long", specialised=True):
+    with emulated(target, "long", warp_specialized=True):
         gemm.check(case, bias=False)
 
 
@@ -85,7 +85,7 @@ def test_steps_of_a_gemm_around_the_number_of_stages(K, target):
 def test_tiles_around_the_number_of_sums_in_tensor_memory(rows):
     """Two, four and six tiles of rows by three of columns on three multiprocessors, each with two accumulators."""
     case = factory.Case(counts=(rows, 0, 1), padding=3, H=72, F=264, dtype=torch.bfloat16)
-    with emulated("sm_100", "long", specialised=True):
+    with emulated("sm_100", "long", warp_specialized=True):
         gemm.check(case)
 
 
@@ -101,9 +101,9 @@ FENCED = (
 @pytest.mark.parametrize("name", FENCED)
 def test_fences_between_reads_and_products_of_different_threads(name):
     """PTX requires them, but they order nothing in the emulator: the test finds them in the text."""
-    with emulated("sm_100", "long", specialised=True) as launched:
+    with emulated("sm_100", "long", warp_specialized=True) as launched:
         CASES[name].run()
-    (ptx,) = (launch.ptx for launch in launched if "specialised" in launch.kernel)
+    (ptx,) = (launch.ptx for launch in launched if "warp_specialized" in launch.kernel)
     text = " ".join(found.rpartition(".")[2].rpartition(":")[2] for found in OPCODES.findall(ptx))
     fenced_reads = r"try_wait after_thread_sync ld (?:.*? )?ld before_thread_sync shared"
     assert re.search(fenced_reads, text)
@@ -116,9 +116,9 @@ def test_probabilities_that_are_not_finite_leave_their_gradients_alone(target):
     """The gradient of a probability does not depend on it, and is recomputed where it overflowed."""
     inputs = dgrad_act.Inputs(factory.Case(counts=(70, 3), H=72, F=264, dtype=torch.bfloat16))
     inputs.probs[:2] = torch.tensor([float("inf"), float("nan")])
-    with emulated(target, "long", specialised=True):
+    with emulated(target, "long", warp_specialized=True):
         results, launch = dgrad_act.run(inputs)
-    assert launch.path == "specialised"
+    assert launch.path == "warp_specialized"
     assert results["dprobs"].isfinite().all()
 
 
@@ -134,27 +134,27 @@ def test_indices_of_other_types_and_addresses(name, kind, monkeypatch):
         return tokens, made[-1]
 
     monkeypatch.setattr(experts, "among_others", other)
-    with emulated("sm_100", "long", specialised=True) as launched:
+    with emulated("sm_100", "long", warp_specialized=True) as launched:
         CASES[name].run()
     assert all(index.dtype == torch.int64 or index.data_ptr() % 16 for index in made)
-    assert any("specialised" in launch.kernel for launch in launched)
+    assert any("warp_specialized" in launch.kernel for launch in launched)
 
 
 def test_several_segments_of_gathered_rows_go_as_before():
     """Each segment would need a descriptor of its own, and kernels have one."""
-    with emulated("sm_100", "long", specialised=True) as launched:
+    with emulated("sm_100", "long", warp_specialized=True) as launched:
         CASES["wgrad gathered segments"].run()
-    assert not any("specialised" in launch.kernel for launch in launched)
+    assert not any("warp_specialized" in launch.kernel for launch in launched)
 
 
-@pytest.mark.parametrize(("stride", "path"), [(80, "specialised"), (0, "gather")])
+@pytest.mark.parametrize(("stride", "path"), [(80, "warp_specialized"), (0, "gather")])
 def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
     """No descriptor has a distance of 0 between rows."""
     tokens = torch.ones(90, 80, dtype=torch.bfloat16).as_strided((90, 80), (stride, 1))
     rows, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
     h, a, act = torch.zeros(73, 288).bfloat16(), torch.zeros(73, 144).bfloat16(), _options(Activation("swiglu").encoded)
     fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
-    with emulated("sm_100", "long", specialised=True), recording() as log:
+    with emulated("sm_100", "long", warp_specialized=True), recording() as log:
         grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, rows_R=rows)
         grouped_dgrad_act_(
             torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, rows_R=rows
@@ -174,7 +174,7 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
 def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile(kernel, changes, check):
     own = table.TABLES["sm_90"]
     with pytest.MonkeyPatch.context() as patch:
-        for key in [key for key in own if key[:2] == (kernel, "specialised")]:
+        for key in [key for key in own if key[:2] == (kernel, "warp_specialized")]:
             patch.setitem(own, key, own[key]._replace(**changes))
-        with emulated("sm_90", "long", specialised=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
+        with emulated("sm_90", "long", warp_specialized=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
             CASES[check].run()

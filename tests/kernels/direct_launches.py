@@ -157,20 +157,22 @@ def call(operator=small, **changes):
     return seen
 
 
-SPECIALISED = [{"n": n} for n in (1, 32, 2**31, -(2**31) - 1)]
-SPECIALISED += [{"y": y} for y in (None, torch.zeros(16).half(), torch.zeros(17)[1:])]  # the last one is not aligned
-SPECIALISED += [{"x": torch.zeros(64, 64)}, {"block": None}, {"block": 32}, {"free": 2**31}, {"width": 16}]
-SPECIALISED += [{"num_warps": 8}]
+WARP_SPECIALIZED = [{"n": n} for n in (1, 32, 2**31, -(2**31) - 1)]
+WARP_SPECIALIZED += [
+    {"y": y} for y in (None, torch.zeros(16).half(), torch.zeros(17)[1:])
+]  # the last one is not aligned
+WARP_SPECIALIZED += [{"x": torch.zeros(64, 64)}, {"block": None}, {"block": 32}, {"free": 2**31}, {"width": 16}]
+WARP_SPECIALIZED += [{"num_warps": 8}]
 
 
 def check_launches_are_as_by_triton():
     for operator in (small, run_once):
-        are_as_by_triton(operator, *(arguments(**changes) for changes in [{}, *SPECIALISED] for _ in range(2)))
+        are_as_by_triton(operator, *(arguments(**changes) for changes in [{}, *WARP_SPECIALIZED] for _ in range(2)))
 
 
-def check_kernels_are_compiled_for_all_that_specialisation_sees_and_no_more():
+def check_kernels_are_compiled_for_all_that_specialization_sees_and_no_more():
     call()
-    for changes in SPECIALISED:
+    for changes in WARP_SPECIALIZED:
         assert [call(**changes).by_triton, call(**changes).by_triton, call().by_triton] == [1, 0, 0], changes
     for changes in ({"n": 7, "free": 1, "programs": 5, "y": torch.zeros(32)}, {"free": 16}):
         assert call(**changes).by_triton == 0

@@ -138,26 +138,26 @@ def check_segments():
         assert len({*kinds}) == len(kinds) - 1
 
 
-def check_specialised_kernels():
+def check_warp_specialized_kernels():
     """Gluon kernels, with descriptors that also have a layout."""
-    with tiles.changed(lambda target: replace(target, settings=select.Settings(specialised=True))):
-        _launches_specialised_kernels(tokens=False)
+    with tiles.changed(lambda target: replace(target, settings=select.Settings(warp_specialized=True))):
+        _launches_warp_specialized_kernels(tokens=False)
 
 
-def check_specialised_kernels_that_gather_rows():
+def check_warp_specialized_kernels_that_gather_rows():
     """Gather by row ids that the kernel reads, and descriptors of one row. Device 1 is an sm_100."""
     on_device_1 = mock.patch.object(driver.active, "get_current_device", return_value=1)
-    target = TARGETS["sm_100"].planned_for(specialised=True)
+    target = TARGETS["sm_100"].planned_for(warp_specialized=True)
     with on_device_1, mock.patch.object(null_driver, "CAPABILITY", (10, 0)), tiles.planned_for(target):
-        _launches_specialised_kernels(tokens=True)
+        _launches_warp_specialized_kernels(tokens=True)
 
 
-def _launches_specialised_kernels(tokens):
+def _launches_warp_specialized_kernels(tokens):
     launched = set()
     for operator, arguments in LAYERS:
         launched.update(are_as_by_triton(operator, *(arguments(tokens=tokens, rows=256) for _ in range(2))))
         assert are_as_by_triton(operator, *(arguments(tokens=tokens, rows=256, bias=True) for _ in range(2)))
-    names = {f"grouped_{name}_specialised_kernel" for name in table.PASSES}
+    names = {f"grouped_{name}_warp_specialized_kernel" for name in table.PASSES}
     assert {name for name in launched if name.lstrip("_").startswith("grouped")} == names
 
 
@@ -307,13 +307,18 @@ def check_plans_see_kinds_alone():
         for args in (one, other):
             Arguments.of(args)  # copies addresses of experts to the device, once
         for name, shape in itertools.product(TARGETS, ("short", "long")):
-            target = TARGETS[name].planned_for(shape, specialised=True)
+            target = TARGETS[name].planned_for(shape, warp_specialized=True)
             with no_gpu():
                 first, second, again = (operator.program(target, *args) for args in (one, other, one))
             assert first.launches
             assert seen(first) == seen(second) == seen(again), (operator.__name__, name)
             paths.update((name, launch.path) for launch in first.launches if launch.chosen)
-    assert {("sm_90", "specialised"), ("sm_90", "tma"), ("sm_100", "specialised"), ("gfx942", "pointer")} <= paths
+    assert {
+        ("sm_90", "warp_specialized"),
+        ("sm_90", "tma"),
+        ("sm_100", "warp_specialized"),
+        ("gfx942", "pointer"),
+    } <= paths
 
 
 def check_memory_that_is_not_aligned_raises():

@@ -91,10 +91,10 @@ def test_a_wrong_result_is_a_failure():
     assert "FAIL torch.bfloat16 add, ragged: AssertionError: dfc2" in done.stdout
 
 
-@pytest.mark.parametrize(("switch", "kernels"), [("0", "default"), ("1", "specialised")])
+@pytest.mark.parametrize(("switch", "kernels"), [("0", "default"), ("1", "warp_specialized")])
 def test_rows_say_which_kernels_they_are_of(switch, kernels):
     code = "from bench.gpu import timings; print(timings.machine('cpu')['kernels'])"
-    done = forked.run("-c", code, cwd=ROOT, FUSEDMLP_SPECIALISED=switch)
+    done = forked.run("-c", code, cwd=ROOT, FUSEDMLP_WARP_SPECIALIZED=switch)
     assert done.stdout.strip() == kernels, done.stderr
 
 
@@ -102,7 +102,7 @@ def test_both_kinds_of_kernels_run_next_to_each_other():
     done = in_bench("from pathlib import Path\nprint(*[step.name for step in steps.steps('cuda', Path('.'))])")
     names = done.stdout.split()
     for one in ("cases", "bf16", "timings-qwen3-30b-8k", "timings-sonic-c"):
-        assert names[names.index(one) + 1] == f"{one}-specialised"
+        assert names[names.index(one) + 1] == f"{one}-warp_specialized"
 
 
 def test_the_memory_checker_sees_every_tensor_by_itself():

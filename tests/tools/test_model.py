@@ -237,7 +237,7 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
         "gemm": True,
         "dgrad_act": False,
         "wgrad": False,
-        **{f"{kernel}_specialised": True for kernel in model.KERNELS},
+        **{f"{kernel}_warp_specialized": True for kernel in model.KERNELS},
     }
     # If the table has the column, its values count.
     old.write_text("\n".join(line[:-1] + "0" if line.startswith("sm_90,gemm,") else line for line in lines))
@@ -251,10 +251,12 @@ def test_kernels_with_a_task_for_each_warp():
     `num_warps` are all that do.
     """
     four = TILE._replace(num_warps=4)
-    assert model.tile_cost("gemm_specialised", FACT, four, RATE) == model.tile_cost("gemm", FACT, TILE, RATE)
+    assert model.tile_cost("gemm_warp_specialized", FACT, four, RATE) == model.tile_cost("gemm", FACT, TILE, RATE)
     by_others = FACT._replace(joined=2)
-    assert model.tile_cost("gemm_specialised", by_others, TILE, RATE) == model.tile_cost("gemm", by_others, TILE, RATE)
-    rows = list(model.rows(specialised=True))
+    assert model.tile_cost("gemm_warp_specialized", by_others, TILE, RATE) == model.tile_cost(
+        "gemm", by_others, TILE, RATE
+    )
+    rows = list(model.rows(warp_specialized=True))
     assert {row["gpu"] for row in rows} == {"H100 SXM", "H200 SXM", "B200"}
     plain = {(row["gpu"], row["shape"], row["load"], row["pass"]): row["us"] for row in model.rows()}
     for row in rows:
@@ -262,7 +264,7 @@ def test_kernels_with_a_task_for_each_warp():
     assert any(row["us"] != row["us_before"] for row in rows)
     tiles = table.TABLES["sm_90"]
     for kernel in model.KERNELS:
-        assert balance.tile_of(kernel, [64], "sm_90", True) == tiles[kernel, "specialised", "bf16", "long"]
+        assert balance.tile_of(kernel, [64], "sm_90", True) == tiles[kernel, "warp_specialized", "bf16", "long"]
         assert balance.tile_of(kernel, [63], "sm_90", True) == tiles[kernel, "tma", "bf16", "short"]
 
 
@@ -289,7 +291,7 @@ def test_the_command_prints_every_pass_and_their_sums():
 
 
 def test_the_command_compares_kernels_with_a_task_for_each_warp():
-    _, *left_out, columns, line = _bench("--specialised").stdout.splitlines()[:4]
+    _, *left_out, columns, line = _bench("--warp-specialized").stdout.splitlines()[:4]
     assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in NO_GLUON.items()]
     assert "us by the default kernels" in columns
     assert float(line.split()[-1]) > 0

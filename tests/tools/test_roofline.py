@@ -139,7 +139,7 @@ def test_passes_are_timed_one_by_one(monkeypatch):
     def step():
         launch("_plan_kernel", 0.5)
         for i in range(6):
-            launch("grouped_gemm_specialised_kernel" if i % 2 else "_grouped_gemm_kernel", i + 1.0)
+            launch("grouped_gemm_warp_specialized_kernel" if i % 2 else "_grouped_gemm_kernel", i + 1.0)
 
     assert measure.pass_times(step, 3) == {name: i + 1.0 for i, name in enumerate(measure.STEP)}
     assert not knobs.runtime.launch_enter_hook.calls

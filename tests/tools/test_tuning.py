@@ -106,23 +106,23 @@ def test_passes_with_a_tuned_number_of_rows_share_one_plan():
 
 
 # A warp-specialized kernel: its ms, and the error of its results.
-SPECIALISED = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
+WARP_SPECIALIZED = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0.1)}
 
 
 @pytest.mark.parametrize("consumers", [1, 2])
-@pytest.mark.parametrize("what", SPECIALISED)
+@pytest.mark.parametrize("what", WARP_SPECIALIZED)
 def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
-    ms, error = SPECIALISED[what]
+    ms, error = WARP_SPECIALIZED[what]
     key = Key("gemm", "tma", "bf16", "long")
-    specialised = key._replace(path="specialised")
-    tiles = {key: table.Tile(16, 32, 32, 1, 1), specialised: table.Tile(128, 256, 64, 4, 3)}
+    warp_specialized = key._replace(path="warp_specialized")
+    tiles = {key: table.Tile(16, 32, 32, 1, 1), warp_specialized: table.Tile(128, 256, 64, 4, 3)}
     architecture = "sm_90" if consumers == 2 else "sm_100"
     monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, tiles))
 
     def used(settings):
         planned_for = select.Target(architecture, 3, tiles, settings)
         chosen = select.choose("gemm", torch.bfloat16, planned_for, True, True, 64)
-        return chosen if chosen.path == "specialised" else None
+        return chosen if chosen.path == "warp_specialized" else None
 
     def run(settings):
         return [torch.full((2,), 1.0 + (error if used(settings) else 0))]
@@ -138,11 +138,13 @@ def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(m
 
     steps = list(tuner.tune(PROBLEM, clock))
     found = [step for step in steps if isinstance(step, tuner.Found)]
-    assert [f.key for f in found] == [key, specialised] if what == "faster" else [key]
+    assert [f.key for f in found] == [key, warp_specialized] if what == "faster" else [key]
     if what == "faster":
         assert (found[1].tile.num_stages, found[1].shipped.num_stages) == (2, 3)
         assert (found[1].shipped_ms, found[1].ms) == (4.1, 4.0)
     if what == "wrong":
         assert steps[-1].note == "other results than the kernel that is not warp-specialized"
     else:  # two consumers are four warps each
-        assert {step.tile.num_warps for step in steps if step.key == specialised} == ({4, 8} if consumers == 1 else {4})
+        assert {step.tile.num_warps for step in steps if step.key == warp_specialized} == (
+            {4, 8} if consumers == 1 else {4}
+        )

@@ -24,10 +24,10 @@ def chosen(kernel, on=None, dtype=torch.bfloat16, rows=64, fits=True, **options)
 @pytest.mark.parametrize("kernel", table.PASSES)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_the_switch(architecture, kernel):
-    tile = table.TABLES[architecture][kernel, "specialised", "bf16", "long"]
+    tile = table.TABLES[architecture][kernel, "warp_specialized", "bf16", "long"]
     assert chosen(kernel, target(architecture, switch=False))[0] == "tma"
-    assert chosen(kernel, target(architecture)) == ("specialised", tile)
-    assert chosen(kernel, target(architecture), torch.float16) == ("specialised", tile)
+    assert chosen(kernel, target(architecture)) == ("warp_specialized", tile)
+    assert chosen(kernel, target(architecture), torch.float16) == ("warp_specialized", tile)
 
 
 def test_what_they_do_not_take_goes_as_before():
@@ -43,7 +43,7 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
     """TMA gathers by row ids there."""
     assert chosen("fc1_act", gathered=True)[0] == "gather"
     blackwell = target("sm_100")
-    assert chosen("fc1_act", blackwell, gathered=True)[0] == "specialised"
+    assert chosen("fc1_act", blackwell, gathered=True)[0] == "warp_specialized"
     assert chosen("fc1_act", blackwell, gathered=True, warp_specialized=False)[0] == "gather"
     assert chosen("fc1_act", blackwell, rows=63, gathered=True)[0] == "gather"
 
@@ -51,27 +51,27 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
 @pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128)])
 def test_rows_of_a_task(architecture, rows):
     """Rows of a consumer, for tiles of 128: `wgmma` of a warpgroup takes 64, `tcgen05.mma` of one CTA all."""
-    tile = table.TABLES["sm_100"]["gemm", "specialised", "bf16", "long"]
-    assert target(architecture).consumer_rows("specialised", tile) == rows
+    tile = table.TABLES["sm_100"]["gemm", "warp_specialized", "bf16", "long"]
+    assert target(architecture).consumer_rows("warp_specialized", tile) == rows
     assert target(architecture).consumer_rows("tma", tile) == 128
 
 
 def test_what_was_tuned_needs_no_switch():
     tile = table.Tile(128, 256, 64, 4, 2)
-    tuned = target(switch=False, tuned={Key("gemm", "specialised", "bf16", "long"): tile})
-    assert chosen("gemm", tuned) == ("specialised", tile)
+    tuned = target(switch=False, tuned={Key("gemm", "warp_specialized", "bf16", "long"): tile})
+    assert chosen("gemm", tuned) == ("warp_specialized", tile)
     assert chosen("wgrad", tuned)[0] == "tma"
 
 
 def test_what_was_tuned_is_of_rows_in_order():
     """A tuned tile was neither timed nor checked with gathered rows."""
-    tuned = {Key("fc1_act", "specialised", "bf16", "long"): table.Tile(128, 128, 64, 8, 3)}
+    tuned = {Key("fc1_act", "warp_specialized", "bf16", "long"): table.Tile(128, 128, 64, 8, 3)}
     (tile,) = tuned.values()
     without = target("sm_100", switch=False, tuned=tuned)
-    assert chosen("fc1_act", without) == ("specialised", tile)
+    assert chosen("fc1_act", without) == ("warp_specialized", tile)
     assert chosen("fc1_act", without, gathered=True)[0] == "gather"
-    shipped = table.TABLES["sm_100"]["fc1_act", "specialised", "bf16", "long"]
-    assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("specialised", shipped)
+    shipped = table.TABLES["sm_100"]["fc1_act", "warp_specialized", "bf16", "long"]
+    assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("warp_specialized", shipped)
 
 
 _MISSING = """
@@ -109,7 +109,7 @@ if sys.argv[1] == "without":
 from bench.proof import cases
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.operators.triton_impl import SETTINGS
-planned_for = TARGETS[sys.argv[3]].planned_for("long", specialised=SETTINGS.specialised)
+planned_for = TARGETS[sys.argv[3]].planned_for("long", warp_specialized=SETTINGS.warp_specialized)
 calls = (cases.DEMANDING | cases.CORE)[sys.argv[2]](torch.bfloat16)
 print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls, planned_for)]))
 """
@@ -134,10 +134,12 @@ print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls,
     ],
 )
 def test_what_a_layer_launches(target, gluon, switch, case, expected):
-    done = forked.run("-c", _LAUNCHED, gluon, case, target, FUSEDMLP_SPECIALISED=switch)
+    done = forked.run("-c", _LAUNCHED, gluon, case, target, FUSEDMLP_WARP_SPECIALIZED=switch)
     assert done.returncode == 0, done.stderr
-    launched = [name for name, path in json.loads(done.stdout) if path == "specialised" or "specialised" in name]
-    assert launched == [f"grouped_{name}_specialised" for name in expected]
+    launched = [
+        name for name, path in json.loads(done.stdout) if path == "warp_specialized" or "warp_specialized" in name
+    ]
+    assert launched == [f"grouped_{name}_warp_specialized" for name in expected]
 
 
 def test_doctor_says_why_not(monkeypatch):
@@ -147,7 +149,7 @@ def test_doctor_says_why_not(monkeypatch):
     lines = command._machine_lines(facts.machine())
     assert "Warp-specialized kernels: no: Triton 3.5 has no Gluon that fits: no module" in lines
     monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "")
-    monkeypatch.setenv("FUSEDMLP_SPECIALISED", "1")
-    assert facts.machine().specialised == "yes, on Hopper and sm_100"
-    monkeypatch.setenv("FUSEDMLP_SPECIALISED", "0")
-    assert facts.machine().specialised.startswith("only where tuned")
+    monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "1")
+    assert facts.machine().warp_specialized == "yes, on Hopper and sm_100"
+    monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
+    assert facts.machine().warp_specialized.startswith("only where tuned")
