@@ -10,7 +10,7 @@ from fusedmlp.doctor import reference as oracle
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.launching.run import recording
-from fusedmlp.operators.triton_impl import _options
+from fusedmlp.operators.triton_impl import act_options
 
 
 def pre_activation(inputs):
@@ -52,7 +52,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             h,
             experts.logical(experts.place(inputs.fc2, where, DEVICE), case.layout),
             experts.tiles_of(case.counts, num_rows, DEVICE),
-            _options(fusedmlp.Activation(case.activation, **case.options).encoded),
+            act_options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EH=experts.place(inputs.bias2, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
             rows_R=None if rows is None else rows.to(DEVICE),

@@ -10,7 +10,7 @@ from fusedmlp.doctor import reference as oracle
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.launching.run import recording
-from fusedmlp.operators.triton_impl import _options
+from fusedmlp.operators.triton_impl import act_options
 
 
 def reference(inputs, dtype):
@@ -37,7 +37,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             inputs.x.to(DEVICE),
             experts.logical(experts.place(inputs.fc1, where, DEVICE), case.layout),
             experts.tiles_of(case.counts, num_rows, DEVICE),
-            _options(fusedmlp.Activation(case.activation, **case.options).encoded),
+            act_options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EG=experts.place(inputs.bias1, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
             rows_R=None if rows is None else rows.to(DEVICE),

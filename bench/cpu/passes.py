@@ -95,6 +95,6 @@ def needs_triton(device: str) -> str:
 
 def swiglu_options() -> object:
     """The kernels' options for swiglu."""
-    from fusedmlp.operators.triton_impl import _options
+    from fusedmlp.operators.triton_impl import act_options
 
-    return _options(fusedmlp.Activation("swiglu").encoded)
+    return act_options(fusedmlp.Activation("swiglu").encoded)

@@ -153,14 +153,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", help="steps whose name contains this")
     parsed = parser.parse_args(arguments)
     out = parsed.out.resolve()
+    chosen = [step for step in steps(parsed.device, out) if not parsed.only or parsed.only in step.name]
+    if not chosen:
+        parser.error(f"--only: expected a part of the name of a step; got {parsed.only!r}")
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * parsed.minutes
     (out / "timings.csv").unlink(missing_ok=True)
     outcomes = []
     with (out / "log.txt").open("w") as log:
-        for step in steps(parsed.device, out):
-            if parsed.only and parsed.only not in step.name:
-                continue
+        for step in chosen:
             left = deadline - time.monotonic()
             if left > 5:
                 outcomes.append(run(step, min(step.seconds, left), parsed.unsupported_versions))

@@ -139,7 +139,8 @@ def convert(model: nn.Module) -> None:
     """
     found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
     if not found or model in found:
-        raise ValueError(f"model: expected GroupedExperts inside it; got a {type(model).__name__} without")
+        got = "the experts themselves" if found else f"a {type(model).__name__} without"
+        raise ValueError(f"model: expected a module that contains GroupedExperts; got {got}")
     for experts, path in found.items():
         _refuse_derived(type(experts))
         if experts._parallelized or any(isinstance(parameter, DTensor) for parameter in experts.parameters()):

@@ -80,7 +80,7 @@ def _plan_grouped_mlp(
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
-    act, bias1_EG = _options(activation), _optional(bias1, 1)
+    act, bias1_EG = act_options(activation), _optional(bias1, 1)
     grouped_fc1_act_.plan(
         builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, rows_R=tokens_R
     )
@@ -120,7 +120,7 @@ def _plan_grouped_mlp_backward_(
     schedule = Schedule.planned(builder, offsets, num_rows, fc2_EHF.num_experts)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(bias2, 1) if probs_R is not None else None
-    act = _options(activation)
+    act = act_options(activation)
     partial = grouped_dgrad_act_.plan(
         builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, bias_EH=bias2_EH, probs_R=probs_R, rows_R=tokens_R
     )
@@ -189,7 +189,8 @@ def _optional(seen: Experts, dim: int) -> ExpertTensors | None:
 
 
 @lru_cache
-def _options(encoded: str) -> Options:
+def act_options(encoded: str) -> Options:
+    """An encoded `Activation` as the kernels take it."""
     act = Activation.decode(encoded)
     step, limit = 2 if act.interleaved else 1, None if act.limit is None else float(act.limit)
     return Options(act.gated, step, act.curve, float(act.sigmoid_alpha), limit, float(act.linear_offset))

@@ -65,7 +65,7 @@ def test_route(impl, dtype):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_route_takes_ids_outside_for_nobodys_at_any_magnitude(impl):
+def test_route_takes_ids_outside_as_padding_at_any_magnitude(impl):
     ids = torch.tensor([[-1, 1, 2**32, 2**31, -(2**63), 2**63 - 1, 0]], device=DEVICE)
     plan, _, rows, _ = OPS.route(ids, torch.rand(ids.shape, device=DEVICE), 2, impl)
     assert plan[:3].tolist() == [0, 1, 2]
@@ -200,7 +200,7 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
         torch.testing.assert_close(got, expected)
 
 
-def test_gradients_wanted_by_nobody_are_not_computed(tensors, monkeypatch):
+def test_gradients_that_are_not_needed_are_not_computed(tensors, monkeypatch):
     seen = []
     original = ops.grouped_mlp_backward_
     monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *a: (seen.append(a), original(*a))[1])

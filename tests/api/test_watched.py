@@ -165,7 +165,7 @@ def test_transforms(gemm):
         torch.func.vmap(lambda x: ops.grouped_gemm(x, [w], [], offsets, "torch"))(x.expand(2, 5, 4))
 
 
-def test_autograd_is_somebody_who_watches(gemm):
+def test_autograd_makes_a_call_watched(gemm):
     x, w, offsets = gemm
     y = ops.grouped_gemm(x.requires_grad_(), [w], [], offsets, "triton")
     y.sum().backward()
@@ -174,7 +174,7 @@ def test_autograd_is_somebody_who_watches(gemm):
     torch.testing.assert_close(x.grad, expected)
 
 
-def test_inference_and_autocast_are_nobody_who_watches(gemm, monkeypatch):
+def test_inference_and_autocast_make_no_call_watched(gemm, monkeypatch):
     x, w, offsets = gemm
 
     def fail(self, /, *args, **kwargs):

@@ -80,7 +80,7 @@ def test_a_module_whose_backward_dw_was_forgotten(packed, use, assert_close):
 
 
 @EACH_USE
-def test_a_cleared_queue_is_in_nobodys_way(use, make_layer):
+def test_a_cleared_queue_blocks_nothing(use, make_layer):
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     buffer = fusedmlp.MainGradBuffer(layer.params)
     layer.backward(1, wgrad_queue=queue)

@@ -1,4 +1,12 @@
-"""The guards of GRADIENTS.md, by their numbers there: 1 to 6; 7 to 12 are in test_guards_of_*.py."""
+"""The guards of the gradient contract: each is an error, or a gradient that stays right. Here are 1 to 6.
+
+1. No view of `main_grad` or of a reused buffer is returned. 2. A dummy holds zeros. 3. `main_grad` is written only if
+the engine accumulates. 4. A `main_grad` of the wrong shape, device or dtype, or that requires grad, is refused. 5. So
+is fusion that is asked for and impossible. 6. So is a second derivative.
+In test_guards_of_use.py: 7. `torch.func` transforms. 8. DDP with a parameter that it reduces. 9. A tensor hook on a
+fused weight. 12. `detect_anomaly` stays quiet. In test_guards_of_reuse.py: 10. Both uses of a tied weight count.
+11. A backward that runs twice (`retain_graph`) adds twice.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The guards of GRADIENTS.md, by their numbers there: 10 and 11, about weights and graphs that are used twice."""
+"""Guards 10 and 11: weights and graphs that are used twice (list: test_guards.py)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The guards of GRADIENTS.md, by their numbers there: 7, 8, 9 and 12, about what a layer is used with."""
+"""Guards 7, 8, 9 and 12: refusals that depend on what a layer is used with (list: test_guards.py)."""
 
 import warnings
 from contextlib import nullcontext

@@ -55,7 +55,6 @@ def test_a_step_before_a_queue_has_run_raises(closure, attached):
 def test_an_optimizer_that_steps_from_the_dummy_of_another_owner_raises(make_layer):
     layer = make_layer()
     layer.attach(False)
-    fusedmlp.WgradQueue()
     layer.backward(1)
     with pytest.raises(RuntimeError, match=r"expected its gradient in .*; got one that is in main_grad"):
         torch.optim.SGD(layer.params, lr=0.1).step()

@@ -1,4 +1,6 @@
-"""Every cell of the table in GRADIENTS.md: what is in .grad, the flag, and main_grad, before and after a queue runs."""
+"""Every cell of the table in fusedmlp/contract/__init__.py: .grad, the flag and main_grad, before and after a queue's
+run.
+"""
 
 from typing import Any, NamedTuple
 
@@ -108,7 +110,7 @@ def observe(row: Row, layer: Any, assert_close: Any, mode: str = "auto") -> Seen
 
 
 def contract(row: Row) -> Seen:
-    """The row of GRADIENTS.md for a case."""
+    """The row of that table for a case."""
     flag = "-" if row.attribute is ABSENT else "True"
     if not row.main_grad:
         return Seen(row.grad, flag, "-", "wgrad", "-")

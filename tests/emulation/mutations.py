@@ -173,7 +173,7 @@ SUBJECTS = {
     "sm_80_gemm": _of_project("sm_80", "long", "gemm packed", "grouped_gemm"),
     "sm_80_wgrad": _of_project("sm_80", "short", "wgrad tall", "grouped_wgrad"),
     **{
-        f"{target}_{name}_by_tasks": _of_project(
+        f"{target}_{name}_warp_specialized": _of_project(
             target, "long", f"{name} deep", f"grouped_{name}", warp_specialized=True
         )
         for target, name in (
@@ -182,7 +182,7 @@ SUBJECTS = {
         )
     },
     **{
-        f"sm_100_{kernel}_by_tasks": _of_project(
+        f"sm_100_{kernel}_warp_specialized": _of_project(
             "sm_100", "long", name, f"grouped_{kernel.partition('_')[0]}", warp_specialized=True
         )
         for kernel, name in (

@@ -64,7 +64,7 @@ def test_weights_whose_addresses_are_said_to_be_aligned():
             executed(lambda: check_gemm("scattered misaligned", "pointer"), "sm_80")
 
 
-def test_products_in_tf32_that_nobody_allowed():
+def test_products_in_tf32_that_are_not_allowed():
     case = next(case for case in cases.cases() if case.id == "short-fp32-gemm packed")
     executed(case.run, "sm_90")
     with mock.patch.object(select, "allows_tf32", return_value=True):

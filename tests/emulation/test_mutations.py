@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from emulation.layers import emulated
 from emulation.mutations import KINDS, LATE, SUBJECTS, described, noticed
 from support.grids import is_quick
 
@@ -33,24 +32,27 @@ NEEDLESS = {
     ("sm_100_wgrad", "mbarrier wait for another stage"): 2,
     # Warp-specialized: after mbarriers are made, as a barrier of the block follows; before all partitions meet, or wait
     # for operands; and in dgrad before a warp writes dh where it alone has read h.
-    **{(f"sm_90_{name}_by_tasks", "proxy fence removed"): 1 for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")},
-    **{(f"sm_90_{name}_by_tasks", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad")},
-    ("sm_90_dgrad_act_by_tasks", "bar.sync removed"): 3,
+    **{
+        (f"sm_90_{name}_warp_specialized", "proxy fence removed"): 1
+        for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")
+    },
+    **{(f"sm_90_{name}_warp_specialized", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad")},
+    ("sm_90_dgrad_act_warp_specialized", "bar.sync removed"): 3,
     # The last columns of a tile, as above, of which nothing is stored, either.
-    ("sm_90_dgrad_act_by_tasks", "TMA coordinate"): 1,
-    ("sm_90_wgrad_by_tasks", "TMA coordinate"): 1,
-    ("sm_90_dgrad_act_by_tasks", "bulk store wait one short"): 1,
+    ("sm_90_dgrad_act_warp_specialized", "TMA coordinate"): 1,
+    ("sm_90_wgrad_warp_specialized", "TMA coordinate"): 1,
+    ("sm_90_dgrad_act_warp_specialized", "bulk store wait one short"): 1,
     # On sm_100 the same, and around the address of tensor memory, which nothing overwrites; an accumulator is released
     # as a whole after its last subtile, and by then the others have been used.
-    **{(f"sm_100_{name}_by_tasks", "proxy fence removed"): 1 for name in SM_100_WARP_SPECIALIZED},
-    **{(f"sm_100_{name}_by_tasks", "tcgen05 wait for loads removed"): 2 for name in SM_100_WARP_SPECIALIZED},
-    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 1 for name in SM_100_WARP_SPECIALIZED},
-    **{(f"sm_100_{name}_by_tasks", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
+    **{(f"sm_100_{name}_warp_specialized", "proxy fence removed"): 1 for name in SM_100_WARP_SPECIALIZED},
+    **{(f"sm_100_{name}_warp_specialized", "tcgen05 wait for loads removed"): 2 for name in SM_100_WARP_SPECIALIZED},
+    **{(f"sm_100_{name}_warp_specialized", "bar.sync removed"): 1 for name in SM_100_WARP_SPECIALIZED},
+    **{(f"sm_100_{name}_warp_specialized", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
     # Columns outside, as above.
-    ("sm_100_dgrad_act_by_tasks", "TMA coordinate"): 2,
-    ("sm_100_wgrad_by_tasks", "TMA coordinate"): 1,
-    ("sm_100_wgrad_gathered_by_tasks", "TMA coordinate"): 1,
-    ("sm_100_wgrad_gathered_by_tasks", "TMA gathered row"): 2,
+    ("sm_100_dgrad_act_warp_specialized", "TMA coordinate"): 2,
+    ("sm_100_wgrad_warp_specialized", "TMA coordinate"): 1,
+    ("sm_100_wgrad_gathered_warp_specialized", "TMA coordinate"): 1,
+    ("sm_100_wgrad_gathered_warp_specialized", "TMA gathered row"): 2,
     # The first MMA of a tile, whose accumulator holds zeros before it as well.
     **{(f"sm_100_{name}", BEGUN_ANEW): 1 for name in ("matmul", "gemm", "fc1_gathered", "wgrad")},
 }
@@ -68,15 +70,15 @@ def kinds_of(subject):
     if subject.startswith("sm_80"):
         return ["bar.sync removed", CP_ASYNC]
     of_others = "tcgen05" if subject.startswith("sm_90") else "wgmma"
-    by_tasks = subject.endswith("by_tasks")
+    warp_specialized = subject.endswith("warp_specialized")
     return [
         kind
         for kind in KINDS
         if of_others not in kind
-        and (kind != CP_ASYNC or ("gathered" in subject and not by_tasks))
-        and (kind != "TMA gathered row" or subject.endswith("gathered_by_tasks"))
-        and (kind not in OF_PARTITIONS or by_tasks)
-        and (kind != "tcgen05 wait for stores removed" or not by_tasks)  # nothing is stored there
+        and (kind != CP_ASYNC or ("gathered" in subject and not warp_specialized))
+        and (kind != "TMA gathered row" or subject.endswith("gathered_warp_specialized"))
+        and (kind not in OF_PARTITIONS or warp_specialized)
+        and (kind != "tcgen05 wait for stores removed" or not warp_specialized)  # nothing is stored there
     ]
 
 
@@ -141,5 +143,3 @@ def test_subjects_are_what_their_names_say():
         assert ("cp.async.bulk.tensor" in ptx) == (target != "sm_80")
         assert ("wgmma" in ptx, "tcgen05" in ptx) == (target == "sm_90", target == "sm_100")
     assert LATE.races
-    with emulated("sm_90", "long"):
-        pass

@@ -145,8 +145,10 @@ def test_one_placement_for_both_halves():
 
 
 def test_what_cannot_be_converted_is_refused():
-    with pytest.raises(ValueError, match="model: expected GroupedExperts inside it; got a Linear without"):
+    with pytest.raises(ValueError, match="model: expected a module that contains GroupedExperts; got a Linear without"):
         convert(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="a module that contains GroupedExperts; got the experts themselves"):
+        convert(GroupedExperts.Config(dim=8, hidden_dim=8, num_experts=2).build())
     with pytest.raises(ValueError, match="model_config: expected GroupedExperts in it"):
         FusedExpertsConverter.Config().build().convert(layers.config().router)
     gpt_oss = GptOssGroupedExperts.Config(dim=8, hidden_dim=8, num_experts=2)

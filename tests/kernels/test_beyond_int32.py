@@ -15,7 +15,7 @@ from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import sizes_of_plan
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
-from fusedmlp.operators.triton_impl import _options
+from fusedmlp.operators.triton_impl import act_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
@@ -76,7 +76,7 @@ def test_rows_of_the_forward(memory, rows):
     far = Far(memory)
     x = far(R if rows is None else T, H)
     h, a, y = far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan")), far(R, H, fill=float("nan"))
-    act = _options(Activation("swiglu").encoded)
+    act = act_options(Activation("swiglu").encoded)
     for i in range(2):
         grouped_fc1_act_(h[i], a[i], x[i], weights(3, 2 * F, H), tiles(), act, rows_R=rows)
         grouped_gemm_(y[i], a[i], weights(3, H, F), tiles())
@@ -88,7 +88,7 @@ def test_rows_of_the_backward(memory, rows):
     far = Far(memory)
     dy = far(R if rows is None else T, H)
     h, dh, a = far(R, 2 * F), far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan"))
-    act, probs = _options(Activation("swiglu").encoded), torch.rand(R, device=DEVICE)
+    act, probs = act_options(Activation("swiglu").encoded), torch.rand(R, device=DEVICE)
     dprobs = [
         grouped_dgrad_act_(dh[i], a[i], dy[i], h[i], weights(3, H, F), tiles(), act, probs_R=probs, rows_R=rows)
         for i in range(2)

@@ -39,7 +39,7 @@ def test_what_they_do_not_take_goes_as_before():
         assert chosen("gemm", target(architecture))[0] == "pointer"
 
 
-def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
+def test_gathered_rows_take_warp_specialized_kernels_on_blackwell_alone():
     """TMA gathers by row ids there."""
     assert chosen("fc1_act", gathered=True)[0] == "gather"
     blackwell = target("sm_100")
@@ -49,7 +49,7 @@ def test_rows_that_are_gathered_have_tasks_on_blackwell_alone():
 
 
 @pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128)])
-def test_rows_of_a_task(architecture, rows):
+def test_rows_of_a_consumer(architecture, rows):
     """Rows of a consumer, for tiles of 128: `wgmma` of a warpgroup takes 64, `tcgen05.mma` of one CTA all."""
     tile = table.TABLES["sm_100"]["gemm", "warp_specialized", "bf16", "long"]
     assert target(architecture).consumer_rows("warp_specialized", tile) == rows

@@ -65,12 +65,12 @@ PRODUCER = """
     END:"""
 
 
-def test_who_arrives_does_not_wait():
+def test_a_warp_that_arrives_does_not_wait():
     out = run(PRODUCER.format("bar.arrive 1, 128;", "bar.sync 1, 128;"))
     np.testing.assert_array_equal(out[32:], np.tile(np.arange(32), 3))
 
 
-def test_arriving_orders_nothing_for_who_arrives():
+def test_arriving_orders_nothing_for_the_warp_that_arrives():
     with pytest.raises(EmulationError, match="RACE in shared memory"):
         run(PRODUCER.format("bar.sync 1, 128;", "bar.arrive 1, 128;"))
 

@@ -61,7 +61,7 @@ def test_lanes_meet_again_for_what_all_do():
     np.testing.assert_array_equal(of_lanes(code), before[LANES ^ 1])
 
 
-def test_lanes_that_end_are_missed_by_nobody():
+def test_lanes_that_end_hold_up_no_other_lane():
     out = np.zeros(32, np.uint32)
     body = """
         mad.wide.u32 %d0, %lane, 4, %a0;

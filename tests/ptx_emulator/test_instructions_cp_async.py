@@ -69,7 +69,7 @@ def test_a_group_that_was_not_waited_for_is_not_there(wait, row):
         copied(TWO + f"cp.async.wait_group {wait};" + BACK.format(row) + WAIT)
 
 
-def test_copies_that_nobody_waits_for_are_noticed():
+def test_copies_without_a_wait_are_noticed():
     with pytest.raises(EmulationError, match=r"cp\.async that nothing waited for"):
         run_ptx(HEAD.format(size=16) + "cp.async.cg.shared.global [%r9], [%d0], 16;", BYTES, BYTES.copy(), shared=512)
     with pytest.raises(EmulationError, match=r"cp\.async groups that nothing waited for"):

@@ -93,7 +93,7 @@ def test_a_wait_orders_what_was_written_before_the_arrivals():
         run_ptx(body.replace("{}", wait(1)), out, threads=64, shared=256)
 
 
-def test_a_deadlock_says_who_waits_for_what_and_where():
+def test_a_deadlock_says_which_warp_waits_for_what_and_where():
     message = r"Deadlock in test(.|\n)*shared offset 16, parity 0 \(phase 0, pending 1 of 1, tx 0\)(.|\n)*PTX line \d+"
     with pytest.raises(EmulationError, match=message):
         run_ptx(INIT.format(1) + wait(0), np.zeros(1, np.uint32), shared=64)

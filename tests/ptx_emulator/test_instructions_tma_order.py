@@ -33,7 +33,7 @@ def test_a_wrong_number_of_bytes_is_never_complete(expected):
         run_ptx(INIT + tma.load((0, 0), expected) + WAIT, box_of(array), array, shared=BOX + 1024)
 
 
-def test_a_load_that_nobody_waits_for_is_noticed():
+def test_a_load_without_a_wait_is_noticed():
     array = zeros()
     with pytest.raises(EmulationError, match="ends with asynchronous operations on their way: a TMA load"):
         run_ptx(INIT + tma.load((0, 0), 1024), box_of(array), array, shared=BOX + 1024)

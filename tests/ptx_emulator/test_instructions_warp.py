@@ -88,7 +88,7 @@ def test_votes(least, negated):
         assert set(got.tolist()) == {int(expected)}
 
 
-def test_a_vote_is_of_those_who_take_part():
+def test_a_vote_counts_participating_lanes():
     code = HALF.format("setp.gt.u32 p, %lane, 3; vote.sync.ballot.b32 d, p, 0x55555555;")
     np.testing.assert_array_equal(lanes(code, "u32 u32", VALUES), np.where(LANES % 2, 0, 0x55555550))
     code = HALF.format("activemask.b32 d;")

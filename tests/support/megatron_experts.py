@@ -48,9 +48,6 @@ class Cell:
         return ",".join(changed) or "default"
 
 
-ORDERS = (("bw", False), ("bwbw", False), ("bbww", False), ("bbwbww", False), ("bbww", True), ("bwbw", True))
-
-
 def cells(world_size):
     """All fields but those of delays crossed with each other, then delays."""
     flags = (False, True)

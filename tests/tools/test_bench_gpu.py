@@ -42,6 +42,12 @@ def test_everything_runs_on_tiny_shapes(tmp_path):
     assert all(math.isfinite(float(row["ms"])) for row in rows if row["load"])  # backward's is a difference
 
 
+def test_steps_that_do_not_exist_are_refused(tmp_path):
+    done = forked.run("-m", "bench.gpu", "--out", str(tmp_path), "--device", "cpu", "--only", "timing-tiny", cwd=ROOT)
+    assert done.returncode == 2
+    assert "--only: expected a part of the name of a step; got 'timing-tiny'" in done.stderr
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
 def test_the_checks_pass_on_interpreted_kernels(step):

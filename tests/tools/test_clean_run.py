@@ -135,7 +135,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.exhaustive
-def test_what_is_forked_does_not_outlive_who_asked_for_it():
+def test_forked_processes_do_not_outlive_their_parent():
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     with subprocess.Popen([sys.executable, "-c", FORKS_AND_IS_KILLED], env=environment, **pipes) as asking:

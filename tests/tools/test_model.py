@@ -246,7 +246,7 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
     assert model.facts("gfx942", old) == {}
 
 
-def test_kernels_with_a_task_for_each_warp():
+def test_warp_specialized_kernels():
     """Two warpgroups multiply: 100 instructions of 8 warps, twice `num_warps`. If other warps store,
     `num_warps` are all that do.
     """
@@ -290,7 +290,7 @@ def test_the_command_prints_every_pass_and_their_sums():
             assert row["limit_us"] == pytest.approx(1e3 * limits[shape, load, name][gpu])
 
 
-def test_the_command_compares_kernels_with_a_task_for_each_warp():
+def test_the_command_compares_warp_specialized_kernels():
     _, *left_out, columns, line = _bench("--warp-specialized").stdout.splitlines()[:4]
     assert left_out == [f"{gpu} is left out: no facts of such kernels for {name}" for gpu, name in NO_GLUON.items()]
     assert "us by the default kernels" in columns

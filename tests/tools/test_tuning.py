@@ -111,7 +111,7 @@ WARP_SPECIALIZED = {"faster": (4.0, 0.0), "slower": (5.0, 0.0), "wrong": (1.0, 0
 
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("what", WARP_SPECIALIZED)
-def test_a_kernel_with_a_task_for_each_warp_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
+def test_a_warp_specialized_kernel_is_found_if_it_is_faster_and_right(monkeypatch, what, consumers):
     ms, error = WARP_SPECIALIZED[what]
     key = Key("gemm", "tma", "bf16", "long")
     warp_specialized = key._replace(path="warp_specialized")

@@ -82,7 +82,7 @@ def test_steps_of_a_gemm_around_the_number_of_stages(K, target):
 
 
 @pytest.mark.parametrize("rows", [100, 300, 600])
-def test_tiles_around_the_number_of_sums_in_tensor_memory(rows):
+def test_tiles_around_the_number_of_accumulators_in_tensor_memory(rows):
     """Two, four and six tiles of rows by three of columns on three multiprocessors, each with two accumulators."""
     case = factory.Case(counts=(rows, 0, 1), padding=3, H=72, F=264, dtype=torch.bfloat16)
     with emulated("sm_100", "long", warp_specialized=True):
