@@ -18,7 +18,7 @@ from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import table
-from fusedmlp.operators.triton_impl import _options
+from fusedmlp.operators.triton_impl import act_options
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -152,7 +152,11 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
     """No descriptor has a distance of 0 between rows."""
     tokens = torch.ones(90, 80, dtype=torch.bfloat16).as_strided((90, 80), (stride, 1))
     rows, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
-    h, a, act = torch.zeros(73, 288).bfloat16(), torch.zeros(73, 144).bfloat16(), _options(Activation("swiglu").encoded)
+    h, a, act = (
+        torch.zeros(73, 288).bfloat16(),
+        torch.zeros(73, 144).bfloat16(),
+        act_options(Activation("swiglu").encoded),
+    )
     fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
     with emulated("sm_100", "long", warp_specialized=True), recording() as log:
         grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, rows_R=rows)
