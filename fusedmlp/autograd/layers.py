@@ -91,7 +91,7 @@ class Call:
         dy_rows: Tensor | None = None,
         x_rows: Tensor | None = None,
     ) -> list[Tensor | None]:
-        """What backward returns for a weight; queues its GEMM if it is delayed."""
+        """Return what backward returns for a weight; queue its GEMM if it is delayed."""
         if route.delayed:
             assert self.queue is not None
             assert dy is not None

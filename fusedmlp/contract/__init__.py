@@ -5,10 +5,12 @@
 | plain                                              | wgrad    | -    | overwrite                           |
 | delayed                                            | None     | -    | later; adds to or sets `.grad`      |
 | `main_grad`, no `grad_added_to_main_grad`          | None     | -    | accumulate                          |
-| `main_grad`, has `grad_added_to_main_grad`         | dummy    | True | accumulate                          |
+| `main_grad`, has `grad_added_to_main_grad`         | None (1) | True | accumulate                          |
 | delayed + `main_grad`, no attribute                | None     | -    | accumulate, later                   |
-| delayed + `main_grad`, has the attribute           | dummy    | True | accumulate, later (flag right away) |
+| delayed + `main_grad`, has the attribute           | None (1) | True | accumulate, later (flag right away) |
 | `overwrite_main_grad` or `is_first_microbatch=True`| as above | same | overwrite `main_grad`               |
+
+(1) and the dummy, zeros, is set as `.grad` in backward.
 
 With `accumulate_wgrad="grad"`, and "auto" without `main_grad`, the GEMM adds to an existing `.grad`, and backward
 returns None. Without a `.grad`, or where a GEMM may not add to it (docs/gradients.md says where), the plain case

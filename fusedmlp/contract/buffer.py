@@ -63,7 +63,7 @@ class MainGradBuffer:
     itself still has the old values.
 
     Args:
-        params: leaf parameters on one device. Those that no fused layer uses get their gradients from autograd.
+        params: leaf parameters on one device. Parameters that no fused layer uses get their gradients from autograd.
         optimizer: a `torch.optim.Optimizer` of these parameters (or Accelerate's wrapper of one). For its steps,
             gradients of 16-bit weights are rounded to the dtype of the weights.
         dtype: of the buffer: float32, or the parameters' own dtype.

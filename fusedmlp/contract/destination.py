@@ -52,8 +52,8 @@ def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> T
     """The `.grad` to which a GEMM may add a parameter's gradient; None if there is none.
 
     Raises if a GEMM may not add to it (a tensor hook, a wrong kind of tensor). If the gradient is `returnable`, returns
-    None instead, and PyTorch adds it. Elements that share memory always raise: to them PyTorch adds wrongly, or not at
-    all.
+    None instead, and PyTorch adds it. A `.grad` whose elements share memory always raises: PyTorch's addition would be
+    wrong or fail.
     """
     grad = param.grad
     if grad is not None:

@@ -4,8 +4,8 @@ A step begins with `MainGradBuffer.zero_()`, with `is_first_microbatch=True`, or
 `zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. Every later one adds:
 of a tied weight, of a second backward through one graph, of a checkpoint inside the backward.
 
-`param.overwrite_main_grad` says that the owner gives the parameter a new `main_grad` for every backward. If it does so
-more often, it clears `grad_added_to_main_grad` each time.
+`param.overwrite_main_grad` says that the owner gives the parameter a new `main_grad` for every backward. An owner that
+does so several times in a backward clears `grad_added_to_main_grad` each time.
 """
 
 from __future__ import annotations

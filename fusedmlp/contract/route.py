@@ -91,7 +91,7 @@ class Route(Queued):
             ]
         if existing is None or self.mode != "main_grad":
             destination.check_group(self.name, self.outs)
-        # Last: after an error above, a queue that runs again has to decide this again.
+        # Last, as it changes state: after an error above, a queue that runs again must decide anew.
         if self.mode == "main_grad":
             for i, param, state in self.leaves:
                 if not self.delayed or state.buffer is not None:
@@ -192,7 +192,7 @@ class Route(Queued):
     def finish_delayed(self) -> list[tuple[Tensor, Tensor]]:
         """After the GEMM of a delayed wgrad: set `.grad` where there was none to add to.
 
-        Returns the parameters, with gradients, into which AccumulateGrad has to add, as another thread may be adding.
+        Returns `(parameter, gradient)` pairs that AccumulateGrad must add, as another thread may be adding to `.grad`.
         """
         left = []
         for param, grad in zip(self.params, self.finish(), strict=True):
@@ -247,7 +247,7 @@ def route(
     if delayed and mode == "off":
         mode = "grad"  # when the queue runs, it adds to .grad itself or sets it
     elif mode == "grad" and not delayed and (routes.recorded or engine.inside_compiled_autograd()):
-        mode = "off"  # PyTorch then sums in a new tensor with a graph, which has only gradients that are returned
+        mode = "off"  # PyTorch then adds out of place, with a graph, and needs the gradient returned
     order = routes[0].order if routes else next(_orders)
     result = Route(params, [False] * len(params), order, name, uses, mode, delayed)
     result.recomputes_first_microbatch = recomputes_first_microbatch

@@ -169,7 +169,9 @@ def grouped_wgrad_(
     x_rows: Sequence[Tensor],
     accumulate: bool,
 ) -> None:
-    """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of dy[0]."""
+    """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of a single dy."""
+    if db and len(offsets) > 1:
+        raise ValueError(f"db: expected one segment; got {len(offsets)}")
     for s, segment_offsets in enumerate(offsets):
         dy_tokens, x_tokens = (tokens[s] if tokens else None for tokens in (dy_rows, x_rows))
         rows = Rows(segment_offsets, (dy[s] if dy_tokens is None else dy_tokens).shape[0])

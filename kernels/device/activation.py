@@ -38,7 +38,7 @@ def sigmoid(x, SCALE: tl.constexpr):
     """`sigmoid(SCALE * x)`, fp32.
 
     NVIDIA's instructions for `2^u` and `1 / v` alone: `tl.sigmoid` guards them, with eight more, against subnormal
-    results. Here the first is added to 1, and the second is a gate that is as good as closed.
+    results. Here a subnormal `2^u` does not change `1 + 2^u`, and a sigmoid below 2^-126 may be zero.
     """
     if is_cuda():
         power = tl.inline_asm_elementwise(

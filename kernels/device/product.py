@@ -27,7 +27,7 @@ def product(
 
     `x`: `(pointer, descriptor, row ids, row stride)`; with row ids, row r is row `row_ids[r]` of `x`.
     `w`: `(pointer, descriptor, table, number of experts, strides)`, for `expert_base` and `load_weight`; REVERSED: the
-    descriptor starts at the last expert. No constexpr is in a tuple, where Triton would make a value of it.
+    descriptor starts at the last expert. Tuples hold no constexpr: Triton would make a run-time value of it.
     """
     x_ptr, x_desc, row_ids_ptr, stride_x_r = x
     w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k = w

@@ -1,8 +1,8 @@
-"""The order of tiles: by arithmetic in the M-ragged passes, from a list that is dealt out in wgrad.
+"""The order of tiles: M-ragged passes compute a tile from its index; wgrad has a list that programs take turns at.
 
 wgrad has equally many tiles for every expert, but a tile's time grows with the rows of its expert. Its list has the
-longest first, and programs take turns at it, there and back. So all of a program's tiles are known when it begins, and
-the first loads of one run under the last stores of the one before.
+longest first, and programs take their turns in forward, then in reverse order. So all of a program's tiles are known
+when it begins, and the first loads of one run under the last stores of the one before.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def zero_padding_at(y_ptr, tiles_ptr, num_columns, stride_y_r, stride_y_n, row_M
 def deals_out(tiles: int, programs: int) -> bool:
     """Whether wgrad's list, with `tiles` tiles of each expert, is dealt out to persistent programs.
 
-    If not, each tile has a program of its own, and the first free multiprocessor takes the next. That is so where one
-    tile of an expert with a fifth of all rows is more than a program's share, which no order of turns makes up for.
+    If not, each tile has a program of its own, and the first free multiprocessor takes the next. That is so if one tile
+    of an expert with a fifth of all rows takes longer than the mean program.
     """
     return 5 * tiles >= programs
 

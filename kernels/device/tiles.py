@@ -28,8 +28,8 @@ def round_to(value, DTYPE: tl.constexpr):
 
 @triton.jit
 def paired(value):
-    """The same value; one of 16 bits is rounded in pairs, also where it is both stored and computed with. Without this,
-    LLVM makes one instruction of two roundings only where nothing but their pair is used.
+    """Return `value`. On NVIDIA, LLVM then rounds 16-bit values in pairs; by itself it does so only for values that are
+    used once.
     """
     if is_cuda() and value.dtype.primitive_bitwidth == 16:
         value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=True, pack=2)
@@ -40,8 +40,8 @@ def paired(value):
 def zeros(M: tl.constexpr, N: tl.constexpr, size, FLATTEN: tl.constexpr):
     """Accumulator of a tile before its first MMA, `[M, N]`.
 
-    It is no constant where wgmma has it in registers and the loops over tiles and steps are one: there ptxas makes two
-    instructions of each register's zero. `size`: a number below 2^31, though the compiler does not know that.
+    On sm_90 with FLATTEN the zero is `size >> 31`, as ptxas would make two instructions of each register's constant
+    zero. `size`: in `[0, 2^31)`, which the compiler does not know.
     """
     if FLATTEN and cuda_capability_geq(9) and not cuda_capability_geq(10):
         acc = tl.full((M, N), (size >> 31).to(tl.float32, bitcast=True), dtype=tl.float32)

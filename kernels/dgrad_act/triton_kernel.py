@@ -112,7 +112,7 @@ def _grouped_dgrad_act_kernel(
     `[R, G]`; `a` `[R, F]`; `partial` `[column tiles and one for a bias, R]` fp32; tables: experts' addresses, `[E]`
     int64. `row_ids[r]` is the row of `dy` that row r takes.
 
-    `tiles`: a plan's table of tiles. Descriptors (`dy_desc`, ...) move the same tensors by TMA. What is absent is None.
+    `tiles`: a plan's table of tiles. Descriptors (`dy_desc`, ...) move the same tensors by TMA. Absent ones are None.
     """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES
@@ -145,8 +145,8 @@ def _grouped_dgrad_act_kernel(
         da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         da = product(da, dy, w, tile, f, F, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
 
-        # One subtile of `h` is always being loaded: waits for memory would be a third of a tile's time. The first is
-        # not loaded under the loop over H: Triton would give it the layout of `da`, 60 registers and three conversions.
+        # The next subtile of `h` is loaded while one is computed: waits for memory would be a third of a tile's time.
+        # The first is loaded after the loop over H: earlier, it would have the layout of `da`, at 60 registers.
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r + f * STEP
         l_M1, left = h_M1 + F, F - f
         if VECTOR > 1:

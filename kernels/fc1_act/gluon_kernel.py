@@ -2,9 +2,9 @@
 `triton_kernel.py`.
 
 One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply both channels of a
-tile's columns (`warp_specialized/partitions.py`). `h` and `a` are stored while the next tile's operands arrive and are
-multiplied, by the other warpgroup or into tensor memory: no barrier of the whole block. The halves of `h` are stored
-one after the other, and then `a`, from buffers in turn: each consumer has HALVES + 1.
+tile's columns (`warp_specialized/partitions.py`). While `h` and `a` are stored, the next tile's operands arrive, and
+MMAs go on: those of the other warpgroup on Hopper, into the other accumulator on Blackwell. No barrier covers the whole
+block. The halves of `h`, and then `a`, are stored from buffers in turn: each consumer has HALVES + 1.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices

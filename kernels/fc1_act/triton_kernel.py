@@ -58,7 +58,7 @@ def _grouped_fc1_act_kernel(
     """`x` `[R, H]`, or `[T, H]` with `row_ids` `[R]`; `w` `[E, G, H]`; `bias` `[E, G]`; `probs` `[R]`; `h` `[R, G]`;
     `a` `[R, F]`; tables: experts' addresses, `[E]` int64. `row_ids[r]` is the row of `x` that row r takes.
 
-    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. What is absent is None.
+    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. Absent ones are None.
     """
     BLOCK_M: tl.constexpr = TILE.BLOCK_M
     SUBTILES: tl.constexpr = TILE.SUBTILES

@@ -25,9 +25,9 @@ class Dprobs(NamedTuple):
 
 @triton.jit
 def sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices):
-    """`dprobs[i] = sum_j partial[j, dprobs_rows[i]]`, without `dprobs_rows` of row i, for all i below `num_rows`.
+    """`dprobs[i] = sum_j partial[j, r]` for all i below `num_rows`; r is `dprobs_rows[i]`, or i without `dprobs_rows`.
 
-    All programs of a launch share the work. `indices`: `arange` of as many as a program sums at once.
+    All programs of a launch share the work. `indices`: `arange(0, BLOCK)`; a program sums BLOCK rows at a time.
     """
     BLOCK: tl.constexpr = indices.shape[0]
     for start in range(tl.program_id(0) * BLOCK, num_rows, tl.num_programs(0) * BLOCK):

@@ -1,9 +1,9 @@
 """Passes (2) and (4), warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
-One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`). A finished tile is
-stored while the next one's operands arrive and are multiplied, by the other warpgroup or into tensor memory: no barrier
-of the whole block.
+One warp loads (TMA, `warp_specialized/ring.py`), others multiply (`warp_specialized/partitions.py`). While a finished
+tile is stored, the next one's operands arrive, and MMAs go on: those of the other warpgroup on Hopper, into the other
+accumulator on Blackwell. No barrier covers the whole block.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices

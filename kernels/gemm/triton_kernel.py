@@ -52,7 +52,7 @@ def _grouped_gemm_kernel(
     """`x` `[R, K]`; `w` `[E, N, K]`; `bias` `[E, N]`; `scale` `[R]`; `y` `[R, N]`; tables: experts' addresses, `[E]`
     int64; `partial` `[num_partials, R]` fp32, `dprobs_rows` and `dprobs` `[R]`, as in `sum_partials`.
 
-    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. What is absent is None.
+    `tiles`: a plan's table of tiles. Descriptors (`x_desc`, ...) move the same tensors by TMA. Absent ones are None.
     """
     SUBTILES: tl.constexpr = TILE.SUBTILES
     FLATTEN: tl.constexpr = TILE.PER_SM > 0

@@ -1,8 +1,8 @@
-"""What each pass costs at least: FLOPs, and bytes with every operand read and every result written once.
+"""Least cost of each pass: FLOPs, and bytes with every operand read and every result written once.
 
 `rows` is the number of rows of each expert, over all segments. Weights of experts without rows are not read, and
-their gradients, if added to, not touched. Sizes are of one element in bytes: `itemsize` of activations, weights and
-biases, others of what they are named after, 0 where there is none.
+their gradients, if added to, not touched. `itemsize`: bytes of an element of activations, weights and biases. `grad`,
+`bias_grad`, `scale`, `probs`: bytes of an element of that tensor, 0 without it.
 
 Rows that are gathered from tokens share them: `tokens` is how many there are (None: nothing is gathered), and each is
 read once, with an int32 index for every row.

@@ -1,10 +1,10 @@
 """Launching a kernel that has been compiled, without most of what Triton does for every launch.
 
 `kernel[grid](...)` binds and specializes the arguments, looks up the kernel by a text of those, asks for hooks and
-encodes descriptors anew, which takes several times as long as the driver. All that is private to Triton is in this
-file: which compiled kernel belongs to a launch, how its values are passed to the driver, and when Triton's own launch
-is needed: for the first launch of a kind, while there are hooks, debugging or a patched `JITFunction.run`, under the
-interpreter, and on AMD.
+encodes descriptors anew, which takes several times as long as the driver. This file has the private code of Triton
+that launches need (`gluon_compat.py` has Gluon's): which compiled kernel belongs to a launch, how its values are passed
+to the driver, and when Triton's own launch is needed: for the first launch of a kind, while there are hooks, debugging
+or a patched `JITFunction.run`, under the interpreter, and on AMD.
 """
 
 from __future__ import annotations

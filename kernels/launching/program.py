@@ -1,8 +1,8 @@
 """Launches as values: what an operator allocates and launches, planned from kinds of tensors.
 
 A plan is a function of a `Builder`, of arrays (`operands/arrays.py`) and of constants. It touches no tensor, no device
-and no global, so equal kinds on equal targets give equal programs. Therefore programs can be remembered, can be
-compiled for a GPU that is not there, and say how each launch moves its tiles and what it costs.
+and no global that changes, so equal kinds on equal targets give equal programs. Therefore programs can be remembered
+and compiled for a GPU that is not there, and say how each launch moves its tiles and what it costs.
 """
 
 from __future__ import annotations

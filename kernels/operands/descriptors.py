@@ -79,7 +79,7 @@ def gathered_rows(array_RN: Array, block_columns: int) -> Descriptor:
 
 
 def operand_rows(array_RN: Array, block_rows: int, block_columns: int, gathered: bool, path: Path) -> Descriptor | None:
-    """Describe rows in groups, or gathered rows; None where these are loaded by pointers, as TMA does not gather."""
+    """Describe rows in groups, or gathered rows; None on paths where kernels load gathered rows by pointers."""
     if not gathered:
         return ragged_rows(array_RN, block_rows, block_columns)
     return gathered_rows(array_RN, block_columns) if path == "warp_specialized" else None

@@ -65,8 +65,8 @@ class ExpertTensors(NamedTuple):
                 raise ValueError(f"experts: expected the strides of expert 0, {strides}; expert {e} has {own}")
         addresses = tuple(map(Tensor.data_ptr, group))
         step, lowest, highest, aligned = _places(addresses)
-        # Distances between allocations differ from run to run; so would kernels then, and the bits of results, and a
-        # graph that is captured could need a kernel that its warm-up did not compile.
+        # A stride only within one allocation: distances between allocations change from run to run, so kernels and bits
+        # would, too, and a captured graph could need a kernel that its warm-up did not compile.
         buffer = first.untyped_storage()
         start = buffer.data_ptr()
         together = start <= lowest and highest < start + buffer.nbytes()
@@ -107,8 +107,8 @@ def _strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
 def address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
     """Addresses as an int64 tensor on the device, which is kept: parameters and their gradients come again.
 
-    While a CUDA graph is captured, nothing new is kept, for that memory belongs to the graph; and a copy on one
-    stream has not happened for another.
+    During the capture of a CUDA graph no new one is kept, as its memory belongs to the graph. They are kept by stream,
+    as another stream might read before the copy is done.
     """
     if device.type == "cpu":
         return _kept_table(addresses, device, 0)

@@ -4,9 +4,9 @@ A plan is one int32 tensor: the experts' first rows, `[E + 1]`; the order in whi
 BLOCK_M that a launch may use, a table of tiles.
 
 An M-ragged pass runs over tiles of BLOCK_M rows that never cross experts. Their number depends on the load, but is at
-most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes tables and grids by that; their
-number is a table's first element, where programs stop. Rows that no expert owns (padding) form a last group, `E`,
-for which kernels store zeros.
+most `k - 1 + ceil((R - k + 1) / BLOCK_M)` for k non-empty groups. The host sizes tables and grids by this
+bound. A table's first element is the real number, where programs stop. Rows that no expert owns (padding) form a last
+group, `E`, for which kernels store zeros.
 
 `Schedule` also accepts bare first rows, `[E + 1]`, and has the rest made.
 """
@@ -39,7 +39,7 @@ def max_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
 
 
 def size_of_table(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Elements of a table: experts' tiles, tiles with those of padding rows, one unused; then `[max_tiles, 3]`."""
+    """Elements of a table: three (number of experts' tiles, of all with padding, unused), then `[max_tiles, 3]`."""
     return _whole(3 * (1 + max_tiles(num_rows, num_experts, block_m)))
 
 

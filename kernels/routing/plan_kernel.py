@@ -24,7 +24,7 @@ def write_plan(
     BLOCK_T: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Write one program's part of a plan. `first_g`, `end_g`: rows of every group; after the experts, `num_rows`."""
+    """Write one program's part of a plan. `first_g`, `end_g`: rows of the experts, of padding, of empty groups."""
     ORDER_AT: tl.constexpr = (NUM_EXPERTS + 4) // 4 * 4
     TABLES_AT: tl.constexpr = 2 * ORDER_AT
     ORDERS: tl.constexpr = (NUM_EXPERTS + BLOCK_E - 1) // BLOCK_E

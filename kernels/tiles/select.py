@@ -119,8 +119,8 @@ def choices(
 ) -> Iterator[Chosen]:
     """Tiles for activations of `dtype`, best path first; `gathered`: one operand has rows by an index.
 
-    Warp-specialized kernels are among them where the settings ask for all of them, or have a tuned tile, which is for
-    rows in order. Before Blackwell, they cannot gather: TMA follows no index there.
+    Path `warp_specialized` is included if `settings.warp_specialized` is set or, for rows in order, if it has a tuned
+    tile. On Hopper it is left out for gathered rows, as TMA follows no index there.
     """
     paths: tuple[Path, ...] = ("warp_specialized", "gather" if gathered else "tma", "pointer", "unaligned")
     for path in paths:

@@ -15,9 +15,9 @@ import torch
 import triton
 
 PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
-# How tiles reach a multiprocessor: by descriptors, in warp-specialized kernels; by descriptors; by descriptors
-# but for one operand, whose rows are gathered by pointers (no TMA follows an index before Blackwell, and there only the
-# warp-specialized kernels ask it to); all by pointers; or by pointers that `alignment` allows no vectors.
+# How operands reach a multiprocessor. warp_specialized: by descriptors (TMA), in those kernels; tma: by descriptors;
+# gather: by descriptors, but for one operand, whose rows are gathered by pointers; pointer: by vector loads;
+# unaligned: element by element.
 Path = Literal["warp_specialized", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("warp_specialized", "tma", "gather")
 # Element type of the activations, which weights share.
@@ -95,8 +95,8 @@ sm_90,sm_100                    dgrad_act gather           bf16,fp16 long  128 1
 sm_90,sm_100                    wgrad     gather           bf16,fp16 short  64 128 128   8   4   4   8   2
 sm_90,sm_100                    wgrad     gather           bf16,fp16 long   64 128 256   8   6   4  16   1
 # One program for each tile in M-ragged passes: two or three share a multiprocessor and cover each other's epilogues,
-# and programs that find no tile left end at once. An architecture whose line differs in SUBTILES alone spills a few
-# bytes with the line of the others, because the compiler prefers spills to fewer programs on a multiprocessor.
+# and programs that find no tile left end at once. Some lines differ from the others in SUBTILES alone: with their value
+# that architecture spills a few bytes, because the compiler prefers spills to fewer programs on a multiprocessor.
 sm_80,sm_90,sm_100,sm_120       fc1_act   pointer          bf16,fp16 short  64  64  64   4   3   2   8   0
 gfx942,gfx950                   fc1_act   pointer          bf16,fp16 short  64  64  64   4   2   1   8   0
 sm_80,sm_90,sm_120              fc1_act   pointer          bf16,fp16 long  128  64  64   8   3   2   8   0

@@ -23,7 +23,7 @@ def multiply(a, b, acc, i, is_first, empty, STAGES: gl.constexpr):
     acc = warpgroup_mma(a, b, acc, use_acc=not is_first, is_async=True)
     acc = warpgroup_mma_wait(1, deps=[acc])
     mbarrier.arrive(empty.index((i + STAGES - 1) % STAGES), count=1, pred=not is_first)
-    return warpgroup_mma_init(acc)  # still running, of the type that went in
+    return warpgroup_mma_init(acc)  # has the type that `acc` had; the MMA may still run
 
 
 @gluon.jit

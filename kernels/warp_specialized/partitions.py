@@ -20,8 +20,8 @@ from .ring import begin_loads, load_row_ids, mbarriers, shared_tiles, wait_for_o
 
 @triton.constexpr_function
 def worker_warps(consumers, gathered=False, others=0):
-    """Warps of each partition but the default one, a consumer: the second consumer or the warp that multiplies, the
-    producer, and `others`. Where rows are gathered, each of the producer's four warps loads a quarter of a tile's.
+    """Number of warps of each partition after the first consumer: second consumer or multiplying warp, producer,
+    `others`. Where rows are gathered, each of the producer's four warps loads a quarter of a tile's.
     """
     return [4 if consumers == 2 else 1, 4 if gathered else 1, *[1] * others]
 
@@ -30,7 +30,7 @@ def worker_warps(consumers, gathered=False, others=0):
 def worker_registers(consumers, gathered=False, others=0):
     """Registers per thread of the same partitions; the default one takes the rest of the 65,536.
 
-    Partitions of one warp, up to four of which count as a warpgroup, need few. Where rows are gathered, each thread has
+    Partitions of one warp need few; up to four of them count as one warpgroup. Where rows are gathered, each thread has
     the ids of all rows that its warp loads.
     """
     return [232 if consumers == 2 else 40, 88 if gathered else 40, *[40] * others]
@@ -40,7 +40,7 @@ def worker_registers(consumers, gathered=False, others=0):
 def barriers_and_accumulators(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
     """`(full, empty, accumulators)`: mbarriers of stages; for one consumer, accumulators of COLUMNS in tensor memory.
 
-    For two consumers `full` stands in for them: only a kernel's own argument can be None in a partition.
+    For two consumers `full` stands in for them: a partition takes None only if it is an argument of the kernel.
     """
     # Each of two consumers arrives at `empty`; a single one does not, as its MMAs do.
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)

@@ -109,7 +109,7 @@ def spread_by_rows(tile):
 def overwrite(buffer, tile, RUNNING: gl.constexpr):
     """Wait until at most RUNNING of this consumer's stores still read, then write a buffer, from which TMA may store.
 
-    A buffer must come again after at least RUNNING + 1 stores.
+    From one write of a buffer to the next there must be at least RUNNING + 1 stores, its own included.
     """
     tma_store_wait(RUNNING)
     barrier()  # for all threads, as only those that store have waited

@@ -1,10 +1,10 @@
 """wgrad, warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
 `triton_kernel.py`.
 
-One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply. A finished tile is
-added to `dw` while the next one's operands arrive and are multiplied, by the other warpgroup or into tensor memory: no
-barrier of the whole block. TMA adds to an fp32 `dw`, or stores; threads write where there is a table of addresses, or
-where 16 bits are added to.
+One warp loads (TMA, `warp_specialized/ring.py`; four where rows are gathered), others multiply. While a finished tile
+is added to `dw`, the next one's operands arrive, and MMAs go on: those of the other warpgroup on Hopper, into the other
+accumulator on Blackwell. No barrier covers the whole block. TMA adds to an fp32 `dw`, or stores; threads write a `dw`
+that no descriptor fits, or that has 16 bits and is added to.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
@@ -191,7 +191,7 @@ def grouped_wgrad_warp_specialized_kernel(
 ):
     """Passes (5) and (6) without biases; arguments as in the Triton kernel, operands by descriptors."""
     gl.static_assert(TILE.BLOCK_N == 128)
-    gl.static_assert(TILE.SUBTILES % BUFFERS == 0)  # the turns of buffers go on from tile to tile
+    gl.static_assert(TILE.SUBTILES % BUFFERS == 0)  # so every tile begins with buffer 0
     ROWS: gl.constexpr = TILE.BLOCK_N // CONSUMERS
     num_n, num_k = gl.cdiv(N, TILE.BLOCK_N), gl.cdiv(K, TILE.BLOCK_K)
     num_used = gl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
@@ -199,7 +199,7 @@ def grouped_wgrad_warp_specialized_kernel(
     left = shared_tiles(left_desc.dtype, TILE.num_stages * CONSUMERS, TILE.BLOCK_M, ROWS)
     right = shared_tiles(right_desc.dtype, TILE.num_stages, TILE.BLOCK_M, TILE.BLOCK_K)
     full, empty, accumulators = barriers_and_accumulators(CONSUMERS, TILE.BLOCK_K, TILE.num_stages)
-    out = full  # unused without a descriptor, but only a kernel's own argument can be None
+    out = full  # unused without a descriptor: a partition takes None only if it is an argument of the kernel
     if dw_desc is not None:
         out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, TILE.BLOCK_K // TILE.SUBTILES)
     tables = (offsets_ptr, segments_ptr, steps_ptr, order_ptr, num_segments, num_experts)

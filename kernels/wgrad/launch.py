@@ -34,16 +34,18 @@ def grouped_wgrad_(
     x_rows: Sequence[Array] = (),
     order: Array | None = None,
 ) -> None:
-    """Adds to `dw`, or writes it (zeros for experts without rows); writes `db`, for one segment only.
+    """Add to `dw`, or write it (zeros for experts without rows); write `db`, for one segment only (else ValueError).
 
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets`, first rows `[E + 1]` or a plan. Without
-    `dw`, `x` is unused. `order`: a plan's; without, a launch makes it.
-    `dy_rows` or `x_rows` (`[R_s]` int32 or int64 of every segment, read for owned rows only) make that operand
-    `[T_s, ...]`: row r takes its row `rows[r]`.
+    `dw`, `x` is unused. `order`: from a plan; if None, a launch computes it. With `dy_rows` (or `x_rows`), `[R_s]`
+    int32 or int64 of every segment, `dy` (or `x`) is `[T_s, ...]`, and row r is its row `dy_rows[r]`; ids of padding
+    rows are not read.
     """
     outputs, target, dtype = dw_ENK or db_EN, builder.target, dy_RN[0].dtype
     assert outputs is not None
     num_experts, num_segments = outputs.num_experts, len(offsets)
+    if db_EN is not None and num_segments > 1:
+        raise ValueError(f"db: expected one segment; got {num_segments}")
     sizes: dict[str, Any] = {"N": dy_RN[0].shape[1], "K": x_RK[0].shape[1] if dw_ENK else 0, "itemsize": dtype.itemsize}
     sizes |= {"grad": itemsize(dw_ENK and dw_ENK.base), "bias_grad": itemsize(db_EN and db_EN.base)}
     sizes |= {"scale": itemsize(scale_R), "accumulate": accumulate}

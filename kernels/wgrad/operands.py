@@ -124,8 +124,8 @@ def _by_descriptors(
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N
     lefts = left.described(tile.BLOCK_M, rows, warp_specialized)
     rights = right.described(tile.BLOCK_M, tile.BLOCK_K, warp_specialized)
-    adds_twice_rounded = warp_specialized and accumulate and dw_ENK.base.dtype != torch.float32  # what TMA would do
-    dw_desc = None if adds_twice_rounded else _described(dw_ENK, num_experts, left, right, rows, tile)
+    tma_rounds_twice = warp_specialized and accumulate and dw_ENK.base.dtype != torch.float32  # the tile, then the sum
+    dw_desc = None if tma_rounds_twice else _described(dw_ENK, num_experts, left, right, rows, tile)
     if not (lefts and rights and (dw_desc or warp_specialized)):
         return None
     return OperandPlan(chosen, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))

@@ -1,8 +1,8 @@
 """Loads of rows in wgrad, where an operand may lie in several segments (micro-batches), each at its own address.
 
-One descriptor, made on the host, serves all segments, so that no program builds any. Like `triton.tools.ragged_tma`, it
-spans the whole address space, from the lowest segment: an extra dimension steps in units that divide the distances
-between segments, so a segment is one more coordinate.
+One descriptor, made on the host, serves all segments, so that no program builds any. It starts at the lowest segment
+and has one dimension more than that of `triton.tools.ragged_tma`, whose stride, `unit`, divides every distance between
+segments. A segment is the coordinate `distance / unit` there.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def load_rows_of(
 ):
     """`[ROWS, COLUMNS]` from row `start` of a group of `size` rows; zeros beyond the group and beyond the columns.
 
-    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `row_ids_ptr`, only without: row r
-    lies at row `row_ids[r]` of `base`; ids beyond the group are not read.
+    `base`: with a descriptor, None or the segment's coordinate; without, a pointer. `row_ids_ptr`, only without a
+    descriptor: row r is row `row_ids[r]` of `base`; ids beyond the group are not read.
     """
     if desc is None:
         rows = (first + start + tl.arange(0, ROWS)).to(tl.int64)
@@ -69,8 +69,8 @@ def load_rows_of_step(
     VECTOR: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """`load_rows_of` from row `first` on of a segment at `base`, ALIGNED to 16 bytes; or, with `places`
-    `[steps, ROWS]`, rows at those of the step, in units of VECTOR elements from `like`.
+    """Without `places`: rows from `first` on of the segment at `base` (ALIGNED: to 16 bytes), as `load_rows_of`. With
+    `places` `[steps, ROWS]`: row i of the step starts `places[step, i] * VECTOR` elements after `like_ptr`.
     """
     if places_ptr is not None:
         place_R = tl.load(places_ptr + step.to(tl.int64) * ROWS + tl.arange(0, ROWS))

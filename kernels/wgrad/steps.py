@@ -1,6 +1,6 @@
-"""wgrad's plan of several segments, or of one load without a plan, made on the device by one launch.
+"""The order and steps of several segments, or the order of one load that comes without a plan, made by one launch.
 
-It has the order of experts, by falling number of rows, `[E + 1]`, as any plan. For several segments it also has the
+The order of experts, `[E + 1]`, is by falling number of rows, as in any plan. Several segments also need the
 steps of every expert: its rows, BLOCK_R of one segment at a time, in the order of the segments. So the loop over an
 expert's rows is one loop, whatever the number of segments, and its loads run ahead over the end of one segment into the
 next. For a gathered operand it has the place of each row of each step: row ids that are looked up one after the other
@@ -77,8 +77,8 @@ def _wgrad_plan_kernel(
     LEFT_UNIT: tl.constexpr,
     RIGHT_UNIT: tl.constexpr,
 ):
-    """Reads `offsets` `[E + 1]` int32 or `segments` `[5, S]` int64, as of `plan_steps`; writes the others, as in
-    `WgradPlan`. Only the dtypes of `left_row_ids` and `right_row_ids` are used.
+    """Reads `offsets` `[E + 1]` int32, or `segments` `[5, S]` int64 (see `plan_steps`) and the row ids there; writes
+    order, steps and places (see `WgradPlan`). `left_row_ids` and `right_row_ids` only give a dtype.
     """
     program = tl.program_id(0)
     g = tl.arange(0, BLOCK_G)

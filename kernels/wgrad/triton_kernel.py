@@ -103,7 +103,7 @@ def _grouped_wgrad_kernel(
     several segments, places of rows, `[steps, BLOCK_R]` int64.
 
     `offsets`, `order`: `[E + 1]` int32; `segments` `[5, S]` int64 and `steps`: see `plan_steps`. Descriptors
-    (`left_desc`, ...) move the same tensors by TMA, instead of the pointers. What is absent is None.
+    (`left_desc`, ...) move the same tensors by TMA, instead of the pointers. Absent arguments are None.
     """
     BLOCK_R: tl.constexpr = TILE.BLOCK_M
     BLOCK_N: tl.constexpr = TILE.BLOCK_N

@@ -94,6 +94,14 @@ def test_grouped_gemm(tensors, impl, packed):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
+def test_biases_of_several_segments_are_refused(tensors, impl):
+    dw, db = torch.ones(2, 4, 4, device=DEVICE), torch.empty(2, 4, device=DEVICE)
+    segments = [tensors["dy"]] * 2, [tensors["x"]] * 2, [tensors["offsets"]] * 2
+    with pytest.raises(ValueError, match="db: expected one segment; got 2"):
+        OPS.grouped_wgrad_([dw], [db], *segments, [], [], True, impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_grouped_wgrad(tensors, impl, packed, accumulate):
