@@ -1,0 +1,87 @@
+"""Quantization to 8 bits in PyTorch, whose scales and elements are those of TransformerEngine, bit for bit.
+
+Elements are e4m3, with one scale for each block: an element times its scale is the value. Scales are powers of two, so
+products with them are exact. Recipes:
+
+- `fp8_block` (`Float8BlockScaling` with its defaults): `1 / scale` is `448 / amax`, rounded down to a power of two;
+  amax is the largest magnitude of the block. The scale is 1 if amax is zero or infinite. Scales are float32.
+- `mxfp8` (`MXFP8BlockScaling`): the scale is `amax * (1 / 448)` in float32, rounded up to a power of two. Scales are
+  E8M0, the exponent plus 127 in a byte; 254 if amax is infinite.
+
+amax ignores NaN. Elements beyond 448 become 448, infinities too; NaN stays NaN. Sources: TransformerEngine's
+common/recipe/recipe_common.cuh (`compute_scale_from_amax`), common/util/ptx_arch_spec.cuh (`float_to_e8m0`) and
+common/util/ptx.cuh (`exp2f_rcp`), of August 2026; OCP Microscaling Formats 1.0 for E8M0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Recipe = Literal["fp8_block", "mxfp8"]
+MAX = 448.0  # the largest finite e4m3
+_EXPONENT = 0x7F800000  # of float32
+_NAN = 0x7F  # of e4m3
+
+
+class Quantized(NamedTuple):
+    """A matrix, or several, in 8 bits."""
+
+    elements: Tensor  # [..., M, N], float8_e4m3fn
+    scales: Tensor  # [..., ceil(M / m), ceil(N / n)], float32 or float8_e8m0fnu, for blocks of [m, n]
+
+    def dequantize(self, block: tuple[int, int]) -> Tensor:
+        """The values, `[..., M, N]` float64, exactly."""
+        m, n = block
+        M, N = self.elements.shape[-2:]
+        scales = self.scales.float().double().repeat_interleave(m, -2).repeat_interleave(n, -1)
+        return self.elements.double() * scales[..., :M, :N]
+
+
+def quantize(x: Tensor, recipe: Recipe, block: tuple[int, int]) -> Quantized:
+    """Quantize `x` `[..., M, N]`, float32, bfloat16 or float16, in blocks of `[m, n]`; the last ones may be shorter.
+
+    TransformerEngine's blocks are `[1, 128]`, `[128, 1]` and, for weights, `[128, 128]` with `fp8_block`; `[1, 32]` and
+    `[32, 1]` with `mxfp8`.
+    """
+    m, n = block
+    M, N = x.shape[-2:]
+    padded = F.pad(x.float(), (0, -N % n, 0, -M % m))
+    blocks = padded.unflatten(-1, (-1, n)).unflatten(-3, (-1, m))  # [..., M / m, m, N / n, n]
+    amax = blocks.abs().nan_to_num(0.0, torch.inf).amax((-3, -1))
+    inverse, scales = _of_fp8_block(amax) if recipe == "fp8_block" else _of_mxfp8(amax)
+    scaled = blocks * inverse[..., :, None, :, None]
+    elements = scaled.flatten(-2).flatten(-3, -2)[..., :M, :N]
+    return Quantized(_to_e4m3(elements), scales)
+
+
+def _of_fp8_block(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """`(1 / scale, scale)` of blocks, both float32."""
+    ratio = amax.new_tensor(MAX) / amax  # `MAX / amax` would multiply by a reciprocal, which is rounded
+    inverse = (ratio.view(torch.int32) & _EXPONENT).view(torch.float32)
+    inverse[ratio.isinf()] = 2.0**127  # amax is too small for 448 / amax to be finite
+    inverse[(amax == 0) | amax.isinf()] = 1.0
+    return inverse, 1 / inverse
+
+
+def _of_mxfp8(amax: Tensor) -> tuple[Tensor, Tensor]:
+    """`(1 / scale, scale)` of blocks: float32 and E8M0."""
+    scale = amax * (1 / MAX)
+    mantissa = scale.view(torch.int32) & ~_EXPONENT
+    exponent = scale.view(torch.int32) >> 23
+    # A subnormal rounds up to 2^-126 (1), or to 2^-127 (0), which is one itself.
+    byte = exponent + torch.where(exponent == 0, mantissa > 1 << 22, mantissa > 0)
+    byte.clamp_(max=254)
+    inverse = ((254 - byte) << 23).view(torch.float32)
+    inverse[byte == 254] = 2.0**-127
+    return inverse, byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def _to_e4m3(x: Tensor) -> Tensor:
+    """Round to nearest, ties to even, and saturate; one NaN for all."""
+    elements = x.clamp(-MAX, MAX).to(torch.float8_e4m3fn)  # PyTorch saturates, too, but older versions make NaN of it
+    elements.view(torch.uint8)[x.isnan()] = _NAN
+    return elements
