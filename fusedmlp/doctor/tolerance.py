@@ -69,6 +69,7 @@ class Errors:
 
     def verify(self, what: str = "") -> None:
         """Raise, with the names of results that are off by more; `what` begins the message."""
+        assert self.found, "expected results to compare; got none"
         allowed = self.allowed()
         wrong = [f"{name}: error {error:.3g}" for name, error in self.relative().items() if not error <= allowed]
         if wrong:
@@ -111,4 +112,5 @@ def assert_norms_close(actual: Results, expected: Results, low_precision: Result
     for name, reference in expected.items():
         error, lost = (float((t[name].double() - reference).norm()) for t in (actual, low_precision))
         allowed = 2 * (lost + eps(dtype) / 2 * float(reference.norm()))
+        assert math.isfinite(allowed), f"{name}: a reference is not finite, so that any result would be right"
         assert error <= allowed, f"{name}: 2-norm of the error {error:.3g}, allowed {allowed:.3g}"

@@ -13,9 +13,15 @@ from fusedmlp.tuning.tuner import Found, Problem, tune
 
 
 def run(problem: Problem, as_json: bool) -> None:
-    """Tune for `problem`, save the tiles found, and print them."""
-    found = _tune_with_progress(problem)
+    """Tune for `problem`, save the tiles found, and print them.
+
+    Raises:
+        ValueError: the file of tiles is of another version.
+    """
     path = tuned.tiles_file(environment.cache_folder(), problem.device)
+    if path.exists():
+        tuned.read(path)  # an error must not come after the search
+    found = _tune_with_progress(problem)
     tuned.save(path, {f.key: f.tile for f in found})
     print(_as_json(found) if as_json else f"{_table(found)}\n\nWrote {path}; use it with FUSEDMLP_TUNED=1.")
 

@@ -37,4 +37,5 @@ def read(path: Path) -> dict[Key, Tile]:
         rows = json.loads(path.read_text(encoding="utf-8"))
         return {Key(**row["key"]): Tile(**row["tile"]) for row in rows}
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path}: expected tiles as the tuner of this version writes them; got {error!r}") from error
+        wanted = "expected tiles as the tuner of this version writes them (delete the file, then tune again)"
+        raise ValueError(f"{path}: {wanted}; got {error!r}") from error

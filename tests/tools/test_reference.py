@@ -98,6 +98,13 @@ def test_no_number_is_wrong(value):
         assert_close({"y": EXPECTED}, {"y": EXPECTED}, {"y": off_by(value)}, torch.float32)
     with pytest.raises(AssertionError, match="y: 2-norm of the error"):
         assert_norms_close({"y": off_by(value)}, {"y": EXPECTED}, {"y": EXPECTED}, torch.float32)
+    with pytest.raises(AssertionError, match="a reference is not finite"):
+        assert_norms_close({"y": EXPECTED}, {"y": EXPECTED}, {"y": off_by(value)}, torch.float32)
+
+
+def test_nothing_compared_is_not_right():
+    with pytest.raises(AssertionError, match="expected results to compare; got none"):
+        Errors(torch.float32).verify()
 
 
 def test_what_should_be_zero_is_zero():

@@ -11,7 +11,7 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table, tuned
 from fusedmlp.kernels.tiles.table import Key
 from fusedmlp.operators import triton_impl
-from fusedmlp.tuning import tuner
+from fusedmlp.tuning import command, tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
 PROBLEM = tuner.Problem(3, 32, 32, 64, torch.float32, torch.device("cpu"))
@@ -80,6 +80,16 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "wgrad: 5.0000 -> 1.6667 ms" in out.err
     assert cli.main(["tune", *sizes, "--device", "cpu"]) == 0
     assert "use it with FUSEDMLP_TUNED=1" in capsys.readouterr().out
+
+
+def test_a_file_of_another_version_is_refused_before_the_search(monkeypatch, tmp_path):
+    path = tuned.tiles_file(tmp_path, PROBLEM.device)
+    path.write_text('[{"key": {"kernel": "gemm", "path": "tma", "bits": 16, "shape": "long"}, "tile": {}}]')
+    monkeypatch.setattr(command, "tune", lambda _: pytest.fail("expected no search"))
+    with pytest.raises(
+        ValueError, match=r"as the tuner of this version writes them \(delete the file, then tune again\)"
+    ):
+        command.run(PROBLEM, as_json=False)
 
 
 @pytest.mark.parametrize(("hidden", "path"), [(32, "tma"), (36, "tma"), (33, "unaligned")])
