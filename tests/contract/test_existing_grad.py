@@ -217,6 +217,9 @@ def test_plain_pytorch_that_begins_while_a_gemm_adds_waits(existing, mode, make_
     if existing:
         start(layer)
     (param,) = layer.params
+    # Not in the thread: in torch 2.15 two threads that make the AccumulateGrad node of a parameter can wait for each
+    # other, one with the node's mutex for the GIL, one in `Function.apply` with the GIL for the mutex.
+    loss = 5 * param.sum()
 
     def fused():
         queue = fused_step(layer, mode)
@@ -224,7 +227,6 @@ def test_plain_pytorch_that_begins_while_a_gemm_adds_waits(existing, mode, make_
             queue.run()
 
     def plain():
-        loss = 5 * param.sum()
         assert slow.began.wait(20)
         loss.backward()
         slow.wait_for.set()
