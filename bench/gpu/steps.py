@@ -52,7 +52,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a step ended."""
+    """Outcome of a step: its status, time and output."""
 
     step: str
     status: str  # "ok", or what went wrong

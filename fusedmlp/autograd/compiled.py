@@ -154,7 +154,7 @@ zero_where_ = register("zero_where_(Tensor(a!)[] main_grads, Tensor overwrites) 
 
 
 class Traced(NamedTuple):
-    """Where the gradients of a traced `Call` go; used outside of a graph, too, if it broke right before the layer."""
+    """Targets of the gradients of a traced `Call`; used outside of a graph, too, if it broke right before the layer."""
 
     main_grads: dict[str, list[Tensor]]  # by weight name, of fused weights only
     keys: Tensor | None

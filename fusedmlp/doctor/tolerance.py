@@ -15,7 +15,7 @@ Results = Mapping[str, Tensor]
 
 
 def eps(dtype: torch.dtype) -> float:
-    """Of the products in a dtype: TF32, where torch's setting allows it, has as many bits as fp16."""
+    """Machine epsilon of products in a dtype. TF32, where torch's setting allows it, has as many bits as fp16."""
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = torch.float16
     return torch.finfo(dtype).eps

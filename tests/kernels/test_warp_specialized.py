@@ -9,6 +9,7 @@ from support import forked
 from fusedmlp.kernels import warp_specialized
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.table import Key
+from fusedmlp.operators import triton_impl
 
 
 def target(architecture="sm_90", switch=True, tuned=()):
@@ -72,6 +73,18 @@ def test_what_was_tuned_is_of_rows_in_order():
     assert chosen("fc1_act", without, gathered=True)[0] == "gather"
     shipped = table.TABLES["sm_100"]["fc1_act", "warp_specialized", "bf16", "long"]
     assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("warp_specialized", shipped)
+
+
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+@pytest.mark.parametrize("accumulate", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tma_does_not_add_to_16_bits(dtype, accumulate, architecture):
+    """It would round the tile, and then the sum: a difference that a tolerance does not show."""
+    dw, rows = torch.zeros(2, 256, 256, dtype=dtype), torch.zeros(256, 256, dtype=torch.bfloat16)
+    arguments = [dw], [], (rows,), (rows,), (torch.tensor([0, 128, 256], dtype=torch.int32),), (), (), accumulate
+    launch = triton_impl.wgrad_of_segments_.program(target(architecture), *arguments).launches[-1]
+    assert launch.path == "warp_specialized"
+    assert (launch.arguments["dw_desc"] is None) == (accumulate and dtype == torch.bfloat16)
 
 
 _MISSING = """
