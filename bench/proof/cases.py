@@ -68,7 +68,7 @@ class Layer:
             grads = [[], []]
         encoded = self.activation.encoded
         yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded)
-        flags = (self.add, self.add, self.need_dx, False)
+        flags = (self.add, self.add, self.need_dx, False, "")
         # fmt: off
         yield triton_impl.grouped_mlp_backward_, (
             *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags,

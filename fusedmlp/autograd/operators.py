@@ -72,12 +72,13 @@ def linear_backward(
     db: list[Tensor],
     need_dx: bool,
     accumulate: bool,
+    wgrad_recipe: str,
     impl: str,
 ) -> Tensor | None:
     """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
     dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if need_dx else None
     if dw or db:
-        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, impl)
+        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, wgrad_recipe, impl)
     return dx
 
 
@@ -87,7 +88,7 @@ def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
     needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
     dw, db = _outputs(w, needs_w), _outputs(bias, needs_bias)
-    dx = linear_backward(dy, x.contiguous(), w, offsets, dw, db, needs_x, False, impl)
+    dx = linear_backward(dy, x.contiguous(), w, offsets, dw, db, needs_x, False, "", impl)
     return dx, _returned(dw, w), _returned(db, bias), None, None
 
 
@@ -102,7 +103,7 @@ def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     grads = MLPGrads(
         *ops.grouped_mlp_backward_(
             *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2, offsets, None, None, probs),
-            *(activation, False, False, needs_x, False, impl),
+            *(activation, False, False, needs_x, False, "", impl),
         )
     )
     dx = grads.dx if needs_x else None

@@ -75,7 +75,7 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     yield triton_impl.grouped_mlp, (x, *weights, [], [], offsets, None, probs, encoded)
     # fmt: off
     yield triton_impl.grouped_mlp_backward_, (
-        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False,
+        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False, "",
     )
     # fmt: on
 

@@ -2,8 +2,9 @@
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
 likewise). `offsets` comes from `expert_offsets` or `route`, or is `[E + 1]` int32 first rows; `activation` is
-`Activation.encoded`, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor
-without elements stands for "none". Nothing is validated here (see `validate.py`).
+`Activation.encoded`, and `impl` names the module that runs: `torch_impl` or `triton_impl`. `wgrad_recipe` is that of
+`fusedmlp.recipe.of_wgrad`. An empty list or a tensor without elements stands for "none". Nothing is validated here (see
+`validate.py`).
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
 rows are valid, and are not used.
@@ -138,7 +139,7 @@ def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
-    _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _ = args
+    _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _, _ = args
     num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
     return MLPGrads(
         x.new_empty(num_rows, x.shape[1]) if need_dx else x.new_empty(0),
@@ -176,7 +177,7 @@ grouped_gemm = _register(
 # segment only. dy_rows and x_rows are `tokens` of dy and of x for each segment; all segments have them, or none has.
 grouped_wgrad_ = _register(
     "grouped_wgrad_(Tensor(a!)[] dw, Tensor(b!)[] db, Tensor[] dy, Tensor[] x, Tensor[] offsets, "
-    "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str impl) -> ()",
+    "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str wgrad_recipe, str impl) -> ()",
     lambda *_: None,
 )
 # -> (y, h): MLPOutput. With `tokens`, x is [T, H].
@@ -191,7 +192,7 @@ grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
     "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "
     "Tensor? rows, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, "
-    "str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str wgrad_recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )
 flops.register()

@@ -115,6 +115,7 @@ def grouped_mlp_backward_(
     accumulate2: bool,
     need_dx: bool,
     keep: bool,
+    wgrad_recipe: str,
 ) -> MLPGrads:
     """Backward: write the gradients of weights to `dw*` and of biases to `db*`; return the others.
 
@@ -145,11 +146,11 @@ def grouped_mlp_backward_(
         rows.dot_bias_(dprobs_R, dy_RH, bias2)
     dx_RH = rows.product(dh_RG, fc1, transposed=False) if need_dx else None
     if dw2:
-        rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2)
+        rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2, unrounded=bool(wgrad_recipe))
     if db2:
         rows.bias_grad_(db2, dy_RH, probs_R1)
     if dw1:
-        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1)
+        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1, unrounded=bool(wgrad_recipe))
     if db1:
         rows.bias_grad_(db1, dh_RG)
     dprobs = None
@@ -168,6 +169,7 @@ def grouped_wgrad_(
     dy_rows: Sequence[Tensor],
     x_rows: Sequence[Tensor],
     accumulate: bool,
+    wgrad_recipe: str,
 ) -> None:
     """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of a single dy."""
     if db and len(offsets) > 1:
@@ -177,7 +179,8 @@ def grouped_wgrad_(
         rows = Rows(segment_offsets, (dy[s] if dy_tokens is None else dy_tokens).shape[0])
         dy_RN = rows.gather(dy[s], dy_tokens)
         if dw:
-            rows.wgrad_(dw, dy_RN, rows.gather(x[s], x_tokens), accumulate or s > 0)
+            x_RK = rows.gather(x[s], x_tokens)
+            rows.wgrad_(dw, dy_RN, x_RK, accumulate or s > 0, unrounded=bool(wgrad_recipe))
         if db:
             rows.bias_grad_(db, dy_RN)
 

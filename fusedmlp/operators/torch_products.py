@@ -84,9 +84,16 @@ class Rows:
             t_RN[self.total :].zero_()
         return t_RN
 
-    def wgrad_(self, dw: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
-        """`dw[e] (+)= dy^T x`; through scratch memory if dtypes differ, as CPU GEMMs do not mix them."""
+    def wgrad_(
+        self, dw: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, accumulate: bool, *, unrounded: bool = False
+    ) -> None:
+        """`dw[e] (+)= dy^T x`, through scratch memory if dtypes differ, as CPU GEMMs do not mix them.
+
+        Products are then rounded to the dtype of the operands, unless `unrounded`: operands are cast to that of `dw`.
+        """
         dw_ENK = _each(dw, 2)
+        if unrounded:
+            dy_RN, x_RK = dy_RN.to(dw[0].dtype), x_RK.to(dw[0].dtype)
         if dw[0].dtype == dy_RN.dtype:
             self._add_products_(dw_ENK, dy_RN, x_RK, accumulate)
             return

@@ -111,6 +111,7 @@ def _plan_grouped_mlp_backward_(
     accumulate2: bool,
     need_dx: bool,
     keep: bool,
+    wgrad_recipe: str,
 ) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
@@ -224,6 +225,7 @@ def grouped_wgrad_(
     dy_rows: Sequence[Tensor],
     x_rows: Sequence[Tensor],
     accumulate: bool,
+    wgrad_recipe: str,
 ) -> None:
-    """Passes (5) and (6) alone, over one or several segments."""
+    """Passes (5) and (6) alone, over one or several segments; kernels add unrounded products with any recipe."""
     wgrad_of_segments_([*dw], [*db], tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows), accumulate)

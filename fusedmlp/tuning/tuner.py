@@ -213,7 +213,7 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
         return [dw]
 
     def dgrad_act(settings: Settings) -> list[Tensor]:
-        flags = (False, False, False, True)  # add to neither weight gradient, no dx; keep dh and act_probs
+        flags = (False, False, False, True, "")  # add to neither weight gradient, no dx; keep dh and act_probs
         arguments: Any = ([], [], [], [], dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, act, *flags)
         return list(triton_impl.grouped_mlp_backward_.run(arguments, settings))[1:]
 

@@ -27,7 +27,7 @@ def of_linear(impl, grad):
     yield OPS.grouped_gemm.default, (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, impl)
     dw, db = torch.empty(3, F, H), torch.empty(3, F)
     (dy,) = tensors(1, (R, F), grad=grad)
-    yield OPS.grouped_wgrad_.default, ([dw], [db], [dy], [x], [offsets], [], [], False, impl)
+    yield OPS.grouped_wgrad_.default, ([dw], [db], [dy], [x], [offsets], [], [], False, "", impl)
     yield OPS.expert_offsets.default, (torch.tensor(COUNTS), R, impl)
 
 
@@ -41,7 +41,7 @@ def of_mlp(impl, grad):
     _, h = OPS.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, activation, impl)
     grads = [[torch.empty_like(w)] for w in (fc1, fc2)]
     operands = dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, activation
-    yield OPS.grouped_mlp_backward_.default, (*grads, [], [], *operands, False, False, True, False, impl)
+    yield OPS.grouped_mlp_backward_.default, (*grads, [], [], *operands, False, False, True, False, "", impl)
 
 
 def of_tokens(impl, grad):

@@ -143,7 +143,7 @@ def test_passes_over_memory_between_products(dtype, forward, backward):
     dw = [[torch.zeros(t.shape, dtype=dtype)] for (t,) in (fc1, fc2)]
     with Passes() as passes:
         torch_impl.grouped_mlp_backward_(
-            *dw, [], [], dy, x, h, fc1, fc2, [], offsets, None, None, probs, SWIGLU, True, True, True, False
+            *dw, [], [], dy, x, h, fc1, fc2, [], offsets, None, None, probs, SWIGLU, True, True, True, False, ""
         )
     assert [name for name in passes.names if name not in rows_of_padding] == backward
 
