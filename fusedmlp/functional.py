@@ -25,7 +25,7 @@ from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import Routing
-from fusedmlp.recipe import of_wgrad
+from fusedmlp.recipe import check_blocks, formats
 from fusedmlp.validate import Experts, Input, Options
 
 
@@ -45,6 +45,7 @@ def grouped_mlp(
     is_first_microbatch: bool | None = None,
     impl: str = "auto",
     recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
 
@@ -75,8 +76,10 @@ def grouped_mlp(
             or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`, if there is no recipe.
         recipe: "bf16" or "fp16": compute in these 16 bits, to which float32 x and weights are cast (weights for each
             forward and backward, or, with `is_first_microbatch`, once a step). Weight gradients are added unrounded.
-            None: compute in the dtype of x, which weights share; under `torch.autocast` to 16 bits, float32 and its
-            dtype are as with its recipe.
+            "fp8_block" or "mxfp8": likewise bf16, and GEMMs multiply 8-bit operands if experts have at least 64 rows on
+            average; see docs/eight_bit.md. None: compute in the dtype of x, which weights share; under `torch.autocast`
+            to 16 bits, float32 and its dtype are as with its recipe.
+        wgrad: "recipe", or "bf16": with an 8-bit recipe, compute weight gradients from bf16 operands.
 
     Returns:
         `[R, H]`, dtype of x.
@@ -84,14 +87,15 @@ def grouped_mlp(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
         RuntimeError: gradient fusion requested where it is impossible; no triton, or no GPU for it.
+        NotImplementedError: an 8-bit recipe with impl="triton".
     """
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe).check()
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
     probs = validate.probabilities(probs, source)
     counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
-    call = _prepare(source, weights, biases, options, kind.encoded)
+    call = _prepare(source, weights, biases, options, x.shape[0], kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     rest = [source.computed(), _offsets(counts, x, call.impl), probs, None, None, None]
     return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch).to(x.dtype)
@@ -113,6 +117,7 @@ def moe_experts(
     is_first_microbatch: bool | None = None,
     impl: str = "auto",
     recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> Tensor:
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
 
@@ -129,7 +134,7 @@ def moe_experts(
         top_k_index: `[T, K]`, of any integer dtype, on the device of hidden_states. `T * K` is below `2**31`.
         top_k_weights: `[T, K]`, any of the dtypes of hidden_states. Gets a gradient.
         fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
-        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe: as in `grouped_mlp`.
+        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad: as in `grouped_mlp`.
 
     Returns:
         `[T, H]`, dtype of hidden_states.
@@ -137,12 +142,12 @@ def moe_experts(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe).check()
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
     source = validate.rows("hidden_states", hidden_states, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
     ids, probs = validate.choices(top_k_index, top_k_weights, source)
-    call = _prepare(source, weights, biases, options, kind.encoded)
+    call = _prepare(source, weights, biases, options, ids.numel(), kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
     routed = probs if torch.compiler.is_exporting() else probs.detach()
@@ -163,6 +168,7 @@ def grouped_linear(
     is_first_microbatch: bool | None = None,
     impl: str = "auto",
     recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> Tensor:
     """`y[r] = weight[e] @ x[r] + bias[e]` for row `r` of expert `e`: one GEMM with the contract of `grouped_mlp`.
 
@@ -176,7 +182,7 @@ def grouped_linear(
         wgrad_queue: as in `grouped_mlp`.
         is_first_microbatch: as in `grouped_mlp`.
         impl: as in `grouped_mlp`.
-        recipe: as in `grouped_mlp`.
+        recipe, wgrad: as in `grouped_mlp`.
 
     Returns:
         `[R, out]`, dtype of x; zero at padding rows.
@@ -184,13 +190,13 @@ def grouped_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe).check()
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
     source = validate.rows("x", x, recipe)
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
     biases = [validate.biases("bias", bias, experts, source)]
     counts = validate.counts(tokens_per_expert, experts.num_experts, source)
-    call = _prepare(source, {"weight": experts}, biases, options, "")
+    call = _prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
     tensors = [*experts.tensors, *biases[0], source.computed(), _offsets(counts, x, call.impl)]
     return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch).to(x.dtype)
 
@@ -256,16 +262,20 @@ def _prepare(
     weights: dict[str, Experts],
     biases: list[list[Tensor]],
     options: Options,
+    num_rows: int,
     activation: str,
 ) -> Call:
     """The call's constants, with `impl` and `recipe` resolved."""
-    layout, mode, queue, is_first_microbatch, impl, recipe = options
+    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad = options
     impl = validate.implementation(impl, x.tensor.device)
-    wgrad_recipe = of_wgrad(x.dtypes[0], [experts.tensors[0] for experts in weights.values()], recipe)
+    for name, experts in weights.items():
+        check_blocks(recipe, name, experts.out_features, experts.in_features, impl)
+    firsts, rows = [experts.tensors[0] for experts in weights.values()], num_rows / experts.num_experts
+    computed = formats(recipe, wgrad, x.dtypes[0], firsts, rows)
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
     constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
-    return make(*constants, wgrad_recipe, is_first_microbatch is not None)
+    return make(*constants, computed.encoded, is_first_microbatch is not None)
 
 
 # Cached, as arguments are only numbers and names.

@@ -1,18 +1,42 @@
 """Recipes: the formats of a layer's GEMMs, as they follow from `recipe=`, `wgrad=` and autocast.
 
 A layer computes in one dtype, that of `h`, and of `y` and `dx` inside it: its input is cast to it, and so are float32
-weights, for the time of a call. Biases, probabilities and gradients of weights keep their dtypes.
+weights, for the time of a call. Biases, probabilities and gradients of weights keep their dtypes. An 8-bit recipe
+quantizes the operands of every GEMM in addition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}  # recipe -> the dtype that the layer computes in
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# Recipe -> the dtype that the layer computes in.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_block": torch.bfloat16, "mxfp8": torch.bfloat16}
+BLOCKS = {"fp8_block": 128, "mxfp8": 32}  # 8-bit recipe -> elements that share a scale along what a GEMM contracts
+WGRADS = ("recipe", "bf16")
+LEAST_ROWS = 64  # an expert, on average: with fewer, quantization costs more than GEMMs of 8 bits save
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class Formats(NamedTuple):
+    """Formats of GEMMs' operands, as operators take them, encoded in one string."""
+
+    gemms: str  # an 8-bit recipe; "": as they come
+    wgrad: str  # a recipe, whose products are added unrounded; "": as they come
+
+    @property
+    def encoded(self) -> str:
+        """`"gemms/wgrad"`; "" for operands as they come."""
+        return "/".join(self) if self.wgrad else ""
+
+    @classmethod
+    def decode(cls, encoded: str) -> Formats:
+        """The inverse of `encoded`."""
+        gemms, _, wgrad = encoded.partition("/")
+        return cls(gemms, wgrad)
 
 
 def computed_dtypes(x: Tensor, recipe: str | None) -> tuple[torch.dtype, ...]:
@@ -30,11 +54,28 @@ def computed_dtypes(x: Tensor, recipe: str | None) -> tuple[torch.dtype, ...]:
     return (x.dtype,)
 
 
-def of_wgrad(dtype: torch.dtype, weights: Sequence[Tensor], recipe: str | None) -> str:
-    """The format of the weight gradients' operands, whose products are added unrounded; "": of a layer without recipe.
+def check_blocks(recipe: str | None, name: str, out_features: int, in_features: int, impl: str) -> None:
+    """Check that an 8-bit recipe can be computed, and that its blocks fit the weight of this name."""
+    if recipe not in BLOCKS:
+        return
+    if impl == "triton":
+        raise NotImplementedError(
+            f'recipe={recipe!r}: expected impl="torch", on the CPU, as there are no kernels of 8 bits yet; got "triton"'
+        )
+    if out_features % BLOCKS[recipe] or in_features % BLOCKS[recipe]:
+        raise ValueError(
+            f"{name}: expected multiples of {BLOCKS[recipe]} features, the blocks of recipe={recipe!r}; got "
+            f"{out_features} out and {in_features} in"
+        )
 
-    Such a layer's weights have the `dtype` that it computes in, and `impl="torch"` rounds products to that before it
-    adds them to a float32 `main_grad`, which is faster.
+
+def formats(recipe: str | None, wgrad: str, dtype: torch.dtype, weights: Sequence[Tensor], rows: float) -> Formats:
+    """The formats of a layer that computes in `dtype`, with so many `rows` an expert on average.
+
+    Without a recipe, and with weights of that dtype, `impl="torch"` rounds products of wgrad to it before it adds them
+    to a float32 `main_grad`, which is faster.
     """
+    if recipe in BLOCKS and rows >= LEAST_ROWS:
+        return Formats(recipe, recipe if wgrad == "recipe" else wgrad)
     casts = any(weight.dtype != dtype for weight in weights)
-    return _NAMES.get(dtype, "") if recipe is not None or casts else ""
+    return Formats("", _NAMES.get(dtype, "") if recipe is not None or casts else "")

@@ -14,7 +14,7 @@ from fusedmlp import environment
 from fusedmlp.contract.destination import MODES, Mode, are_alike, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
-from fusedmlp.recipe import DTYPES, computed_dtypes
+from fusedmlp.recipe import DTYPES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
@@ -43,6 +43,7 @@ class Options(NamedTuple):
     is_first_microbatch: bool | None
     impl: str
     recipe: str | None
+    wgrad: str
 
     def check(self) -> Options:
         """Raise for a wrong one; return self."""
@@ -52,6 +53,9 @@ class Options(NamedTuple):
             raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(self.wgrad_queue)}")
         if self.recipe is not None:
             _one_of("recipe", self.recipe, [*DTYPES])
+        _one_of("wgrad", self.wgrad, WGRADS)
+        if self.wgrad == "bf16" and DTYPES.get(self.recipe or "") is not torch.bfloat16:
+            raise ValueError(f'wgrad="bf16": expected a recipe that computes in bfloat16; got recipe={self.recipe!r}')
         return self
 
 

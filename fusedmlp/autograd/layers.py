@@ -41,7 +41,7 @@ class Call:
     recomputes_first_microbatch: bool  # a checkpoint's recomputation with is_first_microbatch=True
     impl: str
     activation: str = ""
-    wgrad_recipe: str = ""  # see recipe.of_wgrad
+    recipe: str = ""  # recipe.Formats.encoded
     keeps_copies: bool = False  # of float32 weights, from one micro-batch to the next
     traced: Any = None  # compiled.Traced, inside a graph
 
@@ -103,7 +103,7 @@ class Call:
             assert dy is not None
             assert x is not None
             operands = Operands(dy, x, offsets, dy_rows, x_rows)
-            self.queue.put(route, operands, transposed=self.transposed, recipe=self.wgrad_recipe, impl=self.impl)
+            self.queue.put(route, operands, transposed=self.transposed, recipe=self.recipe, impl=self.impl)
         return route.finish()
 
 
@@ -157,7 +157,7 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(tensors)
         ctx.save_for_backward(*tensors)
         ctx.call = call
-        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.impl)
+        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.impl)
         return y
 
     @staticmethod
@@ -173,9 +173,7 @@ class GroupedLinear(torch.autograd.Function):
         db = _bias_grads(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
         w = call.computed(weight, dy) if need_dx else []
-        dx = operators.linear_backward(
-            dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.wgrad_recipe, call.impl
-        )
+        dx = operators.linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
         return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 
@@ -203,6 +201,7 @@ class GroupedMLP(torch.autograd.Function):
                 tokens,
                 probs if rows is None else row_probs,
                 call.activation,
+                call.recipe,
                 call.impl,
             )
         )
@@ -247,7 +246,7 @@ class GroupedMLP(torch.autograd.Function):
                 route2.accumulate,
                 need_dx,
                 route1.delayed or route2.delayed,
-                call.wgrad_recipe,
+                call.recipe,
                 call.impl,
             )
         )

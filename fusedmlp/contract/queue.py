@@ -41,7 +41,7 @@ class _Delayed(NamedTuple):
     operands: Operands
     state: tuple[bool, list[int]]  # of the operands, in backward
     transposed: bool  # the weight is stored [in, out]
-    recipe: str  # of wgrad
+    recipe: str
     impl: str
 
     def launch_key(self) -> tuple[Any, ...]:

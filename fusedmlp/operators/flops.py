@@ -33,7 +33,7 @@ def _grouped_wgrad(
 
 
 def _grouped_mlp(x: Shape, fc1: Sequence[Shape], fc2: Sequence[Shape], *rest: Any, **_: Any) -> int:
-    _, _, _, tokens, _, _, _ = rest
+    _, _, _, tokens, _, _, _, _ = rest
     num_rows = x[0] if tokens is None else tokens[0]
     return _product(num_rows, fc1) + _product(num_rows, fc2)
 

@@ -88,7 +88,7 @@ def test_combine(impl, dtype):
 def test_grouped_gemm(tensors, impl, packed):
     weight, bias = tensors["fc1"], tensors["bias1"]
     groups = ([weight], [bias]) if packed else (list(weight.unbind()), list(bias.unbind()))
-    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], impl))
+    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], "", impl))
     torch.testing.assert_close(y[4:6], tensors["x"][4:6] @ weight[1].T + bias[1])
     assert y[6].count_nonzero() == 0
 
@@ -121,7 +121,7 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
 def test_grouped_mlp(tensors, impl, with_probs):
     t = tensors
     probs = t["probs"] if with_probs else None
-    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], None, probs, SWIGLU, impl)
+    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], None, probs, SWIGLU, "", impl)
     y, h = check(OPS.grouped_mlp, forward)
     assert y.shape == (7, 4)
     assert h.shape == (7, 6)
@@ -192,7 +192,7 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
         weights = ([t["fc1"]], [t["fc2"]])
         last = (t["probs"], SWIGLU)
         y, h = run(
-            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], tokens, *last, impl)
+            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], tokens, *last, "", impl)
         )
         outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
         operands = (source["dy"], source["x"], h, *weights, [t["bias2"]])
@@ -236,7 +236,7 @@ def test_experts_in_a_tuple_are_all_of_them_or_refused():
         torch.no_grad(),
         pytest.raises(TypeError, match=r"experts: expected a list .* got a tuple"),
     ):
-        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "triton")
+        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "", "triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)

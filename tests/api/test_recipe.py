@@ -349,7 +349,7 @@ def test_kept_copies_are_of_one_dtype_and_go_with_the_parameter(casts):
 
 def test_errors():
     layer = Layer()
-    with pytest.raises(ValueError, match=r"recipe: expected one of 'bf16', 'fp16'; got 'fp8'"):
+    with pytest.raises(ValueError, match=r"recipe: expected one of 'bf16', 'fp16', 'fp8_block', 'mxfp8'; got 'fp8'"):
         layer(recipe="fp8")
     with pytest.raises(TypeError, match=r"x: expected dtype torch.bfloat16 or torch.float32 .*; got torch.float16"):
         layer(layer.x.half(), recipe="bf16")
@@ -372,4 +372,4 @@ def test_operators_derivatives_take_no_part():
     """`torch.ops.fusedmlp` casts nothing: operands have one dtype there."""
     x, w, offsets = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([0, 2, 4], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ops.grouped_gemm(x, [w], [], offsets, "torch").dtype == torch.float32
+        assert ops.grouped_gemm(x, [w], [], offsets, "", "torch").dtype == torch.float32
