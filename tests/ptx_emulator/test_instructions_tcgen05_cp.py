@@ -74,8 +74,8 @@ def test_a_copy_that_may_not_be_is_an_error_that_names_the_line(bits, more, mess
 OVERWRITE = "mov.u32 %r20, shared; @%p2 st.shared.b32 [%r20+{}], %r20;"
 STORE = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r21], {%r20}; tcgen05.wait::st.sync.aligned;"
 LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r21]; tcgen05.wait::ld.sync.aligned;"
-# Mistakes in the steps of a scaled product, and the errors that they give. `{}` is the right step. `%r21` is the address
-# of the factors of A in columns 64 to 67, behind D; those of B are in columns 68 and 69. Mode late adds 256 to both.
+# Mistakes in the steps of a scaled product, and their errors. `{}` is the right step, `%r21` the address of
+# the factors of A in columns 64 to 67, behind D; those of B are in columns 68 and 69. Mode late adds 256 to both.
 MISTAKES = {
     "no factors of A": ({"copy_a": ""}, "nothing has written an operand.*column (64|320)"),
     "no factors of B": ({"copy_b": ""}, "nothing has written an operand.*column (68|324)"),
