@@ -87,6 +87,35 @@ def check_two_products(BM: int, stages: int) -> None:
     assert_product(c, torch.cat([a1, a2], 1), torch.cat([b1, b2]), 1e-5)
 
 
+@triton.jit
+def _scaled(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
+    n = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        k, group = start + tl.arange(0, BK)[None, :], start // 32 + tl.arange(0, BK // 32)[None, :]
+        a_scale, b_scale = tl.load(a_scale_ptr + m * (K // 32) + group), tl.load(b_scale_ptr + n * (K // 32) + group)
+        a, b = tl.load(a_ptr + m * K + k), tl.load(b_ptr + n * K + k)
+        acc = tl.dot_scaled(a, a_scale, "e4m3", b.T, b_scale, "e4m3", acc)
+    tl.store(c_ptr + m * N + tl.reshape(n, (1, BN)), acc)
+
+
+def check_scaled(BN: int, BK: int, warps: int) -> None:
+    """MXFP8: a power of two for 32 elements along K."""
+    M, N, K, BM = 256, 2 * BN, 256, 128
+    (a, a_scale), (b, b_scale) = (
+        (torch.randn(rows, K).to(torch.float8_e4m3fn), torch.randint(120, 135, (rows, K // 32), dtype=torch.uint8))
+        for rows in (M, N)
+    )
+    c = torch.full((M, N), float("nan"))
+    _scaled[(2, 2)](a, a_scale, b, b_scale, c, N, K, BM, BN, BK, num_warps=warps)
+    x, y = (
+        matrix.double() * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+        for matrix, scale in ((a, a_scale), (b, b_scale))
+    )
+    assert_product(c, x, y.T, 1e-6)
+
+
 @gluon.jit
 def _copy(
     x_ptr, out_ptr, M: gl.constexpr, N: gl.constexpr, DTYPE: gl.constexpr, STRIDE: gl.constexpr,

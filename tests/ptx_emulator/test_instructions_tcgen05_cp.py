@@ -141,9 +141,17 @@ def test_factors_may_be_stored_by_threads():
         tcgen05.st.sync.aligned.32x32b.x4.b32 [%r21], {{%r22, %r23, %r24, %r25}};
         tcgen05.wait::st.sync.aligned; {BARRIER}"""
     product.check()
-    product.copy_a = product.copy_a.replace("tcgen05.wait::st.sync.aligned;", "")
+    right = product.copy_a
+    product.copy_a = right.replace("tcgen05.wait::st.sync.aligned;", "")
     with pytest.raises(EmulationError, match="RACE in tensor memory: read after write"):
         product.run()
+    for warp in range(4):
+        one_less = f"setp.eq.u32 %p6, %r26, {warp}; @%p6 bra SKIP; tcgen05.st"
+        product.copy_a = "shr.u32 %r26, %tid, 5;" + right.replace("tcgen05.st", one_less).replace(
+            BARRIER, f"SKIP: {BARRIER}"
+        )
+        with pytest.raises(EmulationError, match=f"nothing has written an operand.*lanes from {32 * warp} on"):
+            product.run()
 
 
 def test_new_factors_may_follow_a_product_without_a_wait():

@@ -93,6 +93,14 @@ def test_products_of_tensor_memory(dtype, M):
         known_tensor_memory.check_product(DTYPES[dtype], M, 64, 128, False, True, load="16x256b")
 
 
+@pytest.mark.parametrize(
+    ("BN", "BK", "warps"), cells([(128, 128, 4), (128, 128, 8), (256, 128, 8), (64, 128, 4)], {"128-128-4"})
+)
+def test_scaled_products(BN, BK, warps):
+    with gpu("sm_100"):
+        known_tensor_memory.check_scaled(BN, BK, warps)
+
+
 @pytest.mark.parametrize(("BM", "stages"), [(128, 3), (64, 2)])
 def test_two_products_of_one_accumulator_are_wrong_code(BM, stages):
     """Wrong on a B300: https://github.com/triton-lang/triton/issues/10821"""
