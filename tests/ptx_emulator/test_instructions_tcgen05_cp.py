@@ -77,9 +77,9 @@ LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r21]; tcgen05.wait::ld.s
 # Mistakes in the steps of a scaled product, and their errors. `{}` is the right step, `%r21` the address of
 # the factors of A in columns 64 to 67, behind D; those of B are in columns 68 and 69. Mode late adds 256 to both.
 MISTAKES = {
-    "no factors of A": ({"copy_a": ""}, "nothing has written an operand.*column (64|320)"),
-    "no factors of B": ({"copy_b": ""}, "nothing has written an operand.*column (68|324)"),
-    "factors of A copied later": ({"copy_a": "", "mma": "{} COPY_A"}, "nothing has written an operand"),
+    "no factors of A": ({"copy_a": ""}, "UNWRITTEN: an operand in tensor memory.*column (64|320)"),
+    "no factors of B": ({"copy_b": ""}, "UNWRITTEN: an operand in tensor memory.*column (68|324)"),
+    "factors of A copied later": ({"copy_a": "", "mma": "{} COPY_A"}, "UNWRITTEN: an operand in tensor memory"),
     "no fence of factors": ({"fence": ""}, "PROXY: the async proxy reads(.|\n)*tcgen05.cp"),
     "no barrier after it": ({"meet": "bar.warp.sync -1;"}, "RACE in shared memory"),
     "no commit": ({"commit": ""}, "Deadlock"),
@@ -150,7 +150,7 @@ def test_factors_may_be_stored_by_threads():
         product.copy_a = "shr.u32 %r26, %tid, 5;" + right.replace("tcgen05.st", one_less).replace(
             BARRIER, f"SKIP: {BARRIER}"
         )
-        with pytest.raises(EmulationError, match=f"nothing has written an operand.*lanes from {32 * warp} on"):
+        with pytest.raises(EmulationError, match=f"UNWRITTEN: an operand in tensor memory.*lanes from {32 * warp} on"):
             product.run()
 
 

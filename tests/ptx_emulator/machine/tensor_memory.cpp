@@ -75,8 +75,8 @@ void TensorMemory::read(Cta& cta, Warp& w, const Op& o, u32 cell, Agent by) {
 void TensorMemory::read_operand(Cta& cta, Warp& w, const Op& o, u32 cell, Agent by) {
   if (!cta.races.on) return;
   if (write_agent[cell] == NO_WRITER)
-    cta.launch->note(format("tensor memory: nothing has written an operand: %s, %s", where(cta, w, o).c_str(),
-                            place_of(cell).c_str()));
+    cta.launch->note(format("UNWRITTEN: an operand in tensor memory that nothing has written: %s, %s",
+                            where(cta, w, o).c_str(), place_of(cell).c_str()));
   read(cta, w, o, cell, by);
 }
 
