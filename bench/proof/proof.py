@@ -145,6 +145,8 @@ def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeC
     shapes: list[table.ShapeClass] = ["long"]
     if any(tile != of_format[key._replace(shape="long")] for key, tile in of_format.items() if key.shape == "short"):
         shapes.append("short")
+    if task.dtype == "bf16":  # once: these cases have every dtype
+        yield "long", True, False, cases.quantizing(table.RECIPES[task.target])
     if not task.all_variants:
         for shape in shapes:
             yield shape, True, False, cases.DEMANDING
