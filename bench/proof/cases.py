@@ -129,7 +129,13 @@ def _many_experts(dtype: torch.dtype) -> Calls:
 
 
 def _plan_quantize(
-    builder: Builder, x_RC: Array, offsets: Array, rows_R: Array | None, recipe: Recipe, row_copy: bool, token_copy: bool
+    builder: Builder,
+    x_RC: Array,
+    offsets: Array,
+    rows_R: Array | None,
+    recipe: Recipe,
+    row_copy: bool,
+    token_copy: bool,
 ) -> None:
     num_rows, C = (x_RC if rows_R is None else rows_R).shape[0], x_RC.shape[1]
     schedule = Schedule.planned(builder, offsets, num_rows, offsets.shape[0] - 1)
@@ -148,13 +154,14 @@ _quantize = Operator(_plan_quantize, DEFAULT)
 
 
 def _quantizing(recipe: Recipe, gathered: bool, _: torch.dtype) -> Calls:
-    """Of every dtype of x, as launches without a tile are compiled once."""
-    rows = torch.empty(100, dtype=torch.int32) if gathered else None
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for copies in ((True, True), (True, False), (False, True)):
-            yield _quantize, (torch.empty(100, 256, dtype=dtype), _offsets((40, 60, 0)), rows, recipe, *copies)
+    """Calls with x of every dtype, as launches without a tile are compiled once."""
+    offsets, rows = _offsets((40, 60, 0)), torch.empty(100, dtype=torch.int32) if gathered else None
+    x, half, single = (torch.empty(100, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     unaligned = torch.empty(100, 257, dtype=torch.bfloat16)[:, 1:]
-    yield _quantize, (unaligned, _offsets((40, 60, 0)), rows, recipe, True, True)
+    for of in (x, half, single, unaligned):
+        yield _quantize, (of, offsets, rows, recipe, True, True)
+    for copies in ((True, False), (False, True)):
+        yield _quantize, (x, offsets, rows, recipe, *copies)
 
 
 def quantizing(recipes: Iterable[Recipe]) -> Cases:

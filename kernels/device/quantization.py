@@ -4,7 +4,7 @@ The scale of a block is the least power of two, s, with amax / s <= 448. It is d
 integers: no division is rounded, and no subnormal number is flushed. `tests/kernels/test_quantize.py` compares it with
 PyTorch's definitions, which divide and multiply.
 
-A tile has 128 rows of one expert, a chunk 128 columns. A token copy has zeros behind the last row of an expert.
+A tile has 128 rows of one expert, a chunk 128 columns.
 """
 
 import triton
@@ -22,7 +22,7 @@ _QUIET_NAN = tl.constexpr(0x7FC00000)
 
 @triton.constexpr_function
 def block_of(recipe):
-    """Elements that share a scale; in a kernel."""
+    """Number of elements that share a scale."""
     return 32 if recipe == "mxfp8" else 128
 
 
@@ -50,12 +50,13 @@ def _amax(x, axis: tl.constexpr):
 
 @triton.jit
 def _exponent(amax, RECIPE: tl.constexpr):
-    """The exponent of the scale plus 127: for mxfp8, the E8M0 byte. 0 stands for 2^-127, which is subnormal in fp32."""
+    """The exponent of the scale, plus 127. For mxfp8 this is the E8M0 byte. 0 stands for 2^-127, subnormal in fp32."""
     bits = amax.to(tl.int32, bitcast=True)
     # 448 is 1.75 * 2^8. Adding 2^21 - 1 carries into the exponent if the mantissa is more than 1.75.
     exponent = tl.maximum(((bits + 0x1FFFFF) >> 23) - 8, 0)
     if RECIPE == "mxfp8":
-        # amax * (1 / 448) is subnormal here, and rounds down to 2^-127, the only power of two that it rounds down to.
+        # The definition is amax * (1 / 448) in fp32, rounded up. For the number after 448 * 2^-127 that product is
+        # subnormal and rounds to 2^-127; of all others, no product falls to the next lower power of two.
         exponent = tl.where(bits == 0x04600001, 0, exponent)
         exponent = tl.where(bits == _INFINITY, 254, exponent)
         exponent = tl.where(bits > _INFINITY, 0, exponent)

@@ -4,7 +4,7 @@ Both copies of a matrix `[R, C]` go by the tiles of a plan for 128 rows, which n
 columns, so alignment does not depend on where an expert begins:
 
 - A row copy, `[R, C]` e4m3, has the matrix' own rows, in blocks along columns.
-- A token copy has 128 rows for each tile, zeros behind the last one of an expert, in blocks along rows: `[tiles, 128,
+- A token copy has 128 rows for each tile, zeros after the last one of an expert, in blocks along rows: `[tiles, 128,
   C]` e4m3 for mxfp8; transposed for fp8_block, `[tiles, C, 128]`, as `wgmma` takes 8 bits with contiguous K only.
 - The scales of 128 rows and 128 columns are 512 bytes together: `[tiles, chunks, 128]` fp32, by row or, in a token
   copy, by column; for mxfp8 `[tiles, chunks, 32, 4, 4]` bytes, E8M0 in the order in which `tcgen05.cp` copies them: row

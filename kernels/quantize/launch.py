@@ -12,7 +12,7 @@ from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.table import Recipe
-from .triton_kernel import _grouped_quantize_kernel
+from .triton_kernel import _quantize_kernel
 
 # Columns of a program, one chunk or half of one, and warps. Two to five programs share a multiprocessor, so that one
 # loads while another one stores.
@@ -61,4 +61,4 @@ def grouped_quantize_(
         tokens=None if rows_R is None else x_RC.shape[0],
     )
     grid = (num_tiles * cdiv(C, CHUNK) * (CHUNK // columns),)
-    builder.launch(_grouped_quantize_kernel, grid, arguments, cost=costs, num_warps=num_warps)
+    builder.launch(_quantize_kernel, grid, arguments, cost=costs, num_warps=num_warps)

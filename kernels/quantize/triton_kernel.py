@@ -13,7 +13,7 @@ from ..device.tiles import load_rows, to_fp32
 
 
 @triton.jit
-def _grouped_quantize_kernel(
+def _quantize_kernel(
     x_ptr,
     row_ids_ptr,
     row_copy_ptr,
@@ -32,8 +32,8 @@ def _grouped_quantize_kernel(
     """
     num_m, num_c = tl.load(tiles_ptr), tl.cdiv(C, CHUNK) * (CHUNK // BLOCK_C)
     tile, column = tl.program_id(0) // num_c, tl.program_id(0) % num_c * BLOCK_C
-    # Programs cover whole chunks, as all scales of a chunk must be numbers.
-    # One tile a program: in a loop, addresses of two tiles at once take half as many registers again.
+    # Programs cover whole chunks: scales past the last column are multiplied by zeros, so they must not be NaN. Each
+    # program has one tile: a loop over tiles would take half as many registers again.
     if tile < num_m:
         _, first, rows = load_tile(tiles_ptr, tile)
         row_M = rows_of_tile(RECIPE)

@@ -43,7 +43,6 @@ def test_one_copy_leaves_the_other_alone(recipe, row_copy, row_ids):
 
 def test_rows_at_odd_addresses_and_strides(recipe):
     x = values(40, 163, torch.bfloat16)[:, 3:]
-    assert x.stride() == (163, 1)
     check(Case(recipe, counts=(23, 17), padding=0), x)
 
 
