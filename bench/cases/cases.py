@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, gemm, moe, wgrad
+from bench.cases import dgrad_act, factory, fc1_act, gemm, gemm_fp8_block, moe, wgrad
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
@@ -67,6 +67,11 @@ class Case:
 def cases() -> list[Case]:
     """All cases, for any GPU."""
     return [*_gemm(), *_fc1_act(), *_dgrad_act(), *_wgrad(), *_layers()]
+
+
+def of_recipes(architecture: str) -> list[Case]:
+    """Cases of kernels that multiply in 8 bits, on a GPU that has them."""
+    return [*_fp8_block()] if architecture == "sm_90" else []
 
 
 def _grid(
@@ -138,6 +143,24 @@ def _gemm() -> Iterator[Case]:
     yield from _grid("gemm without descriptors", case(), (BF16, FP16), descriptors=False)
     for load in ("few", "empty", "one", "many"):
         yield from _grid(f"gemm {load}", case(load))
+
+
+def _fp8_block() -> Iterator[Case]:
+    def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
+        counts, padding = LOADS[load]
+        own = gemm_fp8_block.Case(counts, padding, **options)
+        return Case(f"gemm {name}", "fp8_block", "long", partial(gemm_fp8_block.check, own), quick)
+
+    yield case("packed", bias=True, quick=True)
+    yield case("no bias")
+    yield case("scaled bias", bias=True, scale=True)
+    yield case("biases scattered", bias=True, scale=True, biases="scattered misaligned")
+    yield case("dprobs", dprobs=True)
+    yield case("left half of a tile", N=104)
+    yield case("narrow", N=264, K=16)
+    yield case("deep", N=520, K=656)
+    for load in ("few", "empty", "one", "many", "even"):
+        yield case(load, load)
 
 
 def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:

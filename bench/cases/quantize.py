@@ -11,8 +11,8 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
+from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import torch_quantize
-from fusedmlp.operators.torch_quantize import Recipe
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS = {"fp8_block": 128, "mxfp8": 32}

@@ -22,6 +22,36 @@ BUFFERS = gl.constexpr(2)
 
 
 @gluon.jit
+def store_subtile(
+    y_MN,
+    arguments,
+    tile,
+    n_tile,
+    out,
+    S: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    ROWS: gl.constexpr,
+    TILE: gl.constexpr,
+):
+    """Finish subtile S of a consumer's ROWS rows of a tile, and store it through one of the consumer's buffers."""
+    bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, _, N, _ = arguments
+    expert, first, rows = tile
+    TURNS: gl.constexpr = min(BUFFERS, TILE.SUBTILES)
+    column = n_tile * TILE.BLOCK_N + S * (TILE.BLOCK_N // TILE.SUBTILES)
+    bias_1N, scale_M1 = None, None
+    if bias_ptr is not None:
+        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
+        bias_1N = load_bias(bias, column_numbers(y_MN, column), N)
+        if scale_ptr is not None:
+            scale_M1 = load_for_rows(scale_ptr + first, y_MN, CONSUMER * ROWS, rows)
+    y_MN = add_bias(y_MN, bias_1N, scale_M1, out.dtype)
+    wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+    buffer = out.index(CONSUMER * TURNS + S % TURNS)
+    overwrite(buffer, y_MN, TURNS - 1)
+    tma_store(y_desc, [wrap, end, row, column], buffer)
+
+
+@gluon.jit
 def _consume(
     arguments,
     pipeline,
@@ -32,30 +62,18 @@ def _consume(
     TILE: gl.constexpr,
 ):
     """Partition of a consumer; `out`: its buffers for stores."""
-    bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K = arguments
+    tiles_ptr, K = arguments[5], arguments[7]
     SUBTILES: gl.constexpr = TILE.SUBTILES
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
-    WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
-    TURNS: gl.constexpr = min(BUFFERS, SUBTILES)
     num_m, num_n = pipeline[0], pipeline[1]
     i = 0
     for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
-        wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+        tile = load_tile(tiles_ptr, m_tile)
         subtiles, i = product(i, K, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
-            y_MN, column = subtile(subtiles, s, SUBTILES, CONSUMERS), n_tile * TILE.BLOCK_N + s * WIDTH
-            bias_1N, scale_M1 = None, None
-            if bias_ptr is not None:
-                bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert)
-                bias_1N = load_bias(bias, column_numbers(y_MN, column), N)
-                if scale_ptr is not None:
-                    scale_M1 = load_for_rows(scale_ptr + first, y_MN, CONSUMER * ROWS, rows)
-            y_MN = add_bias(y_MN, bias_1N, scale_M1, out.dtype)
-            buffer = out.index(CONSUMER * TURNS + s % TURNS)
-            overwrite(buffer, y_MN, TURNS - 1)
-            tma_store(y_desc, [wrap, end, row, column], buffer)
+            y_MN = subtile(subtiles, s, SUBTILES, CONSUMERS)
+            store_subtile(y_MN, arguments, tile, n_tile, out, s, CONSUMER, ROWS, TILE)
     tma_store_wait(0)
 
 

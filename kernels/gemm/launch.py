@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from ..launching import cost
 from ..launching.program import Builder
@@ -11,10 +12,11 @@ from ..operands import descriptors, expert_tensors
 from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
+from ..operands.quantized import Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
-from ..tiles.select import choose
-from ..tiles.table import BY_DESCRIPTORS
+from ..tiles.select import Chosen, choose
+from ..tiles.table import BY_DESCRIPTORS, Key, Tile, shape_class
 from ..warp_specialized import gluon_missing
 from .dprobs import Dprobs, sum_partials_kernel
 from .triton_kernel import _grouped_gemm_kernel
@@ -53,20 +55,9 @@ def grouped_gemm_(
     arguments = {
         "x_desc": x_desc,
         "w_desc": w_desc,
-        **expert_tensors.arguments("bias", bias_EN),
-        "scale_ptr": scale_R,
-        "y_ptr": y_RN,
         "y_desc": y_desc,
-        "partial_ptr": dprobs and dprobs.partial,
-        "dprobs_rows_ptr": dprobs and dprobs.rows,
-        "dprobs_ptr": dprobs and dprobs.out,
-        "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
-        "num_partials": dprobs.partial.shape[0] if dprobs else 0,
-        "num_rows": num_rows,
+        **_arguments(builder, y_RN, K, schedule, tile, bias_EN, scale_R, dprobs),
         "num_experts": schedule.num_experts,
-        "N": N,
-        "K": K,
-        "stride_y_r": y_RN.strides[0],
         "K_CONTIGUOUS": k_contiguous,
         "REVERSED": w_ENK.stride_e < 0,
     }
@@ -85,6 +76,78 @@ def grouped_gemm_(
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_gemm_kernel, grid, arguments, chosen, costs)
+
+
+def _arguments(
+    builder: Builder,
+    y_RN: Array,
+    K: int,
+    schedule: Schedule,
+    tile: Tile,
+    bias_EN: ExpertTensors | None,
+    scale_R: Array | None,
+    dprobs: Dprobs | None,
+) -> dict[str, Any]:
+    """Arguments that all kernels take."""
+    return {
+        **expert_tensors.arguments("bias", bias_EN),
+        "scale_ptr": scale_R,
+        "y_ptr": y_RN,
+        "partial_ptr": dprobs and dprobs.partial,
+        "dprobs_rows_ptr": dprobs and dprobs.rows,
+        "dprobs_ptr": dprobs and dprobs.out,
+        "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
+        "num_partials": dprobs.partial.shape[0] if dprobs else 0,
+        "num_rows": y_RN.shape[0],
+        "N": y_RN.shape[1],
+        "K": K,
+        "stride_y_r": y_RN.strides[0],
+    }
+
+
+@Launcher
+def grouped_gemm_fp8_block_(
+    builder: Builder,
+    y_RN: Array,
+    x_RK: Quantized,
+    w_ENK: Quantized,
+    schedule: Schedule,
+    *,
+    bias_EN: ExpertTensors | None = None,
+    scale_R: Array | None = None,
+    dprobs: Dprobs | None = None,
+) -> None:
+    """`grouped_gemm_` of a row copy of `x` and of weights in 8 bits, both quantized for fp8_block; `y` has 16 bits.
+
+    Raises:
+        ValueError: the target has no tile for such loads, or TMA cannot move the operands.
+    """
+    target, (num_rows, N), K = builder.target, y_RN.shape, x_RK.elements.shape[1]
+    if not num_rows * N:
+        return
+    key = Key("gemm", "warp_specialized", "fp8_block", shape_class(schedule.rows_per_expert))
+    tile = target.settings.tuned.get(key) or target.tiles.get(key)
+    if tile is None:
+        raise ValueError(f"recipe fp8_block: expected an architecture with a tile for {key}; got {target.architecture}")
+    moved = {"y": y_RN, "x": x_RK.elements, "w": w_ENK.elements, "scales of x": x_RK.scales}
+    for name, array in moved.items():
+        if not descriptors.fits(array):
+            raise ValueError(f"{name}: expected rows and an address that are multiples of 16 bytes; got {array}")
+    rows = target.consumer_rows(key.path, tile)
+    arguments = {
+        "x_desc": descriptors.ragged_rows(x_RK.elements, rows, tile.BLOCK_K),
+        "x_scales_desc": descriptors.chunks(x_RK.scales, tile.BLOCK_M),
+        "w_desc": descriptors.of_matrices(w_ENK.elements, tile.BLOCK_N, tile.BLOCK_K, True),
+        "w_scales_ptr": w_ENK.scales,
+        "y_desc": descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES),
+        **_arguments(builder, y_RN, K, schedule, tile, bias_EN, scale_R, dprobs),
+    }
+    grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
+    bias = itemsize(bias_EN and bias_EN.base)
+    costs = partial(cost.gemm_fp8_block, N=N, K=K, y=y_RN.dtype.itemsize, bias=bias, scale=itemsize(scale_R))
+    from .fp8_block_kernel import grouped_gemm_fp8_block_kernel
+
+    builder.launch(grouped_gemm_fp8_block_kernel, grid, arguments, Chosen(key, tile), costs)
 
 
 def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:

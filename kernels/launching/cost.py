@@ -61,6 +61,19 @@ def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = Fal
     return Cost("gemm", product_flops(R, N, K), itemsize * elements + scale * R)
 
 
+def gemm_fp8_block(
+    rows: Sequence[int], N: int, K: int, y: int, *, bias: int = 0, scale: int = 0
+) -> Cost:
+    """`gemm` of x and w in 8 bits, whose scales are 512 bytes for each row tile, and 4 for each block of w, along K.
+
+    `y`, `bias`: bytes of an element.
+    """
+    R, E, tiles = sum(rows), _used(rows), sum(cdiv(n, TILE_ROWS) for n in rows)
+    scales = (512 * tiles + _FP32 * E * cdiv(N, CHUNK)) * cdiv(K, CHUNK)
+    num_bytes = R * K + E * N * K + scales + y * R * N + bias * E * N + scale * R
+    return Cost("gemm", product_flops(R, N, K), num_bytes)
+
+
 def dgrad_act(
     rows: Sequence[int],
     H: int,

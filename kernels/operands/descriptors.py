@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class Descriptor(NamedTuple):
         from triton.experimental.gluon.nvidia import hopper
 
         size = self.array.dtype.itemsize
-        swizzle = min(self.block[-1] * size, 128)
+        swizzle = min(self.block[-1] * size, 128) if len(self.block) > 1 else 0
         layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=len(self.block))
         return hopper.TensorDescriptor(*described, layout)
 
@@ -71,6 +72,12 @@ def ragged_rows(
     strides = (2**34 - stride, stride, stride, *distance, 1)
     block = (1, 1, block_rows, *((1,) if apart and both else both), block_columns)
     return Descriptor(array_RN, shape, strides, block)
+
+
+def chunks(array: Array, block: int) -> Descriptor:
+    """Describe a contiguous array as one dimension, of which a tile is `block` elements."""
+    size = prod(array.shape)
+    return Descriptor(array.at(0, (size,), (1,)), (size,), (1,), (block,))
 
 
 def gathered_rows(array_RN: Array, block_columns: int) -> Descriptor:

@@ -20,8 +20,8 @@ PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 # unaligned: element by element.
 Path = Literal["warp_specialized", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("warp_specialized", "tma", "gather")
-# Element type of the activations, which weights share.
-Format = Literal["bf16", "fp16", "fp32"]
+# Element type of the activations, which weights share; of operands in 8 bits, the recipe.
+Format = Literal["bf16", "fp16", "fp32", "fp8_block"]
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Ways to quantize activations and weights to 8 bits (`operators/torch_quantize.py` of the library), by architecture.
 Recipe = Literal["fp8_block", "mxfp8"]
@@ -71,6 +71,7 @@ _LINES = """
 sm_90                           fc1_act   warp_specialized bf16,fp16 long  128 128  64   4   3   2   8   1
 sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 128  64   8   4   4   8   1
 sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1
+sm_90                           gemm      warp_specialized fp8_block long  128 256 128   4   4   4   8   1
 sm_100                          gemm      warp_specialized bf16,fp16 long  128 256  64   8   4   4   8   1
 sm_90                           dgrad_act warp_specialized bf16,fp16 long  128 256  64   4   3   8   8   1
 sm_100                          dgrad_act warp_specialized bf16,fp16 long  128 256  64   8   3   8   8   1
