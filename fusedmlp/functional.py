@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedmlp import validate
 from fusedmlp.activation import Activation
-from fusedmlp.autograd import compiled, layers
+from fusedmlp.autograd import compiled, layers, weight_copies
 from fusedmlp.autograd.layers import Call
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.engine import inside_backward
@@ -25,7 +25,8 @@ from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import Routing
-from fusedmlp.validate import Experts, Input
+from fusedmlp.recipe import NAMES, check_blocks, formats
+from fusedmlp.validate import Experts, Input, Options
 
 
 def grouped_mlp(
@@ -43,6 +44,8 @@ def grouped_mlp(
     wgrad_queue: WgradQueue | None = None,
     is_first_microbatch: bool | None = None,
     impl: str = "auto",
+    recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
 
@@ -52,13 +55,13 @@ def grouped_mlp(
 
     Args:
         x: `[R, H]`, float32, bfloat16 or float16; rows of expert 0 first, then expert 1, ...
-        fc1_weight: `[E, F1, H]`, or a sequence of E tensors `[F1, H]`, dtype of x.
-        fc2_weight: `[E, H, F]`, or a sequence of E tensors `[H, F]`, dtype of x.
+        fc1_weight: `[E, F1, H]`, or a sequence of E tensors `[F1, H]`, dtype of x; see also `recipe`.
+        fc2_weight: `[E, H, F]`, or a sequence of E tensors `[H, F]`, dtype of x; see also `recipe`.
         tokens_per_expert: `[E]` integers: a tensor on any device, or a list. Never read on the host if it is on
             a GPU.
         probs: `[R]` or `[R, 1]`, routing probability of each row, any of the dtypes of x.
-        fc1_bias: `[E, F1]`, or a sequence of E tensors `[F1]`.
-        fc2_bias: `[E, H]`, or a sequence of E tensors `[H]`.
+        fc1_bias: `[E, F1]`, or a sequence of E tensors `[F1]`, of a dtype that weights may have.
+        fc2_bias: `[E, H]`, or a sequence of E tensors `[H]`, likewise.
         activation: a name, or an `Activation` with options.
         weight_layout: "in_out": weights are `[E, H, F1]` and `[E, F, H]`.
         accumulate_wgrad: "main_grad": add into `param.main_grad`; "grad": add into `param.grad` where there is
@@ -67,9 +70,16 @@ def grouped_mlp(
         wgrad_queue: delay the weight gradients until `wgrad_queue.run()`. A gradient that must be returned
             (`torch.autograd.grad`, a weight that is not a leaf) is not delayed.
         is_first_microbatch: True: begin a step: `main_grad` becomes stale, and the first gradient to arrive, whichever
-            micro-batch it is of, overwrites it. Leave it out of evaluation.
+            micro-batch it is of, overwrites it. Leave it out of evaluation. False: float32 weights have not changed
+            since then, and are not cast again.
         impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU. "torch" rounds a bfloat16
-            or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`.
+            or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`, if there is no recipe.
+        recipe: "bf16" or "fp16": compute in these 16 bits, to which float32 x and weights are cast (weights for each
+            forward and backward, or, with `is_first_microbatch`, once a step). Weight gradients are added unrounded.
+            "fp8_block" or "mxfp8": likewise bf16, and GEMMs multiply 8-bit operands if experts have at least 64 rows on
+            average; see docs/eight_bit.md. None: compute in the dtype of x, which weights share; under `torch.autocast`
+            to 16 bits, float32 and its dtype are as with its recipe.
+        wgrad: "recipe", or "bf16": with an 8-bit recipe, compute weight gradients from bf16 operands.
 
     Returns:
         `[R, H]`, dtype of x.
@@ -77,23 +87,18 @@ def grouped_mlp(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
         RuntimeError: gradient fusion requested where it is impossible; no triton, or no GPU for it.
+        NotImplementedError: an 8-bit recipe with impl="triton".
     """
-    validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
-    source = validate.rows("x", x)
-    # fmt: off
-    kind, weights, biases = _mlp_arguments(
-        source, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout
-    )
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
+    source = validate.rows("x", x, recipe)
+    given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
+    kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
     probs = validate.probabilities(probs, source)
     counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
-    call = _prepare(
-        x, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, impl, kind.encoded
-    )
-    # fmt: on
+    call = _prepare(source, weights, biases, options, x.shape[0], kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
-    offsets = _offsets(counts, x, call.impl)
-    rest = [x.contiguous(), offsets, probs, None, None, None]
-    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
+    rest = [source.computed(), _offsets(counts, x, call.impl), probs, None, None, None]
+    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch).to(x.dtype)
 
 
 def moe_experts(
@@ -111,6 +116,8 @@ def moe_experts(
     wgrad_queue: WgradQueue | None = None,
     is_first_microbatch: bool | None = None,
     impl: str = "auto",
+    recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> Tensor:
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
 
@@ -127,7 +134,7 @@ def moe_experts(
         top_k_index: `[T, K]`, of any integer dtype, on the device of hidden_states. `T * K` is below `2**31`.
         top_k_weights: `[T, K]`, any of the dtypes of hidden_states. Gets a gradient.
         fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
-        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl: as in `grouped_mlp`.
+        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad: as in `grouped_mlp`.
 
     Returns:
         `[T, H]`, dtype of hidden_states.
@@ -135,24 +142,18 @@ def moe_experts(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
-    source = validate.rows("hidden_states", hidden_states)
-    # fmt: off
-    kind, weights, biases = _mlp_arguments(
-        source, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout
-    )
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
+    source = validate.rows("hidden_states", hidden_states, recipe)
+    given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
+    kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
     ids, probs = validate.choices(top_k_index, top_k_weights, source)
-    call = _prepare(
-        hidden_states, weights, biases, weight_layout, accumulate_wgrad, wgrad_queue, impl,
-        kind.encoded,
-    )
-    # fmt: on
+    call = _prepare(source, weights, biases, options, ids.numel(), kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
     routed = probs if torch.compiler.is_exporting() else probs.detach()
     order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
-    rest = [hidden_states.contiguous(), order.plan, probs, order.tokens, order.rows, order.probs]
-    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch)
+    rest = [source.computed(), order.plan, probs, order.tokens, order.rows, order.probs]
+    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch).to(hidden_states.dtype)
 
 
 def grouped_linear(
@@ -166,6 +167,8 @@ def grouped_linear(
     wgrad_queue: WgradQueue | None = None,
     is_first_microbatch: bool | None = None,
     impl: str = "auto",
+    recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> Tensor:
     """`y[r] = weight[e] @ x[r] + bias[e]` for row `r` of expert `e`: one GEMM with the contract of `grouped_mlp`.
 
@@ -179,6 +182,7 @@ def grouped_linear(
         wgrad_queue: as in `grouped_mlp`.
         is_first_microbatch: as in `grouped_mlp`.
         impl: as in `grouped_mlp`.
+        recipe, wgrad: as in `grouped_mlp`.
 
     Returns:
         `[R, out]`, dtype of x; zero at padding rows.
@@ -186,19 +190,15 @@ def grouped_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    validate.options(accumulate_wgrad, weight_layout, wgrad_queue)
-    source = validate.rows("x", x)
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
+    source = validate.rows("x", x, recipe)
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
     biases = [validate.biases("bias", bias, experts, source)]
     counts = validate.counts(tokens_per_expert, experts.num_experts, source)
-    # fmt: off
-    call = _prepare(
-        x, {"weight": experts}, biases, weight_layout, accumulate_wgrad, wgrad_queue, impl, ""
-    )
-    # fmt: on
-    tensors = [*experts.tensors, *biases[0], x.contiguous(), _offsets(counts, x, call.impl)]
-    return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch)
+    call = _prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
+    tensors = [*experts.tensors, *biases[0], source.computed(), _offsets(counts, x, call.impl)]
+    return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch).to(x.dtype)
 
 
 def _mlp_arguments(
@@ -245,8 +245,11 @@ def _run(
     # Not earlier: where the compiler leaves the layer to eager code, the code above may have run in a graph.
     for name, experts in weights.items():
         enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
-    if is_first_microbatch and inside_backward():
-        call = replace(call, recomputes_first_microbatch=True)
+    if is_first_microbatch:
+        for experts in weights.values():
+            weight_copies.forget(experts.tensors)
+        if inside_backward():
+            call = replace(call, recomputes_first_microbatch=True)
     y: Tensor = function.apply(call, *tensors)
     if is_first_microbatch:
         for experts in weights.values():
@@ -255,20 +258,27 @@ def _run(
 
 
 def _prepare(
-    x: Tensor,
+    x: Input,
     weights: dict[str, Experts],
     biases: list[list[Tensor]],
-    weight_layout: str,
-    accumulate_wgrad: Mode,
-    wgrad_queue: WgradQueue | None,
-    impl: str,
+    options: Options,
+    num_rows: int,
     activation: str,
 ) -> Call:
-    """The call's constants, with `impl` checked and resolved."""
-    impl = validate.implementation(impl, x.device)
+    """The call's constants, with `impl` and `recipe` resolved."""
+    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad = options
+    impl = validate.implementation(impl, x.tensor.device)
+    encoded, dtype = "", x.dtypes[0]
+    if recipe is not None:
+        for name, experts in weights.items():
+            check_blocks(recipe, name, experts.out_features, experts.in_features, impl)
+        encoded = formats(recipe, wgrad, num_rows / experts.num_experts).encoded
+    elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
+        encoded = formats(NAMES[dtype], wgrad).encoded
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
-    make = Call if torch.compiler.is_compiling() or wgrad_queue is not None else _call
-    return make(tuple(lengths), weight_layout == "in_out", accumulate_wgrad, wgrad_queue, False, impl, activation)
+    make = Call if torch.compiler.is_compiling() or queue is not None else _call
+    constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
+    return make(*constants, encoded, is_first_microbatch is not None)
 
 
 # Cached, as arguments are only numbers and names.

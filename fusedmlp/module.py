@@ -27,7 +27,7 @@ class GroupedLinear(nn.Module):
             `weight{E-1}` `[out, in]` (and `bias0` ...). State dicts of both forms load into each other.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
-        impl: see `fusedmlp.grouped_mlp`.
+        impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
     """
@@ -43,12 +43,15 @@ class GroupedLinear(nn.Module):
         accumulate_wgrad: Mode = "auto",
         delay_wgrad: bool = False,
         impl: str = "auto",
+        recipe: str | None = None,
+        wgrad: str = "recipe",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
+        self.recipe, self.wgrad = recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         self._groups = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         self._every_name = {group: [group] if packed else _expert_names(group, num_experts) for group in self._groups}
@@ -96,6 +99,8 @@ class GroupedLinear(nn.Module):
             wgrad_queue=self.wgrad_queue,
             is_first_microbatch=is_first_microbatch,
             impl=self.impl,
+            recipe=self.recipe,
+            wgrad=self.wgrad,
         )
 
     def backward_dw(self) -> None:
@@ -107,7 +112,8 @@ class GroupedLinear(nn.Module):
         """Sizes and options, for `print(module)`."""
         return (
             f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={'bias' in self._groups}, packed={self.packed}, accumulate_wgrad={self.accumulate_wgrad!r}"
+            f"bias={'bias' in self._groups}, packed={self.packed}, accumulate_wgrad={self.accumulate_wgrad!r}, "
+            f"recipe={self.recipe!r}"
         )
 
 
@@ -123,7 +129,7 @@ class GroupedMLP(nn.Module):
         packed: see `GroupedLinear`.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
-        impl: see `fusedmlp.grouped_mlp`.
+        impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
     """
@@ -140,20 +146,20 @@ class GroupedMLP(nn.Module):
         accumulate_wgrad: Mode = "auto",
         delay_wgrad: bool = False,
         impl: str = "auto",
+        recipe: str | None = None,
+        wgrad: str = "recipe",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.activation = Activation(activation) if isinstance(activation, str) else activation
-        self.accumulate_wgrad, self.impl = accumulate_wgrad, impl
+        self.accumulate_wgrad, self.impl, self.recipe, self.wgrad = accumulate_wgrad, impl, recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         fc1_size = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
-        # fmt: off
-        self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, bias=bias, packed=packed,
-                                 accumulate_wgrad=accumulate_wgrad, impl=impl, device=device, dtype=dtype)
-        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, bias=bias, packed=packed,
-                                 accumulate_wgrad=accumulate_wgrad, impl=impl, device=device, dtype=dtype)
-        # fmt: on
+        options: dict[str, Any] = {"bias": bias, "packed": packed, "accumulate_wgrad": accumulate_wgrad, "impl": impl}
+        options |= {"recipe": recipe, "wgrad": wgrad, "device": device, "dtype": dtype}
+        self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, **options)
+        self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, **options)
 
     def forward(
         self,
@@ -180,6 +186,8 @@ class GroupedMLP(nn.Module):
             wgrad_queue=self.wgrad_queue,
             is_first_microbatch=is_first_microbatch,
             impl=self.impl,
+            recipe=self.recipe,
+            wgrad=self.wgrad,
         )
 
     def backward_dw(self) -> None:
@@ -189,7 +197,7 @@ class GroupedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         """Options, for `print(module)`."""
-        return f"activation={self.activation}, delay_wgrad={self.wgrad_queue is not None}"
+        return f"activation={self.activation}, delay_wgrad={self.wgrad_queue is not None}, recipe={self.recipe!r}"
 
 
 def _expert_names(group: str, num_experts: int) -> list[str]:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.contract.destination import MODES, are_alike, same_strides
+from fusedmlp.contract.destination import MODES, Mode, are_alike, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.recipe import DTYPES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
@@ -33,12 +34,29 @@ class Experts(NamedTuple):
     in_features: int
 
 
-def options(accumulate_wgrad: str, weight_layout: str, wgrad_queue: object) -> None:
-    """Check the arguments that are not tensors."""
-    _one_of("accumulate_wgrad", accumulate_wgrad, MODES)
-    _one_of("weight_layout", weight_layout, WEIGHT_LAYOUTS)
-    if wgrad_queue is not None and not isinstance(wgrad_queue, WgradQueue):
-        raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(wgrad_queue)}")
+class Options(NamedTuple):
+    """Arguments of a layer that are not tensors, by their names there."""
+
+    weight_layout: str
+    accumulate_wgrad: Mode
+    wgrad_queue: WgradQueue | None
+    is_first_microbatch: bool | None
+    impl: str
+    recipe: str | None
+    wgrad: str
+
+    def check(self) -> Options:
+        """Raise for a wrong one; return self."""
+        _one_of("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        _one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
+        if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
+            raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(self.wgrad_queue)}")
+        if self.recipe is not None:
+            _one_of("recipe", self.recipe, [*DTYPES])
+        _one_of("wgrad", self.wgrad, WGRADS)
+        if self.wgrad == "bf16" and DTYPES.get(self.recipe or "") is not torch.bfloat16:
+            raise ValueError(f'wgrad="bf16": expected a recipe that computes in bfloat16; got recipe={self.recipe!r}')
+        return self
 
 
 class Input(NamedTuple):
@@ -46,9 +64,20 @@ class Input(NamedTuple):
 
     name: str
     tensor: Tensor
+    dtypes: tuple[torch.dtype, ...]  # that weights and biases may have; the layer computes in the first
+
+    def expected_dtypes(self) -> str:
+        """`dtypes`, and the reason for them, for messages."""
+        reason = "as the layer casts to the first" if len(self.dtypes) > 1 else f"that of {self.name}"
+        advice = ' (recipe="bf16" or autocast casts float32)' if torch.float32 not in self.dtypes else ""
+        return f"{_names(self.dtypes)}, {reason}{advice}"
+
+    def computed(self) -> Tensor:
+        """The input in the dtype that the layer computes in, contiguous."""
+        return self.tensor.to(self.dtypes[0]).contiguous()
 
 
-def rows(name: str, x: object) -> Input:
+def rows(name: str, x: object, recipe: str | None) -> Input:
     """Check the layer's input: `[rows, in]`, of a supported dtype."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor; got {_kind(x)}")
@@ -56,7 +85,10 @@ def rows(name: str, x: object) -> Input:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
     if x.dtype not in _DTYPES:
         raise TypeError(f"{name}: expected dtype {_names(_DTYPES)}; got {x.dtype}")
-    return Input(name, _plain(name, x))
+    dtypes = computed_dtypes(x, recipe)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {_names(dtypes)} for recipe={recipe!r}; got {x.dtype}")
+    return Input(name, _plain(name, x), dtypes)
 
 
 def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
@@ -214,7 +246,7 @@ def _group(name: str, value: object) -> tuple[list[Tensor], bool]:
 
 
 def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
-    """Check that all tensors are plain, of one shape with `dim` dimensions, and of the dtype and device of x."""
+    """Check that all tensors are plain, of one shape with `dim` dimensions, of one dtype, and on the device of x."""
     shape = tensors[0].shape
     for i, tensor in enumerate(tensors):
         label = name if len(tensors) == 1 else f"{name}[{i}]"
@@ -223,18 +255,17 @@ def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
         if tensor.shape != shape:
             raise ValueError(f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}")
         _plain(label, tensor)
-        if tensor.dtype != x.tensor.dtype:
-            raise TypeError(
-                f"{label}: expected dtype {x.tensor.dtype}, that of {x.name}; got {tensor.dtype}"
-                f"{_autocast(x.tensor.device)}"
-            )
+        if tensor.dtype not in x.dtypes:
+            raise TypeError(f"{label}: expected dtype {x.expected_dtypes()}; got {tensor.dtype}")
+        if tensor.dtype != tensors[0].dtype:
+            raise TypeError(f"{label}: expected dtype {tensors[0].dtype}, that of {name}[0]; got {tensor.dtype}")
         _same_device(label, tensor, x)
 
 
 def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:
     """Whether a single tensor passes `_same_kind`."""
     like = x.tensor
-    return tensor.dim() == dim and is_plain(tensor) and tensor.dtype == like.dtype and tensor.device == like.device
+    return tensor.dim() == dim and is_plain(tensor) and tensor.dtype in x.dtypes and tensor.device == like.device
 
 
 def _plain(name: str, tensor: Tensor) -> Tensor:
@@ -244,12 +275,6 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
             "gradient flows back through that, with accumulate_wgrad 'auto' or 'off')"
         )
     return tensor
-
-
-def _autocast(device: torch.device) -> str:
-    if not torch.is_autocast_enabled(device.type):
-        return ""
-    return " (autocast does not change this layer: pass x in the dtype of the weights)"
 
 
 def _kind(value: object) -> str:

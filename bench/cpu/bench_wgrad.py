@@ -33,7 +33,7 @@ def _results(layer: Layer, way: Way, dh_RG: Tensor, x_RH: Tensor) -> Results:
 
 def _fused(layer: Layer, dh_RG: Tensor, x_RH: Tensor, accumulate: bool = True) -> None:
     operands = [dh_RG], [x_RH], [passes.offsets(layer)]
-    ops.grouped_wgrad_([layer.fc1.main_grad], [], *operands, [], [], accumulate, passes.implementation(layer))
+    ops.grouped_wgrad_([layer.fc1.main_grad], [], *operands, [], [], accumulate, "", passes.implementation(layer))
 
 
 def _overwriting(layer: Layer, dh_RG: Tensor, x_RH: Tensor) -> None:

@@ -73,8 +73,8 @@ class Layer:
         if self.only_biases:
             grads = [[], []]
         encoded = self.activation.encoded
-        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded)
-        flags = (self.add, self.add, self.need_dx, False)
+        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded, "")
+        flags = (self.add, self.add, self.need_dx, False, "")
         # fmt: off
         yield triton_impl.grouped_mlp_backward_, (
             *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags,
@@ -100,7 +100,7 @@ def _offsets(counts: tuple[int, ...]) -> Tensor:
 def _linear(biases: bool, dtype: torch.dtype) -> Calls:
     x, w = torch.empty(100, 256, dtype=dtype), torch.empty(3, 128, 256, dtype=dtype)
     bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
-    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)))
+    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)), "")
     grads, dy = ([torch.empty_like(w)], [torch.empty_like(b) for b in bias]), torch.empty(100, 128, dtype=dtype)
     yield triton_impl.wgrad_of_segments_, (*grads, (dy,), (x,), (_offsets((40, 60, 0)),), (), (), False)
 
@@ -119,7 +119,7 @@ def _many_experts(dtype: torch.dtype) -> Calls:
         yield triton_impl.checked_plan, (counts, num_rows)
     x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
-    yield triton_impl.grouped_gemm, (x, [w], [], offsets)
+    yield triton_impl.grouped_gemm, (x, [w], [], offsets, "")
     yield triton_impl.wgrad_of_segments_, ([torch.empty_like(w)], [], (x,), (x,), (offsets,), (), (), False)
     ids, probs = torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8)
     yield triton_impl.route, (ids, probs, num_experts)

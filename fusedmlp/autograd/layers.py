@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp.autograd import operators
+from fusedmlp.autograd import operators, weight_copies
 from fusedmlp.autograd.first_order import refuse_second_order
 from fusedmlp.contract import engine
 from fusedmlp.contract.destination import Mode, fresh_like
@@ -41,6 +41,8 @@ class Call:
     recomputes_first_microbatch: bool  # a checkpoint's recomputation with is_first_microbatch=True
     impl: str
     activation: str = ""
+    recipe: str = ""  # recipe.Formats.encoded
+    keeps_copies: bool = False  # of float32 weights, from one micro-batch to the next
     traced: Any = None  # compiled.Traced, inside a graph
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
@@ -54,6 +56,10 @@ class Call:
     def logical(self, weights: list[Tensor]) -> list[Tensor]:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
+
+    def computed(self, weights: list[Tensor], x: Tensor) -> list[Tensor]:
+        """Weights as `logical`, in the dtype of x or dy."""
+        return self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
 
     def enter_backward(self, dy: Tensor) -> None:
         """Run first in backward; does nothing outside of graphs, where `route` decides."""
@@ -97,7 +103,7 @@ class Call:
             assert dy is not None
             assert x is not None
             operands = Operands(dy, x, offsets, dy_rows, x_rows)
-            self.queue.put(route, operands, transposed=self.transposed, impl=self.impl)
+            self.queue.put(route, operands, transposed=self.transposed, recipe=self.recipe, impl=self.impl)
         return route.finish()
 
 
@@ -151,7 +157,8 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(tensors)
         ctx.save_for_backward(*tensors)
         ctx.call = call
-        return ops.grouped_gemm(x, call.logical(weight), bias, offsets, call.impl)  # type: ignore[no-any-return]
+        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.impl)
+        return y
 
     @staticmethod
     @_first_order_only
@@ -165,9 +172,8 @@ class GroupedLinear(torch.autograd.Function):
         route = call.route("weight", weight, weight_nodes, ctx, routes)
         db = _bias_grads(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
-        dx = operators.linear_backward(
-            dy, x, call.logical(weight), offsets, dw, db, need_dx, route.accumulate, call.impl
-        )
+        w = call.computed(weight, dy) if need_dx else []
+        dx = operators.linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
         return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 
@@ -187,14 +193,15 @@ class GroupedMLP(torch.autograd.Function):
         out = MLPOutput(
             *ops.grouped_mlp(
                 x,
-                call.logical(fc1),
-                call.logical(fc2),
+                call.computed(fc1, x),
+                call.computed(fc2, x),
                 bias1,
                 bias2,
                 offsets,
                 tokens,
                 probs if rows is None else row_probs,
                 call.activation,
+                call.recipe,
                 call.impl,
             )
         )
@@ -217,6 +224,7 @@ class GroupedMLP(torch.autograd.Function):
         route2 = call.route("fc2_weight", fc2, nodes2, ctx, routes)
         route1 = call.route("fc1_weight", fc1, nodes1, ctx, routes)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
+        need_dx = x_node is not None
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(
                 call.logical(route1.outs),
@@ -226,8 +234,8 @@ class GroupedMLP(torch.autograd.Function):
                 dy,
                 x,
                 h,
-                call.logical(fc1),
-                call.logical(fc2),
+                call.computed(fc1, dy) if need_dx else call.logical(fc1),
+                call.computed(fc2, dy),
                 bias2,
                 offsets,
                 tokens,
@@ -236,13 +244,14 @@ class GroupedMLP(torch.autograd.Function):
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
-                x_node is not None,
+                need_dx,
                 route1.delayed or route2.delayed,
+                call.recipe,
                 call.impl,
             )
         )
         dx = dprobs = None
-        if x_node is not None:
+        if need_dx:
             dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
         if probs is not None and grads.dprobs is not None:
             dprobs = grads.dprobs if rows is None else grads.dprobs.view_as(probs)

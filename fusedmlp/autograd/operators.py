@@ -72,29 +72,30 @@ def linear_backward(
     db: list[Tensor],
     need_dx: bool,
     accumulate: bool,
+    recipe: str,
     impl: str,
 ) -> Tensor | None:
     """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
-    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, impl) if need_dx else None
+    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, impl) if need_dx else None
     if dw or db:
-        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, impl)
+        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, recipe, impl)
     return dx
 
 
 @_first_order_only
 def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
-    x, w, bias, offsets, impl = _inputs(ctx, saved)
+    x, w, bias, offsets, recipe, impl = _inputs(ctx, saved)
     needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
     dw, db = _outputs(w, needs_w), _outputs(bias, needs_bias)
-    dx = linear_backward(dy, x.contiguous(), w, offsets, dw, db, needs_x, False, impl)
-    return dx, _returned(dw, w), _returned(db, bias), None, None
+    dx = linear_backward(dy, x.contiguous(), w, offsets, dw, db, needs_x, False, recipe, impl)
+    return dx, _returned(dw, w), _returned(db, bias), None, None, None
 
 
 @_first_order_only
 def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     *inputs, h = saved
-    x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, impl = _inputs(ctx, inputs)
+    x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, recipe, impl = _inputs(ctx, inputs)
     needs_x, *needs = ctx.needs_input_grad
     dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
     # dy is per row, so x has to be, too.
@@ -102,14 +103,14 @@ def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     grads = MLPGrads(
         *ops.grouped_mlp_backward_(
             *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2, offsets, None, None, probs),
-            *(activation, False, False, needs_x, False, impl),
+            *(activation, False, False, needs_x, False, recipe, impl),
         )
     )
     dx = grads.dx if needs_x else None
     if dx is not None and tokens is not None:  # a token's rows are added up in fp32
         dx = torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, dx.float()).to(x.dtype)
     weights = map(_returned, (dw1, dw2, db1, db2), (fc1, fc2, bias1, bias2))
-    return dx, *weights, None, None, None if probs is None else grads.dprobs, None, None
+    return dx, *weights, None, None, None if probs is None else grads.dprobs, None, None, None
 
 
 def _combine(ctx: Any, dout: Tensor) -> _Grads:

@@ -67,7 +67,7 @@ class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("buffer", "catch", "compiled_in", "dummy", "entered", "fsdp2", "grad_is_main", "holds",
+    __slots__ = ("buffer", "catch", "compiled_in", "copy", "dummy", "entered", "fsdp2", "grad_is_main", "holds",
                  "lent", "overwritten_in", "plain", "queued", "ref")
     # fmt: on
 
@@ -85,6 +85,7 @@ class ParameterState:
         self.catch: Any = None  # plain_gradient.py: the handle of the hook
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
         self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 owns the parameter; None: not looked up yet
+        self.copy: Any = None  # autograd/weight_copies.py: a copy of the weight, and of other experts', in 16 bits
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
 

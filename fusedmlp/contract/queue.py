@@ -41,12 +41,13 @@ class _Delayed(NamedTuple):
     operands: Operands
     state: tuple[bool, list[int]]  # of the operands, in backward
     transposed: bool  # the weight is stored [in, out]
+    recipe: str
     impl: str
 
     def launch_key(self) -> tuple[Any, ...]:
         """Key of a launch: gradients with equal keys can be computed by one."""
         route, dtypes = self.route, [None if t is None else t.dtype for t in self.operands]
-        return [*map(id, route.params)], route.uses, route.mode, self.transposed, self.impl, dtypes
+        return [*map(id, route.params)], route.uses, route.mode, self.transposed, self.recipe, self.impl, dtypes
 
     def check(self) -> None:
         """Raise if the GEMM would not compute what backward asked for."""
@@ -114,9 +115,9 @@ class WgradQueue:
             )
         return self.__dict__
 
-    def put(self, route: Route, operands: Operands, *, transposed: bool, impl: str) -> None:
+    def put(self, route: Route, operands: Operands, *, transposed: bool, recipe: str, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
-        self._pending.append(_Delayed(route, operands, operands.state(), transposed, impl))
+        self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl))
         route.wait()
 
     def clear(self) -> None:
@@ -181,7 +182,7 @@ class WgradQueue:
         fields = zip(*(delayed.operands for delayed in batch), strict=True)
         operands = [[t for t in tensors if t is not None] for tensors in fields]
         self._begun = first.route.name
-        ops.grouped_wgrad_(outs, [], *operands, first.route.accumulate, first.impl)
+        ops.grouped_wgrad_(outs, [], *operands, first.route.accumulate, first.recipe, first.impl)
         return first.route.finish_delayed()
 
     def _next_batch(self) -> Iterator[_Delayed]:

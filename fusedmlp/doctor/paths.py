@@ -72,10 +72,10 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     weights = [_experts(problem.weights, shape, problem.dtype) for shape in shapes]
     grads = [_experts(problem.weights, shape, torch.float32, first=1) for shape in shapes]
     encoded = Activation("swiglu").encoded
-    yield triton_impl.grouped_mlp, (x, *weights, [], [], offsets, None, probs, encoded)
+    yield triton_impl.grouped_mlp, (x, *weights, [], [], offsets, None, probs, encoded, "")
     # fmt: off
     yield triton_impl.grouped_mlp_backward_, (
-        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False,
+        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False, "",
     )
     # fmt: on
 

@@ -14,6 +14,7 @@ only the function that computes the experts changes. See docs/transformers.md.
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
 _NAME = "fusedmlp"
 
 
-def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "auto") -> None:
+def register(
+    model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "auto", recipe: str | None = None
+) -> None:
     """Add `"fusedmlp"` to the implementations of experts that Transformers knows.
 
     Args:
@@ -39,6 +42,8 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
             activation that fusedmlp lacks raises in the first forward, and experts that do not use Transformers'
             interface keep their own implementation silently.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`; holds from now on for every model that uses `"fusedmlp"`.
+        recipe: likewise. None: compute in the dtype of the experts' weights, also under autocast, as Transformers' own
+            experts do; with "bf16", float32 experts compute in bfloat16.
 
     Raises:
         NotImplementedError: fusedmlp cannot compute some experts; the message names their class.
@@ -48,7 +53,7 @@ def register(model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "
     _refuse_old_versions()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts_forward, accumulate_wgrad=accumulate_wgrad))
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts_forward, accumulate_wgrad=accumulate_wgrad, recipe=recipe))
     if model is None:
         return
     experts = [module for module in model.modules() if _uses_interface(module)]
@@ -96,12 +101,17 @@ def fp32_accumulation() -> TrainerCallback:
 
 
 def _experts_forward(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *, accumulate_wgrad: Mode
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    accumulate_wgrad: Mode,
+    recipe: str | None,
 ) -> Tensor:
     """Compute experts for Transformers: rows `[T, H]`, expert ids `[T, K]` and their weights `[T, K]` to `[T, H]`.
 
-    Computes in the dtype of the experts' weights, as Transformers' own implementations do, and returns the dtype of
-    `hidden_states`: under autocast, norms return float32.
+    Returns the dtype of `hidden_states`: under autocast, norms return float32.
     """
     experts: Any = module
     activation = activation_of(module)
@@ -109,18 +119,22 @@ def _experts_forward(
         guard_in_graph(module)
     fc1_name = "gate_up_proj" if experts.has_gate else "up_proj"
     fc1_weight = getattr(experts, fc1_name)
-    y = fusedmlp.moe_experts(
-        hidden_states.to(fc1_weight.dtype),
-        top_k_index,
-        top_k_weights,
-        fc1_weight,
-        experts.down_proj,
-        fc1_bias=getattr(experts, f"{fc1_name}_bias") if experts.has_bias else None,
-        fc2_bias=experts.down_proj_bias if experts.has_bias else None,
-        activation=activation,
-        weight_layout="in_out" if experts.is_transposed else "out_in",
-        accumulate_wgrad=accumulate_wgrad,
-    )
+    x, kind = hidden_states if recipe else hidden_states.to(fc1_weight.dtype), hidden_states.device.type
+    own_dtype = recipe is None and torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if own_dtype else nullcontext():
+        y = fusedmlp.moe_experts(
+            x,
+            top_k_index,
+            top_k_weights,
+            fc1_weight,
+            experts.down_proj,
+            fc1_bias=getattr(experts, f"{fc1_name}_bias") if experts.has_bias else None,
+            fc2_bias=experts.down_proj_bias if experts.has_bias else None,
+            activation=activation,
+            weight_layout="in_out" if experts.is_transposed else "out_in",
+            accumulate_wgrad=accumulate_wgrad,
+            recipe=recipe,
+        )
     return y.to(hidden_states.dtype)
 
 

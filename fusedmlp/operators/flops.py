@@ -28,18 +28,18 @@ def _grouped_gemm(x: Shape, w: Sequence[Shape], *_: Any, **__: Any) -> int:
 def _grouped_wgrad(
     dw: Sequence[Shape], db: Sequence[Shape], dy: Sequence[Shape], x: Sequence[Shape], *rest: Any, **_: Any
 ) -> int:
-    _, dy_rows, x_rows, _, _ = rest
+    _, dy_rows, x_rows, _, _, _ = rest
     return sum(_product(shape[0], dw) for shape in dy_rows or x_rows or dy)
 
 
 def _grouped_mlp(x: Shape, fc1: Sequence[Shape], fc2: Sequence[Shape], *rest: Any, **_: Any) -> int:
-    _, _, _, tokens, _, _, _ = rest
+    _, _, _, tokens, _, _, _, _ = rest
     num_rows = x[0] if tokens is None else tokens[0]
     return _product(num_rows, fc1) + _product(num_rows, fc2)
 
 
 def _grouped_mlp_backward(dw1: Sequence[Shape], dw2: Sequence[Shape], *rest: Any, **_: Any) -> int:
-    _, _, _, _, h, fc1, fc2, _, _, _, _, _, _, _, _, need_dx, _, _ = rest
+    _, _, _, _, h, fc1, fc2, _, _, _, _, _, _, _, _, need_dx, _, _, _ = rest
     products = [fc2, dw1, dw2] + [fc1] * need_dx
     return sum(_product(h[0], weights) for weights in products)
 

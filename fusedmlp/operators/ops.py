@@ -2,8 +2,9 @@
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
 likewise). `offsets` comes from `expert_offsets` or `route`, or is `[E + 1]` int32 first rows; `activation` is
-`Activation.encoded`, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or a tensor
-without elements stands for "none". Nothing is validated here (see `validate.py`).
+`Activation.encoded`, `recipe` is `recipe.Formats.encoded`, or "" for operands as they come, and `impl` names the module
+that runs: `torch_impl` or `triton_impl`. An empty list or a tensor without elements stands for "none". Nothing is
+validated here (see `validate.py`).
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
 rows are valid, and are not used.
@@ -132,13 +133,13 @@ def _fake_route(top_k_index: Tensor, probs: Tensor, num_experts: int, impl: str)
 
 
 def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
-    *_, tokens, _, _, _ = rest
+    *_, tokens, _, _, _, _ = rest
     num_rows = (x if tokens is None else tokens).shape[0]
     return MLPOutput(x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, fc1[0].shape[-2]))
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
-    _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _ = args
+    _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _, _ = args
     num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
     return MLPGrads(
         x.new_empty(num_rows, x.shape[1]) if need_dx else x.new_empty(0),
@@ -169,20 +170,20 @@ combine = _register(
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
 grouped_gemm = _register(
-    "grouped_gemm(Tensor x, Tensor[] w, Tensor[] bias, Tensor offsets, str impl) -> Tensor",
+    "grouped_gemm(Tensor x, Tensor[] w, Tensor[] bias, Tensor offsets, str recipe, str impl) -> Tensor",
     lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
 )
 # dw[e] (+)= dy^T x over the rows of e, summed over segments (micro-batches); db[e] = column sums of dy, for one
 # segment only. dy_rows and x_rows are `tokens` of dy and of x for each segment; all segments have them, or none has.
 grouped_wgrad_ = _register(
     "grouped_wgrad_(Tensor(a!)[] dw, Tensor(b!)[] db, Tensor[] dy, Tensor[] x, Tensor[] offsets, "
-    "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str impl) -> ()",
+    "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
 # -> (y, h): MLPOutput. With `tokens`, x is [T, H].
 grouped_mlp = _register(
     "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[] bias1, Tensor[] bias2, Tensor offsets, "
-    "Tensor? tokens, Tensor? probs, str activation, str impl) -> (Tensor, Tensor)",
+    "Tensor? tokens, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
@@ -191,7 +192,7 @@ grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
     "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "
     "Tensor? rows, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, "
-    "str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    "str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )
 flops.register()

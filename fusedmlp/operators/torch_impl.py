@@ -17,6 +17,7 @@ from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation
 from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
+from fusedmlp.recipe import Formats
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
@@ -54,10 +55,10 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     return out_TH
 
 
-def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor) -> Tensor:
+def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor, recipe: str) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     rows = Rows(offsets, x_RK.shape[0])
-    y_RN = rows.product(x_RK, w, transposed=True)
+    y_RN = rows.product(x_RK, w, transposed=True, recipe=Formats.decode(recipe).gemms)
     if bias:
         rows.add_bias_(y_RN, bias)
     return y_RN
@@ -73,12 +74,13 @@ def grouped_mlp(
     tokens_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
+    recipe: str,
 ) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
-    kind, wide = Activation.decode(activation), _Wide(x_RH)
+    kind, gemms, wide = Activation.decode(activation), Formats.decode(recipe).gemms, _Wide(x_RH)
     rows = Rows(offsets, (x_RH if tokens_R is None else tokens_R).shape[0])
     probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
-    h_RG = rows.product(rows.gather(x_RH, tokens_R), fc1, transposed=True)
+    h_RG = rows.product(rows.gather(x_RH, tokens_R), fc1, transposed=True, recipe=gemms)
     if bias1:
         rows.add_bias_(h_RG, bias1)
     a_RF = x_RH.new_empty(rows.number, fc2[0].shape[-1])
@@ -89,7 +91,7 @@ def grouped_mlp(
             wide.store(a_nF, a_RF[block])
         else:
             torch.mul(a_nF, probs_R1[block], out=a_RF[block])
-    y_RH = rows.product(a_RF, fc2, transposed=True)
+    y_RH = rows.product(a_RF, fc2, transposed=True, recipe=gemms)
     if bias2:
         rows.add_bias_(y_RH, bias2, probs_R1)
     return MLPOutput(y_RH, h_RG)
@@ -115,18 +117,19 @@ def grouped_mlp_backward_(
     accumulate2: bool,
     need_dx: bool,
     keep: bool,
+    recipe: str,
 ) -> MLPGrads:
     """Backward: write the gradients of weights to `dw*` and of biases to `db*`; return the others.
 
     An empty `dw*` or `db*` is not computed; `accumulate*` adds to `dw*`. `keep` also returns the operands of delayed
     weight gradients.
     """
-    kind, wide = Activation.decode(activation), _Wide(x_RH)
+    kind, (gemms, wgrad), wide = Activation.decode(activation), Formats.decode(recipe), _Wide(x_RH)
     rows = Rows(offsets, h_RG.shape[0])
     probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
     dprobs_R = h_RG.new_empty(0 if probs_R is None else rows.number, dtype=torch.float32)
     dy_RH = rows.gather(dy_RH, tokens_R)
-    da_RF = rows.product(dy_RH, fc2, transposed=False)
+    da_RF = rows.product(dy_RH, fc2, transposed=False, recipe=gemms)
     dh_RG = torch.empty_like(h_RG)
     for block in rows.blocks(h_RG.shape[1]):
         h_nG, grad_nF = wide.copy("h", h_RG[block]), wide.copy("grad", da_RF[block])
@@ -143,13 +146,13 @@ def grouped_mlp_backward_(
     act_probs_RF = da_RF  # overwritten in place
     if bias2 and probs_R is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
         rows.dot_bias_(dprobs_R, dy_RH, bias2)
-    dx_RH = rows.product(dh_RG, fc1, transposed=False) if need_dx else None
+    dx_RH = rows.product(dh_RG, fc1, transposed=False, recipe=gemms) if need_dx else None
     if dw2:
-        rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2)
+        rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2, recipe=wgrad)
     if db2:
         rows.bias_grad_(db2, dy_RH, probs_R1)
     if dw1:
-        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1)
+        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1, recipe=wgrad)
     if db1:
         rows.bias_grad_(db1, dh_RG)
     dprobs = None
@@ -168,16 +171,19 @@ def grouped_wgrad_(
     dy_rows: Sequence[Tensor],
     x_rows: Sequence[Tensor],
     accumulate: bool,
+    recipe: str,
 ) -> None:
     """`dw[e] (+)= sum over segments s of dy[s][rows of e]^T @ x[s][rows of e]`; `db` the column sums of a single dy."""
     if db and len(offsets) > 1:
         raise ValueError(f"db: expected one segment; got {len(offsets)}")
+    wgrad = Formats.decode(recipe).wgrad
     for s, segment_offsets in enumerate(offsets):
         dy_tokens, x_tokens = (tokens[s] if tokens else None for tokens in (dy_rows, x_rows))
         rows = Rows(segment_offsets, (dy[s] if dy_tokens is None else dy_tokens).shape[0])
         dy_RN = rows.gather(dy[s], dy_tokens)
         if dw:
-            rows.wgrad_(dw, dy_RN, rows.gather(x[s], x_tokens), accumulate or s > 0)
+            x_RK = rows.gather(x[s], x_tokens)
+            rows.wgrad_(dw, dy_RN, x_RK, accumulate or s > 0, recipe=wgrad)
         if db:
             rows.bias_grad_(db, dy_RN)
 

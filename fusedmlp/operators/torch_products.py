@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedmlp.operators.torch_quantize import rounded, rounded_weights
+from fusedmlp.recipe import BLOCKS
+
 # Elements that fit the caches of two cores: of weight gradients in the rows' dtype before they are added to an fp32
 # main_grad, and of the widest activation in a block of rows.
 SCRATCH_ELEMENTS = 1 << 20
@@ -61,8 +64,13 @@ class Rows:
         for start in range(0, self.total, step):
             yield slice(start, min(start + step, self.total))
 
-    def product(self, x_RK: Tensor, w: Sequence[Tensor], *, transposed: bool) -> Tensor:
-        """`[R, N]`: `x @ w[e]`, or `x @ w[e]^T`; zero in padding. (Autocast would change products without an `out`.)"""
+    def product(self, x_RK: Tensor, w: Sequence[Tensor], *, transposed: bool, recipe: str = "") -> Tensor:
+        """`[R, N]`: `x @ w[e]`, or `x @ w[e]^T`; zero in padding. (Autocast would change products without an `out`.)
+
+        An 8-bit `recipe` quantizes both operands in blocks along what is contracted.
+        """
+        if recipe:
+            x_RK, w = rounded(x_RK, recipe, (1, BLOCKS[recipe])), rounded_weights(w, recipe, transposed)
         w_EKN = _each(w, 2)
         if isinstance(w_EKN, Tensor):
             w_EKN = w_EKN.mT if transposed else w_EKN
@@ -84,9 +92,17 @@ class Rows:
             t_RN[self.total :].zero_()
         return t_RN
 
-    def wgrad_(self, dw: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, accumulate: bool) -> None:
-        """`dw[e] (+)= dy^T x`; through scratch memory if dtypes differ, as CPU GEMMs do not mix them."""
+    def wgrad_(self, dw: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, accumulate: bool, *, recipe: str = "") -> None:
+        """`dw[e] (+)= dy^T x`, through scratch memory if dtypes differ, as CPU GEMMs do not mix them.
+
+        Products are then rounded to the dtype of the operands, unless there is a recipe: operands are cast to that of
+        `dw`. An 8-bit recipe quantizes both before, in blocks along the rows of an expert.
+        """
         dw_ENK = _each(dw, 2)
+        if recipe in BLOCKS:
+            dy_RN, x_RK = self._rounded(dy_RN, recipe), self._rounded(x_RK, recipe)
+        if recipe:
+            dy_RN, x_RK = dy_RN.to(dw[0].dtype), x_RK.to(dw[0].dtype)
         if dw[0].dtype == dy_RN.dtype:
             self._add_products_(dw_ENK, dy_RN, x_RK, accumulate)
             return
@@ -103,6 +119,12 @@ class Rows:
                 products = scratch_eNK[: len(part.sizes)]
                 part._add_products_(products, dy, x, False)
             _add_(dw_ENK[experts], products, part.sizes, accumulate)
+
+    def _rounded(self, t_RN: Tensor, recipe: str) -> Tensor:
+        out_RN = torch.empty_like(t_RN)
+        for t_rN, out_rN in zip(self.split(t_RN), self.split(out_RN), strict=True):
+            out_rN.copy_(rounded(t_rN, recipe, (BLOCKS[recipe], 1)))
+        return out_RN
 
     def _of(self, experts: slice) -> Rows:
         """`Rows` of a slice of the experts, counted from its first row."""

@@ -15,13 +15,15 @@ common/util/ptx.cuh (`exp2f_rcp`), of August 2026; OCP Microscaling Formats 1.0 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Recipe = Literal["fp8_block", "mxfp8"]
+from fusedmlp.recipe import BLOCKS
+
 MAX = 448.0  # the largest finite e4m3
 _EXPONENT = 0x7F800000  # of float32
 _NAN = 0x7F  # of e4m3
@@ -33,15 +35,16 @@ class Quantized(NamedTuple):
     elements: Tensor  # [..., M, N], float8_e4m3fn
     scales: Tensor  # [..., ceil(M / m), ceil(N / n)], float32 or float8_e8m0fnu, for blocks of [m, n]
 
-    def dequantize(self, block: tuple[int, int]) -> Tensor:
-        """The values, `[..., M, N]` float64, exactly."""
+    def dequantize(self, block: tuple[int, int], dtype: torch.dtype = torch.float64) -> Tensor:
+        """The values, `[..., M, N]`: exact in float64, and in bfloat16 from 2^-133 on."""
         m, n = block
         M, N = self.elements.shape[-2:]
-        scales = self.scales.float().double().repeat_interleave(m, -2).repeat_interleave(n, -1)
-        return self.elements.double() * scales[..., :M, :N]
+        wide = torch.promote_types(dtype, torch.float32)
+        scales = self.scales.float().to(wide).repeat_interleave(m, -2).repeat_interleave(n, -1)
+        return (self.elements.to(wide) * scales[..., :M, :N]).to(dtype)
 
 
-def quantize(x: Tensor, recipe: Recipe, block: tuple[int, int]) -> Quantized:
+def quantize(x: Tensor, recipe: str, block: tuple[int, int]) -> Quantized:
     """Quantize `x` `[..., M, N]`, float32, bfloat16 or float16, in blocks of `[m, n]`; the last ones may be shorter.
 
     TransformerEngine's blocks are `[1, 128]`, `[128, 1]` and, for weights, `[128, 128]` with `fp8_block`; `[1, 32]` and
@@ -56,6 +59,18 @@ def quantize(x: Tensor, recipe: Recipe, block: tuple[int, int]) -> Quantized:
     scaled = blocks * inverse[..., :, None, :, None]
     elements = scaled.flatten(-2).flatten(-3, -2)[..., :M, :N]
     return Quantized(_to_e4m3(elements), scales)
+
+
+def rounded(x: Tensor, recipe: str, block: tuple[int, int]) -> Tensor:
+    """Quantize `x` `[..., M, N]` and dequantize it: the values that a GEMM of 8 bits multiplies, in the dtype of x."""
+    return quantize(x, recipe, block).dequantize(block, x.dtype) if x.numel() else x
+
+
+def rounded_weights(w: Sequence[Tensor], recipe: str, transposed: bool) -> list[Tensor]:
+    """`rounded` weights, `[..., N, K]` each, that are contracted along `K` if `transposed`, else along `N`."""
+    size = BLOCKS[recipe]
+    along = (1, size) if transposed else (size, 1)
+    return [rounded(each, recipe, (size, size) if recipe == "fp8_block" else along) for each in w]
 
 
 def _of_fp8_block(amax: Tensor) -> tuple[Tensor, Tensor]:

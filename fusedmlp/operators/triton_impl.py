@@ -52,7 +52,7 @@ def _tuned_tiles() -> dict[Key, Tile]:
 SETTINGS = Settings(environment.warp_specialized(), _tuned_tiles())
 
 
-def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts, offsets: Array) -> Array:
+def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts, offsets: Array, recipe: str) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     w_ENK, num_rows = _experts(w, 2), x_RK.shape[0]
     y_RN = builder.empty((num_rows, w_ENK.base.shape[-2]), x_RK.dtype)
@@ -72,6 +72,7 @@ def _plan_grouped_mlp(
     tokens_R: Array | None,
     probs_R: Array | None,
     activation: str,
+    recipe: str,
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     num_rows, dtype = (x_RH if tokens_R is None else tokens_R).shape[0], x_RH.dtype
@@ -111,6 +112,7 @@ def _plan_grouped_mlp_backward_(
     accumulate2: bool,
     need_dx: bool,
     keep: bool,
+    recipe: str,
 ) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
@@ -224,6 +226,7 @@ def grouped_wgrad_(
     dy_rows: Sequence[Tensor],
     x_rows: Sequence[Tensor],
     accumulate: bool,
+    recipe: str,
 ) -> None:
-    """Passes (5) and (6) alone, over one or several segments."""
+    """Passes (5) and (6) alone, over one or several segments; kernels add unrounded products with any recipe."""
     wgrad_of_segments_([*dw], [*db], tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows), accumulate)

@@ -213,14 +213,14 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
         return [dw]
 
     def dgrad_act(settings: Settings) -> list[Tensor]:
-        flags = (False, False, False, True)  # add to neither weight gradient, no dx; keep dh and act_probs
+        flags = (False, False, False, True, "")  # add to neither weight gradient, no dx; keep dh and act_probs
         arguments: Any = ([], [], [], [], dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, act, *flags)
         return list(triton_impl.grouped_mlp_backward_.run(arguments, settings))[1:]
 
     def fc1_act(settings: Settings) -> list[Tensor]:
-        return list(triton_impl.grouped_mlp.run((x, [fc1], [fc2], [], [], offsets, None, probs, act), settings))
+        return list(triton_impl.grouped_mlp.run((x, [fc1], [fc2], [], [], offsets, None, probs, act, ""), settings))
 
-    yield _Scratch("gemm", lambda settings: [triton_impl.grouped_gemm.run((a, [fc2], [], offsets), settings)])
+    yield _Scratch("gemm", lambda settings: [triton_impl.grouped_gemm.run((a, [fc2], [], offsets, ""), settings)])
     yield _Scratch("fc1_act", fc1_act)
     yield _Scratch("dgrad_act", dgrad_act)
     yield _Scratch("wgrad", wgrad, dw.zero_)

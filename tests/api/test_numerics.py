@@ -123,8 +123,8 @@ def test_counts_of_any_kind(impl, counts_as):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_backward_under_autocast_computes_as_without(impl):
-    case = Case(bias=True)
+def test_autocast_changes_no_layer_in_16_bits(impl):
+    case = Case(bias=True, dtype=torch.bfloat16)
     plain = factory.run(Inputs(case), impl, DEVICE)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         under = factory.run(Inputs(case), impl, DEVICE)

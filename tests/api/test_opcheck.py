@@ -23,11 +23,11 @@ def tensors(seed, *shapes, grad):
 def of_linear(impl, grad):
     x, w, b = tensors(0, (R, H), (3, F, H), (3, F), grad=grad)
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
-    yield OPS.grouped_gemm.default, (x, [w], [b], offsets, impl)
-    yield OPS.grouped_gemm.default, (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, impl)
+    yield OPS.grouped_gemm.default, (x, [w], [b], offsets, "", impl)
+    yield OPS.grouped_gemm.default, (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, "", impl)
     dw, db = torch.empty(3, F, H), torch.empty(3, F)
     (dy,) = tensors(1, (R, F), grad=grad)
-    yield OPS.grouped_wgrad_.default, ([dw], [db], [dy], [x], [offsets], [], [], False, impl)
+    yield OPS.grouped_wgrad_.default, ([dw], [db], [dy], [x], [offsets], [], [], False, "", impl)
     yield OPS.expert_offsets.default, (torch.tensor(COUNTS), R, impl)
 
 
@@ -36,12 +36,12 @@ def of_mlp(impl, grad):
     probs = torch.rand(R).requires_grad_(grad)
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
     activation = fusedmlp.Activation("swiglu").encoded
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], [b2], offsets, None, probs, activation, impl)
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], offsets, None, None, activation, impl)
-    _, h = OPS.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, activation, impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], [b2], offsets, None, probs, activation, "", impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], offsets, None, None, activation, "", impl)
+    _, h = OPS.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, activation, "", impl)
     grads = [[torch.empty_like(w)] for w in (fc1, fc2)]
     operands = dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, activation
-    yield OPS.grouped_mlp_backward_.default, (*grads, [], [], *operands, False, False, True, False, impl)
+    yield OPS.grouped_mlp_backward_.default, (*grads, [], [], *operands, False, False, True, False, "", impl)
 
 
 def of_tokens(impl, grad):
@@ -51,7 +51,7 @@ def of_tokens(impl, grad):
     plan, tokens, rows, row_probs = OPS.route(index, probs, 3, impl)
     row_probs = row_probs.detach().requires_grad_(grad)
     activation = fusedmlp.Activation("swiglu").encoded
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], plan, tokens, row_probs, activation, impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], plan, tokens, row_probs, activation, "", impl)
     (y,) = tensors(4, (T * K, H), grad=grad)
     yield OPS.combine.default, (y, rows, T, impl)
 

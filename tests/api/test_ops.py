@@ -88,7 +88,7 @@ def test_combine(impl, dtype):
 def test_grouped_gemm(tensors, impl, packed):
     weight, bias = tensors["fc1"], tensors["bias1"]
     groups = ([weight], [bias]) if packed else (list(weight.unbind()), list(bias.unbind()))
-    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], impl))
+    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], "", impl))
     torch.testing.assert_close(y[4:6], tensors["x"][4:6] @ weight[1].T + bias[1])
     assert y[6].count_nonzero() == 0
 
@@ -98,7 +98,7 @@ def test_biases_of_several_segments_are_refused(tensors, impl):
     dw, db = torch.ones(2, 4, 4, device=DEVICE), torch.empty(2, 4, device=DEVICE)
     segments = [tensors["dy"]] * 2, [tensors["x"]] * 2, [tensors["offsets"]] * 2
     with pytest.raises(ValueError, match="db: expected one segment; got 2"):
-        OPS.grouped_wgrad_([dw], [db], *segments, [], [], True, impl)
+        OPS.grouped_wgrad_([dw], [db], *segments, [], [], True, "", impl)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -108,7 +108,7 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
     dw, db = torch.ones(2, 4, 4, device=DEVICE), torch.empty(2, 4, device=DEVICE).zero_()
     outs = ([dw], [db]) if packed else (list(dw.unbind()), list(db.unbind()))
     dy, x = tensors["dy"], tensors["x"]
-    arguments = (*outs, [dy], [x], [tensors["offsets"]], [], [], accumulate, impl)
+    arguments = (*outs, [dy], [x], [tensors["offsets"]], [], [], accumulate, "", impl)
     assert opcheck(OPS.grouped_wgrad_.default, arguments)["test_schema"] == "SUCCESS"
     dw.fill_(1)
     OPS.grouped_wgrad_(*arguments)
@@ -121,7 +121,7 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
 def test_grouped_mlp(tensors, impl, with_probs):
     t = tensors
     probs = t["probs"] if with_probs else None
-    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], None, probs, SWIGLU, impl)
+    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], None, probs, SWIGLU, "", impl)
     y, h = check(OPS.grouped_mlp, forward)
     assert y.shape == (7, 4)
     assert h.shape == (7, 6)
@@ -145,6 +145,7 @@ def test_grouped_mlp(tensors, impl, with_probs):
             False,
             need_dx,
             keep,
+            "",
             impl,
         )
         grads = MLPGrads(*check(OPS.grouped_mlp_backward_, backward))
@@ -169,12 +170,12 @@ def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
     indices = [[tensors["tokens"]] * 2 if gathers in (name, "both") else [] for name in ("dy", "x")]
     operands = [[(tensors if "token" in name else plain)[name]] * 2 for name in names]
     dw, expected = torch.ones(2, 2, 4, 4, device=DEVICE)
-    arguments = ([dw], [], *operands, [tensors["offsets"]] * 2, *indices, True, impl)
+    arguments = ([dw], [], *operands, [tensors["offsets"]] * 2, *indices, True, "", impl)
     assert opcheck(OPS.grouped_wgrad_.default, arguments)["test_schema"] == "SUCCESS"
     dw.fill_(1)
     OPS.grouped_wgrad_(*arguments)
     OPS.grouped_wgrad_(
-        [expected], [], [plain["dy"]] * 2, [plain["x"]] * 2, [tensors["offsets"]] * 2, [], [], True, "torch"
+        [expected], [], [plain["dy"]] * 2, [plain["x"]] * 2, [tensors["offsets"]] * 2, [], [], True, "", "torch"
     )
     torch.testing.assert_close(dw, expected)
 
@@ -191,13 +192,13 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
         weights = ([t["fc1"]], [t["fc2"]])
         last = (t["probs"], SWIGLU)
         y, h = run(
-            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], tokens, *last, impl)
+            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], tokens, *last, "", impl)
         )
         outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
         operands = (source["dy"], source["x"], h, *weights, [t["bias2"]])
         rows = None if tokens is None else torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         options = (t["offsets"], tokens, rows, *last)
-        backward = ([[out] for out in outs], operands, options, (True, False, True, keep, impl))
+        backward = ([[out] for out in outs], operands, options, (True, False, True, keep, "", impl))
         grads = run(OPS.grouped_mlp_backward_, tuple(argument for part in backward for argument in part))
         # Checking an operator runs it several times, and each run adds to the gradient of fc1: that is not compared.
         grads = MLPGrads(*grads)
@@ -217,7 +218,7 @@ def test_gradients_that_are_not_needed_are_not_computed(tensors, monkeypatch):
     y.sum().backward()
     dw1, dw2, db1, db2 = seen[0][:4]
     assert [len(group) for group in (dw1, dw2, db1, db2)] == [1, 0, 0, 0]
-    assert seen[0][-3] is False  # x needs no gradient
+    assert seen[0][-4] is False  # x needs no gradient
 
 
 def test_experts_in_a_tuple_are_all_of_them_or_refused():
@@ -227,7 +228,7 @@ def test_experts_in_a_tuple_are_all_of_them_or_refused():
     offsets, results = offsets.int().to(DEVICE), []
     for kind in (list, tuple):
         dw = [torch.zeros(4, 8, device=DEVICE) for _ in range(3)]
-        ops.grouped_wgrad_(kind(dw), kind(), [dy], [x], [offsets], [], [], True, "triton")
+        ops.grouped_wgrad_(kind(dw), kind(), [dy], [x], [offsets], [], [], True, "", "triton")
         results.append(torch.stack(dw))
     assert torch.equal(*results)
     assert results[0].abs().amin(dim=(1, 2)).gt(0).all()
@@ -235,7 +236,7 @@ def test_experts_in_a_tuple_are_all_of_them_or_refused():
         torch.no_grad(),
         pytest.raises(TypeError, match=r"experts: expected a list .* got a tuple"),
     ):
-        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "triton")
+        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "", "triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -247,7 +248,7 @@ def test_each_weight_has_a_flag_of_its_own(tensors, impl, accumulate1, accumulat
     for start in (0.0, 3.0):
         dw1, dw2 = (torch.full_like(t[name], start) for name in ("fc1", "fc2"))
         weights, rest = ([t["fc1"]], [t["fc2"]], []), (t["offsets"], None, None, t["probs"], SWIGLU)
-        flags = (accumulate1, accumulate2, True, False, impl)
+        flags = (accumulate1, accumulate2, True, False, "", impl)
         with torch.no_grad():
             ops.grouped_mlp_backward_([dw1], [dw2], [], [], t["dy"], t["x"], h, *weights, *rest, *flags)
         results[start] = dw1, dw2

@@ -138,12 +138,12 @@ def test_passes_over_memory_between_products(dtype, forward, backward):
     fc1, fc2 = [torch.randn(4, 2 * N, K).to(dtype)], [torch.randn(4, K, N).to(dtype)]
     rows_of_padding = ["zero_"]
     with Passes() as passes:
-        _, h = torch_impl.grouped_mlp(x, fc1, fc2, [], [], offsets, None, probs, SWIGLU)
+        _, h = torch_impl.grouped_mlp(x, fc1, fc2, [], [], offsets, None, probs, SWIGLU, "")
     assert [name for name in passes.names if name not in rows_of_padding] == forward
     dw = [[torch.zeros(t.shape, dtype=dtype)] for (t,) in (fc1, fc2)]
     with Passes() as passes:
         torch_impl.grouped_mlp_backward_(
-            *dw, [], [], dy, x, h, fc1, fc2, [], offsets, None, None, probs, SWIGLU, True, True, True, False
+            *dw, [], [], dy, x, h, fc1, fc2, [], offsets, None, None, probs, SWIGLU, True, True, True, False, ""
         )
     assert [name for name in passes.names if name not in rows_of_padding] == backward
 

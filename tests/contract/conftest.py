@@ -195,7 +195,7 @@ def wgrad_gemms(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return linear(*args)
 
     def grouped_mlp_backward_(*args: Any) -> Any:
-        *_, accumulate1, accumulate2, _need_dx, _keep, _impl = args
+        *_, accumulate1, accumulate2, _need_dx, _keep, _recipe, _impl = args
         record("fc1", args[0], accumulate1)
         record("fc2", args[1], accumulate2)
         return mlp(*args)

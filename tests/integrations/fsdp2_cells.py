@@ -154,6 +154,27 @@ def cells(quick):
     return names, failures
 
 
+def kept_copies():
+    """Experts after training in bf16, whose weights are cast once a step ("once"), or for every use, `{name: numbers}`.
+
+    FSDP2 gathers the weights of a new step to the addresses of the old one, and keeps their versions.
+    """
+    results = {}
+    for reshard, how in itertools.product((True, False), ("once", "for every use")):
+        experts = initial(True, "grad").experts
+        experts.recipe = "bf16"
+        fully_shard(experts, reshard_after_forward=reshard)
+        optimizer = torch.optim.SGD(experts.parameters(), lr=0.5)
+        for step, micro_batch in itertools.product(range(STEPS), range(MICRO_BATCHES)):
+            x, counts, probs, dy = batch(dist.get_rank(), step, micro_batch)
+            experts(x, counts, probs, is_first_microbatch=micro_batch == 0 if how == "once" else None).backward(dy)
+            if micro_batch == MICRO_BATCHES - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        results[f"{how}, reshard={reshard}"] = [p.detach().full_tensor().tolist() for p in experts.parameters()]
+    return results
+
+
 def refusals():
     """The error of each use; None where nothing was raised."""
 

@@ -18,6 +18,14 @@ def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
         assert failures == {}
 
 
+def test_no_copy_of_a_weight_outlives_its_step(tmp_path):
+    for found in launch("integrations.fsdp2_cells:kept_copies", 2, tmp_path):
+        expected = found["for every use, reshard=True"]
+        assert len(found) == 4
+        for name, experts in found.items():
+            assert experts == expected, name
+
+
 MESSAGES = {
     "main_grad": r"fc1_weight: FSDP2 .* would miss one in main_grad; use accumulate_wgrad='grad' without delay",
     "main_grad, attached to gathered parameters": r"fc1_weight: FSDP2 .* would miss one in main_grad",

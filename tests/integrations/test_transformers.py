@@ -187,6 +187,29 @@ def test_under_autocast_experts_compute_in_their_own_dtype():
     torch.testing.assert_close(y, experts(x.bfloat16(), ids, weights).float())
 
 
+@pytest.fixture
+def registered():
+    yield register
+    register()
+
+
+def test_float32_experts_compute_in_16_bits_only_with_a_recipe(registered):
+    experts = models.build("mixtral", "fusedmlp", torch.float32).model.layers[0].mlp.experts
+    x, ids, weights = torch.randn(5, 16), torch.tensor([[0, 1]] * 5), torch.full((5, 2), 0.5)
+    plain = experts(x, ids, weights)
+    rounded = copy.deepcopy(experts).bfloat16()(x.bfloat16(), ids, weights).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(experts(x, ids, weights), plain)
+        registered(recipe="bf16")
+        assert torch.equal(experts(x, ids, weights), rounded)
+    registered(recipe="bf16")
+    y = experts(x, ids, weights)
+    assert torch.equal(y, rounded)
+    y.sum().backward()
+    assert experts.gate_up_proj.grad.dtype == torch.float32
+    assert not torch.equal(experts.gate_up_proj.grad, experts.gate_up_proj.grad.bfloat16().float())
+
+
 # Experts that differ from Mixtral's in what lies between fc1 and fc2, or in how their weights are stored.
 OTHERS = {
     "AriaExperts": Activation("swiglu"),  # transposed

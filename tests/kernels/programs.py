@@ -51,11 +51,11 @@ def forward_arguments(lie="packed", *, tokens=False, probs=True, bias=False, act
     biases = [weights("packed", size, dtype=dtype) if bias else [] for size in (G, H)]
     tokens_R = torch.zeros(rows, dtype=torch.int32) if tokens else None
     probs_R = torch.zeros(rows, dtype=dtype) if probs else None
-    return [x, *experts, *biases, triton_impl.expert_offsets(plan, rows), tokens_R, probs_R, act.encoded]
+    return [x, *experts, *biases, triton_impl.expert_offsets(plan, rows), tokens_R, probs_R, act.encoded, ""]
 
 
 def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=False, grads=None, **options):
-    x, fc1, fc2, bias1, bias2, plan, tokens, probs, encoded = forward_arguments(lie, **options)
+    x, fc1, fc2, bias1, bias2, plan, tokens, probs, encoded, recipe = forward_arguments(lie, **options)
     G, rows = fc1[0].shape[-2], (x if tokens is None else tokens).shape[0]
     dw = [weights(grads or lie, *shape, dtype=torch.float32) for shape in ((G, H), (H, F))]
     db = [[torch.zeros_like(b) for b in bias] for bias in (bias1, bias2)]
@@ -63,7 +63,7 @@ def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=Fals
     if tokens is not None:
         rows_R = torch.zeros_like(tokens)
     operands = [dy, x, h, fc1, fc2, bias2, plan, tokens, rows_R, probs, encoded]
-    return [*dw, *db, *operands, accumulate, accumulate, need_dx, keep]
+    return [*dw, *db, *operands, accumulate, accumulate, need_dx, keep, recipe]
 
 
 def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
@@ -80,7 +80,7 @@ def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
 
 def gemm_arguments(dtype=BF16):
     x, offsets = torch.zeros(R, H, dtype=dtype), torch.zeros(E + 1, dtype=torch.int32)
-    return [x, weights("packed", F, H, dtype=dtype), [], offsets]
+    return [x, weights("packed", F, H, dtype=dtype), [], offsets, ""]
 
 
 LAYERS = ((triton_impl.grouped_mlp, forward_arguments), (triton_impl.grouped_mlp_backward_, backward_arguments))
@@ -123,7 +123,7 @@ def check_segments():
         places = ((0,), (0, 64), (0, 64), (0, 96), (96, 0), (0, 64, 160), (0, 160, 64))
         calls = [wgrad_arguments(*starts, **options) for starts in places]
         assert are_as_by_triton(triton_impl.wgrad_of_segments_, *calls)
-        assert are_as_by_triton(triton_impl.grouped_wgrad_, [*map(list, calls[1][:-1]), True])
+        assert are_as_by_triton(triton_impl.grouped_wgrad_, [*map(list, calls[1][:-1]), True, ""])
         with Launches() as seen:
             triton_impl.wgrad_of_segments_(*calls[1])
         assert {t.data_ptr() for t in (*calls[1][4], *calls[1][6])} <= seen.addresses
@@ -253,7 +253,7 @@ def check_tf32_is_asked_of_what_is_multiplied():
         (triton_impl.grouped_mlp, forward_arguments(dtype=fp32)),
         (triton_impl.grouped_mlp_backward_, backward_arguments(dtype=fp32)),
         (triton_impl.grouped_gemm, gemm_arguments(fp32)),
-        (triton_impl.grouped_wgrad_, wgrad_arguments(0, dtype=fp32)),
+        (triton_impl.grouped_wgrad_, [*wgrad_arguments(0, dtype=fp32), ""]),
     ):
         for setting, allowed in (("ieee", nullcontext), ("tf32", tf32), ("ieee", nullcontext)):
             with recording() as launches, allowed():

@@ -58,6 +58,7 @@ class System:
     refused: dict[str, str] = field(default_factory=dict)  # mode: part of the message
     where: str = ""  # the place of the gradients, if not the mode's
     refused_late: bool = False  # only after a backward, or part of one
+    digits: torch.dtype | None = None  # that the layer computes in, if not float32
 
     def answer(self, mode: str) -> str:
         return f"refused: {self.refused[mode]}" if mode in self.refused else "right"
@@ -393,16 +394,22 @@ def inference_input(step):
     step(x)
 
 
-@system("autocast around forward and backward", where="autocast does not change the layer")
+@system("autocast around forward and backward", where="computed in bf16", digits=torch.bfloat16)
 def autocast(step):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         step.backward()
 
 
-@system("x that autocast made bf16, fp32 weights", refused={"all": "pass x in the dtype of the weights"})
+@system("x that autocast made bf16, fp32 weights", where="computed in bf16", digits=torch.bfloat16)
 def autocast_input(step):
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        step(torch.nn.functional.linear(step.x, torch.eye(4)))
+        y = step(torch.nn.functional.linear(step.x, torch.eye(4)))
+    y.backward(step.dy.bfloat16())
+
+
+@system("x in bf16, fp32 weights, without autocast", refused={"all": 'recipe="bf16" or autocast casts float32'})
+def bf16_input(step):
+    step(step.x.bfloat16())
 
 
 @system("`GradScaler`: `unscale_`, inside `buffer.as_grad()` for main_grad")

@@ -110,7 +110,7 @@ def test_passes_with_a_tuned_number_of_rows_share_one_plan():
     planned_for = select.target(PROBLEM.device, select.Settings(tuned=tuned), torch.float32)
     arguments = torch.empty(8, 32), [torch.empty(3, 32, 32)], [torch.empty(3, 32, 32)], [], [], torch.empty(500).int()
     act = fusedmlp.Activation("relu").encoded
-    launches = triton_impl.grouped_mlp.program(planned_for, *arguments, None, None, act).launches
+    launches = triton_impl.grouped_mlp.program(planned_for, *arguments, None, None, act, "").launches
     assert [launch.name for launch in launches] == ["plan", "grouped_fc1_act", "grouped_gemm"]
     assert {launch.chosen.tile.BLOCK_M for launch in launches if launch.chosen} == {64}
 

@@ -1,0 +1,375 @@
+"""float32 experts in 16 bits, by `recipe=` or autocast: results of 16-bit experts, and unrounded weight gradients."""
+
+import copy
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
+
+import fusedmlp
+from fusedmlp.autograd import weight_copies
+from fusedmlp.doctor import reference
+from fusedmlp.operators import ops
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+IMPLS = ("torch", "triton")
+COUNTS, ROWS, H, F = (19, 0, 1, 34), 57, 24, 16
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Sums in float32 differ from float64 by this part of the sum of magnitudes, whatever the order of at most 34 products.
+ROUNDING = 34 * 2.0**-24
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # by Dynamo
+]
+
+
+class Layer:
+    """float32 experts and a batch: x, dy and the bias in float32, padding rows of NaN."""
+
+    def __init__(self, packed=True, bias=False, layout="out_in", x_dtype=torch.float32):
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return torch.randn(*shape, generator=generator).to(DEVICE)
+
+        shapes = [(len(COUNTS), 2 * F, H), (len(COUNTS), H, F)]
+        weights = [normal(*shape) / shape[2] ** 0.5 for shape in shapes]
+        self.layout = layout
+        if layout == "in_out":
+            weights = [w.mT.contiguous() for w in weights]
+        self.params = [[Parameter(w)] if packed else [Parameter(one.clone()) for one in w] for w in weights]
+        # Numbers that 16 bits hold.
+        self.biases = [Parameter(normal(*shape[:2]).mul(8).round() / 8) for shape in shapes] if bias else [None, None]
+        self.x, self.dy = normal(ROWS, H), normal(ROWS, H)
+        self.x[sum(COUNTS) :] = float("nan")
+        self.x, self.dy = self.x.to(x_dtype), self.dy.to(x_dtype)
+        self.probs = torch.rand(ROWS, generator=generator).to(DEVICE)
+        self.packed = packed
+
+    def __call__(self, x=None, **options):
+        weights = [group[0] if self.packed else group for group in self.params]
+        biases = dict(zip(("fc1_bias", "fc2_bias"), self.biases, strict=True))
+        counts = torch.tensor(COUNTS, device=DEVICE)
+        x = self.x if x is None else x
+        return fusedmlp.grouped_mlp(
+            x, *weights, counts, probs=self.probs, weight_layout=self.layout, **biases, **options
+        )
+
+    def cast(self, dtype):
+        """The same layer with weights, x and dy in 16 bits."""
+        other = copy.deepcopy(self)
+        other.params = [[Parameter(p.detach().to(dtype)) for p in group] for group in self.params]
+        other.biases = [bias if bias is None else Parameter(bias.detach().to(dtype)) for bias in self.biases]
+        other.x, other.dy = self.x.to(dtype), self.dy.to(dtype)
+        return other
+
+    def grads(self, attribute="grad"):
+        return [torch.cat([getattr(p, attribute).view(-1, *p.shape[-2:]) for p in group]) for group in self.params]
+
+
+def operands_of(layer, impl):
+    """`(dy, x)` of the weight gradients of fc2 and fc1, from a layer in 16 bits."""
+    queue, seen = fusedmlp.WgradQueue(), []
+    layer(impl=impl, wgrad_queue=queue).backward(layer.dy)
+    seen = [delayed.operands for delayed in queue._pending]
+    queue.clear()
+    return [(one.dy, one.x) for one in seen]
+
+
+def exact_wgrads(layer, dtype, impl):
+    """Gradients of fc1 and fc2, float64 sums over 16-bit operands, and the sums of magnitudes."""
+    results = []
+    for dy, x in reversed(operands_of(layer.cast(dtype), impl)):
+        products = [reference.wgrad(f(dy.double()), f(x.double()), COUNTS) for f in (lambda t: t, torch.abs)]
+        results.append([p.mT if layer.layout == "in_out" else p for p in products])
+    return results
+
+
+def assert_unrounded(got, expected):
+    for wgrad, (exact, magnitude) in zip(got, expected, strict=True):
+        assert wgrad.dtype == torch.float32
+        assert ((wgrad.double() - exact).abs() <= ROUNDING * magnitude).all()
+        rounded = exact.bfloat16().double()
+        assert ((rounded - exact).abs() > ROUNDING * magnitude).any()  # a rounded wgrad would not have passed
+
+
+CALLS = {
+    "autocast": lambda name: ({}, torch.autocast(DEVICE, DTYPES[name])),
+    "recipe": lambda name: ({"recipe": name}, nullcontext()),
+    "recipe under another autocast": lambda name: (
+        {"recipe": name},
+        torch.autocast(DEVICE, DTYPES["fp16" if name == "bf16" else "bf16"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("recipe", DTYPES)
+def test_wgrad_is_not_rounded(recipe, call, impl):
+    layer = Layer()
+    options, context = CALLS[call](recipe)
+    with context:
+        y = layer(impl=impl, **options)
+    y.backward(layer.dy)
+    assert_unrounded(layer.grads(), exact_wgrads(layer, DTYPES[recipe], impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("recipe", DTYPES)
+@pytest.mark.parametrize("x_is", ["float32", "16 bits"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_computes_as_16_bit_experts_do(packed, x_is, recipe, impl):
+    """y, and the gradients of x, probs and biases, equal those of a layer of 16-bit weights bit for bit."""
+    dtype = DTYPES[recipe]
+    layer = Layer(packed, bias=True, x_dtype=torch.float32 if x_is == "float32" else dtype)
+    narrow, results = layer.cast(dtype), []
+    for each, options in ((layer, {"recipe": recipe}), (narrow, {})):
+        x, each.probs = each.x.clone().requires_grad_(), each.probs.clone().requires_grad_()
+        y = each(x, impl=impl, **options)
+        assert y.dtype == each.x.dtype
+        y.backward(each.dy)
+        assert x.grad.dtype == each.x.dtype
+        results.append([y, x.grad, each.probs.grad, *(bias.grad for bias in each.biases)])
+    for wide, small in zip(*results, strict=True):
+        assert torch.equal(wide.to(small.dtype), small)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("mode", ["main_grad", "grad", "off"])
+def test_every_mode_and_layout(mode, delayed, layout, packed):
+    layer = Layer(packed, layout=layout)
+    place = "main_grad" if mode == "main_grad" else "grad"
+    for group in layer.params:
+        for param in group:
+            start = torch.full_like(param, 0.5)
+            if mode == "main_grad":
+                param.main_grad = start
+            elif mode == "grad":
+                param.grad = start
+    queue = fusedmlp.WgradQueue() if delayed else None
+    layer(recipe="bf16", accumulate_wgrad=mode, wgrad_queue=queue).backward(layer.dy)
+    if queue is not None:
+        assert len(queue) == 2
+        queue.run()
+    start = 0.0 if mode == "off" else 0.5
+    expected = [(exact + start, size + start) for exact, size in exact_wgrads(layer, torch.bfloat16, "torch")]
+    assert_unrounded(layer.grads(place), expected)
+
+
+def test_16_bit_weights_with_a_recipe_add_unrounded_to_main_grad():
+    layer, exact = Layer().cast(torch.bfloat16), exact_wgrads(Layer(), torch.bfloat16, "torch")
+    buffer = fusedmlp.MainGradBuffer([p for group in layer.params for p in group])
+    layer(recipe="bf16").backward(layer.dy)
+    assert_unrounded(layer.grads("main_grad"), exact)
+    buffer.zero_()
+    layer().backward(layer.dy)  # rounds, as it says
+    with pytest.raises(AssertionError):
+        assert_unrounded(layer.grads("main_grad"), exact)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_moe_experts_and_grouped_linear(impl):
+    layer, dtype = Layer(), torch.bfloat16
+    fc1, fc2 = (group[0] for group in layer.params)
+    x = layer.x[: sum(COUNTS)]
+    top_k = torch.rand(len(x), len(COUNTS), device=DEVICE).argsort(1)[:, :2]
+    weights, dy = torch.rand(top_k.shape, device=DEVICE), layer.dy[: len(x)]
+    y = fusedmlp.moe_experts(x, top_k, weights, fc1, fc2, recipe="bf16", impl=impl)
+    y.backward(dy)
+    narrow = [Parameter(w.detach().to(dtype)) for w in (fc1, fc2)]
+    small = fusedmlp.moe_experts(x.to(dtype), top_k, weights, *narrow, impl=impl)
+    assert torch.equal(y, small.float())
+    small.backward(dy.to(dtype))
+    for wide, rounded in zip((fc1, fc2), narrow, strict=True):
+        torch.testing.assert_close(wide.grad, rounded.grad.float(), rtol=2**-7, atol=1e-3)
+    w = Parameter(fc1.detach().clone())
+    y = fusedmlp.grouped_linear(x, w, COUNTS, recipe="bf16", impl=impl)
+    y.sum().backward()
+    assert y.dtype == w.grad.dtype == torch.float32
+    ones, halved = torch.ones(len(x), 2 * F, device=DEVICE), x.to(dtype).float()
+    torch.testing.assert_close(
+        w.grad.double(), reference.wgrad(ones.double(), halved.double(), COUNTS), rtol=1e-6, atol=1e-5
+    )
+
+
+def test_modules_take_a_recipe():
+    layer = Layer()
+    module = fusedmlp.GroupedMLP(len(COUNTS), H, F, recipe="bf16")
+    assert {module.fc1.recipe, module.fc2.recipe} == {"bf16"}
+    for fc, (weight,) in zip((module.fc1, module.fc2), layer.params, strict=True):
+        fc.weight.data.copy_(weight)
+    x = torch.nan_to_num(layer.x)
+    assert torch.equal(module(x, COUNTS, layer.probs), layer(x, recipe="bf16"))
+    assert torch.equal(module.fc1(x, COUNTS), fusedmlp.grouped_linear(x, layer.params[0][0], COUNTS, recipe="bf16"))
+    assert not torch.equal(module(x, COUNTS, layer.probs), layer(x))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant):
+    layer, plain = Layer(), Layer()
+    for each, run in ((plain, lambda f, x: f(x)), (layer, lambda f, x: checkpoint(f, x, use_reentrant=reentrant))):
+        x = each.x.clone().requires_grad_()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            y = run(each, x)
+        y.backward(each.dy)
+    for got, want in zip(layer.grads(), plain.grads(), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("call", ["autocast", "recipe"])
+def test_compiled(call, attached, packed):
+    compiled, eager = Layer(packed), Layer(packed)
+    for layer in (compiled, eager):
+        if attached:
+            fusedmlp.MainGradBuffer([p for group in layer.params for p in group]).zero_()
+    run = torch.compile(lambda x, **o: compiled(x, **o), backend="aot_eager", fullgraph=True)
+    x, y = torch.nan_to_num(compiled.x), []
+    for layer in (compiled, eager):
+        options, context = CALLS[call]("bf16")
+        with context:
+            y.append((run if layer is compiled else layer)(x, **options))
+        y[-1].backward(layer.dy)
+    assert torch.equal(*y)
+    place = "main_grad" if attached else "grad"
+    for got, want in zip(compiled.grads(place), eager.grads(place), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_exported_program():
+    class Program(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = fusedmlp.GroupedMLP(len(COUNTS), H, F, recipe="bf16")
+
+        def forward(self, x, counts):
+            return self.layer(x, counts)
+
+    module, x, counts = Program(), torch.randn(ROWS, H), torch.tensor(COUNTS)
+    program = torch.export.export(module, (x, counts)).module()
+    y = program(x, counts)
+    assert torch.equal(y, module(x, counts))
+    y.sum().backward()
+    grads = {name: p.grad for name, p in program.named_parameters()}
+    module(x, counts).sum().backward()
+    for name, param in module.named_parameters():
+        torch.testing.assert_close(grads[name], param.grad, rtol=2**-7, atol=1e-2)
+
+
+@pytest.fixture
+def casts(monkeypatch):
+    """Numbers of experts' tensors that were cast, one for each copy."""
+    made, original = [], weight_copies._copy
+    monkeypatch.setattr(weight_copies, "_copy", lambda w, dtype: (made.append(len(w)), original(w, dtype))[1])
+    return made
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_are_cast_once_a_step_with_is_first_microbatch(packed, casts):
+    layer, plain = Layer(packed), Layer(packed)
+    for group in layer.params + plain.params:
+        for param in group:
+            param.main_grad = torch.full_like(param, float("nan"))
+    for first in (True, False, False):
+        layer(recipe="bf16", is_first_microbatch=first).backward(layer.dy)
+    assert casts == [1 if packed else len(COUNTS)] * 2
+    casts.clear()
+    for first in (True, None, None):
+        plain(recipe="bf16", is_first_microbatch=first).backward(plain.dy)
+    assert len(casts) == 2 + 2 * 3  # both weights in each forward, fc2 in its backward, as x needs no gradient
+    for got, want in zip(layer.grads("main_grad"), plain.grads("main_grad"), strict=True):
+        assert torch.equal(got, want)
+
+
+def unseen(weight):
+    """Change a weight as FSDP2 does when it gathers it anew: at the same address, without a new version."""
+    with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
+        weight.mul_(2)
+
+
+def through_data(weight):
+    weight.data.mul_(2)
+
+
+def in_place(weight):
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def moved(weight):
+    weight.data = weight.data * 2
+
+
+@pytest.mark.parametrize("change", [unseen, through_data, in_place, moved])
+@pytest.mark.parametrize("steps", ["is_first_microbatch", "none"])
+def test_no_copy_is_used_after_a_step_began(change, steps, casts):
+    """The first forward after a change of the weights, which begins a step, uses the new values."""
+    layer, first = Layer(), True if steps == "is_first_microbatch" else None
+    for group in layer.params:
+        group[0].main_grad = torch.zeros_like(group[0])
+    x = torch.nan_to_num(layer.x)
+    for _ in range(2):
+        before = layer(x, recipe="bf16", is_first_microbatch=first)
+        change(layer.params[1][0])
+        after = layer(x, recipe="bf16", is_first_microbatch=first)
+        assert torch.equal(after, 2 * before)  # fc2 is doubled
+
+
+@pytest.mark.parametrize("change", [in_place, moved])
+def test_a_change_that_shows_within_a_step_is_seen(change):
+    layer, x = Layer(), torch.nan_to_num(Layer().x)
+    for group in layer.params:
+        group[0].main_grad = torch.zeros_like(group[0])
+    before = layer(x, recipe="bf16", is_first_microbatch=True)
+    change(layer.params[1][0])
+    assert torch.equal(layer(x, recipe="bf16", is_first_microbatch=False), 2 * before)
+
+
+def test_kept_copies_are_of_one_dtype_and_go_with_the_parameter(casts):
+    layer, x = Layer(), torch.nan_to_num(Layer().x)
+    with torch.no_grad():
+        bf16 = layer(x, recipe="bf16", is_first_microbatch=False)
+        fp16 = layer(x, recipe="fp16", is_first_microbatch=False)
+        assert not torch.equal(bf16, fp16)
+        assert torch.equal(layer(x, recipe="fp16", is_first_microbatch=False), fp16)
+        assert len(casts) == 4
+    with torch.inference_mode():
+        inference = [w.clone() for (w,) in layer.params]
+        args = torch.tensor(COUNTS, device=DEVICE)
+        for _ in range(2):
+            y = fusedmlp.grouped_mlp(x, *inference, args, probs=layer.probs, recipe="fp16", is_first_microbatch=False)
+            assert torch.equal(y, fp16)
+
+
+def test_errors():
+    layer = Layer()
+    with pytest.raises(ValueError, match=r"recipe: expected one of 'bf16', 'fp16', 'fp8_block', 'mxfp8'; got 'fp8'"):
+        layer(recipe="fp8")
+    with pytest.raises(TypeError, match=r"x: expected dtype torch.bfloat16 or torch.float32 .*; got torch.float16"):
+        layer(layer.x.half(), recipe="bf16")
+    with pytest.raises(TypeError, match=r"fc1_weight: expected dtype torch.bfloat16, that of x .*; got torch.float32"):
+        layer(layer.x.bfloat16())
+    with pytest.raises(TypeError, match=r"fc1_weight: expected dtype torch.bfloat16 or .*; got torch.float16"):
+        layer.cast(torch.float16)(layer.x, recipe="bf16")
+    mixed = Layer(packed=False)
+    mixed.params[0][2] = Parameter(mixed.params[0][2].detach().bfloat16())
+    with pytest.raises(TypeError, match=r"fc1_weight\[2\]: expected dtype torch.float32, that of fc1_weight\[0\]"):
+        mixed(recipe="bf16")
+    with (
+        torch.autocast(DEVICE, torch.float16),
+        pytest.raises(TypeError, match=r"fc1_weight: expected dtype torch\.bfloat16"),
+    ):
+        layer(layer.x.bfloat16())  # of another autocast
+
+
+def test_operators_derivatives_take_no_part():
+    """`torch.ops.fusedmlp` casts nothing: operands have one dtype there."""
+    x, w, offsets = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([0, 2, 4], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert ops.grouped_gemm(x, [w], [], offsets, "", "torch").dtype == torch.float32
