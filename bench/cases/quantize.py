@@ -11,11 +11,11 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
+from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import torch_quantize
-from fusedmlp.operators.torch_quantize import Recipe
+from fusedmlp.recipe import BLOCKS
 
 E4M3 = torch.float8_e4m3fn
-BLOCKS = {"fp8_block": 128, "mxfp8": 32}
 UNWRITTEN = 0xA5  # in every byte of copies that a kernel leaves alone
 FLOAT_MAX = torch.finfo(torch.float32).max
 
