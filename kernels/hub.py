@@ -5,7 +5,7 @@ from .dgrad_act.launch import grouped_dgrad_act_
 from .fc1_act.launch import grouped_fc1_act_
 from .gemm.launch import grouped_gemm_
 from .operands.expert_tensors import ExpertTensors
-from .operands.quantized import Quantized, scales_shape, token_copy_shape
+from .operands.quantized import Quantized
 from .quantize.launch import grouped_quantize_
 from .routing.combine import combine_
 from .routing.order import route
@@ -25,6 +25,4 @@ __all__ = [
     "grouped_wgrad_",
     "plan_of_counts",
     "route",
-    "scales_shape",
-    "token_copy_shape",
 ]

@@ -13,9 +13,9 @@ from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import torch_quantize
+from fusedmlp.recipe import BLOCKS
 
 E4M3 = torch.float8_e4m3fn
-BLOCKS = {"fp8_block": 128, "mxfp8": 32}
 UNWRITTEN = 0xA5  # in every byte of copies that a kernel leaves alone
 FLOAT_MAX = torch.finfo(torch.float32).max
 
@@ -83,21 +83,23 @@ def expected(x, case, num_tiles):
 
 
 def _place(case, copies, x, first, rows, tile):
-    """Quantize a tile, `[128, C]`, both ways, and put it where it belongs."""
+    """Quantize a tile, `[128, C]`, both ways, and put it where it belongs.
+
+    A scale belongs to a line (a row of the row copy, a column of the token copy) and to a block along it.
+    """
     block, row_copy, token_copy = BLOCKS[case.recipe], *copies
     is_mxfp8, bits = case.recipe == "mxfp8", torch.uint8 if case.recipe == "mxfp8" else torch.float32
     by_row, by_column = (torch_quantize.quantize(x, case.recipe, of) for of in ((1, block), (block, 1)))
     row_copy.elements[first : first + rows] = by_row.elements[:rows]
     token_copy.elements[tile] = by_column.elements if is_mxfp8 else by_column.elements.T
-    # By line and block of a chunk; a line is a row, then a column.
     for copy, scales in ((row_copy, by_row.scales.view(bits)), (token_copy, by_column.scales.view(bits).T)):
         copy.scales[tile] = 0 if is_mxfp8 else 1.0  # those of zeros
         for line in range(scales.shape[0]):
             for number in range(scales.shape[1]):
-                # Chunks follow each other along columns: of a row copy these are blocks, of a token copy lines.
-                chunk, b, i = number * block // 128, number % (128 // block), line
+                # A chunk is 128 columns: blocks of the row copy, lines of the token copy.
+                chunk, i, b = number * block // 128, line, number % (128 // block)
                 if copy is token_copy:
-                    chunk, b, i = line // 128, number, line % 128
+                    chunk, i, b = line // 128, line % 128, number
                 place = (chunk, i % 32, i // 32, b) if is_mxfp8 else (chunk, i)
                 copy.scales[(tile, *place)] = scales[line, number]
 

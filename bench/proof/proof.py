@@ -173,7 +173,7 @@ def _settings_of_table(
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
-    """Selects the launches to compile; kernels without a row, which compute integers, are the same for all dtypes."""
+    """Selects the launches to compile; those without a tile of the table are the same for all tasks of a target."""
     seen: dict[Any, set[Any]] = defaultdict(set)
 
     def wanted(launch: Launch) -> bool:

@@ -16,12 +16,14 @@ tiles past the last one of a load, are not written.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..tiles.rounding import cdiv
-from ..tiles.table import Recipe
+
+if TYPE_CHECKING:  # costs are known without triton
+    from ..tiles.table import Recipe
 
 TILE_ROWS = CHUNK = 128
 SCALE_DTYPES: dict[Recipe, torch.dtype] = {"fp8_block": torch.float32, "mxfp8": torch.uint8}

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bench.cases.quantize import BLOCKS, FLOAT_MAX, UNWRITTEN, Case, check, run, special, values
+from bench.cases.quantize import FLOAT_MAX, UNWRITTEN, Case, check, run, special, values
+from fusedmlp.recipe import BLOCKS
 
 LOADS = {
     "ragged": ((130, 0, 70, 1), 5),

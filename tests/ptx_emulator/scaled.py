@@ -80,9 +80,9 @@ class ScaledProduct:
         self.columns = 512 if n > 128 else 256
         self.a_factors = 32 * (-(-n // 32))
         self.b_factors = self.a_factors + 4
-        self._write_steps()
+        self.write_steps()
 
-    def _write_steps(self) -> None:
+    def write_steps(self) -> None:
         bar = f"[shared+{self.bar}]"
         self.init = f"@%p2 mbarrier.init.shared::cta.b64 {bar}, 1;"
         self.fence = "fence.proxy.async.shared::cta;"

@@ -74,8 +74,8 @@ def test_a_copy_that_may_not_be_is_an_error_that_names_the_line(bits, more, mess
 OVERWRITE = "mov.u32 %r20, shared; @%p2 st.shared.b32 [%r20+{}], %r20;"
 STORE = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r21], {%r20}; tcgen05.wait::st.sync.aligned;"
 LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r20}, [%r21]; tcgen05.wait::ld.sync.aligned;"
-# Mistakes in the steps of a scaled product, and their errors. `{}` is the right step, `%r21` the address of
-# the factors of A in columns 64 to 67, behind D; those of B are in columns 68 and 69. Mode late adds 256 to both.
+# Mistakes in the steps of a scaled product, and their errors. `{}` is the right step, `%r21` the address of the factors
+# of A in columns 64 to 67, behind D; those of B are in columns 68 and 69. Mode late adds 256 to both.
 MISTAKES = {
     "no factors of A": ({"copy_a": ""}, "UNWRITTEN: an operand in tensor memory.*column (64|320)"),
     "no factors of B": ({"copy_b": ""}, "UNWRITTEN: an operand in tensor memory.*column (68|324)"),
@@ -126,8 +126,6 @@ def test_factors_may_be_copied_by_another_warp_before_a_barrier():
     product = ScaledProduct()
     product.copy_a = f"setp.eq.u32 %p2, %tid, 32; {product.copy_a}"
     product.mma = f"{BARRIER} setp.eq.u32 %p2, %tid, 0; {product.mma}"
-    product.copy_b = ""
-    product.copy_a += product.copy(3, 0, product.b_factors)
     product.check()
 
 
@@ -146,10 +144,8 @@ def test_factors_may_be_stored_by_threads():
     with pytest.raises(EmulationError, match="RACE in tensor memory: read after write"):
         product.run()
     for warp in range(4):
-        one_less = f"setp.eq.u32 %p6, %r26, {warp}; @%p6 bra SKIP; tcgen05.st"
-        product.copy_a = "shr.u32 %r26, %tid, 5;" + right.replace("tcgen05.st", one_less).replace(
-            BARRIER, f"SKIP: {BARRIER}"
-        )
+        skip = f"shr.u32 %r26, %tid, 5; setp.eq.u32 %p6, %r26, {warp}; @%p6 bra SKIP;"
+        product.copy_a = right.replace("tcgen05.st", f"{skip} tcgen05.st").replace(BARRIER, f"SKIP: {BARRIER}")
         with pytest.raises(EmulationError, match=f"UNWRITTEN: an operand in tensor memory.*lanes from {32 * warp} on"):
             product.run()
 
@@ -162,7 +158,7 @@ def test_new_factors_may_follow_a_product_without_a_wait():
     chunk = len(product.parts[3].data)
     product.parts[4].start = product.parts[3].start + chunk
     product.table, product.bar = product.table + chunk, product.bar + chunk
-    product._write_steps()
+    product.write_steps()
     product.mma += product.copy(4, 0, product.a_factors) + more
     column = 2.0 ** product.factors[1][:, 0]
     np.testing.assert_array_equal(product.run(), product.expected() + product.a @ product.b.T * 4 * column)
