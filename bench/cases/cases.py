@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, gemm, gemm_fp8_block, moe, wgrad
+from bench.cases import dgrad_act, factory, fc1_act, gemm, gemm_fp8_block, moe, wgrad, wgrad_fp8_block
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
@@ -159,6 +159,30 @@ def _fp8_block() -> Iterator[Case]:
     yield case("left half of a tile", N=104)
     yield case("narrow", N=264, K=16)
     yield case("deep", N=520, K=656)
+    for load in ("few", "empty", "one", "many", "even"):
+        yield case(load, load)
+    yield from _wgrad_fp8_block()
+
+
+def _wgrad_fp8_block() -> Iterator[Case]:
+    def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
+        counts, padding = LOADS[load]
+        own = wgrad_fp8_block.Case(**{"segments": (counts,), "padding": padding, **options})
+        return Case(f"wgrad {name}", "fp8_block", "long", partial(wgrad_fp8_block.check, own), quick)
+
+    yield case("packed", quick=True)
+    yield case("overwrite", accumulate=False)
+    yield case("in_out", place="packed in_out")
+    yield case("reversed", place="reversed")
+    yield case("misaligned", place="misaligned")
+    yield case("scattered", place="scattered", quick=True)
+    yield case("of bf16", dtype=torch.bfloat16)
+    yield case("of bf16, overwrite", dtype=torch.bfloat16, accumulate=False)
+    yield case("deep", segments=((700, 0, 131),))
+    yield case("tall", N=1152, K=32)
+    segments = ((70, 0, 150, 1, 33), (0, 0, 0, 0, 0), (1, 0, 128, 0, 300))
+    yield case("segments", segments=segments)
+    yield case("segments overwrite", segments=segments, accumulate=False)
     for load in ("few", "empty", "one", "many", "even"):
         yield case(load, load)
 

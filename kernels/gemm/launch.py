@@ -15,8 +15,8 @@ from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
-from ..tiles.select import Chosen, choose
-from ..tiles.table import BY_DESCRIPTORS, Key, Tile, shape_class
+from ..tiles.select import choose, eight_bit
+from ..tiles.table import BY_DESCRIPTORS, Tile
 from ..warp_specialized import gluon_missing
 from .dprobs import Dprobs, sum_partials_kernel
 from .triton_kernel import _grouped_gemm_kernel
@@ -120,20 +120,18 @@ def grouped_gemm_fp8_block_(
     """`grouped_gemm_` of a row copy of `x` and of weights in 8 bits, both quantized for fp8_block; `y` has 16 bits.
 
     Raises:
-        ValueError: the target has no tile for such loads, or TMA cannot move the operands.
+        ValueError: the target has no tile for the recipe, or TMA cannot move the operands.
     """
     target, (num_rows, N), K = builder.target, y_RN.shape, x_RK.elements.shape[1]
     if not num_rows * N:
         return
-    key = Key("gemm", "warp_specialized", "fp8_block", shape_class(schedule.rows_per_expert))
-    tile = target.settings.tuned.get(key) or target.tiles.get(key)
-    if tile is None:
-        raise ValueError(f"recipe fp8_block: expected an architecture with a tile for {key}; got {target.architecture}")
+    chosen = eight_bit("gemm", "fp8_block", target)
+    tile = chosen.tile
     moved = {"y": y_RN, "x": x_RK.elements, "w": w_ENK.elements, "scales of x": x_RK.scales}
     for name, array in moved.items():
         if not descriptors.fits(array):
             raise ValueError(f"{name}: expected rows and an address that are multiples of 16 bytes; got {array}")
-    rows = target.consumer_rows(key.path, tile)
+    rows = target.consumer_rows(chosen.path, tile)
     arguments = {
         "x_desc": descriptors.ragged_rows(x_RK.elements, rows, tile.BLOCK_K),
         "x_scales_desc": descriptors.chunks(x_RK.scales, tile.BLOCK_M),
@@ -147,7 +145,7 @@ def grouped_gemm_fp8_block_(
     costs = partial(cost.gemm_fp8_block, N=N, K=K, y=y_RN.dtype.itemsize, bias=bias, scale=itemsize(scale_R))
     from .fp8_block_kernel import grouped_gemm_fp8_block_kernel
 
-    builder.launch(grouped_gemm_fp8_block_kernel, grid, arguments, Chosen(key, tile), costs)
+    builder.launch(grouped_gemm_fp8_block_kernel, grid, arguments, chosen, costs)
 
 
 def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:

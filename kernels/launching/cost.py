@@ -119,6 +119,15 @@ def wgrad(
     return Cost("wgrad", flops, num_bytes, grad_bytes)
 
 
+def wgrad_fp8_block(rows: Sequence[int], N: int, K: int, grad: int, *, accumulate: bool) -> Cost:
+    """`wgrad` of token copies in 8 bits, with 128 rows for every tile and 512 bytes of scales for 128 columns of one."""
+    tiles = sum(cdiv(n, TILE_ROWS) for n in rows)
+    moved = 2 * _used(rows) if accumulate else len(rows)
+    grad_bytes = grad * moved * N * K
+    read = tiles * (TILE_ROWS * (N + K) + 512 * (cdiv(N, CHUNK) + cdiv(K, CHUNK)))
+    return Cost("wgrad", product_flops(N, K, sum(rows)), read + grad_bytes, grad_bytes)
+
+
 def quantize(
     rows: Sequence[int],
     C: int,

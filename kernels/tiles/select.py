@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Tile, Tiles, shape_class
+from .table import BY_DESCRIPTORS, FORMATS, RECIPES, TABLES, TRITON, Key, Path, Recipe, Tile, Tiles, shape_class
 
 
 class Chosen(NamedTuple):
@@ -132,6 +132,15 @@ def choices(
                 continue
         if tile is not None:
             yield Chosen(key, tuned or tile)
+
+
+def eight_bit(kernel: str, recipe: Recipe, target: Target) -> Chosen:
+    """The tile of a GEMM of 8-bit operands, for loads of any length."""
+    key = Key(kernel, "warp_specialized", recipe, "long")
+    tile = target.settings.tuned.get(key) or target.tiles.get(key)
+    if tile is None:
+        raise ValueError(f"recipe={recipe!r}: expected one of {RECIPES[target.architecture]}, which {target.architecture} has")
+    return Chosen(key, tile)
 
 
 def choose(

@@ -29,6 +29,13 @@ BLOCK = gl.constexpr(128)  # elements of a block, which are a step, and columns 
 
 
 @gluon.jit
+def scale_stages(COUNT: gl.constexpr):
+    """`[COUNT, BLOCK]` scales in shared memory, as TMA loads them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    return gl.allocate_shared_memory(gl.float32, [COUNT, BLOCK], layout)
+
+
+@gluon.jit
 def operands(DTYPE: gl.constexpr, TILE: gl.constexpr):
     """`(x, w, scales, full, empty)`: stages in shared memory of each consumer's rows of `x`, of a tile's columns of `w`
     and of the scales of the rows; mbarriers.
@@ -38,8 +45,7 @@ def operands(DTYPE: gl.constexpr, TILE: gl.constexpr):
     STAGES: gl.constexpr = TILE.num_stages
     x = shared_tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK)
     w = shared_tiles(DTYPE, STAGES, TILE.BLOCK_N, BLOCK)
-    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-    scales = gl.allocate_shared_memory(gl.float32, [STAGES, TILE.BLOCK_M], layout)
+    scales = scale_stages(STAGES)
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
     fence_async_shared()
     return x, w, scales, full, empty
@@ -69,28 +75,45 @@ def load_operands(arguments, K, pipeline, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _zeros():
+def zeros():
     """Accumulator of a part before its first step, `[ROWS, BLOCK]`."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK, 32])
     return gl.zeros((ROWS, BLOCK), gl.float32, layout)
 
 
 @gluon.jit
-def _multiply(x_MK, w_NK):
+def multiply_step(x_MK, w_NK):
     """`x @ w^T` of a part and a step, finished. The first `wgmma` ignores the zeros."""
-    sums = warpgroup_mma(x_MK, w_NK.permute((1, 0)), _zeros(), use_acc=False, is_async=True)
+    sums = warpgroup_mma(x_MK, w_NK.permute((1, 0)), zeros(), use_acc=False, is_async=True)
     return warpgroup_mma_wait(0, deps=[sums])
 
 
 @gluon.jit
-def _promote(acc, sums, scale_M):
-    """`acc + sums * scale`, as volatile assembly: LLVM would else move it past the next MMA, and keep the sums of all
-    parts of a step in registers.
+def promote(acc, sums, scale_M, scale_N):
+    """`acc + sums * scale_M * scale_N`, of rows and of columns or, instead of `scale_N`, of all columns (a scalar).
+
+    The assembly is volatile: LLVM would else move it past the next MMA, and keep the sums of all parts of a step in
+    registers.
     """
-    scale_MN = gl.convert_layout(scale_M[:, None].broadcast_to(acc.shape), acc.type.layout, assert_trivial=True)
-    return gl.inline_asm_elementwise(
-        "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [sums, scale_MN, acc], dtype=gl.float32, is_pure=False, pack=1
-    )
+    layout: gl.constexpr = acc.type.layout
+    if scale_N.type.is_block():
+        scale_MN = gl.convert_layout(scale_M[:, None].broadcast_to(acc.shape), layout, assert_trivial=True)
+        other_MN = gl.convert_layout(scale_N[None, :].broadcast_to(acc.shape), layout, assert_trivial=True)
+        acc = gl.inline_asm_elementwise(
+            "{ .reg .f32 scale; mul.rn.f32 scale, $2, $3; fma.rn.f32 $0, $1, scale, $4; }",
+            "=f,f,f,f,f",
+            [sums, scale_MN, other_MN, acc],
+            dtype=gl.float32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        scale_M = scale_M * scale_N
+        scale_MN = gl.convert_layout(scale_M[:, None].broadcast_to(acc.shape), layout, assert_trivial=True)
+        acc = gl.inline_asm_elementwise(
+            "fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", [sums, scale_MN, acc], dtype=gl.float32, is_pure=False, pack=1
+        )
+    return acc
 
 
 @gluon.jit
@@ -105,7 +128,7 @@ def product(i, expert, n_tile, N, K, w_scales_ptr, pipeline, CONSUMER: gl.conste
     num_steps, num_blocks = gl.cdiv(K, BLOCK), gl.cdiv(N, BLOCK)
     parts, by_column_ptrs = (), ()
     for p in gl.static_range(PARTS):
-        parts = parts + (_zeros(),)
+        parts = parts + (zeros(),)
         block = min(n_tile * PARTS + p, num_blocks - 1)  # past the last column there is none
         by_column_ptrs = by_column_ptrs + (w_scales_ptr + (expert * num_blocks + block).to(gl.int64) * num_steps,)
     for step in range(0, num_steps):
@@ -121,10 +144,10 @@ def product(i, expert, n_tile, N, K, w_scales_ptr, pipeline, CONSUMER: gl.conste
                 # Passes at once. ptxas moves nothing past this loop: it would else begin the next MMA before it has
                 # promoted these sums, and need registers for both.
                 wait_for_operands(i, full, STAGES)
-            sums = _multiply(x_MK, w_NK.slice(p * BLOCK, BLOCK))
+            sums = multiply_step(x_MK, w_NK.slice(p * BLOCK, BLOCK))
             if p == PARTS - 1:
                 mbarrier.arrive(empty.index(stage), count=1)
-            promoted = promoted + (_promote(parts[p], sums, by_row_M * by_column[p]),)
+            promoted = promoted + (promote(parts[p], sums, by_row_M, by_column[p]),)
         parts = promoted
         i += 1
     return parts, i

@@ -110,6 +110,36 @@ def _multiply(tables, pipeline, TILE: gl.constexpr):
 
 
 @gluon.jit
+def add_subtile(
+    tile_NK,
+    dw,
+    out,
+    buffer_number,
+    expert,
+    num_experts,
+    n,
+    k,
+    ACCUMULATE: gl.constexpr,
+    REVERSED: gl.constexpr,
+    DW_ALIGNED: gl.constexpr,
+):
+    """`dw[expert, n:, k:] (+)= tile`, through one of the buffers `out` if `dw` has a descriptor."""
+    dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw
+    if dw_desc is not None:
+        buffer = out.index(buffer_number)
+        overwrite(buffer, tile_NK.to(out.dtype), BUFFERS - 1)
+        at = [num_experts - 1 - expert if REVERSED else expert, n, k]
+        if ACCUMULATE:
+            tma_add(dw_desc, at, buffer)
+        else:
+            tma_store(dw_desc, at, buffer)
+    else:
+        row_N1, column_1K = row_numbers(tile_NK, n)[:, None], column_numbers(tile_NK, k)
+        base = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
+        add_at(base, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+
+
+@gluon.jit
 def _consume(
     arguments,
     CONSUMER: gl.constexpr,
@@ -121,7 +151,7 @@ def _consume(
 ):
     """Partition of a consumer; `out`: its buffers for stores, if `dw` has a descriptor."""
     dw, tables, pipeline, out = arguments
-    dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k = dw
+    dw_desc = dw[2]
     offsets_ptr, _, steps_ptr, order_ptr, _, num_experts = tables
     turns, num_n, num_k, left, right, full, empty, accumulators = pipeline
     SUBTILES: gl.constexpr = TILE.SUBTILES
@@ -146,20 +176,12 @@ def _consume(
             subtiles = column_subtiles(finish(acc_NK, i, empty, TILE.num_stages), SUBTILES)
         for s in gl.static_range(SUBTILES):
             tile_NK = subtile(subtiles, s, SUBTILES, CONSUMERS)
-            if dw_desc is not None:
-                buffer = out.index(CONSUMER * BUFFERS + s % BUFFERS)
-                overwrite(buffer, tile_NK.to(out.dtype), BUFFERS - 1)
-                at = [num_experts - 1 - expert if REVERSED else expert, n, k + s * WIDTH]
-                if ACCUMULATE:
-                    tma_add(dw_desc, at, buffer)
-                else:
-                    tma_store(dw_desc, at, buffer)
-            else:
-                if CONSUMERS == 1:
-                    tile_NK = spread_by_rows(tile_NK)
-                row_N1, column_1K = row_numbers(tile_NK, n)[:, None], column_numbers(tile_NK, k + s * WIDTH)
-                base = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
-                add_at(base, row_N1, column_1K, tile_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE)
+            if CONSUMERS == 1 and dw_desc is None:
+                tile_NK = spread_by_rows(tile_NK)
+            buffer = CONSUMER * BUFFERS + s % BUFFERS
+            add_subtile(
+                tile_NK, dw, out, buffer, expert, num_experts, n, k + s * WIDTH, ACCUMULATE, REVERSED, DW_ALIGNED
+            )
     tma_store_wait(0)
 
 

@@ -74,15 +74,18 @@ class OperandPlan(NamedTuple):
     places: tuple[Array | int, ...] = ()  # coordinate or array of each segment: all left ones, then all right ones
 
 
-def _described(
-    dw_ENK: ExpertTensors, num_experts: int, left: Operand, right: Operand, rows: int, tile: Tile
-) -> Descriptor | None:
-    """A descriptor of `dw` for subtiles of `rows` rows; None: impossible."""
+def describe_dw(dw_ENK: ExpertTensors, size: tuple[int, int], rows: int, tile: Tile) -> Descriptor | None:
+    """A descriptor of `dw`, matrices of this size, for subtiles of `rows` rows; None: impossible."""
     if dw_ENK.table is not None:
         return None
-    shape, strides = (num_experts, left.columns, right.columns), (abs(dw_ENK.stride_e), *dw_ENK.strides)
+    shape, strides = (dw_ENK.num_experts, *size), (abs(dw_ENK.stride_e), *dw_ENK.strides)
     found = dw_ENK.lowest.at(0, shape, strides)
     return Descriptor(found, shape, strides, (1, rows, tile.BLOCK_K // tile.SUBTILES)) if fits(found) else None
+
+
+def tma_rounds_twice(dw_ENK: ExpertTensors) -> bool:
+    """Whether TMA, which adds in the dtype of `dw`, would round a tile and then the sum."""
+    return bool(dw_ENK.base.dtype != torch.float32)
 
 
 def plan_operands(
@@ -100,7 +103,7 @@ def plan_operands(
     gathered = bool(left.rows or right.rows)
     for chosen in choices("wgrad", left.arrays[0].dtype, target, left.num_rows / num_experts, gathered):
         if chosen.path in BY_DESCRIPTORS:
-            plan = dw_ENK and _by_descriptors(target, chosen, dw_ENK, left, right, num_experts, accumulate)
+            plan = dw_ENK and _by_descriptors(target, chosen, dw_ENK, left, right, accumulate)
             if plan:
                 return plan
         elif vectors or chosen.path == "unaligned":
@@ -114,7 +117,6 @@ def _by_descriptors(
     dw_ENK: ExpertTensors,
     left: Operand,
     right: Operand,
-    num_experts: int,
     accumulate: bool,
 ) -> OperandPlan | None:
     """None: they do not fit. Warp-specialized kernels also take a `dw` that no descriptor fits."""
@@ -124,8 +126,9 @@ def _by_descriptors(
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N
     lefts = left.described(tile.BLOCK_M, rows, warp_specialized)
     rights = right.described(tile.BLOCK_M, tile.BLOCK_K, warp_specialized)
-    tma_rounds_twice = warp_specialized and accumulate and dw_ENK.base.dtype != torch.float32  # the tile, then the sum
-    dw_desc = None if tma_rounds_twice else _described(dw_ENK, num_experts, left, right, rows, tile)
+    dw_desc = None
+    if not (warp_specialized and accumulate and tma_rounds_twice(dw_ENK)):
+        dw_desc = describe_dw(dw_ENK, (left.columns, right.columns), rows, tile)
     if not (lefts and rights and (dw_desc or warp_specialized)):
         return None
     return OperandPlan(chosen, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))

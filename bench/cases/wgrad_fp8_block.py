@@ -1,0 +1,89 @@
+"""wgrad of 8-bit token copies (recipe fp8_block) by itself, against float64 of the dequantized operands."""
+
+from dataclasses import dataclass
+
+import torch
+
+from bench.cases import quantize, wgrad
+from bench.cases.experts import DEVICE
+from fusedmlp.kernels.launching.run import recording
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.operands.quantized import Quantized
+from fusedmlp.kernels.routing.plan import max_tiles
+from fusedmlp.kernels.wgrad.fp8_block_launch import grouped_wgrad_fp8_block_
+from fusedmlp.operators import torch_quantize
+
+RECIPE, BLOCK = "fp8_block", 128
+FRACTION = 2.0**-12  # `wgmma` of 8 bits keeps 13 bits of the fraction of a sum
+
+
+@dataclass(frozen=True)
+class Case:
+    segments: tuple[tuple[int, ...], ...] = ((70, 0, 150, 1, 33),)  # rows of every expert
+    padding: int = 9
+    N: int = 288
+    K: int = 416
+    accumulate: bool = True
+    place: str = "packed"  # of `wgrad.PLACES`
+    dtype: torch.dtype = torch.float32  # of main_grad
+
+
+def _operand(case, C, generator):
+    """Per segment: token copy on the CPU with NaN in tiles past the last, and dequantized rows of every expert."""
+    copies, experts = [], [[] for _ in case.segments[0]]
+    for counts in case.segments:
+        owned = sum(counts)
+        x = torch.randn(owned, C, generator=generator)
+        # Magnitudes that differ by column and by tile, so that no scale can stand in for another.
+        x = torch.ldexp(x, torch.randint(-3, 4, (1, C), generator=generator))
+        x = torch.ldexp(x, (torch.arange(owned)[:, None] // 50 % 5) - 2).bfloat16()
+        num_tiles = max_tiles(owned + case.padding, len(counts), BLOCK)
+        _, copy = quantize.expected(x, quantize.Case(RECIPE, counts, case.padding, C), num_tiles)
+        used = sum(-(-count // BLOCK) for count in counts)
+        copy.elements[used:].view(torch.uint8)[:] = 0x7F  # NaN
+        copy.scales[used:] = torch.nan
+        copies.append((copy, num_tiles))
+        for e, rows in enumerate(x.split(counts)):
+            tiles = [torch_quantize.quantize(t.float(), RECIPE, (BLOCK, 1)).dequantize((BLOCK, 1)) for t in rows.split(BLOCK)]
+            experts[e] += [t.double() for t in tiles if len(t)]
+    together = Quantized(*(torch.cat([getattr(c, f) for c, _ in copies]) for f in Quantized._fields))
+    values = [torch.cat(tiles) if tiles else torch.zeros(0, C, dtype=torch.float64) for tiles in experts]
+    return together, values, [n for _, n in copies]
+
+
+def check(case):
+    """All of main_grad within what `wgmma` may lose, and not a bit around it."""
+    generator = torch.Generator().manual_seed(0)
+    dy, dy_values, tiles = _operand(case, case.N, generator)
+    x, x_values, _ = _operand(case, case.K, generator)
+    num_experts = len(case.segments[0])
+    flat, experts = wgrad.main_grad(case.place, num_experts, case.N, case.K, case.dtype)
+    if not case.accumulate:
+        for expert in experts:
+            expert.fill_(torch.nan)
+    group = experts
+    if "packed" in case.place:
+        size = experts[0].shape.numel()
+        group = [experts[0].as_strided((num_experts, *experts[0].shape), (size, *experts[0].stride()))]
+    offsets = [
+        torch.tensor([sum(c[:e]) for e in range(num_experts + 1)], dtype=torch.int32, device=DEVICE)
+        for c in case.segments
+    ]
+    operands = [Quantized(*(t.to(DEVICE) for t in copy)) for copy in (dy, x)]
+    with recording() as log:
+        grouped_wgrad_fp8_block_(
+            ExpertTensors.of(group, 2), *operands, offsets, tiles, accumulate=case.accumulate
+        )
+    launches = [launch for launch in log if launch.chosen]
+    assert [(launch.name, launch.path) for launch in launches] == [("grouped_wgrad_fp8_block", "warp_specialized")]
+    initial = wgrad.UNTOUCHED if case.accumulate else 0.0
+    for e, (dw, left, right) in enumerate(zip(experts, dy_values, x_values, strict=True)):
+        want, terms = initial + left.T @ right, left.abs().T @ right.abs()
+        half_ulp = torch.ldexp(torch.ones_like(want), torch.frexp(want)[1] - (25 if dw.dtype == torch.float32 else 9))
+        error, allowed = (dw.cpu().double() - want).abs(), half_ulp + FRACTION * terms
+        assert (error <= allowed).all(), f"expert {e}: {float((error / allowed).max()):.3g} times what is allowed"
+        if case.accumulate and not len(left):
+            assert (dw == wgrad.UNTOUCHED).all()
+        dw.fill_(wgrad.UNTOUCHED)
+    assert (flat == wgrad.UNTOUCHED).all()  # nothing around it was written
+    return launches

@@ -1,0 +1,80 @@
+"""Launch wgrad of token copies in 8 bits, recipe fp8_block: see `fp8_block_kernel.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ..device.tile_order import deals_out
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands import descriptors, expert_tensors
+from ..operands.arrays import Array
+from ..operands.descriptors import Descriptor
+from ..operands.expert_tensors import ExpertTensors
+from ..operands.quantized import CHUNK, Quantized
+from ..tiles.rounding import cdiv
+from ..tiles.select import eight_bit
+from .operands import describe_dw, tma_rounds_twice
+from .token_tiles import plan_token_tiles
+
+
+@Launcher
+def grouped_wgrad_fp8_block_(
+    builder: Builder,
+    dw_ENK: ExpertTensors,
+    dy: Quantized,
+    x: Quantized,
+    offsets: Sequence[Array],
+    max_tiles: Sequence[int],
+    *,
+    accumulate: bool,
+    order: Array | None = None,
+) -> None:
+    """Add products of token copies, `dy [tiles, N, 128]` and `x [tiles, K, 128]`, to `dw`, or write it (zeros for
+    experts without rows). See `plan_token_tiles` for `offsets`, `max_tiles` and `order`.
+
+    Raises:
+        ValueError: the target has no tile for the recipe.
+    """
+    target, num_experts = builder.target, dw_ENK.num_experts
+    chosen = eight_bit("wgrad", "fp8_block", target)
+    tile, (N, K) = chosen.tile, (dy.elements.shape[1], x.elements.shape[1])
+    costs = partial(cost.wgrad_fp8_block, N=N, K=K, grad=dw_ENK.base.dtype.itemsize, accumulate=accumulate)
+    left, right = dy, x
+    if dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
+        left, right, dw_ENK, N, K = x, dy, dw_ENK.T, K, N
+    rows = tile.BLOCK_N // target.consumers
+    dw_desc = None if accumulate and tma_rounds_twice(dw_ENK) else describe_dw(dw_ENK, (N, K), rows, tile)
+    token_tiles = plan_token_tiles(builder, offsets, max_tiles, num_experts, order)
+    tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
+    programs = target.num_programs(tile, num_experts * tiles)
+    arguments = {
+        "left_desc": _columns(left.elements, rows),
+        "left_scales_desc": descriptors.chunks(left.scales, CHUNK),
+        "right_desc": _columns(right.elements, tile.BLOCK_K),
+        "right_scales_desc": descriptors.chunks(right.scales, CHUNK),
+        **expert_tensors.arguments("dw", dw_ENK),
+        "dw_ptr": dw_ENK.base if dw_desc is None else None,
+        "dw_desc": dw_desc,
+        "steps_ptr": token_tiles.steps,
+        "order_ptr": token_tiles.order,
+        "num_experts": num_experts,
+        "N": N,
+        "K": K,
+        "stride_dw_n": dw_ENK.strides[0],
+        "stride_dw_k": dw_ENK.strides[1],
+        "ACCUMULATE": accumulate,
+        "REVERSED": dw_ENK.stride_e < 0,
+        "DW_ALIGNED": dw_ENK.aligned,
+    }
+    from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel
+
+    grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
+    builder.launch(grouped_wgrad_fp8_block_kernel, grid, arguments, chosen, costs)
+
+
+def _columns(elements: Array, block: int) -> Descriptor:
+    """Describe a token copy, `[tiles, C, 128]`, for `block` of its columns in a tile."""
+    return Descriptor(elements, elements.shape, elements.strides, (1, block, elements.shape[2]))
