@@ -20,7 +20,7 @@ from .gluon_kernel import BUFFERS, add_subtile
 def _load(left_desc, left_scales_desc, right_desc, right_scales_desc, tables, pipeline, TILE: gl.constexpr):
     """Partition of the producer."""
     steps_ptr, order_ptr, num_experts = tables
-    turns, num_n, num_k, num_right_chunks, left, right, left_scales, right_scales, full, empty = pipeline
+    turns, num_n, num_k, num_right_chunks, left, right, scales, full, empty = pipeline
     CHUNKS: gl.constexpr = TILE.BLOCK_K // BLOCK
     BYTES: gl.constexpr = (TILE.BLOCK_N + TILE.BLOCK_K) * BLOCK + 4 * BLOCK * (1 + CHUNKS)
     program, programs = gl.program_id(0), gl.num_programs(0)
@@ -40,10 +40,11 @@ def _load(left_desc, left_scales_desc, right_desc, right_scales_desc, tables, pi
                 at = [t, n_tile * TILE.BLOCK_N + c * ROWS, 0]
                 tma_load(left_desc, at, arrived, left.index(stage * CONSUMERS + c))
             tma_load(right_desc, [t, k_tile * TILE.BLOCK_K, 0], arrived, right.index(stage))
-            tma_load(left_scales_desc, [(t * num_n + n_tile) * BLOCK], arrived, left_scales.index(stage))
+            first_scales = stage * (1 + CHUNKS)
+            tma_load(left_scales_desc, [(t * num_n + n_tile) * BLOCK], arrived, scales.index(first_scales))
             for c in gl.static_range(CHUNKS):
                 chunk = t * num_right_chunks + k_tile * CHUNKS + c
-                tma_load(right_scales_desc, [chunk * BLOCK], arrived, right_scales.index(stage * CHUNKS + c))
+                tma_load(right_scales_desc, [chunk * BLOCK], arrived, scales.index(first_scales + 1 + c))
             t = gl.load(tile_ptr + gl.minimum(step + 1, steps - 1))
 
 
@@ -59,7 +60,7 @@ def _consume(
     """Partition of a consumer; `out`: its buffers for stores, if `dw` has a descriptor."""
     dw, tables, pipeline, out = arguments
     steps_ptr, order_ptr, num_experts = tables
-    turns, num_n, num_k, _, left, right, left_scales, right_scales, full, empty = pipeline
+    turns, num_n, num_k, _, left, right, scales, full, empty = pipeline
     PARTS: gl.constexpr = TILE.BLOCK_K // BLOCK
     SUBTILES: gl.constexpr = TILE.SUBTILES
     EACH: gl.constexpr = SUBTILES // PARTS  # subtiles of a part
@@ -77,13 +78,14 @@ def _consume(
         for _ in range(0, steps):
             stage = wait_for_operands(i, full, TILE.num_stages)
             left_NR, right_KR = left.index(stage * CONSUMERS + CONSUMER), right.index(stage)
-            scale_N = left_scales.index(stage).slice(CONSUMER * ROWS, ROWS).load(gl.SliceLayout(1, layout))
+            first_scales = stage * (1 + PARTS)
+            scale_N = scales.index(first_scales).slice(CONSUMER * ROWS, ROWS).load(gl.SliceLayout(1, layout))
             promoted = ()
             for p in gl.static_range(PARTS):
                 if p > 0:
                     wait_for_operands(i, full, TILE.num_stages)  # as in `fp8_block.product`
                 sums = multiply_step(left_NR, right_KR.slice(p * BLOCK, BLOCK))
-                scale_K = right_scales.index(stage * PARTS + p).load(gl.SliceLayout(0, layout))
+                scale_K = scales.index(first_scales + 1 + p).load(gl.SliceLayout(0, layout))
                 promoted = promoted + (promote(parts[p], sums, scale_N, scale_K),)
             mbarrier.arrive(empty.index(stage), count=1)
             parts = promoted
@@ -133,7 +135,7 @@ def grouped_wgrad_fp8_block_kernel(
     turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
     left = shared_tiles(left_desc.dtype, STAGES * CONSUMERS, ROWS, BLOCK)
     right = shared_tiles(right_desc.dtype, STAGES, TILE.BLOCK_K, BLOCK)
-    left_scales, right_scales = scale_stages(STAGES), scale_stages(STAGES * (TILE.BLOCK_K // BLOCK))
+    scales = scale_stages(STAGES * (1 + TILE.BLOCK_K // BLOCK))  # of the left operand, then of the right one's chunks
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
     fence_async_shared()
     out = full  # unused without a descriptor: a partition takes None only if it is an argument of the kernel
@@ -141,7 +143,7 @@ def grouped_wgrad_fp8_block_kernel(
         out = shared_tiles(dw_desc.dtype, CONSUMERS * BUFFERS, ROWS, TILE.BLOCK_K // TILE.SUBTILES)
     tables = (steps_ptr, order_ptr, num_experts)
     num_right_chunks = gl.cdiv(K, BLOCK)
-    pipeline = (turns, num_n, num_k, num_right_chunks, left, right, left_scales, right_scales, full, empty)
+    pipeline = (turns, num_n, num_k, num_right_chunks, left, right, scales, full, empty)
     dw = (dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k)
     arguments = (dw, tables, pipeline, out)
     gl.warp_specialize(
