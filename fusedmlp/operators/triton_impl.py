@@ -31,7 +31,9 @@ from fusedmlp.kernels.tiles import tuned
 from fusedmlp.kernels.tiles.select import Settings
 from fusedmlp.kernels.tiles.table import Key, Tile
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
+from fusedmlp.operators import triton_eight_bit as eight_bit
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
+from fusedmlp.recipe import BLOCKS, Formats
 
 # A weight or bias as a plan sees it: `ExpertTensors` for a list of tensors, or a list of one packed array, or of none.
 Experts = ExpertTensors | list[Array]
@@ -55,9 +57,11 @@ SETTINGS = Settings(environment.warp_specialized(), _tuned_tiles())
 def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts, offsets: Array, recipe: str) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     w_ENK, num_rows = _experts(w, 2), x_RK.shape[0]
+    schedule, bias_EN = Schedule.planned(builder, offsets, num_rows, w_ENK.num_experts), _optional(bias, 1)
+    if gemms := Formats.decode(recipe).gemms:
+        return eight_bit.plan_grouped_gemm(builder, x_RK, w_ENK, bias_EN, schedule, gemms)
     y_RN = builder.empty((num_rows, w_ENK.base.shape[-2]), x_RK.dtype)
-    schedule = Schedule.planned(builder, offsets, num_rows, w_ENK.num_experts)
-    grouped_gemm_.plan(builder, y_RN, x_RK, w_ENK, schedule, bias_EN=_optional(bias, 1))
+    grouped_gemm_.plan(builder, y_RN, x_RK, w_ENK, schedule, bias_EN=bias_EN)
     return y_RN
 
 
@@ -78,14 +82,17 @@ def _plan_grouped_mlp(
     num_rows, dtype = (x_RH if tokens_R is None else tokens_R).shape[0], x_RH.dtype
     fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
     schedule = Schedule.planned(builder, offsets, num_rows, fc1_EGH.num_experts)
+    act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
+    if gemms := Formats.decode(recipe).gemms:
+        return eight_bit.plan_grouped_mlp(
+            *(builder, x_RH, fc1_EGH, fc2_EHF, bias1_EG, bias2_EH, schedule, tokens_R, probs_R, act, gemms)
+        )
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
-    act, bias1_EG = act_options(activation), _optional(bias1, 1)
     grouped_fc1_act_.plan(
         builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, rows_R=tokens_R
     )
-    bias2_EH = _optional(bias2, 1)
     scale_R = probs_R if bias2_EH else None
     grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
@@ -118,11 +125,16 @@ def _plan_grouped_mlp_backward_(
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
     if num_rows > 1 and h_RG.strides != contiguous_strides(h_RG.shape):
         raise ValueError(f"h: expected contiguous rows, strides {(G, 1)}; got {h_RG.strides}")
-    fc2_EHF = _experts(fc2, 2)
+    fc2_EHF, formats = _experts(fc2, 2), Formats.decode(recipe)
     schedule = Schedule.planned(builder, offsets, num_rows, fc2_EHF.num_experts)
+    act = act_options(activation)
+    if formats.gemms:
+        grads = (_optional(dw1, 2), _optional(dw2, 2), _optional(db1, 1), _optional(db2, 1))
+        weights = (_experts(fc1, 2), fc2_EHF, _optional(bias2, 1))
+        rows, options = (schedule, tokens_R, rows_R, probs_R, act), (accumulate1, accumulate2, need_dx, keep, formats)
+        return eight_bit.plan_grouped_mlp_backward_(builder, *grads, dy_RH, x_RH, h_RG, *weights, *rows, *options)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(bias2, 1) if probs_R is not None else None
-    act = act_options(activation)
     partial = grouped_dgrad_act_.plan(
         builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, bias_EH=bias2_EH, probs_R=probs_R, rows_R=tokens_R
     )
@@ -157,9 +169,13 @@ def _plan_grouped_wgrad_(
     dy_rows: Sequence[Array],
     x_rows: Sequence[Array],
     accumulate: bool,
+    recipe: str,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
-    dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
+    dw_ENK, db_EN, wgrad = _optional(dw, 2), _optional(db, 1), Formats.decode(recipe).wgrad
+    if dw_ENK and wgrad in BLOCKS:
+        eight_bit.plan_grouped_wgrad_(builder, dw_ENK, dy, x, offsets, dy_rows, x_rows, accumulate, wgrad)
+        dw_ENK = None
     if dw_ENK or db_EN:
         launch_grouped_wgrad_.plan(
             builder, dw_ENK, db_EN, dy, x, offsets, accumulate=accumulate, dy_rows=dy_rows, x_rows=x_rows
@@ -229,4 +245,5 @@ def grouped_wgrad_(
     recipe: str,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments; kernels add unrounded products with any recipe."""
-    wgrad_of_segments_([*dw], [*db], tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows), accumulate)
+    segments = tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows)
+    wgrad_of_segments_([*dw], [*db], *segments, accumulate, recipe)
