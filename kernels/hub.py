@@ -7,6 +7,7 @@ from .gemm.launch import grouped_gemm_
 from .operands.expert_tensors import ExpertTensors
 from .operands.quantized import Quantized
 from .quantize.launch import grouped_quantize_
+from .quantize.weights_launch import grouped_quantize_weights_
 from .routing.combine import combine_
 from .routing.order import route
 from .routing.plan import Schedule, plan_of_counts
@@ -22,6 +23,7 @@ __all__ = [
     "grouped_fc1_act_",
     "grouped_gemm_",
     "grouped_quantize_",
+    "grouped_quantize_weights_",
     "grouped_wgrad_",
     "plan_of_counts",
     "route",

@@ -20,8 +20,10 @@ from fusedmlp.kernels.launching.program import Builder, Launch
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.arrays import Array
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
+from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.select import DEFAULT, Target
 from fusedmlp.kernels.tiles.table import Recipe
@@ -164,13 +166,41 @@ def _quantizing(recipe: Recipe, gathered: bool, _: torch.dtype) -> Calls:
         yield _quantize, (x, offsets, rows, recipe, *copies)
 
 
+def _plan_quantize_weights(
+    builder: Builder, experts: ExpertTensors | list[Array], recipe: Recipe, by_in: bool, by_out: bool
+) -> None:
+    w = ExpertTensors.packed(experts[0], 2) if isinstance(experts, list) else experts
+
+    def made(M: int, C: int) -> Quantized:
+        scales = quantized.weight_scales_shape(w.num_experts, M, C, recipe), quantized.SCALE_DTYPES[recipe]
+        return Quantized(builder.empty((w.num_experts, M, C), torch.float8_e4m3fn), builder.empty(*scales))
+
+    copies = made(256, 384) if by_in else None, made(384, 256) if by_out else None
+    grouped_quantize_weights_.plan(builder, *copies, w, recipe)
+
+
+_quantize_weights = Operator(_plan_quantize_weights, DEFAULT)
+
+
+def _quantizing_weights(recipe: Recipe, _: torch.dtype) -> Calls:
+    """Calls with weights of every dtype; by a stride, by a table of addresses, and where vectors do not fit."""
+    packed = [torch.empty(2, 256, 384, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    apart = [torch.empty(256, 384, dtype=torch.bfloat16) for _ in range(2)]
+    unaligned = torch.empty(2, 256, 385, dtype=torch.bfloat16)[:, :, 1:]
+    for group in (*([w] for w in packed), apart, [unaligned]):
+        yield _quantize_weights, (group, recipe, True, True)
+    for copies in ((True, False), (False, True)):
+        yield _quantize_weights, (packed[:1], recipe, *copies)
+
+
 def quantizing(recipes: Iterable[Recipe]) -> Cases:
     """Cases of the kernels that quantize."""
-    return {
+    rows = {
         f"{recipe}{', gathered' * gathered}": partial(_quantizing, recipe, gathered)
         for recipe in recipes
         for gathered in (False, True)
     }
+    return rows | {f"{recipe}, weights": partial(_quantizing_weights, recipe) for recipe in recipes}
 
 
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}

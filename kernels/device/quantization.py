@@ -66,7 +66,7 @@ def _exponent(amax, RECIPE: tl.constexpr):
 
 
 @triton.jit
-def _power_of_2(exponent):
+def power_of_2(exponent):
     """2^(exponent - 127) in fp32, for exponents from 0 to 254."""
     return tl.where(exponent == 0, 1 << 22, exponent << 23).to(tl.float32, bitcast=True)
 
@@ -94,23 +94,52 @@ def to_e4m3(x):
 
 
 @triton.jit
-def store_row_copy(copy_ptr, scales_ptr, x_MN, row_M, tile, first, rows, column, num_columns, RECIPE: tl.constexpr):
-    """Quantize fp32 `x` in blocks along its columns, and store it in the matrix' own rows, `[R, num_columns]`.
-
-    `x`: rows `row` of a tile, which has `rows` rows from row `first` of the matrix on, and columns from `column` on, in
-    one chunk; zero past the ends. Scales: see `_store_scales`.
+def along_columns(x_MN, RECIPE: tl.constexpr):
+    """`(copy, exponent)`: fp32 `x` quantized in blocks along its columns, `[M, N]`, and the exponents of the scales plus
+    127, `[M, N // block]`.
     """
     M: tl.constexpr = x_MN.shape[0]
     N: tl.constexpr = x_MN.shape[1]
     BLOCK: tl.constexpr = block_of(RECIPE)
     blocks = tl.reshape(x_MN, (M, N // BLOCK, BLOCK))
     exponent = _exponent(_amax(blocks, 2), RECIPE)
-    copy = to_e4m3(tl.reshape(blocks * _power_of_2(254 - exponent)[:, :, None], (M, N)))
+    return to_e4m3(tl.reshape(blocks * power_of_2(254 - exponent)[:, :, None], (M, N))), exponent
+
+
+@triton.jit
+def along_rows(x_MN, RECIPE: tl.constexpr):
+    """`along_columns` for blocks along the rows of a tile, which are those of `rows_of_tile`: `[128, N]` and `[128 //
+    block, N]`.
+    """
+    N: tl.constexpr = x_MN.shape[1]
+    BLOCK: tl.constexpr = block_of(RECIPE)
+    blocks = tl.reshape(x_MN, (BLOCK, CHUNK // BLOCK, N))
+    exponent = _exponent(_amax(blocks, 0), RECIPE)
+    return to_e4m3(tl.reshape(blocks * power_of_2(254 - exponent)[None, :, :], (CHUNK, N))), exponent
+
+
+@triton.jit
+def in_one_block(x_MN, RECIPE: tl.constexpr):
+    """`along_columns` for one block that is all of `x`: a scalar exponent."""
+    exponent = _exponent(tl.max(_amax(x_MN, 1), 0), RECIPE)
+    return to_e4m3(x_MN * power_of_2(254 - exponent)), exponent
+
+
+@triton.jit
+def store_row_copy(copy_ptr, scales_ptr, x_MN, row_M, tile, first, rows, column, num_columns, RECIPE: tl.constexpr):
+    """Quantize fp32 `x` in blocks along its columns, and store it in the matrix' own rows, `[R, num_columns]`.
+
+    `x`: rows `row` of a tile, which has `rows` rows from row `first` of the matrix on, and columns from `column` on, in
+    one chunk; zero past the ends. Scales: see `store_scales`.
+    """
+    N: tl.constexpr = x_MN.shape[1]
+    BLOCK: tl.constexpr = block_of(RECIPE)
+    copy, exponent = along_columns(x_MN, RECIPE)
     copy_M1 = copy_ptr + (first + row_M[:, None]).to(tl.int64) * num_columns
     store_rows(None, copy_M1, first, rows, row_M[:, None] < rows, column, num_columns, copy)
     chunk_ptr = _chunk(scales_ptr, tile, column, num_columns)
     block_1B = column % CHUNK // BLOCK + tl.arange(0, N // BLOCK)[None, :]
-    _store_scales(chunk_ptr, exponent, row_M[:, None], block_1B, RECIPE)
+    store_scales(chunk_ptr, exponent, row_M[:, None], block_1B, RECIPE)
 
 
 @triton.jit
@@ -119,14 +148,12 @@ def store_token_copy(copy_ptr, scales_ptr, x_MN, tile, column, num_columns, RECI
     transposed, `[tiles, num_columns, 128]`.
 
     `x`: all of `rows_of_tile`, and columns from `column` on, in one chunk; zero past the ends. Scales: see
-    `_store_scales`.
+    `store_scales`.
     """
     N: tl.constexpr = x_MN.shape[1]
     BLOCK: tl.constexpr = block_of(RECIPE)
     BLOCKS: tl.constexpr = CHUNK // BLOCK
-    blocks = tl.reshape(x_MN, (BLOCK, BLOCKS, N))
-    exponent = _exponent(_amax(blocks, 0), RECIPE)
-    copy = to_e4m3(tl.reshape(blocks * _power_of_2(254 - exponent)[None, :, :], (CHUNK, N)))
+    copy, exponent = along_rows(x_MN, RECIPE)
     row_M, column_N = rows_of_tile(RECIPE), column + tl.arange(0, N)
     mask_N = column_N < num_columns
     if RECIPE == "mxfp8":
@@ -136,7 +163,7 @@ def store_token_copy(copy_ptr, scales_ptr, x_MN, tile, column, num_columns, RECI
         place = (tile.to(tl.int64) * num_columns + column_N)[:, None] * CHUNK + row_M[None, :]
         tl.store(copy_ptr + place, tl.trans(copy), mask=mask_N[:, None])
     chunk_ptr = _chunk(scales_ptr, tile, column, num_columns)
-    _store_scales(chunk_ptr, exponent, (column_N % CHUNK)[None, :], tl.arange(0, BLOCKS)[:, None], RECIPE)
+    store_scales(chunk_ptr, exponent, (column_N % CHUNK)[None, :], tl.arange(0, BLOCKS)[:, None], RECIPE)
 
 
 @triton.jit
@@ -147,7 +174,7 @@ def _chunk(scales_ptr, tile, column, num_columns):
 
 
 @triton.jit
-def _store_scales(chunk_ptr, exponent, line, block, RECIPE: tl.constexpr):
+def store_scales(chunk_ptr, exponent, line, block, RECIPE: tl.constexpr):
     """Store scales of 128 lines (rows of a row copy, columns of a token copy) with blocks along them.
 
     fp8_block: `[128]` fp32. mxfp8: E8M0 as `tcgen05.cp` copies it, `[32, 4, 4]`: block b of line l is at `[l % 32, l //
@@ -156,4 +183,4 @@ def _store_scales(chunk_ptr, exponent, line, block, RECIPE: tl.constexpr):
     if RECIPE == "mxfp8":
         tl.store(chunk_ptr + line % 32 * 16 + line // 32 * 4 + block, exponent.to(tl.uint8))
     else:
-        tl.store(chunk_ptr + line + block, _power_of_2(exponent))
+        tl.store(chunk_ptr + line + block, power_of_2(exponent))

@@ -12,9 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..operands.quantized import CHUNK, TILE_ROWS
 from ..tiles.rounding import cdiv
+
+if TYPE_CHECKING:
+    from ..tiles.table import Recipe
 
 _FP32 = _INT32 = 4
 
@@ -145,6 +149,20 @@ def quantize(
     scales = 512 * tiles * cdiv(C, CHUNK)
     written = row_copy * (R * C + scales) + token_copy * (TILE_ROWS * tiles * C + scales)
     return Cost("quantize", R * C * (row_copy + token_copy), _read(R, C, itemsize, tokens) + written)
+
+
+def quantize_weights(
+    E: int, N: int, K: int, itemsize: int, recipe: Recipe, *, by_in: bool = True, by_out: bool = True
+) -> Cost:
+    """Reads w `[E, N, K]`, writes a byte for each element of a copy, and the scales of every 128 x 128 elements: one of
+    fp32, or 512 bytes.
+
+    Each element of a copy is multiplied once. For fp8_block both copies have the same elements.
+    """
+    size, copies = E * N * K, by_in + by_out
+    scales = E * cdiv(N, CHUNK) * cdiv(K, CHUNK) * (512 if recipe == "mxfp8" else _FP32)
+    flops = size * (copies if recipe == "mxfp8" else min(copies, 1))
+    return Cost("quantize_weights", flops, size * itemsize + copies * (size + scales))
 
 
 def route(R: int, E: int, itemsize: int, probs: int) -> Cost:

@@ -1,4 +1,4 @@
-"""Matrices in 8 bits, as kernels take them: rows of experts, quantized along columns or along rows.
+"""Matrices in 8 bits, as kernels take them: rows of experts, quantized along columns or along rows, and weights.
 
 Both copies of a matrix `[R, C]` go by the tiles of a plan for 128 rows, which never cross experts, and by chunks of 128
 columns, so alignment does not depend on where an expert begins:
@@ -12,6 +12,20 @@ columns, so alignment does not depend on where an expert begins:
 
 Blocks have 128 elements (fp8_block) or 32 (mxfp8). C is a multiple of 32. Rows of a row copy that no expert owns, and
 tiles past the last one of a load, are not written.
+
+Weights `[E, N, K]` (N out features, K in features) have a copy for each way in which GEMMs contract them. In both, the
+features that are contracted are contiguous, so one kernel multiplies either, and each copy is the other one of the
+transposed weights: `by_in` `[E, N, K]`, for products over in features (forward), and `by_out` `[E, K, N]`, for products
+over out features (dgrad, dx). `wgmma`, and `mma.sync` of sm_120, take 8 bits in no other way; `tcgen05` would also take
+`by_out` as the weights lie.
+
+For a copy `[E, M, C]`, with C contracted:
+
+- fp8_block: blocks of 128 x 128, scales `[E, ceil(M / 128), ceil(C / 128)]` fp32. Both copies have the same bits.
+- mxfp8: blocks of 32 along C, scales `[E, ceil(C / 128), ceil(M / 128), 32, 4, 4]`, 512 bytes for 128 lines of M and 128
+  of C as above. A step along C of a tile of 256 lines takes two neighbouring chunks: one TMA.
+
+Scales past the ends are those of zeros. Weights of fp32 are rounded to bf16 before, as layers compute with them.
 """
 
 from __future__ import annotations
@@ -30,7 +44,7 @@ SCALE_DTYPES: dict[Recipe, torch.dtype] = {"fp8_block": torch.float32, "mxfp8": 
 
 
 class Quantized(NamedTuple):
-    """A row copy or a token copy: tensors or, in a plan, arrays; contiguous."""
+    """A row copy, a token copy or one of weights: tensors or, in a plan, arrays; contiguous."""
 
     elements: Any  # float8_e4m3fn
     scales: Any  # of `SCALE_DTYPES`
@@ -44,3 +58,9 @@ def token_copy_shape(num_tiles: int, C: int, recipe: Recipe) -> tuple[int, ...]:
 def scales_shape(num_tiles: int, C: int, recipe: Recipe) -> tuple[int, ...]:
     """Shape of the scales of either copy."""
     return (num_tiles, cdiv(C, CHUNK), *((32, 4, 4) if recipe == "mxfp8" else (CHUNK,)))
+
+
+def weight_scales_shape(num_experts: int, M: int, C: int, recipe: Recipe) -> tuple[int, ...]:
+    """Shape of the scales of a copy of weights `[E, M, C]`, with C contracted."""
+    lines, steps = cdiv(M, CHUNK), cdiv(C, CHUNK)
+    return (num_experts, steps, lines, 32, 4, 4) if recipe == "mxfp8" else (num_experts, lines, steps)
