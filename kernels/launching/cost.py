@@ -145,10 +145,41 @@ def quantize(
 
     A token copy has 128 rows for every tile. Each element of a copy is multiplied once.
     """
-    R, tiles = sum(rows), sum(cdiv(n, TILE_ROWS) for n in rows)
-    scales = 512 * tiles * cdiv(C, CHUNK)
-    written = row_copy * (R * C + scales) + token_copy * (TILE_ROWS * tiles * C + scales)
-    return Cost("quantize", R * C * (row_copy + token_copy), _read(R, C, itemsize, tokens) + written)
+    multiplied, written = _copies(rows, C, row_copy, token_copy)
+    return Cost("quantize", multiplied, _read(sum(rows), C, itemsize, tokens) + written)
+
+
+def act_quantize(
+    rows: Sequence[int], F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: int = _FP32
+) -> Cost:
+    """Reads h `[R, G]`, writes a row copy of the activation, `[R, F]`. Only the products with scales are counted."""
+    R, E, G = sum(rows), _used(rows), _channels(F, gated)
+    multiplied, written = _copies(rows, F, True, False)
+    return Cost("act_quantize", multiplied, itemsize * G * (R + bias * E) + probs * R + written)
+
+
+def dgrad_act_quantize(
+    rows: Sequence[int],
+    F: int,
+    itemsize: int,
+    *,
+    gated: bool = True,
+    bias: bool = False,
+    probs: int = _FP32,
+    dh_rows: bool = True,
+    dh_tokens: bool = True,
+    a_tokens: bool = True,
+    dh: bool = False,
+    a: bool = False,
+) -> Cost:
+    """Reads d `[R, F]` and h `[R, G]`, writes a row copy and a token copy of dh `[R, G]`, a token copy of the
+    activation, those two in 16 bits, and dprobs. Only the products with scales are counted.
+    """
+    R, E, G = sum(rows), _used(rows), _channels(F, gated)
+    of_dh, of_a = _copies(rows, G, dh_rows, dh_tokens), _copies(rows, F, False, a_tokens)
+    elements = R * (F + G + dh * G + a * F) + bias * E * G
+    num_bytes = itemsize * elements + (probs + _FP32 if probs else 0) * R + of_dh[1] + of_a[1]
+    return Cost("dgrad_act_quantize", of_dh[0] + of_a[0], num_bytes)
 
 
 def quantize_weights(
@@ -186,3 +217,11 @@ def _used(rows: Sequence[int]) -> int:
 
 def _channels(F: int, gated: bool) -> int:
     return 2 * F if gated else F
+
+
+def _copies(rows: Sequence[int], C: int, row_copy: bool, token_copy: bool) -> tuple[int, int]:
+    """Multiplications and bytes of copies of a matrix `[R, C]`; see `quantize`."""
+    R, tiles = sum(rows), sum(cdiv(n, TILE_ROWS) for n in rows)
+    scales = 512 * tiles * cdiv(C, CHUNK)
+    written = row_copy * (R * C + scales) + token_copy * (TILE_ROWS * tiles * C + scales)
+    return R * C * (row_copy + token_copy), written

@@ -1,0 +1,172 @@
+"""The activation and its backward between GEMMs that store 16 bits, quantized for GEMMs that read 8.
+
+With `g`, `l` the gate and linear parts of `h + bias1` (rounded to the dtype of `h`) and `p` the routing probability:
+    a = p * act(g, l)
+    dh_g = p * d * d act / dg,    dh_l = p * d * d act / dl,    dprobs[r] = sum_f d[r, f] * act[r, f]
+where `d = dy @ fc2` is the gradient of `a`. `a` and `dh` are rounded to the dtype of `h` and then quantized: copies have
+the bytes that `quantize` makes of the 16-bit results of the passes `fc1_act` and `dgrad_act`.
+
+A program has the 128 rows of a tile and BLOCK_F columns of `a`, a part of a chunk that divides F: so columns of one
+half of `dh` never reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..device import activation
+from ..device.quantization import CHUNK, rows_of_tile, store_row_copy, store_token_copy
+from ..device.tile_order import load_tile, zero_padding
+from ..device.tiles import expert_base, load_bias, load_rows, round_to, store_rows, to_fp32
+
+
+@triton.jit
+def _channels(h_M1, bias, mask_M1, column, end, BLOCK: tl.constexpr):
+    """Columns of `h`, or of `h + bias` rounded to the dtype of `h`: `[128, BLOCK]` fp32, zero past the ends."""
+    h = load_rows(None, h_M1, 0, 0, mask_M1, column, end, BLOCK)
+    DTYPE: tl.constexpr = h.dtype
+    h = to_fp32(h)
+    if bias is not None:
+        h += load_bias(bias, (column + tl.arange(0, BLOCK))[None, :], end)
+        h = to_fp32(round_to(tl.where(mask_M1, h, 0.0), DTYPE))
+    return h
+
+
+@triton.jit
+def _gates_and_linear(h_M1, bias, mask_M1, f, F, BLOCK_F: tl.constexpr, ACT: tl.constexpr):
+    """Gates and linear channels from `f` on, `[128, BLOCK_F]` fp32 each; without a linear part, gates twice."""
+    STEP: tl.constexpr = ACT.CHANNEL_STEP
+    g = _channels(h_M1, bias, mask_M1, f * STEP, F * STEP, BLOCK_F * STEP)
+    l = g
+    if activation.halves(ACT) == 2:
+        l = _channels(h_M1, bias, mask_M1, F + f, 2 * F, BLOCK_F)
+    if STEP == 2:
+        g, l = tl.split(tl.reshape(g, (g.shape[0], BLOCK_F, 2)))
+    return g, l
+
+
+@triton.jit
+def _store(outputs, x_MN, row_M, tile, first, rows, column, end, num_columns, DTYPE: tl.constexpr, RECIPE: tl.constexpr):
+    """Round to DTYPE, and store what there is of a row copy, a token copy and DTYPE itself; nothing from `end` on.
+
+    `outputs`: pointers to elements and scales of the row copy, to those of the token copy, and to DTYPE.
+    """
+    row_copy_ptr, row_scales_ptr, token_copy_ptr, token_scales_ptr, rounded_ptr = outputs
+    if column < end:
+        rounded = round_to(x_MN, DTYPE)
+        if rounded_ptr is not None:
+            out_M1 = rounded_ptr + (first + row_M[:, None]).to(tl.int64) * num_columns
+            store_rows(None, out_M1, first, rows, row_M[:, None] < rows, column, num_columns, rounded)
+        x_MN = to_fp32(rounded)
+        if row_copy_ptr is not None:
+            store_row_copy(row_copy_ptr, row_scales_ptr, x_MN, row_M, tile, first, rows, column, num_columns, RECIPE)
+        if token_copy_ptr is not None:
+            store_token_copy(token_copy_ptr, token_scales_ptr, x_MN, tile, column, num_columns, RECIPE)
+
+
+@triton.jit(do_not_specialize=["num_f"])
+def _act_quantize_kernel(
+    h_ptr,
+    bias_ptr,
+    bias_table_ptr,
+    probs_ptr,
+    copy_ptr,
+    scales_ptr,
+    tiles_ptr,
+    num_f,
+    F,
+    stride_h_r,
+    stride_bias_e,
+    ACT: tl.constexpr,
+    RECIPE: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """`h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `copy`: a row copy of `a`. `num_f`: programs of a tile. `tiles`: a
+    plan's table of tiles. Absent inputs are None.
+    """
+    tile, f = tl.program_id(0) // num_f, tl.program_id(0) % num_f * BLOCK_F
+    if tile < tl.load(tiles_ptr):
+        expert, first, rows = load_tile(tiles_ptr, tile)
+        row_M = rows_of_tile(RECIPE)
+        mask_M1, row_M1 = row_M[:, None] < rows, first + row_M[:, None]
+        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
+        g, l = _gates_and_linear(h_ptr + row_M1.to(tl.int64) * stride_h_r, bias, mask_M1, f, F, BLOCK_F, ACT)
+        a_MF, _, _ = activation.activate(g, l, ACT)
+        if probs_ptr is not None:
+            a_MF *= tl.load(probs_ptr + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+        outputs = (copy_ptr, scales_ptr, None, None, None)
+        end = tl.cdiv(F, CHUNK) * CHUNK
+        _store(outputs, a_MF, row_M, tile, first, rows, f, end, F, h_ptr.dtype.element_ty, RECIPE)
+
+
+@triton.jit(do_not_specialize=["num_f", "num_rows"])
+def _dgrad_act_quantize_kernel(
+    d_ptr,
+    h_ptr,
+    bias_ptr,
+    bias_table_ptr,
+    probs_ptr,
+    dh_row_copy_ptr,
+    dh_row_scales_ptr,
+    dh_token_copy_ptr,
+    dh_token_scales_ptr,
+    dh_ptr,
+    a_token_copy_ptr,
+    a_token_scales_ptr,
+    a_ptr,
+    partial_ptr,
+    tiles_ptr,
+    num_f,
+    num_rows,
+    F,
+    stride_d_r,
+    stride_h_r,
+    stride_bias_e,
+    ACT: tl.constexpr,
+    RECIPE: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+):
+    """`d` `[R, F]`; `h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `dh` `[R, G]` and `a` `[R, F]`, contiguous, beside
+    their copies; `partial` `[F / BLOCK_F, R]` fp32. `num_f`: programs of a tile. `tiles`: a plan's table of tiles.
+    Absent inputs and outputs are None.
+    """
+    STEP: tl.constexpr = ACT.CHANNEL_STEP
+    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
+    G = 2 * F if ACT.GATED else F
+    tile, f = tl.program_id(0) // num_f, tl.program_id(0) % num_f * BLOCK_F
+    if tile < tl.load(tiles_ptr):
+        expert, first, rows = load_tile(tiles_ptr, tile)
+        row_M = rows_of_tile(RECIPE)
+        mask_M1, row_M1 = row_M[:, None] < rows, first + row_M[:, None]
+        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
+        g, l = _gates_and_linear(h_ptr + row_M1.to(tl.int64) * stride_h_r, bias, mask_M1, f, F, BLOCK_F, ACT)
+        d_M1 = d_ptr + row_M1.to(tl.int64) * stride_d_r
+        d_MF = to_fp32(load_rows(None, d_M1, first, rows, mask_M1, f, F, BLOCK_F))
+        a_MF, by_gate, by_linear = activation.activate(g, l, ACT)
+        if probs_ptr is not None:
+            if f < F:
+                partial_M = partial_ptr + (f // BLOCK_F).to(tl.int64) * num_rows + first + row_M
+                tl.store(partial_M, tl.sum(d_MF * a_MF, axis=1), mask=row_M < rows)
+            probs_M1 = tl.load(probs_ptr + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+            d_MF *= probs_M1
+            a_MF *= probs_M1
+        end_a, end_dh = tl.cdiv(F, CHUNK) * CHUNK, tl.cdiv(G, CHUNK) * CHUNK
+        a_out = (None, None, a_token_copy_ptr, a_token_scales_ptr, a_ptr)
+        dh_out = (dh_row_copy_ptr, dh_row_scales_ptr, dh_token_copy_ptr, dh_token_scales_ptr, dh_ptr)
+        _store(a_out, a_MF, row_M, tile, first, rows, f, end_a, F, DTYPE, RECIPE)
+        dg_MF, dl_MF = d_MF * by_gate, d_MF * by_linear
+        if activation.halves(ACT) == 2:
+            _store(dh_out, dg_MF, row_M, tile, first, rows, f, F, G, DTYPE, RECIPE)
+            _store(dh_out, dl_MF, row_M, tile, first, rows, F + f, end_dh, G, DTYPE, RECIPE)
+        else:
+            if STEP == 2:
+                dg_MF = tl.reshape(tl.join(dg_MF, dl_MF), (CHUNK, STEP * BLOCK_F))
+            _store(dh_out, dg_MF, row_M, tile, first, rows, f * STEP, end_dh, G, DTYPE, RECIPE)
+
+    if partial_ptr is not None:
+        zero_padding(partial_ptr, tiles_ptr, F // BLOCK_F, 1, num_rows, CHUNK, 4)
+    if dh_ptr is not None:
+        zero_padding(dh_ptr, tiles_ptr, G, G, 1, CHUNK, BLOCK_F)
+    if a_ptr is not None:
+        zero_padding(a_ptr, tiles_ptr, F, F, 1, CHUNK, BLOCK_F)
