@@ -61,10 +61,6 @@ def check_blocks(recipe: str, name: str, out_features: int, in_features: int, im
     """Check that an 8-bit recipe can be computed, and that its blocks fit the weight of this name."""
     if recipe not in BLOCKS:
         return
-    if impl == "triton":
-        raise NotImplementedError(
-            f'recipe={recipe!r}: expected impl="torch", on the CPU, as there are no kernels of 8 bits yet; got "triton"'
-        )
     if out_features % BLOCKS[recipe] or in_features % BLOCKS[recipe]:
         raise ValueError(
             f"{name}: expected multiples of {BLOCKS[recipe]} features, the blocks of recipe={recipe!r}; got "

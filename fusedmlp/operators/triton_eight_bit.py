@@ -11,8 +11,9 @@ from typing import Any, cast
 
 import torch
 
-from fusedmlp.kernels.act_quantize.launch import BiasOfY, grouped_act_quantize_, grouped_dgrad_act_quantize_
+from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.device.activation import Options
+from fusedmlp.kernels.dgrad_act.launch import plan_bias_dprobs
 from fusedmlp.kernels.gemm.dprobs import Dprobs
 from fusedmlp.kernels.gemm.launch import grouped_gemm_fp8_block_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
@@ -139,10 +140,11 @@ def plan_grouped_mlp_backward_(
     dh_tokens = call.token_copy(G) if dw1_EGH and in_8_bits else None
     a_tokens = call.token_copy(F) if dw2_EHF and in_8_bits else None
     copies = (dh, dh_tokens, a_tokens, da_RF, h_RG)
-    bias = None if bias2_EH is None or probs_R is None else BiasOfY(bias2_EH, dy_RH, tokens_R)
-    partial = grouped_dgrad_act_quantize_.plan(
-        builder, *copies, schedule, act, call.recipe, probs_R=probs_R, dh_RG=dh_RG, a_RF=a_RF, bias=bias
-    )
+    own: dict[str, Any] = {"probs_R": probs_R, "dh_RG": dh_RG, "a_RF": a_RF, "num_others": int(bias2_EH is not None)}
+    partial = grouped_dgrad_act_quantize_.plan(builder, *copies, schedule, act, call.recipe, **own)
+    if bias2_EH and partial is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
+        last = partial[partial.shape[0] - 1]
+        plan_bias_dprobs(builder, last, dy_RH, bias2_EH, schedule, tokens_R, (TILE_ROWS, 64))
     dx_RH = dprobs = None
     if partial is not None and probs_R is not None:
         dprobs = Dprobs(partial, rows_R, builder.empty((num_rows,), probs_R.dtype))

@@ -82,9 +82,11 @@ def grouped_dgrad_act_quantize_(
     probs_R: Array | None = None,
     dh_RG: Array | None = None,
     a_RF: Array | None = None,
+    num_others: int = 0,
 ) -> Array | None:
     """Writes all that experts own of a row copy and a token copy of `dh`, and of a token copy of `a`; returns None or
-    fp32 partial sums of `dprobs`, `[num_partials, R]`, zero at padding rows, which `gemm/dprobs.py` adds up.
+    fp32 partial sums of `dprobs`, `[num_partials, R]`, zero at padding rows, which `gemm/dprobs.py` adds up. The last
+    `num_others` of them are the caller's to write, at owned rows.
 
     `d`, the gradient of `a`, has the dtype of `h`: layers round it before they use it, so the GEMM may store it. `dh`
     and `a` in that dtype, contiguous, are written where given, zeros at padding rows: for gradients of a bias, and of
@@ -96,7 +98,7 @@ def grouped_dgrad_act_quantize_(
     (num_rows, F), G = d_RF.shape, h_RG.shape[1]
     columns, num_warps = _sizes(_BACKWARD[recipe], F, act.CHANNEL_STEP)
     num_f, num_tiles = _programs(G, F, columns), schedule.max_tiles(TILE_ROWS)
-    partial_PR = None if probs_R is None else builder.empty((F // columns, num_rows), torch.float32)
+    partial_PR = None if probs_R is None else builder.empty((F // columns + num_others, num_rows), torch.float32)
     if not num_tiles * F:
         return partial_PR
     arguments = {
@@ -115,6 +117,7 @@ def grouped_dgrad_act_quantize_(
         "partial_ptr": partial_PR,
         "tiles_ptr": schedule.tiles(builder, TILE_ROWS),
         "num_f": num_f,
+        "num_partials": F // columns + num_others,
         "num_rows": num_rows,
         "F": F,
         "stride_d_r": d_RF.strides[0],

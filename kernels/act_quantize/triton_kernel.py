@@ -100,7 +100,7 @@ def _act_quantize_kernel(
         _store(outputs, a_MF, row_M, tile, first, rows, f, end, F, h_ptr.dtype.element_ty, RECIPE)
 
 
-@triton.jit(do_not_specialize=["num_f", "num_rows"])
+@triton.jit(do_not_specialize=["num_f", "num_partials", "num_rows"])
 def _dgrad_act_quantize_kernel(
     d_ptr,
     h_ptr,
@@ -118,6 +118,7 @@ def _dgrad_act_quantize_kernel(
     partial_ptr,
     tiles_ptr,
     num_f,
+    num_partials,
     num_rows,
     F,
     stride_d_r,
@@ -128,7 +129,7 @@ def _dgrad_act_quantize_kernel(
     BLOCK_F: tl.constexpr,
 ):
     """`d` `[R, F]`; `h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `dh` `[R, G]` and `a` `[R, F]`, contiguous, beside
-    their copies; `partial` `[F / BLOCK_F, R]` fp32. `num_f`: programs of a tile. `tiles`: a plan's table of tiles.
+    their copies; `partial` `[num_partials, R]` fp32. `num_f`: programs of a tile. `tiles`: a plan's table of tiles.
     Absent inputs and outputs are None.
     """
     STEP: tl.constexpr = ACT.CHANNEL_STEP
@@ -165,7 +166,7 @@ def _dgrad_act_quantize_kernel(
             _store(dh_out, dg_MF, row_M, tile, first, rows, f * STEP, end_dh, G, DTYPE, RECIPE)
 
     if partial_ptr is not None:
-        zero_padding(partial_ptr, tiles_ptr, F // BLOCK_F, 1, num_rows, CHUNK, 4)
+        zero_padding(partial_ptr, tiles_ptr, num_partials, 1, num_rows, CHUNK, 4)
     if dh_ptr is not None:
         zero_padding(dh_ptr, tiles_ptr, G, G, 1, CHUNK, BLOCK_F)
     if a_ptr is not None:

@@ -23,6 +23,43 @@ from ..warp_specialized import gluon_missing
 from .triton_kernel import _bias_dprobs, _grouped_dgrad_act_kernel
 
 
+def plan_bias_dprobs(
+    builder: Builder,
+    partial_R: Array,
+    dy_RH: Array,
+    bias_EH: ExpertTensors,
+    schedule: Schedule,
+    rows_R: Array | None,
+    blocks: tuple[int, int],
+) -> None:
+    """Plan what a bias of fc2 adds to `dprobs` in a launch of its own: partial sums `[R]`, written at owned rows.
+
+    `blocks`: rows and columns of `dy` that a program reads at once; others as for `grouped_dgrad_act_`.
+    """
+    block_m, block_h = blocks
+    arguments = _bias_arguments(builder, dy_RH, bias_EH, schedule, rows_R, block_m)
+    arguments |= {"partial_ptr": partial_R, "BLOCK_M": block_m, "BLOCK_H": block_h}
+    builder.launch(_bias_dprobs, (schedule.max_tiles(block_m),), arguments, num_warps=8)
+
+
+def _bias_arguments(
+    builder: Builder,
+    dy_RH: Array,
+    bias_EH: ExpertTensors | None,
+    schedule: Schedule,
+    rows_R: Array | None,
+    block_m: int,
+) -> dict[str, Any]:
+    return {
+        "dy_ptr": dy_RH,
+        "row_ids_ptr": rows_R,
+        **expert_tensors.arguments("bias", bias_EH),
+        "tiles_ptr": schedule.tiles(builder, block_m),
+        "H": dy_RH.shape[1],
+        "stride_dy_r": dy_RH.strides[0],
+    }
+
+
 @Launcher
 def grouped_dgrad_act_(
     builder: Builder,
@@ -70,15 +107,7 @@ def grouped_dgrad_act_(
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         dh_desc = descriptors.ragged_rows(dh_RG, block_m, **channels)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
-    with_bias, tiles = bias_EH is not None and probs_R is not None, schedule.tiles(builder, tile.BLOCK_M)
-    of_bias = {
-        "dy_ptr": dy_RH,
-        "row_ids_ptr": rows_R,
-        **expert_tensors.arguments("bias", bias_EH),
-        "tiles_ptr": tiles,
-        "H": H,
-        "stride_dy_r": dy_RH.strides[0],
-    }
+    with_bias = bias_EH is not None and probs_R is not None
     arguments: dict[str, Any] = {
         "dy_desc": dy_desc,
         "row_ids_ptr": rows_R,
@@ -89,7 +118,7 @@ def grouped_dgrad_act_(
         "a_ptr": a_RF,
         "a_desc": a_desc,
         "partial_ptr": partial_PR,
-        "tiles_ptr": tiles,
+        "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
         "num_experts": schedule.num_experts,
         "num_rows": num_rows,
         "H": H,
@@ -107,14 +136,15 @@ def grouped_dgrad_act_(
     if path == "warp_specialized":
         from .gluon_kernel import grouped_dgrad_act_warp_specialized_kernel
 
-        if with_bias and partial_PR is not None:
-            own = {"partial_ptr": partial_PR[num_f], "BLOCK_M": tile.BLOCK_M, "BLOCK_H": tile.BLOCK_K}
-            builder.launch(_bias_dprobs, (schedule.max_tiles(tile.BLOCK_M),), of_bias | own, num_warps=8)
+        if bias_EH is not None and partial_PR is not None:
+            blocks = tile.BLOCK_M, tile.BLOCK_K
+            plan_bias_dprobs(builder, partial_PR[num_f], dy_RH, bias_EH, schedule, rows_R, blocks)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
         arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
         builder.launch(grouped_dgrad_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return partial_PR
-    arguments |= of_bias | {
+    arguments |= {
+        **_bias_arguments(builder, dy_RH, bias_EH, schedule, rows_R, tile.BLOCK_M),
         **expert_tensors.weight_arguments(w_EFH, "f", "h"),
         "h_ptr": h_RG,
         "PRECISION": target.precision(dtype),

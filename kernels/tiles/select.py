@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .table import BY_DESCRIPTORS, FORMATS, RECIPES, TABLES, TRITON, Key, Path, Recipe, Tile, Tiles, shape_class
+from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Recipe, Tile, Tiles, shape_class
 
 
 class Chosen(NamedTuple):
@@ -139,7 +139,10 @@ def eight_bit(kernel: str, recipe: Recipe, target: Target) -> Chosen:
     key = Key(kernel, "warp_specialized", recipe, "long")
     tile = target.settings.tuned.get(key) or target.tiles.get(key)
     if tile is None:
-        raise ValueError(f"recipe={recipe!r}: expected one of {RECIPES[target.architecture]}, which {target.architecture} has")
+        raise NotImplementedError(
+            f"recipe={recipe!r}: expected a GPU with kernels for it (fp8_block: sm_90), or impl=\"torch\" on the CPU; got "
+            f"{target.architecture}"
+        )
     return Chosen(key, tile)
 
 
