@@ -120,7 +120,7 @@ def recipe(config: Any) -> tuple[str | None, str]:
     """Return `recipe` and `wgrad`, as `grouped_mlp` takes them.
 
     Raises:
-        ValueError: fusedmlp has no such 8-bit recipe, or only some layers are to have it.
+        ValueError: fusedmlp has no such 8-bit recipe, only some layers are to have it, or backward would lack its input.
     """
     if not config.fp8:
         return None, "recipe"
@@ -139,4 +139,21 @@ def recipe(config: Any) -> tuple[str | None, str]:
             "config.first_last_layers_bf16: expected False with fp8, as Megatron does not tell experts the number of "
             "their layer (keep TEGroupedMLP for that); got True"
         )
+    if _frees_input(config):
+        raise ValueError(
+            "config.overlap_moe_expert_parallel_comm: expected False with fp8 and one expert on a rank or hybridep or "
+            "ncclep, as Megatron then frees the rows that backward needs (keep TEGroupedMLP for that); got True"
+        )
     return _RECIPES[config.fp8_recipe], "recipe" if config.fp8_wgrad else "bf16"
+
+
+def _frees_input(config: Any) -> bool:
+    """Whether Megatron frees the experts' input as soon as forward has run, because with fp8 backward has 8-bit copies.
+
+    Its schedule frees what a dispatcher returned; without fp8 only if the dispatcher then copies it for the experts.
+    """
+    if not config.overlap_moe_expert_parallel_comm:
+        return False
+    if config.moe_token_dispatcher_type == "flex":
+        return config.moe_flex_dispatcher_backend in ("hybridep", "ncclep")
+    return bool(config.num_moe_experts == config.expert_model_parallel_size)

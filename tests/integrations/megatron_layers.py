@@ -11,7 +11,7 @@ import support.megatron_world as megatron_world  # before Megatron asks for a GP
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing, package_info, parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import Fp8Recipe
@@ -26,6 +26,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fusedmlp.doctor import reference
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
+
+VERSION = package_info.VERSION[:2]
+if VERSION >= (0, 19):
+    from megatron.core.models.common.utils import should_free_input
+elif VERSION >= (0, 17):
+    from megatron.core.models.gpt.fine_grained_callables import should_free_input
+else:
+    should_free_input = None  # 0.16 frees the input of a single expert without fp8, too
 
 
 def make_config(**options):
@@ -56,6 +64,15 @@ def eight_bit_config(fp8_recipe, **options):
     config = make_config(**options)
     for name, value in ({"fp8": "e4m3", "fp8_recipe": fp8_recipe} | late).items():
         setattr(config, name, value)
+    return config
+
+
+def overlapped(dispatcher, experts):
+    """A config with fp8, set late, with so many experts on a rank, whose communication Megatron's schedule overlaps."""
+    config = eight_bit_config("blockwise", num_moe_experts=2 * experts)
+    config.expert_model_parallel_size, config.overlap_moe_expert_parallel_comm = 2, True
+    if dispatcher != "alltoall":
+        config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", dispatcher
     return config
 
 
@@ -291,6 +308,19 @@ def recipes():
     return {name: [layer.recipe, layer.wgrad] for name, layer in experts.items()}
 
 
+def freed_inputs():
+    """By dispatcher and experts on a rank: `[is it refused, does Megatron free the experts' input only with fp8]`."""
+    megatron_world.model_parallel()
+    found, dispatchers = {}, ["alltoall", "deepep", "hybridep", *(["ncclep"] if VERSION >= (0, 19) else [])]
+    for dispatcher, experts in product(dispatchers, (1, 2)):
+        config, freed = overlapped(dispatcher, experts), {}
+        refused = raised(lambda config=config: fused(config)) is not None
+        for config.fp8 in (None, "e4m3"):
+            freed[config.fp8] = should_free_input("mlp", True, config, experts) if should_free_input else None
+        found[f"{dispatcher} {experts}"] = [refused, freed["e4m3"] and not freed[None]]
+    return found
+
+
 def sharded_names():
     """This rank's sharded state dict, of 2 ranks: `{name: [key, global shape, global offset, replica id]}`."""
     megatron_world.model_parallel(expert_model_parallel_size=2)
@@ -422,6 +452,7 @@ def refusals():
         config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
         setattr(config, name, value)
         found[name] = raised(lambda config=config: fused(config))
+    found["one expert on a rank"] = raised(lambda: fused(overlapped("alltoall", 1)))
     found["first_last_layers_bf16"] = raised(lambda: fused(eight_bit_config("blockwise", first_last_layers_bf16=True)))
     for recipe in ("tensorwise", "delayed", "custom", Fp8Recipe.delayed):
         found[f"fp8_recipe {recipe!r}"] = raised(lambda recipe=recipe: fused(eight_bit_config(recipe)))
@@ -472,7 +503,7 @@ def order_of_hooks():
 
 def config_and_state():
     """On one rank: the results of several functions, by name."""
-    functions = honoured, refusals, order_of_hooks, recipes, state_dict_names
+    functions = freed_inputs, honoured, refusals, order_of_hooks, recipes, state_dict_names
     return {function.__name__: function() for function in functions}
 
 
