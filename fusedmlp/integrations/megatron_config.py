@@ -120,7 +120,7 @@ def recipe(config: Any) -> tuple[str | None, str]:
     """Return `recipe` and `wgrad`, as `grouped_mlp` takes them.
 
     Raises:
-        ValueError: fusedmlp has no such 8-bit recipe, only some layers are to have it, or backward would lack its input.
+        ValueError: fusedmlp has no such 8-bit recipe, only some layers are to have it, or Megatron frees the input.
     """
     if not config.fp8:
         return None, "recipe"
