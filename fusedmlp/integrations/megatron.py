@@ -68,6 +68,7 @@ class FusedGroupedMLP(TEGroupedMLP):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])
         self.num_local_experts, self.ep_group, self.tp_group = num_local_experts, groups.ep, groups.expt_tp
         self.activation = megatron_config.activation(config)
+        self.recipe, self.wgrad = megatron_config.recipe(config)
         hidden: int = getattr(config, "moe_latent_size", None) or config.hidden_size
         ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
         fc1_size = 2 * ffn if config.gated_linear_unit else ffn
@@ -108,6 +109,8 @@ class FusedGroupedMLP(TEGroupedMLP):
             activation=self.activation,
             accumulate_wgrad=mode,
             wgrad_queue=self._queue,
+            recipe=self.recipe,
+            wgrad=self.wgrad,
         )
         if under_fsdp and y.requires_grad:
             y.register_hook(lambda _: keep_what_fsdp_adds_up(weights))

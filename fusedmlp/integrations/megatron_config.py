@@ -3,8 +3,10 @@
 Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`, `glu_linear_offset`,
 `add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
 `gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
-initialisation fields, expert and tensor parallel sizes. `bias_activation_fusion`, `use_fused_weighted_squared_relu` and
-`moe_act` recomputation ask for what the kernels always do. `refuse_unsupported` refuses the rest.
+initialisation fields, expert and tensor parallel sizes; `fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, and
+`fp8_wgrad`. `bias_activation_fusion`, `use_fused_weighted_squared_relu` and `moe_act` recomputation ask for what the
+kernels always do. `moe_router_padding_for_quantization` adds rows, which 8-bit recipes do not need.
+`refuse_unsupported`, `activation` and `recipe` refuse the rest.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ _ACTIVATIONS: dict[Callable[..., Any], tuple[str, str | None]] = {
     quick_gelu: ("quick_gelu", "quick_geglu"),
     squared_relu: ("relu2", None),
 }
+_RECIPES = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}  # fp8_recipe -> recipe
 # Field -> what it asks for. TEGroupedMLP supports that; ignoring the field would change the computation.
 _REFUSED = {
-    "fp8": "quantised experts",
-    "fp4": "quantised experts",
+    "fp8_param": "parameters of 8 bits",
+    "fp4": "experts of 4 bits",
     "use_te_activation_func": "TransformerEngine's activation modules",
     "use_transformer_engine_op_fuser": "TransformerEngine's own fused experts",
     "moe_mlp_glu_interleave_size": "gate and linear channels in interleaved blocks",
@@ -111,3 +114,46 @@ def activation(config: Any) -> Activation:
     return Activation(
         name, limit=config.activation_func_clamp_value, linear_offset=getattr(config, "glu_linear_offset", 0.0)
     )
+
+
+def recipe(config: Any) -> tuple[str | None, str]:
+    """Return `recipe` and `wgrad`, as `grouped_mlp` takes them.
+
+    Raises:
+        ValueError: fusedmlp has no such 8-bit recipe, only some layers are to have it, or Megatron frees the input.
+    """
+    if not config.fp8:
+        return None, "recipe"
+    if config.fp8 != "e4m3":
+        raise ValueError(
+            "config.fp8: expected None or 'e4m3', the only 8-bit format of FusedGroupedMLP, for gradients, too (keep "
+            f"TEGroupedMLP for others); got {config.fp8!r}"
+        )
+    if config.fp8_recipe not in _RECIPES:
+        raise ValueError(
+            "config.fp8_recipe: expected 'blockwise' or 'mxfp8', the only recipes of FusedGroupedMLP with fp8='e4m3' "
+            f"(keep TEGroupedMLP for others); got {config.fp8_recipe!r}"
+        )
+    if config.first_last_layers_bf16:
+        raise ValueError(
+            "config.first_last_layers_bf16: expected False with fp8, as Megatron does not tell experts the number of "
+            "their layer (keep TEGroupedMLP for that); got True"
+        )
+    if _frees_input(config):
+        raise ValueError(
+            "config.overlap_moe_expert_parallel_comm: expected False with fp8 and one expert on a rank or hybridep or "
+            "ncclep, as Megatron then frees the rows that backward needs (keep TEGroupedMLP for that); got True"
+        )
+    return _RECIPES[config.fp8_recipe], "recipe" if config.fp8_wgrad else "bf16"
+
+
+def _frees_input(config: Any) -> bool:
+    """Whether Megatron frees the experts' input as soon as forward has run, because with fp8 backward has 8-bit copies.
+
+    Its schedule frees what a dispatcher returned; without fp8 only if the dispatcher then copies it for the experts.
+    """
+    if not config.overlap_moe_expert_parallel_comm:
+        return False
+    if config.moe_token_dispatcher_type == "flex":
+        return config.moe_flex_dispatcher_backend in ("hybridep", "ncclep")
+    return bool(config.num_moe_experts == config.expert_model_parallel_size)

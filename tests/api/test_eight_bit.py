@@ -2,42 +2,20 @@
 
 import pytest
 import torch
+from support import eight_bit
+from support.eight_bit import RECIPES, along_rows, along_tokens, distances, weight
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.doctor import reference
-from fusedmlp.operators.torch_quantize import quantize
 
-RECIPES = {"fp8_block": 128, "mxfp8": 32}
 COUNTS, ROWS, H, F = (130, 0, 200, 5, 1), 340, 256, 128
 GPT_OSS = fusedmlp.Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear_offset=1.0)
 pytestmark = [
     pytest.mark.usefixtures("poison"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # by Dynamo
 ]
-
-
-def dequantized(x, recipe, block):
-    return quantize(x.float(), recipe, block).dequantize(block)
-
-
-def along_rows(x, recipe):
-    """Operands of fc1, fc2, dgrad and dx: blocks of a row."""
-    return dequantized(x, recipe, (1, RECIPES[recipe]))
-
-
-def along_tokens(x, recipe):
-    """Operands of wgrad: blocks of a column, which begin anew in each expert."""
-    parts = x[: sum(COUNTS)].split(COUNTS)
-    return torch.cat([dequantized(part, recipe, (RECIPES[recipe], 1)) for part in parts if len(part)])
-
-
-def weight(w, recipe, contracted):
-    """`[E, N, K]`, contracted along dimension 1 or 2."""
-    if recipe == "fp8_block":
-        return dequantized(w, recipe, (128, 128))
-    return dequantized(w, recipe, (32, 1) if contracted == 1 else (1, 32))
 
 
 class Layer:
@@ -97,42 +75,13 @@ class Layer:
         return {name: t.double() for name, t in found.items()}
 
     def expected(self, recipe, wgrad="recipe"):
-        """`results` by float64 products of quantized operands, with roundings to bf16 where tensors are stored."""
-        rows, bf16 = slice(sum(COUNTS)), lambda t: t.bfloat16().double()
-        fc1, fc2 = (w.double() for w in self.logical)
-        x, dy = self.x[rows].double(), self.dy[rows].double()
-        p = torch.ones(len(x), dtype=torch.double) if self.probs is None else self.probs[rows].detach().double()
-        p, counts = p[:, None], torch.tensor(COUNTS)
-        bias1, bias2 = (None if b is None else b.double().repeat_interleave(counts, 0).detach() for b in self.biases)
-        h = reference.gemm(along_rows(x, recipe), weight(fc1, recipe, 2), COUNTS)
-        h = bf16(h if bias1 is None else bf16(h) + bias1).requires_grad_()
-        act = reference.activate(self.activation.name, h, **_options(self.activation))
-        act_probs = bf16(act.detach() * p)
-        y = reference.gemm(along_rows(act_probs, recipe), weight(fc2, recipe, 2), COUNTS)
-        y = bf16(y if bias2 is None else bf16(y) + p * bias2)
-        da = bf16(reference.gemm(along_rows(dy, recipe), weight(fc2, recipe, 1).mT, COUNTS))
-        (dh,) = torch.autograd.grad(act, h, da * p)
-        dh = bf16(dh)
-        found = {"y": y, "dx": bf16(reference.gemm(along_rows(dh, recipe), weight(fc1, recipe, 1).mT, COUNTS))}
-        quantized = (lambda t: along_tokens(t, recipe)) if wgrad == "recipe" else (lambda t: t)
-        found["dfc1"] = reference.wgrad(quantized(dh), quantized(x), COUNTS)
-        found["dfc2"] = reference.wgrad(quantized(dy), quantized(act_probs), COUNTS)
-        found["dprobs"] = (da * act.detach()).sum(1) + (0 if bias2 is None else (dy * bias2).sum(1))
-        if bias1 is not None:
-            found["dbias1"] = torch.stack([part.sum(0) for part in dh.split(COUNTS)])
-            found["dbias2"] = torch.stack([part.sum(0) for part in (dy * p).split(COUNTS)])
-        padded = {"y", "dx", "dprobs"}
+        """`results` by float64 products of quantized operands; padding rows are zeros."""
+        rows = slice(sum(COUNTS))
+        probs = None if self.probs is None else self.probs[rows].detach()
+        given = self.x[rows], self.dy[rows], *self.logical, COUNTS, probs, *self.biases, self.activation
         pad = lambda t: torch.cat([t, t.new_zeros(ROWS - len(t), *t.shape[1:])])  # noqa: E731
-        return {name: pad(t.detach()) if name in padded else t.detach() for name, t in found.items()}
-
-
-def _options(activation):
-    options = {"interleaved": activation.interleaved, "limit": activation.limit, "alpha": activation.alpha}
-    return options | {"linear_offset": activation.linear_offset}
-
-
-def distances(got, expected):
-    return {name: float((t - expected[name]).norm() / expected[name].norm()) for name, t in got.items()}
+        found = eight_bit.layer(recipe, wgrad, *given)
+        return {name: pad(t) if name in ("y", "dx", "dprobs") else t for name, t in found.items()}
 
 
 def worst_line(got, expected):
@@ -186,7 +135,7 @@ def test_wgrad_sums_quantized_operands_without_rounding(recipe):
     assert {group[0].grad.dtype for group in layer.params} == {torch.bfloat16}
     got = Layer().results(recipe=recipe)
     for name, (dy, x) in zip(("dfc2", "dfc1"), operands, strict=True):
-        exact = reference.wgrad(along_tokens(dy, recipe), along_tokens(x, recipe), COUNTS)
+        exact = reference.wgrad(*(along_tokens(t, recipe, COUNTS) for t in (dy, x)), COUNTS)
         assert distances({name: got[name]}, {name: exact})[name] < 1e-6
 
 

@@ -11,9 +11,10 @@ import support.megatron_world as megatron_world  # before Megatron asks for a GP
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing, package_info, parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.enums import Fp8Recipe
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -25,6 +26,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fusedmlp.doctor import reference
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
+
+VERSION = package_info.VERSION[:2]
+if VERSION >= (0, 19):
+    from megatron.core.models.common.utils import should_free_input
+elif VERSION >= (0, 17):
+    from megatron.core.models.gpt.fine_grained_callables import should_free_input
+else:
+    should_free_input = None  # 0.16 frees the input of a single expert without fp8, too
 
 
 def make_config(**options):
@@ -46,6 +55,24 @@ def make_config(**options):
     fusion = options.pop("gradient_accumulation_fusion", False)
     config = TransformerConfig(**settings | options)
     config.gradient_accumulation_fusion = fusion
+    return config
+
+
+def eight_bit_config(fp8_recipe, **options):
+    """A config with fp8, set late: the constructor asks for TransformerEngine."""
+    late = {name: options.pop(name) for name in [*options] if name.startswith(("fp8", "first_last"))}
+    config = make_config(**options)
+    for name, value in ({"fp8": "e4m3", "fp8_recipe": fp8_recipe} | late).items():
+        setattr(config, name, value)
+    return config
+
+
+def overlapped(dispatcher, experts):
+    """A config with fp8, set late, with so many experts on a rank, whose communication Megatron's schedule overlaps."""
+    config = eight_bit_config("blockwise", num_moe_experts=2 * experts)
+    config.expert_model_parallel_size, config.overlap_moe_expert_parallel_comm = 2, True
+    if dispatcher != "alltoall":
+        config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend = "flex", dispatcher
     return config
 
 
@@ -239,7 +266,7 @@ PARALLEL = (
 def layers():
     """Compare layers; return how many."""
     # The function does nothing with CPU tensors; the dispatcher needs numpy arrays, as it gets them for GPU tensors.
-    token_dispatcher.maybe_move_tensor_to_cpu = _as_if_fetched
+    token_dispatcher.maybe_move_tensor_to_cpu = as_if_fetched
     count = 0
     for sizes in PARALLEL[:1] if dist.get_world_size() == 1 else PARALLEL[1:]:
         for dispatcher in ("allgather", "alltoall"):
@@ -256,15 +283,42 @@ def layers():
     return count
 
 
-def _as_if_fetched(tensor, as_numpy=False, record_stream=False):
+def as_if_fetched(tensor, as_numpy=False, record_stream=False):
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 def state_dict_names():
-    """Names and shapes in the state dict of a small layer with biases."""
+    """Names and shapes in the state dict of a small layer with biases, without and with fp8."""
     megatron_world.model_parallel()
-    experts = fused(make_config(num_moe_experts=2, add_bias_linear=True))
-    return {name: list(tensor.shape) for name, tensor in experts.state_dict().items()}
+    options = {"num_moe_experts": 2, "add_bias_linear": True}
+    layers = [fused(make_config(**options)), fused(eight_bit_config("blockwise", **options))]
+    return [{name: list(tensor.shape) for name, tensor in layer.state_dict().items()} for layer in layers]
+
+
+def recipes():
+    """`recipe` and `wgrad` of experts by what their config says of fp8."""
+    megatron_world.model_parallel()
+    configs = {
+        "unset": make_config(first_last_layers_bf16=True, fp8_recipe="mxfp8", fp8_wgrad=False),
+        "blockwise": eight_bit_config("blockwise"),
+        "mxfp8, wgrad in bf16": eight_bit_config("mxfp8", fp8_wgrad=False),
+        "enumerated": eight_bit_config(Fp8Recipe.blockwise),
+    }
+    experts = {name: fused(config) for name, config in configs.items()}
+    return {name: [layer.recipe, layer.wgrad] for name, layer in experts.items()}
+
+
+def freed_inputs():
+    """By dispatcher and experts on a rank: `[is it refused, does Megatron free the experts' input only with fp8]`."""
+    megatron_world.model_parallel()
+    found, dispatchers = {}, ["alltoall", "deepep", "hybridep", *(["ncclep"] if VERSION >= (0, 19) else [])]
+    for dispatcher, experts in product(dispatchers, (1, 2)):
+        config, freed = overlapped(dispatcher, experts), {}
+        refused = raised(lambda config=config: fused(config)) is not None
+        for config.fp8 in (None, "e4m3"):
+            freed[config.fp8] = should_free_input("mlp", True, config, experts) if should_free_input else None
+        found[f"{dispatcher} {experts}"] = [refused, freed["e4m3"] and not freed[None]]
+    return found
 
 
 def sharded_names():
@@ -375,7 +429,8 @@ def refusals():
     megatron_world.model_parallel()
     found = {}
     for name, value in {
-        "fp8": "e4m3",
+        "fp8": "hybrid",
+        "fp8_param": True,
         "fp4": "e2m1",
         "use_te_activation_func": True,
         "use_transformer_engine_op_fuser": True,
@@ -397,6 +452,10 @@ def refusals():
         config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
         setattr(config, name, value)
         found[name] = raised(lambda config=config: fused(config))
+    found["one expert on a rank"] = raised(lambda: fused(overlapped("alltoall", 1)))
+    found["first_last_layers_bf16"] = raised(lambda: fused(eight_bit_config("blockwise", first_last_layers_bf16=True)))
+    for recipe in ("tensorwise", "delayed", "custom", Fp8Recipe.delayed):
+        found[f"fp8_recipe {recipe!r}"] = raised(lambda recipe=recipe: fused(eight_bit_config(recipe)))
     config = make_config()
     config.fine_grained_activation_offloading, config.offload_modules = True, ["moe_act"]
     found["offload_modules"] = raised(lambda: fused(config))
@@ -417,6 +476,9 @@ def refusals():
 
     experts = fused(make_config(gradient_accumulation_fusion=True))
     found["fusion without main_grad"] = raised(lambda: experts(x, counts, probs))
+    small = fused(eight_bit_config("mxfp8"))
+    found["sizes without blocks"] = raised(lambda: small(x, counts, probs))
+    found["fp8 without TransformerEngine"] = raised(lambda: make_config(fp8="e4m3", fp8_recipe="blockwise"))
     found["fp8 state"] = raised(lambda: experts.linear_fc1.set_extra_state(torch.ones(3, dtype=torch.uint8)))
     found["no experts"] = raised(lambda: with_fused_experts(get_gpt_layer_local_spec()))
     return found
@@ -441,7 +503,8 @@ def order_of_hooks():
 
 def config_and_state():
     """On one rank: the results of several functions, by name."""
-    return {function.__name__: function() for function in (honoured, refusals, order_of_hooks, state_dict_names)}
+    functions = freed_inputs, honoured, refusals, order_of_hooks, recipes, state_dict_names
+    return {function.__name__: function() for function in functions}
 
 
 def layers_and_checkpoints():

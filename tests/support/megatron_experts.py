@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import ClassVar
 from unittest import mock
 
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
@@ -21,9 +22,6 @@ from fusedmlp.contract import dummy, route
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.megatron import FusedGroupedMLP
-
-EXPERTS, HIDDEN, FFN = 3, 7, 5  # odd sizes: the views of Megatron's buffers are not aligned
-COUNTS = (4, 0, 3)
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,11 @@ class Cell:
     order: str = ""  # of backward (b) and backward_dw (w); "": not delayed
     fuse_microbatches: bool = False
     overlap_param_gather: bool = False
+
+    # Odd sizes: the views of Megatron's buffers are not aligned.
+    hidden: ClassVar[int] = 7
+    ffn: ClassVar[int] = 5
+    counts: ClassVar[tuple[int, ...]] = (4, 0, 3)
 
     def __str__(self):
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(type(self)(), k)]
@@ -91,23 +94,24 @@ class Model(MegatronModule):
     def __init__(self, config, cell):
         super().__init__(config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
-        self.dense = torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=config.params_dtype)
-        self.experts = FusedGroupedMLP(EXPERTS, config, None, groups, fuse_microbatches=cell.fuse_microbatches)
+        self.counts = cell.counts
+        self.dense = torch.nn.Linear(cell.hidden, cell.hidden, bias=False, dtype=config.params_dtype)
+        self.experts = FusedGroupedMLP(len(cell.counts), config, None, groups, fuse_microbatches=cell.fuse_microbatches)
         if cell.zero_out_wgrad:
             for name, param in self.experts.named_parameters():
                 param.zero_out_wgrad = "weight" in name
 
     def forward(self, x, probs):
-        return self.experts(self.dense(x), torch.tensor(COUNTS), probs)[0]
+        return self.experts(self.dense(x), torch.tensor(self.counts), probs)[0]
 
 
 def config_of(cell):
     config = TransformerConfig(
         num_layers=1,
-        hidden_size=HIDDEN,
+        hidden_size=cell.hidden,
         num_attention_heads=1,
-        num_moe_experts=EXPERTS * (2 if cell.expert_parallel else 1),
-        moe_ffn_hidden_size=FFN,
+        num_moe_experts=len(cell.counts) * (2 if cell.expert_parallel else 1),
+        moe_ffn_hidden_size=cell.ffn,
         expert_model_parallel_size=2 if cell.expert_parallel else 1,
         gated_linear_unit=True,
         activation_func=F.silu,
@@ -126,8 +130,8 @@ def config_of(cell):
 
 def batch(cell, index, rank):
     generator = torch.Generator().manual_seed(100 * rank + index)
-    dtype, rows = getattr(torch, cell.dtype), sum(COUNTS)
-    x, dy = (torch.randn(rows, HIDDEN, generator=generator).to(dtype) for _ in range(2))
+    dtype, rows = getattr(torch, cell.dtype), sum(cell.counts)
+    x, dy = (torch.randn(rows, cell.hidden, generator=generator).to(dtype) for _ in range(2))
     return x, torch.rand(rows, generator=generator), dy
 
 
@@ -142,10 +146,10 @@ def expected_grads(weights, cell, dtype=torch.float64):
     for index in range(cell.microbatches):
         x, probs, dy = (t.to(dtype) for t in batch(cell, index, dist.get_rank()))
         fc1, fc2, bias1, bias2 = (
-            [params.get(f"experts.linear_{name}{e}") for e in range(EXPERTS)]
+            [params.get(f"experts.linear_{name}{e}") for e in range(len(cell.counts))]
             for name in ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
         )
-        reference.rows(x @ params["dense.weight"].T, fc1, fc2, COUNTS, probs, bias1, bias2).backward(dy)
+        reference.rows(x @ params["dense.weight"].T, fc1, fc2, cell.counts, probs, bias1, bias2).backward(dy)
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in params.items()}
 
 
@@ -217,10 +221,16 @@ def landed(ddp, model, want):
     return result
 
 
-def run_cell(cell):
+def check(cell, ddp, model, weights, experts):
+    """Compare gradients with float64 autograd."""
+    dtype = getattr(torch, cell.dtype)
+    want, low = (reduced(expected_grads(weights, cell, d), experts, cell) for d in (torch.float64, dtype))
+    assert_close(landed(ddp, model, want), want, low, dtype)
+
+
+def run_cell(cell, config, check=check):
     """Two steps, so that state that the first leaves behind would show in the second."""
     torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
-    config = config_of(cell)
     model = Model(config, cell)
     with torch.no_grad():
         dist.broadcast(model.dense.weight, 0)
@@ -234,21 +244,19 @@ def run_cell(cell):
     )
     ddp = DistributedDataParallel(config, ddp_config, model)
     experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
-    dtype, weights = getattr(torch, cell.dtype), weights_of(model)
+    weights = weights_of(model)
     for _ in range(2):
         train_step(model, ddp, cell)
-        want, low = (reduced(expected_grads(weights, cell, d), experts, cell) for d in (torch.float64, dtype))
-        assert_close(landed(ddp, model, want), want, low, dtype)
+        check(cell, ddp, model, weights, experts)
         assert all(p.grad is None for p in model.parameters())
         if cell.overlap_param_gather:
             forget_what_others_own(ddp)
 
 
-def run_all(quick):
+def run_cells(every, run):
     """The number of cells that were run, and the failure of each that failed."""
     torch.use_deterministic_algorithms(True)  # fills uninitialised memory with NaN: a dummy must hold zeros
-    failures, count, every = {}, 0, list(cells(dist.get_world_size()))
-    every = part(every) if quick else every
+    failures, count = {}, 0
     for expert_parallel in (False, True):
         chosen = [c for c in every if c.expert_parallel == expert_parallel]
         if not chosen:
@@ -257,10 +265,16 @@ def run_all(quick):
         for cell in chosen:
             count += 1
             try:
-                run_cell(cell)
+                run(cell)
             except Exception as error:
                 failures[str(cell)] = f"{type(error).__name__}: {error}"[:500]
     return count, failures
+
+
+def run_all(quick):
+    """`run_cells` of all cells, or of a part."""
+    every = list(cells(dist.get_world_size()))
+    return run_cells(part(every) if quick else every, lambda cell: run_cell(cell, config_of(cell)))
 
 
 def sabotage():

@@ -1,0 +1,183 @@
+"""Experts in 8 bits under Megatron's own DDP and in its layers, against `support/eight_bit.py`. Runs in a `world`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import ClassVar
+from unittest import mock
+
+import support.megatron_world as megatron_world  # before Megatron asks for a GPU
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from integrations import megatron_layers
+from megatron.core.transformer import transformer_config
+from megatron.core.transformer.moe import token_dispatcher
+from support import eight_bit, megatron_experts
+from support.grids import part
+from support.megatron_experts import Cell, batch, landed, reduced, run_cells
+
+from fusedmlp import Activation
+
+RECIPES = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}  # Megatron's name -> ours
+# Another order of summation rounds the odd value of h or dh the other way, by an eighth of it where 8 bits follow: one
+# such value makes 2.5e-4, none 1e-7. A gradient that is itself rounded to bf16 may be half a unit away.
+ALLOWED, ALLOWED_IN_BF16 = 5e-4, 2**-8
+FOUND = {"fc1.weight": "dfc1", "fc2.weight": "dfc2", "fc1.bias": "dbias1", "fc2.bias": "dbias2"}  # in eight_bit.layer
+
+
+@dataclass(frozen=True)
+class EightBitCell(Cell):
+    """One configuration with fp8="e4m3"."""
+
+    fp8_recipe: str = "blockwise"
+    fp8_wgrad: bool = True
+
+    hidden: ClassVar[int] = 128
+    ffn: ClassVar[int] = 256
+    # Experts begin anywhere, one is empty, one has one row; 64 rows on average, the least that are quantized.
+    counts: ClassVar[tuple[int, ...]] = (130, 0, 125, 1)
+
+    @property
+    def formats(self):
+        """`recipe` and `wgrad`, as `grouped_mlp` names them."""
+        return RECIPES[self.fp8_recipe], "recipe" if self.fp8_wgrad else "bf16"
+
+
+def cells(world_size, recipe):
+    """What changes the way of a gradient, crossed, then delays; with `fp8_wgrad` on and off."""
+    flags = (False, True)
+    for wgrad in flags:
+        for overlap, sharded, dtype, ep in itertools.product(flags, flags, ("float32", "bfloat16"), flags):
+            if ep and world_size == 1:
+                continue
+            options = {"dtype": dtype, "expert_parallel": ep, "add_bias_linear": sharded}
+            yield EightBitCell(overlap, sharded, fp8_recipe=recipe, fp8_wgrad=wgrad, **options)
+        both = {"fp8_recipe": recipe, "fp8_wgrad": wgrad, "dtype": "bfloat16"}
+        yield EightBitCell(True, microbatches=3, zero_out_wgrad=True, **both)
+        yield EightBitCell(grad_reduce_in_fp32=False, **both)
+        yield EightBitCell(True, gradient_accumulation_fusion=False, **both)
+        for overlap, (order, fuse) in itertools.product(flags, (("bw", False), ("bbwbww", False), ("bbww", True))):
+            micro = order.count("b")
+            yield EightBitCell(overlap, order=order, fuse_microbatches=fuse, microbatches=micro, **both)
+
+
+def config_of(cell):
+    config = megatron_experts.config_of(cell)
+    # Set after construction, which would require TransformerEngine.
+    config.fp8, config.fp8_recipe, config.fp8_wgrad = "e4m3", cell.fp8_recipe, cell.fp8_wgrad
+    return config
+
+
+def expected_grads(weights, cell, recipe, wgrad):
+    """Gradients by parameter name: sums over this rank's micro-batches of a layer of quantized operands."""
+    grads = {name: torch.zeros_like(w).double() for name, w in weights.items()}
+    stacked = {
+        name: torch.stack([weights[f"experts.linear_{name}{e}"] for e in range(len(cell.counts))]).bfloat16()
+        for name in FOUND
+        if cell.add_bias_linear or "weight" in name
+    }
+    biases = [stacked.get(name) for name in ("fc1.bias", "fc2.bias")]
+    for index in range(cell.microbatches):
+        x, probs, dy = batch(cell, index, dist.get_rank())
+        h = F.linear(x, weights["dense.weight"]).bfloat16()  # in its dtype: the model's own values
+        matrices = stacked["fc1.weight"], stacked["fc2.weight"]
+        found = eight_bit.layer(
+            recipe, wgrad, h, dy.bfloat16(), *matrices, cell.counts, probs, *biases, Activation("swiglu")
+        )
+        grads["dense.weight"] += found["dx"].T @ x.double()
+        for name in stacked:
+            for e, grad in enumerate(found[FOUND[name]]):
+                grads[f"experts.linear_{name}{e}"] += grad
+    return grads
+
+
+def check(cell, ddp, model, weights, experts):
+    """Compare gradients with those of the cell's formats; those of other formats must be far away."""
+    recipe, wgrad = cell.formats
+    want = reduced(expected_grads(weights, cell, recipe, wgrad), experts, cell)
+    got = landed(ddp, model, want)
+    of_dtype = cell.dtype == "bfloat16" and not (cell.gradient_accumulation_fusion and cell.grad_reduce_in_fp32)
+    for name, grad in want.items():
+        in_bf16 = of_dtype or (cell.dtype == "bfloat16" and not ("experts" in name and "weight" in name))
+        error = float((got[name] - grad).norm())
+        assert error <= (ALLOWED_IN_BF16 if in_bf16 else ALLOWED) * float(grad.norm()), (name, error)
+    for other in ((recipe, "bf16" if cell.fp8_wgrad else "recipe"), ("bf16", "bf16")):
+        want = reduced(expected_grads(weights, cell, *other), experts, cell)
+        flat, far = (
+            torch.cat([grads[name].flatten() for name in experts if "weight" in name])
+            for grads in (landed(ddp, model, want), want)
+        )
+        error = float((flat - far).norm() / far.norm())
+        assert error > 0.01, (other, error)
+
+
+def gradients(fp8_recipe, quick):
+    """The number of a recipe's cells that were run, and the failure of each that failed."""
+    every = list(cells(dist.get_world_size(), fp8_recipe))
+    run = lambda cell: megatron_experts.run_cell(cell, config_of(cell), check)  # noqa: E731
+    return run_cells(part(every) if quick else every, run)
+
+
+def make_config(**options):
+    """A config with fp8="e4m3" that Megatron's own checks accept, as if TransformerEngine were installed."""
+    settings = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "fp8": "e4m3"}
+    with mock.patch.object(transformer_config, "is_te_min_version", return_value=True):
+        return megatron_layers.make_config(**settings | options)
+
+
+def step(config):
+    """A step of a whole MoELayer: its output and gradients, and what its experts were given and made of it."""
+    torch.manual_seed(5)
+    layer = megatron_layers.moe_layer(config, ours=True)
+    torch.manual_seed(7 + dist.get_rank())
+    x, dy = torch.randn(75, 2, 128).requires_grad_(), torch.randn(75, 2, 128)
+    seen = {}
+
+    def watch(experts, given, made):
+        rows, seen["counts"], seen["probs"] = given
+        seen["x"], seen["y"] = rows.detach(), made[0].detach()
+        for name, tensor in {"dx": rows, "dprobs": seen["probs"], "dy": made[0]}.items():
+            tensor.register_hook(lambda grad, name=name: seen.update({name: grad}))
+
+    layer.experts.register_forward_hook(watch)
+    y, _ = layer(x)
+    y.backward(dy)
+    for name, group in zip(("fc1", "fc2"), zip(*megatron_layers.weights_of(layer.experts), strict=True), strict=True):
+        seen[name], seen[f"d{name}"] = torch.stack(group).detach(), torch.stack([weight.grad for weight in group])
+    return {"y": y.detach(), "dx": x.grad, "router": layer.router.weight.grad}, seen
+
+
+def compare_layers(fp8_recipe, fp8_wgrad, sizes):
+    """Compare a layer's experts with the oracle, with and without rows that Megatron pads every expert with."""
+    megatron_world.model_parallel(**sizes)
+    options, results = {"fp8_recipe": fp8_recipe, "fp8_wgrad": fp8_wgrad, **sizes}, []
+    ours, wgrads = RECIPES[fp8_recipe], ("recipe", "bf16") if fp8_wgrad else ("bf16", "recipe")
+    for padding in (False, True):
+        result, seen = step(make_config(moe_router_padding_for_fp8=padding, **options))
+        results.append(result)
+        counts = [int(count) for count in seen["counts"]]
+        assert sum(counts) == len(seen["x"]) >= 64 * len(counts)
+        aligned = [count % {"blockwise": 16, "mxfp8": 32}[fp8_recipe] == 0 for count in counts]
+        assert all(aligned) == padding
+        assert bool((seen["probs"] == 0).any()) == padding  # rows of tokens that did not choose the expert
+        x, dy, fc1, fc2 = (seen[name].bfloat16() for name in ("x", "dy", "fc1", "fc2"))
+        given = x, dy, fc1, fc2, counts, seen["probs"], None, None, Activation("swiglu")
+        want, other = (eight_bit.layer(ours, wgrad, *given) for wgrad in wgrads)
+        found = eight_bit.distances({name: seen[name].double() for name in want}, want)
+        assert max(found.values()) < ALLOWED, found
+        far = eight_bit.distances({name: seen[name].double() for name in ("dfc1", "dfc2")}, other)
+        assert min(far.values()) > 0.01, far
+    for name, tensor in results[0].items():
+        assert torch.equal(tensor, results[1][name]), name  # padding rows change only blocks along tokens
+
+
+def layers():
+    """Compare layers; return how many."""
+    token_dispatcher.maybe_move_tensor_to_cpu = megatron_layers.as_if_fetched
+    every_size = [{}] if dist.get_world_size() == 1 else [{"expert_model_parallel_size": 2}]
+    every = list(itertools.product(RECIPES, (True, False), every_size))
+    for cell in every:
+        compare_layers(*cell)
+    return len(every)
