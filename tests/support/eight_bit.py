@@ -31,24 +31,26 @@ def weight(w, recipe, contracted):
     return dequantized(w, recipe, (32, 1) if contracted == 1 else (1, 32))
 
 
-def layer(recipe, wgrad, x, dy, fc1, fc2, counts, probs, bias1, bias2, activation):
+def layer(recipe, wgrad, x, dy, fc1, fc2, counts, probs, bias1, bias2, activation, fused_bias=False):
     """y and all gradients, float64, with roundings to bf16 where tensors are stored; weights are packed as `[E, N, K]`.
 
-    Tensors are of bf16 values, without padding rows; probs and biases may be None.
+    Tensors are of bf16 values, without padding rows; probs and biases may be None. With `fused_bias`, biases are added
+    before products are rounded.
     """
     bf16, counts = lambda t: t.bfloat16().double(), list(counts)
+    product = (lambda t: t) if fused_bias else bf16
     fc1, fc2, x, dy = (t.detach().double() for t in (fc1, fc2, x, dy))
     p = torch.ones(len(x), 1, dtype=torch.double) if probs is None else probs.detach().double()[:, None]
     bias1, bias2 = (
         None if b is None else b.detach().double().repeat_interleave(torch.tensor(counts), 0) for b in (bias1, bias2)
     )
     h = reference.gemm(along_rows(x, recipe), weight(fc1, recipe, 2), counts)
-    h = bf16(h if bias1 is None else bf16(h) + bias1).requires_grad_()
+    h = bf16(h if bias1 is None else product(h) + bias1).requires_grad_()
     options = {name: getattr(activation, name) for name in ("interleaved", "limit", "alpha", "linear_offset")}
     act = reference.activate(activation.name, h, **options)
     act_probs = bf16(act.detach() * p)
     y = reference.gemm(along_rows(act_probs, recipe), weight(fc2, recipe, 2), counts)
-    y = bf16(y if bias2 is None else bf16(y) + p * bias2)
+    y = bf16(y if bias2 is None else product(y) + p * bias2)
     da = bf16(reference.gemm(along_rows(dy, recipe), weight(fc2, recipe, 1).mT, counts))
     (dh,) = torch.autograd.grad(act, h, da * p)
     dh = bf16(dh)

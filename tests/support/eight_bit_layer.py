@@ -1,0 +1,86 @@
+"""A layer with an 8-bit recipe, and options of it that every implementation is tested with."""
+
+import torch
+from support import eight_bit
+from torch.nn import Parameter
+
+import fusedmlp
+
+COUNTS, ROWS, H, F = (130, 0, 200, 5, 1), 340, 256, 128
+GPT_OSS = fusedmlp.Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear_offset=1.0)
+LAYERS = {
+    "swiglu": {},
+    "list of experts": {"packed": False},
+    "in_out": {"layout": "in_out"},
+    "float32 weights": {"dtype": torch.float32},
+    "biases": {"bias": True},
+    "no probs": {"probs": False},
+    "relu2": {"activation": "relu2"},
+    "gpt-oss": {"activation": GPT_OSS, "bias": True},
+}
+
+
+class Layer:
+    """Experts and a batch in bf16; padding rows hold NaN.
+
+    With scales that are powers of two, an element is the same in any block but for those of much larger elements. So
+    every row and every column of each tensor has an exponent of its own, down to -`spread`.
+    """
+
+    def __init__(
+        self, activation="swiglu", packed=True, layout="out_in", probs=True, bias=False, dtype=torch.bfloat16, spread=12
+    ):
+        generator = torch.Generator().manual_seed(0)
+
+        def normal(*shape, scale=1.0):
+            lines = [(*shape[:-1], 1), (*shape[:-2], 1, shape[-1])]
+            exponents = sum(torch.randint(spread + 1, line, generator=generator) for line in lines)
+            return (torch.randn(*shape, generator=generator) * scale * 2.0**-exponents).bfloat16()
+
+        self.activation = fusedmlp.Activation(activation) if isinstance(activation, str) else activation
+        G = 2 * F if self.activation.gated else F
+        shapes = [(len(COUNTS), G, H), (len(COUNTS), H, F)]
+        self.logical = [normal(*shape, scale=shape[2] ** -0.5) for shape in shapes]
+        stored = [w.mT.contiguous() if layout == "in_out" else w for w in self.logical]
+        self.params = [[Parameter(w.to(dtype))] if packed else [Parameter(e.to(dtype)) for e in w] for w in stored]
+        self.biases = [Parameter(normal(*shape[:2], scale=0.1).float()) if bias else None for shape in shapes]
+        self.x, self.dy = normal(ROWS, H), normal(ROWS, H, scale=1e-4)
+        self.x[sum(COUNTS) :] = self.dy[sum(COUNTS) :] = float("nan")
+        self.probs = torch.rand(ROWS, generator=generator) if probs else None
+        self.packed, self.layout = packed, layout
+
+    def __call__(self, x=None, **options):
+        weights = [group[0] if self.packed else group for group in self.params]
+        biases = dict(zip(("fc1_bias", "fc2_bias"), self.biases, strict=True))
+        x = self.x if x is None else x
+        options |= {"activation": self.activation, "weight_layout": self.layout, **biases}
+        return fusedmlp.grouped_mlp(x, *weights, list(COUNTS), probs=self.probs, **options)
+
+    def results(self, **options):
+        """y and all gradients, those of weights from float32 main_grads, with experts packed as `[E, out, in]`."""
+        params = [param for group in self.params for param in group]
+        buffer = fusedmlp.MainGradBuffer(params)
+        buffer.zero_()
+        x, self.probs = self.x.clone().requires_grad_(), self.probs if self.probs is None else Parameter(self.probs)
+        y = self(x, **options)
+        y.backward(self.dy)
+        if options.get("wgrad_queue") is not None:
+            options["wgrad_queue"].run()
+        packed = [torch.cat([p.main_grad.view(-1, *p.shape[-2:]) for p in group]) for group in self.params]
+        wgrads = [w.mT if self.layout == "in_out" else w for w in packed]
+        found = {"y": y.detach(), "dx": x.grad, "dfc1": wgrads[0], "dfc2": wgrads[1]}
+        if self.probs is not None:
+            found["dprobs"] = self.probs.grad
+        if self.biases[0] is not None:
+            found |= {"dbias1": self.biases[0].grad, "dbias2": self.biases[1].grad}
+        buffer.detach()
+        return {name: t.double() for name, t in found.items()}
+
+    def expected(self, recipe, wgrad="recipe", fused_bias=False):
+        """`results` by float64 products of quantized operands; padding rows are zeros."""
+        rows = slice(sum(COUNTS))
+        probs = None if self.probs is None else self.probs[rows].detach()
+        given = self.x[rows], self.dy[rows], *self.logical, COUNTS, probs, *self.biases, self.activation
+        pad = lambda t: torch.cat([t, t.new_zeros(ROWS - len(t), *t.shape[1:])])  # noqa: E731
+        found = eight_bit.layer(recipe, wgrad, *given, fused_bias)
+        return {name: pad(t) if name in ("y", "dx", "dprobs") else t for name, t in found.items()}
