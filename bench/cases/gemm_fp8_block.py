@@ -1,4 +1,4 @@
-"""The M-ragged GEMM of 8-bit operands (recipe fp8_block): a case's result against float64 of the dequantized operands."""
+"""The M-ragged GEMM of 8-bit operands (recipe fp8_block) by itself, against float64 of the dequantized operands."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Case:
 
 
 class Inputs:
-    """Quantized operands on the CPU; NaN in all that must not be read: rows that no expert owns, tiles past the last."""
+    """Quantized operands on the CPU, with NaN in what must not be read: padding rows, tiles past the last."""
 
     def __init__(self, case):
         self.case = case
@@ -108,7 +108,7 @@ def run(inputs):
 def check(case):
     inputs = Inputs(case)
     y, dprobs, (launch,) = run(inputs)
-    assert (launch.name, launch.path, launch.chosen.key.format) == ("grouped_gemm_fp8_block", "warp_specialized", RECIPE)
+    assert (launch.name, launch.path) == ("grouped_gemm_fp8_block", "warp_specialized")
     owned = sum(case.counts)
     assert (y[owned:] == 0).all()
     expected, allowed = inputs.reference()

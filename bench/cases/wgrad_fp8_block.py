@@ -44,8 +44,8 @@ def _operand(case, C, generator):
         copy.scales[used:] = torch.nan
         copies.append((copy, num_tiles))
         for e, rows in enumerate(x.split(counts)):
-            tiles = [torch_quantize.quantize(t.float(), RECIPE, (BLOCK, 1)).dequantize((BLOCK, 1)) for t in rows.split(BLOCK)]
-            experts[e] += [t.double() for t in tiles if len(t)]
+            for tile in filter(len, rows.float().split(BLOCK)):
+                experts[e].append(torch_quantize.quantize(tile, RECIPE, (BLOCK, 1)).dequantize((BLOCK, 1)).double())
     together = Quantized(*(torch.cat([getattr(c, f) for c, _ in copies]) for f in Quantized._fields))
     values = [torch.cat(tiles) if tiles else torch.zeros(0, C, dtype=torch.float64) for tiles in experts]
     return together, values, [n for _, n in copies]
@@ -71,9 +71,7 @@ def check(case):
     ]
     operands = [Quantized(*(t.to(DEVICE) for t in copy)) for copy in (dy, x)]
     with recording() as log:
-        grouped_wgrad_fp8_block_(
-            ExpertTensors.of(group, 2), *operands, offsets, tiles, accumulate=case.accumulate
-        )
+        grouped_wgrad_fp8_block_(ExpertTensors.of(group, 2), *operands, offsets, tiles, accumulate=case.accumulate)
     launches = [launch for launch in log if launch.chosen]
     assert [(launch.name, launch.path) for launch in launches] == [("grouped_wgrad_fp8_block", "warp_specialized")]
     initial = wgrad.UNTOUCHED if case.accumulate else 0.0

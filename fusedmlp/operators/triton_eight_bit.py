@@ -7,7 +7,7 @@ dh) is bf16 here, too. Copies of weights live for one call. Docs: docs/eight_bit
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -24,6 +24,7 @@ from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.tiles.select import eight_bit
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.fp8_block_launch import grouped_wgrad_fp8_block_
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
@@ -31,11 +32,47 @@ from fusedmlp.operators.types import MLPGrads, MLPOutput
 from fusedmlp.recipe import Formats
 
 
+class Weights(NamedTuple):
+    """Operands that are parameters."""
+
+    fc1: ExpertTensors
+    fc2: ExpertTensors
+    bias2: ExpertTensors | None
+
+
+class Grads(NamedTuple):
+    """Where gradients of parameters are written; None: not wanted."""
+
+    dw1: ExpertTensors | None
+    dw2: ExpertTensors | None
+    db1: ExpertTensors | None
+    db2: ExpertTensors | None
+
+
+class RowsOf(NamedTuple):
+    """Rows of a call: their division, the token and the probability of each, and where `dprobs` has it."""
+
+    schedule: Schedule
+    tokens: Array | None
+    places: Array | None
+    probs: Array | None
+
+
+class Wanted(NamedTuple):
+    """What backward does with gradients of weights, and which results it returns."""
+
+    accumulate1: bool
+    accumulate2: bool
+    dx: bool
+    kept: bool
+
+
 class _Call:
     """What the passes of one call share: the program that is planned, the recipe, and the division of rows."""
 
     def __init__(self, builder: Builder, recipe: str, schedule: Schedule) -> None:
         self.builder, self.recipe, self.schedule = builder, cast(Recipe, recipe), schedule
+        eight_bit("gemm", self.recipe, builder.target)  # raises where the GPU has no kernels for it
         self.num_tiles = schedule.max_tiles(TILE_ROWS)
 
     def copy(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
@@ -69,6 +106,14 @@ class _Call:
         grouped_gemm_fp8_block_.plan(builder, y_RN, x, made, self.schedule, **epilogue)
         return y_RN
 
+    def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:
+        """`dw (+)= dy^T x` of token copies."""
+        assert dw_ENK is not None
+        offsets, order = [self.schedule.offsets], self.schedule.order
+        grouped_wgrad_fp8_block_.plan(
+            self.builder, dw_ENK, dy, x, offsets, [self.num_tiles], accumulate=accumulate, order=order
+        )
+
 
 def plan_grouped_gemm(
     builder: Builder, x_RK: Array, w_ENK: ExpertTensors, bias_EN: ExpertTensors | None, schedule: Schedule, recipe: str
@@ -81,105 +126,89 @@ def plan_grouped_gemm(
 def plan_grouped_mlp(
     builder: Builder,
     x_RH: Array,
-    fc1_EGH: ExpertTensors,
-    fc2_EHF: ExpertTensors,
+    weights: Weights,
     bias1_EG: ExpertTensors | None,
-    bias2_EH: ExpertTensors | None,
-    schedule: Schedule,
-    tokens_R: Array | None,
-    probs_R: Array | None,
+    rows: RowsOf,
     act: Options,
     recipe: str,
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
-    call = _Call(builder, recipe, schedule)
-    h_RG = call.product(call.rows_of(x_RH, tokens_R), fc1_EGH, True, bias_EN=bias1_EG)
-    a = call.row_copy(fc2_EHF.base.shape[-1])
-    grouped_act_quantize_.plan(builder, a, h_RG, schedule, act, call.recipe, probs_R=probs_R)
-    scale_R = probs_R if bias2_EH else None
-    y_RH = call.product(a, fc2_EHF, True, bias_EN=bias2_EH, scale_R=scale_R)
+    call = _Call(builder, recipe, rows.schedule)
+    h_RG = call.product(call.rows_of(x_RH, rows.tokens), weights.fc1, True, bias_EN=bias1_EG)
+    a = call.row_copy(weights.fc2.base.shape[-1])
+    grouped_act_quantize_.plan(builder, a, h_RG, rows.schedule, act, call.recipe, probs_R=rows.probs)
+    scale_R = rows.probs if weights.bias2 else None
+    y_RH = call.product(a, weights.fc2, True, bias_EN=weights.bias2, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
 
 
 def plan_grouped_mlp_backward_(
     builder: Builder,
-    dw1_EGH: ExpertTensors | None,
-    dw2_EHF: ExpertTensors | None,
-    db1_EG: ExpertTensors | None,
-    db2_EH: ExpertTensors | None,
+    grads: Grads,
     dy_RH: Array,
     x_RH: Array,
     h_RG: Array,
-    fc1_EGH: ExpertTensors,
-    fc2_EHF: ExpertTensors,
-    bias2_EH: ExpertTensors | None,
-    schedule: Schedule,
-    tokens_R: Array | None,
-    rows_R: Array | None,
-    probs_R: Array | None,
+    weights: Weights,
+    rows: RowsOf,
     act: Options,
-    accumulate1: bool,
-    accumulate2: bool,
-    need_dx: bool,
-    keep: bool,
+    wanted: Wanted,
     formats: Formats,
 ) -> MLPGrads:
     """Passes (3) to (6), as in `triton_impl`. `dh` and act * probs are in bf16, too, where something reads them."""
-    call, (num_rows, G), F = _Call(builder, formats.gemms, schedule), h_RG.shape, fc2_EHF.base.shape[-1]
+    call, (num_rows, G), F = _Call(builder, formats.gemms, rows.schedule), h_RG.shape, weights.fc2.base.shape[-1]
     in_8_bits = formats.wgrad == formats.gemms
-    dy_tokens = call.token_copy(dy_RH.shape[1]) if dw2_EHF and in_8_bits else None
-    dy = call.row_copy(dy_RH.shape[1])
-    grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, schedule, call.recipe, rows_R=tokens_R)
-    da_RF = call.product(dy, fc2_EHF, False)
+    of_fc1, of_fc2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
+    dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if of_fc2 else None
+    grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, rows_R=rows.tokens)
+    da_RF = call.product(dy, weights.fc2, False)
     dh_RG = a_RF = None
-    if keep or db1_EG or (dw1_EGH and not in_8_bits):
+    if wanted.kept or grads.db1 or (grads.dw1 and not in_8_bits):
         dh_RG = builder.empty((num_rows, G), h_RG.dtype)
-    if keep or (dw2_EHF and not in_8_bits):
+    if wanted.kept or (grads.dw2 and not in_8_bits):
         a_RF = builder.empty((num_rows, F), h_RG.dtype)
-    dh = call.row_copy(G) if need_dx else None
-    dh_tokens = call.token_copy(G) if dw1_EGH and in_8_bits else None
-    a_tokens = call.token_copy(F) if dw2_EHF and in_8_bits else None
-    copies = (dh, dh_tokens, a_tokens, da_RF, h_RG)
-    own: dict[str, Any] = {"probs_R": probs_R, "dh_RG": dh_RG, "a_RF": a_RF, "num_others": int(bias2_EH is not None)}
-    partial = grouped_dgrad_act_quantize_.plan(builder, *copies, schedule, act, call.recipe, **own)
-    if bias2_EH and partial is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
-        last = partial[partial.shape[0] - 1]
-        plan_bias_dprobs(builder, last, dy_RH, bias2_EH, schedule, tokens_R, (TILE_ROWS, 64))
+    dh, dh_tokens = call.row_copy(G) if wanted.dx else None, call.token_copy(G) if of_fc1 else None
+    a_tokens = call.token_copy(F) if of_fc2 else None
+    num_others = int(weights.bias2 is not None)
+    own: dict[str, Any] = {"probs_R": rows.probs, "dh_RG": dh_RG, "a_RF": a_RF, "num_others": num_others}
+    partial = grouped_dgrad_act_quantize_.plan(
+        builder, dh, dh_tokens, a_tokens, da_RF, h_RG, call.schedule, act, call.recipe, **own
+    )
     dx_RH = dprobs = None
-    if partial is not None and probs_R is not None:
-        dprobs = Dprobs(partial, rows_R, builder.empty((num_rows,), probs_R.dtype))
+    if partial is not None and rows.probs is not None:
+        dprobs = Dprobs(partial, rows.places, builder.empty((num_rows,), rows.probs.dtype))
+        if weights.bias2:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
+            last, blocks = partial[partial.shape[0] - 1], (TILE_ROWS, 64)
+            plan_bias_dprobs(builder, last, dy_RH, weights.bias2, call.schedule, rows.tokens, blocks)
     if dh is not None:
-        dx_RH = call.product(dh, fc1_EGH, False, dprobs=dprobs)
+        dx_RH = call.product(dh, weights.fc1, False, dprobs=dprobs)
     elif dprobs is not None:
         plan_dprobs(builder, dprobs)
-    rows = () if tokens_R is None else (tokens_R,)
-    for dw, db, dy_RN, x_RK, gathered, accumulate in (
-        (dw2_EHF, db2_EH, dy_RH, a_RF, {"dy_rows": rows, "scale_R": probs_R}, accumulate2),
-        (dw1_EGH, db1_EG, dh_RG, x_RH, {"x_rows": rows}, accumulate1),
-    ):
-        dw = None if in_8_bits else dw
-        if dw or db:
-            options: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order, **gathered}
-            launch_grouped_wgrad_.plan(
-                builder, dw, db, [dy_RN], [x_RK] if dw else [dy_RN], [schedule.offsets], **options
-            )
-    if in_8_bits:
-        _wgrad_(call, dw2_EHF, dy_tokens, a_tokens, accumulate2)
-        if dw1_EGH:
-            x_tokens = call.token_copy(x_RH.shape[1])
-            grouped_quantize_.plan(builder, None, x_tokens, x_RH, schedule, call.recipe, rows_R=tokens_R)
-            _wgrad_(call, dw1_EGH, dh_tokens, x_tokens, accumulate1)
-    kept = (dh_RG, a_RF) if keep else (None, None)
+    if dy_tokens and a_tokens:
+        call.wgrad_(grads.dw2, dy_tokens, a_tokens, wanted.accumulate2)
+    if dh_tokens:
+        x_tokens = call.token_copy(x_RH.shape[1])
+        grouped_quantize_.plan(builder, None, x_tokens, x_RH, call.schedule, call.recipe, rows_R=rows.tokens)
+        call.wgrad_(grads.dw1, dh_tokens, x_tokens, wanted.accumulate1)
+    _plan_16_bit_wgrads(builder, grads, [dy_RH, a_RF, dh_RG, x_RH], rows, wanted, in_8_bits)
+    kept = (dh_RG, a_RF) if wanted.kept else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 
 
-def _wgrad_(
-    call: _Call, dw_ENK: ExpertTensors | None, dy: Quantized | None, x: Quantized | None, accumulate: bool
+def _plan_16_bit_wgrads(
+    builder: Builder, grads: Grads, operands: list[Array | None], rows: RowsOf, wanted: Wanted, in_8_bits: bool
 ) -> None:
-    if dw_ENK and dy and x:
-        schedule, num_tiles = call.schedule, [call.num_tiles]
-        own: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order}
-        grouped_wgrad_fp8_block_.plan(call.builder, dw_ENK, dy, x, [schedule.offsets], num_tiles, **own)
+    """Gradients of biases, and those of weights that are not computed in 8 bits."""
+    tokens = () if rows.tokens is None else (rows.tokens,)
+    dy, a, dh, x = operands
+    for dw, db, left, right, gathered, accumulate in (
+        (grads.dw2, grads.db2, dy, a, {"dy_rows": tokens, "scale_R": rows.probs}, wanted.accumulate2),
+        (grads.dw1, grads.db1, dh, x, {"x_rows": tokens}, wanted.accumulate1),
+    ):
+        own = None if in_8_bits else dw
+        if (own or db) and left is not None:
+            options: dict[str, Any] = {"accumulate": accumulate, "order": rows.schedule.order, **gathered}
+            offsets = [rows.schedule.offsets]
+            launch_grouped_wgrad_.plan(builder, own, db, [left], [left if right is None else right], offsets, **options)
 
 
 def plan_grouped_wgrad_(
@@ -193,7 +222,8 @@ def plan_grouped_wgrad_(
     accumulate: bool,
     recipe: str,
 ) -> None:
-    """Passes (5) and (6) alone: operands of all segments are quantized into one buffer, and multiplied by one launch."""
+    """Passes (5) and (6) alone: one launch for all segments, whose operands are quantized into one buffer."""
+    eight_bit("wgrad", cast(Recipe, recipe), builder.target)
     num_experts = dw_ENK.num_experts
     nums_rows = [t.shape[0] for t in dy_rows or dy]
     schedules = [

@@ -84,9 +84,9 @@ def _plan_grouped_mlp(
     schedule = Schedule.planned(builder, offsets, num_rows, fc1_EGH.num_experts)
     act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
     if gemms := Formats.decode(recipe).gemms:
-        return eight_bit.plan_grouped_mlp(
-            *(builder, x_RH, fc1_EGH, fc2_EHF, bias1_EG, bias2_EH, schedule, tokens_R, probs_R, act, gemms)
-        )
+        weights = eight_bit.Weights(fc1_EGH, fc2_EHF, bias2_EH)
+        rows = eight_bit.RowsOf(schedule, tokens_R, None, probs_R)
+        return eight_bit.plan_grouped_mlp(builder, x_RH, weights, bias1_EG, rows, act, gemms)
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
@@ -129,10 +129,13 @@ def _plan_grouped_mlp_backward_(
     schedule = Schedule.planned(builder, offsets, num_rows, fc2_EHF.num_experts)
     act = act_options(activation)
     if formats.gemms:
-        grads = (_optional(dw1, 2), _optional(dw2, 2), _optional(db1, 1), _optional(db2, 1))
-        weights = (_experts(fc1, 2), fc2_EHF, _optional(bias2, 1))
-        rows, options = (schedule, tokens_R, rows_R, probs_R, act), (accumulate1, accumulate2, need_dx, keep, formats)
-        return eight_bit.plan_grouped_mlp_backward_(builder, *grads, dy_RH, x_RH, h_RG, *weights, *rows, *options)
+        grads = eight_bit.Grads(*(_optional(dw, 2) for dw in (dw1, dw2)), *(_optional(db, 1) for db in (db1, db2)))
+        weights = eight_bit.Weights(_experts(fc1, 2), fc2_EHF, _optional(bias2, 1))
+        rows_of = eight_bit.RowsOf(schedule, tokens_R, rows_R, probs_R)
+        wanted = eight_bit.Wanted(accumulate1, accumulate2, need_dx, keep)
+        return eight_bit.plan_grouped_mlp_backward_(
+            builder, grads, dy_RH, x_RH, h_RG, weights, rows_of, act, wanted, formats
+        )
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(bias2, 1) if probs_R is not None else None
     partial = grouped_dgrad_act_.plan(

@@ -47,7 +47,9 @@ def _gates_and_linear(h_M1, bias, mask_M1, f, F, BLOCK_F: tl.constexpr, ACT: tl.
 
 
 @triton.jit
-def _store(outputs, x_MN, row_M, tile, first, rows, column, end, num_columns, DTYPE: tl.constexpr, RECIPE: tl.constexpr):
+def _store(
+    outputs, x_MN, row_M, tile, first, rows, column, end, num_columns, DTYPE: tl.constexpr, RECIPE: tl.constexpr
+):
     """Round to DTYPE, and store what there is of a row copy, a token copy and DTYPE itself; nothing from `end` on.
 
     `outputs`: pointers to elements and scales of the row copy, to those of the token copy, and to DTYPE.

@@ -1,10 +1,10 @@
-"""Passes (2) and (4) of 8-bit operands (recipe fp8_block) on Hopper, warp-specialized: the tiles of `gluon_kernel.py`, in
-the same order, with the same epilogue.
+"""Passes (2) and (4) of 8-bit operands (recipe fp8_block) on Hopper, warp-specialized: the tiles of `gluon_kernel.py`,
+in the same order, with the same epilogue.
 """
 
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
 from ..device.tiles import column_subtiles
-from ..warp_specialized.fp8_block import BLOCK, load_operands, operands, product
+from ..warp_specialized.fp8_block import load_operands, operands, product
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store_wait
 from ..warp_specialized.hopper import ROWS
 from ..warp_specialized.partitions import worker_registers, worker_warps
@@ -19,7 +19,7 @@ def _consume(arguments, w_scales_ptr, pipeline, out, CONSUMER: gl.constexpr, TIL
     tiles_ptr, N, K = arguments[5], arguments[6], arguments[7]
     num_m, num_n = pipeline[0], pipeline[1]
     SUBTILES: gl.constexpr = TILE.SUBTILES
-    EACH: gl.constexpr = SUBTILES * BLOCK // TILE.BLOCK_N  # subtiles of a part
+    EACH: gl.constexpr = SUBTILES // 2  # subtiles of a part
     i = 0
     for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
@@ -55,8 +55,8 @@ def grouped_gemm_fp8_block_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`x` `[R, K]` and `w` `[E, N, K]` e4m3; `x_scales` `[tiles, ceil(K / 128), 128]` and `w_scales` `[E, ceil(N / 128),
-    ceil(K / 128)]` fp32; other arguments as in the Triton kernel.
+    """`x` `[R, K]` and `w` `[E, N, K]` e4m3; `x_scales` `[tiles, ceil(K / 128), 128]` and `w_scales` `[E, ceil(N /
+    128), ceil(K / 128)]` fp32; other arguments as in the Triton kernel.
     """
     x, w, scales, full, empty = operands(x_desc.dtype, TILE)
     pipeline = (gl.load(tiles_ptr), gl.cdiv(N, TILE.BLOCK_N), x, w, scales, full, empty)

@@ -65,9 +65,7 @@ def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = Fal
     return Cost("gemm", product_flops(R, N, K), itemsize * elements + scale * R)
 
 
-def gemm_fp8_block(
-    rows: Sequence[int], N: int, K: int, y: int, *, bias: int = 0, scale: int = 0
-) -> Cost:
+def gemm_fp8_block(rows: Sequence[int], N: int, K: int, y: int, *, bias: int = 0, scale: int = 0) -> Cost:
     """`gemm` of x and w in 8 bits, whose scales are 512 bytes for each row tile, and 4 for each block of w, along K.
 
     `y`, `bias`: bytes of an element.
@@ -124,7 +122,7 @@ def wgrad(
 
 
 def wgrad_fp8_block(rows: Sequence[int], N: int, K: int, grad: int, *, accumulate: bool) -> Cost:
-    """`wgrad` of token copies in 8 bits, with 128 rows for every tile and 512 bytes of scales for 128 columns of one."""
+    """`wgrad` of token copies in 8 bits: 128 rows for every tile, and 512 bytes of scales for 128 columns of it."""
     tiles = sum(cdiv(n, TILE_ROWS) for n in rows)
     moved = 2 * _used(rows) if accumulate else len(rows)
     grad_bytes = grad * moved * N * K

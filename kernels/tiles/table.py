@@ -21,7 +21,7 @@ PASSES = ("fc1_act", "gemm", "dgrad_act", "wgrad")
 Path = Literal["warp_specialized", "tma", "gather", "pointer", "unaligned"]
 BY_DESCRIPTORS: tuple[Path, ...] = ("warp_specialized", "tma", "gather")
 # Element type of the activations, which weights share; of operands in 8 bits, the recipe.
-Format = Literal["bf16", "fp16", "fp32", "fp8_block"]
+Format = Literal["bf16", "fp16", "fp32", "fp8_block", "mxfp8"]
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 # Ways to quantize activations and weights to 8 bits (`operators/torch_quantize.py` of the library), by architecture.
 Recipe = Literal["fp8_block", "mxfp8"]

@@ -41,7 +41,7 @@ def operands(DTYPE: gl.constexpr, TILE: gl.constexpr):
     and of the scales of the rows; mbarriers.
     """
     gl.static_assert(TILE.BLOCK_M == CONSUMERS * ROWS)
-    gl.static_assert(TILE.BLOCK_K == BLOCK)
+    gl.static_assert((TILE.BLOCK_N == 2 * BLOCK) and (TILE.BLOCK_K == BLOCK))
     STAGES: gl.constexpr = TILE.num_stages
     x = shared_tiles(DTYPE, STAGES * CONSUMERS, ROWS, BLOCK)
     w = shared_tiles(DTYPE, STAGES, TILE.BLOCK_N, BLOCK)
@@ -118,36 +118,28 @@ def promote(acc, sums, scale_M, scale_N):
 
 @gluon.jit
 def product(i, expert, n_tile, N, K, w_scales_ptr, pipeline, CONSUMER: gl.constexpr, TILE: gl.constexpr):
-    """`(parts of x @ w^T, next i)` for a consumer's rows of a tile; neighbouring columns in each part. i counts steps.
+    """`((left, right), next i)`: both parts of `x @ w^T` for a consumer's rows of a tile. i counts steps.
 
     `w_scales`: `[E, ceil(N / BLOCK), ceil(K / BLOCK)]`.
     """
     _, _, x, w, scales, full, empty = pipeline
     STAGES: gl.constexpr = TILE.num_stages
-    PARTS: gl.constexpr = TILE.BLOCK_N // BLOCK
     num_steps, num_blocks = gl.cdiv(K, BLOCK), gl.cdiv(N, BLOCK)
-    parts, by_column_ptrs = (), ()
-    for p in gl.static_range(PARTS):
-        parts = parts + (zeros(),)
-        block = min(n_tile * PARTS + p, num_blocks - 1)  # past the last column there is none
-        by_column_ptrs = by_column_ptrs + (w_scales_ptr + (expert * num_blocks + block).to(gl.int64) * num_steps,)
+    left, right = zeros(), zeros()
+    left_ptr = w_scales_ptr + (expert * num_blocks + 2 * n_tile).to(gl.int64) * num_steps
+    # Past the last column there is no block: any scale will do.
+    right_ptr = left_ptr + gl.where(2 * n_tile + 1 < num_blocks, num_steps, 0)
     for step in range(0, num_steps):
-        by_column = ()
-        for p in gl.static_range(PARTS):
-            by_column = by_column + (gl.load(by_column_ptrs[p] + step),)
+        left_scale, right_scale = gl.load(left_ptr + step), gl.load(right_ptr + step)
         stage = wait_for_operands(i, full, STAGES)
         x_MK, w_NK = x.index(stage * CONSUMERS + CONSUMER), w.index(stage)
-        by_row_M = scales.index(stage).slice(CONSUMER * ROWS, ROWS).load(gl.SliceLayout(1, parts[0].type.layout))
-        promoted = ()
-        for p in gl.static_range(PARTS):
-            if p > 0:
-                # Passes at once. ptxas moves nothing past this loop: it would else begin the next MMA before it has
-                # promoted these sums, and need registers for both.
-                wait_for_operands(i, full, STAGES)
-            sums = multiply_step(x_MK, w_NK.slice(p * BLOCK, BLOCK))
-            if p == PARTS - 1:
-                mbarrier.arrive(empty.index(stage), count=1)
-            promoted = promoted + (promote(parts[p], sums, by_row_M, by_column[p]),)
-        parts = promoted
+        by_row_M = scales.index(stage).slice(CONSUMER * ROWS, ROWS).load(gl.SliceLayout(1, left.type.layout))
+        left = promote(left, multiply_step(x_MK, w_NK.slice(0, BLOCK)), by_row_M, left_scale)
+        # Passes at once. ptxas moves nothing past this loop: it would else begin the next MMA before it has promoted
+        # the sums above, and need registers for both.
+        wait_for_operands(i, full, STAGES)
+        sums = multiply_step(x_MK, w_NK.slice(BLOCK, BLOCK))
+        mbarrier.arrive(empty.index(stage), count=1)
+        right = promote(right, sums, by_row_M, right_scale)
         i += 1
-    return parts, i
+    return (left, right), i

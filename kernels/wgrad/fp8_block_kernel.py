@@ -1,5 +1,5 @@
-"""wgrad of token copies in 8 bits (recipe fp8_block) on Hopper, warp-specialized: the tiles of `gluon_kernel.py`, in the
-same order, added to `dw` in the same way.
+"""wgrad of token copies in 8 bits (recipe fp8_block) on Hopper, warp-specialized: the tiles of `gluon_kernel.py`, in
+the same order, added to `dw` in the same way.
 
 A step is a tile of 128 tokens of one expert. Both operands are transposed, `[tiles, C, 128]`, so that the tokens are
 contiguous, as `wgmma` needs them in 8 bits; after the last token of an expert they are zeros. Each column of an
@@ -21,8 +21,7 @@ def _load(left_desc, left_scales_desc, right_desc, right_scales_desc, tables, pi
     """Partition of the producer."""
     steps_ptr, order_ptr, num_experts = tables
     turns, num_n, num_k, num_right_chunks, left, right, scales, full, empty = pipeline
-    CHUNKS: gl.constexpr = TILE.BLOCK_K // BLOCK
-    BYTES: gl.constexpr = (TILE.BLOCK_N + TILE.BLOCK_K) * BLOCK + 4 * BLOCK * (1 + CHUNKS)
+    BYTES: gl.constexpr = (TILE.BLOCK_N + TILE.BLOCK_K) * BLOCK + 3 * 4 * BLOCK
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
     for turn in range(0, turns):
@@ -40,11 +39,10 @@ def _load(left_desc, left_scales_desc, right_desc, right_scales_desc, tables, pi
                 at = [t, n_tile * TILE.BLOCK_N + c * ROWS, 0]
                 tma_load(left_desc, at, arrived, left.index(stage * CONSUMERS + c))
             tma_load(right_desc, [t, k_tile * TILE.BLOCK_K, 0], arrived, right.index(stage))
-            first_scales = stage * (1 + CHUNKS)
-            tma_load(left_scales_desc, [(t * num_n + n_tile) * BLOCK], arrived, scales.index(first_scales))
-            for c in gl.static_range(CHUNKS):
-                chunk = t * num_right_chunks + k_tile * CHUNKS + c
-                tma_load(right_scales_desc, [chunk * BLOCK], arrived, scales.index(first_scales + 1 + c))
+            tma_load(left_scales_desc, [(t * num_n + n_tile) * BLOCK], arrived, scales.index(3 * stage))
+            for c in gl.static_range(2):
+                chunk = t * num_right_chunks + 2 * k_tile + c
+                tma_load(right_scales_desc, [chunk * BLOCK], arrived, scales.index(3 * stage + 1 + c))
             t = gl.load(tile_ptr + gl.minimum(step + 1, steps - 1))
 
 
@@ -61,9 +59,8 @@ def _consume(
     dw, tables, pipeline, out = arguments
     steps_ptr, order_ptr, num_experts = tables
     turns, num_n, num_k, _, left, right, scales, full, empty = pipeline
-    PARTS: gl.constexpr = TILE.BLOCK_K // BLOCK
     SUBTILES: gl.constexpr = TILE.SUBTILES
-    EACH: gl.constexpr = SUBTILES // PARTS  # subtiles of a part
+    EACH: gl.constexpr = SUBTILES // 2  # subtiles of a part
     WIDTH: gl.constexpr = TILE.BLOCK_K // SUBTILES
     program, programs = gl.program_id(0), gl.num_programs(0)
     i = 0
@@ -71,24 +68,20 @@ def _consume(
         rank, n_tile, k_tile = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         expert = gl.load(order_ptr + rank)
         steps = gl.load(steps_ptr + expert + 1) - gl.load(steps_ptr + expert)
-        parts = ()
-        for p in gl.static_range(PARTS):
-            parts = parts + (zeros(),)
+        parts = (zeros(), zeros())
         layout: gl.constexpr = parts[0].type.layout
         for _ in range(0, steps):
             stage = wait_for_operands(i, full, TILE.num_stages)
-            left_NR, right_KR = left.index(stage * CONSUMERS + CONSUMER), right.index(stage)
-            first_scales = stage * (1 + PARTS)
-            scale_N = scales.index(first_scales).slice(CONSUMER * ROWS, ROWS).load(gl.SliceLayout(1, layout))
-            promoted = ()
-            for p in gl.static_range(PARTS):
-                if p > 0:
-                    wait_for_operands(i, full, TILE.num_stages)  # as in `fp8_block.product`
-                sums = multiply_step(left_NR, right_KR.slice(p * BLOCK, BLOCK))
-                scale_K = scales.index(first_scales + 1 + p).load(gl.SliceLayout(0, layout))
-                promoted = promoted + (promote(parts[p], sums, scale_N, scale_K),)
+            left_NR, right_KR, first = left.index(stage * CONSUMERS + CONSUMER), right.index(stage), 3 * stage
+            scale_N = scales.index(first).slice(CONSUMER * ROWS, ROWS).load(gl.SliceLayout(1, layout))
+            sums = multiply_step(left_NR, right_KR.slice(0, BLOCK))
+            scale_K = scales.index(first + 1).load(gl.SliceLayout(0, layout))
+            low = promote(parts[0], sums, scale_N, scale_K)
+            wait_for_operands(i, full, TILE.num_stages)  # as in `fp8_block.product`
+            sums = multiply_step(left_NR, right_KR.slice(BLOCK, BLOCK))
+            scale_K = scales.index(first + 2).load(gl.SliceLayout(0, layout))
+            parts = (low, promote(parts[1], sums, scale_N, scale_K))
             mbarrier.arrive(empty.index(stage), count=1)
-            parts = promoted
             i += 1
         n, k = n_tile * TILE.BLOCK_N + CONSUMER * ROWS, k_tile * TILE.BLOCK_K
         for s in gl.static_range(SUBTILES):
@@ -126,7 +119,7 @@ def grouped_wgrad_fp8_block_kernel(
     """`left` `[tiles, N, 128]` and `right` `[tiles, K, 128]` e4m3; scales `[tiles, ceil(N / 128), 128]` and `[tiles,
     ceil(K / 128), 128]` fp32; `steps` and `order`: `TokenTiles`; other arguments as in the Triton kernel.
     """
-    gl.static_assert(TILE.BLOCK_M == BLOCK)
+    gl.static_assert((TILE.BLOCK_M == BLOCK) and (TILE.BLOCK_K == 2 * BLOCK))
     gl.static_assert(TILE.BLOCK_N == CONSUMERS * ROWS)
     gl.static_assert(TILE.SUBTILES % BUFFERS == 0)  # so every tile begins with buffer 0
     STAGES: gl.constexpr = TILE.num_stages
@@ -135,7 +128,7 @@ def grouped_wgrad_fp8_block_kernel(
     turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
     left = shared_tiles(left_desc.dtype, STAGES * CONSUMERS, ROWS, BLOCK)
     right = shared_tiles(right_desc.dtype, STAGES, TILE.BLOCK_K, BLOCK)
-    scales = scale_stages(STAGES * (1 + TILE.BLOCK_K // BLOCK))  # of the left operand, then of the right one's chunks
+    scales = scale_stages(STAGES * 3)  # of the left operand, then of the right one's two chunks
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
     fence_async_shared()
     out = full  # unused without a descriptor: a partition takes None only if it is an argument of the kernel

@@ -57,7 +57,8 @@ def _wgrad_token_tiles_kernel(
         step += tl.sum(tl.where(g < program, tl.cdiv(own_g, TILE_ROWS), 0), 0)
         rows_g += own_g
     if order_ptr is not None:
-        if program * BLOCK_E < NUM_EXPERTS:
+        own = program * BLOCK_E < NUM_EXPERTS
+        if own:
             write_order(program, rows_g, order_ptr, NUM_EXPERTS, BLOCK_G, BLOCK_E)
     tl.store(steps_ptr + program, step)
     for s in range(0, num_segments):

@@ -49,29 +49,23 @@ def test_layer(recipe, wgrad, kind):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_delayed_wgrad_of_two_microbatches(recipe, fused):
     """Rows of a second micro-batch belong to other experts."""
-    results = {}
-    for impl in ("torch", "triton"):
+
+    def run(impl):
         layer, queue = Layer(), fusedmlp.WgradQueue(fuse_microbatches=fused)
         weights = [group[0] for group in layer.params]
         buffer = fusedmlp.MainGradBuffer(weights)
         buffer.zero_()
-
-        def run():
-            for counts in (COUNTS, COUNTS[::-1]):
-                options = {"probs": layer.probs, "recipe": recipe, "impl": impl, "wgrad_queue": queue}
-                fusedmlp.grouped_mlp(layer.x, *weights, list(counts), **options).backward(layer.dy)
-            queue.run()
-
-        if impl == "triton":
-            with emulated(RECIPES[recipe]) as launched:
-                run()
-            products = [each for each in launched if each.kernel.startswith("grouped_wgrad")]
-            assert len(products) == (2 if fused else 4)
-        else:
-            run()
-        results[impl] = {f"dfc{i + 1}": w.main_grad.double() for i, w in enumerate(weights)}
+        for counts in (COUNTS, COUNTS[::-1]):
+            options = {"probs": layer.probs, "recipe": recipe, "impl": impl, "wgrad_queue": queue}
+            fusedmlp.grouped_mlp(layer.x, *weights, list(counts), **options).backward(layer.dy)
+        queue.run()
         buffer.detach()
-    compare(results["triton"], results["torch"])
+        return {f"dfc{i + 1}": w.main_grad.double() for i, w in enumerate(weights)}
+
+    with emulated(RECIPES[recipe]) as launched:
+        got = run("triton")
+    assert sum(each.kernel.startswith("grouped_wgrad") for each in launched) == (2 if fused else 4)
+    compare(got, run("torch"))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -106,25 +100,19 @@ def test_one_linear_layer(recipe):
     layer = Layer()
     x, (w, _) = layer.x, layer.logical
     dy = torch.randn(len(x), w.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
-    results = []
-    for impl in ("torch", "triton"):
+
+    def run(impl):
         param, given = Parameter(w.clone()), x.clone().requires_grad_()
         buffer = fusedmlp.MainGradBuffer([param])
         buffer.zero_()
-
-        def run():
-            y = fusedmlp.grouped_linear(given, param, list(COUNTS), recipe=recipe, impl=impl)
-            y.backward(dy)
-            return y
-
-        if impl == "triton":
-            with emulated(RECIPES[recipe]):
-                y = run()
-        else:
-            y = run()
-        results.append({"y": y.detach().double(), "dx": given.grad.double(), "dfc1": param.main_grad.double()})
+        y = fusedmlp.grouped_linear(given, param, list(COUNTS), recipe=recipe, impl=impl)
+        y.backward(dy)
         buffer.detach()
-    compare(*results)
+        return {"y": y.detach().double(), "dx": given.grad.double(), "dfc1": param.main_grad.double()}
+
+    with emulated(RECIPES[recipe]):
+        got = run("triton")
+    compare(got, run("torch"))
 
 
 def test_refused_where_there_are_no_kernels():
