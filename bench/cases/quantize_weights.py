@@ -73,9 +73,7 @@ def unwritten(case):
 
     (E, N, K), scale = case.sizes, quantized.SCALE_DTYPES[case.recipe]
     shapes = ((E, N, K), (E, K, N))
-    return [
-        Quantized(filled(s, E4M3), filled(quantized.weight_scales_shape(*s, case.recipe), scale)) for s in shapes
-    ]
+    return [Quantized(filled(s, E4M3), filled(quantized.weight_scales_shape(*s, case.recipe), scale)) for s in shapes]
 
 
 def expected(w, case):

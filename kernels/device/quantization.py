@@ -95,8 +95,8 @@ def to_e4m3(x):
 
 @triton.jit
 def along_columns(x_MN, RECIPE: tl.constexpr):
-    """`(copy, exponent)`: fp32 `x` quantized in blocks along its columns, `[M, N]`, and the exponents of the scales plus
-    127, `[M, N // block]`.
+    """`(copy, exponent)`: fp32 `x` quantized in blocks along its columns, `[M, N]`; exponents of the scales, plus 127,
+    `[M, N // block]`.
     """
     M: tl.constexpr = x_MN.shape[0]
     N: tl.constexpr = x_MN.shape[1]
@@ -115,11 +115,11 @@ def in_one_block(x_MN, RECIPE: tl.constexpr):
 
 @triton.jit
 def spread_rows():
-    """The rows of a tile in the order in which `along_rows_of_32` and `transposed` take them, `[128]`: every fourth row,
-    then the rows after these, and so on.
+    """The rows of a tile in the order in which `along_rows_of_32` and `transposed` take them, `[128]`: every fourth
+    row, then the rows after these, and so on.
 
-    A block of 32 rows then belongs to one warp, which finds amax without shared memory. Each thread has four neighbouring
-    rows, so bytes of a transposed tile move in words.
+    In the layout in which Triton loads a tile, each thread then has four neighbouring rows, so bytes of the transposed
+    tile move in words; and four warps have a block of 32 rows each, so they find amax without shared memory.
     """
     place = tl.arange(0, CHUNK)
     return place % (CHUNK // 4) * 4 + place // (CHUNK // 4)

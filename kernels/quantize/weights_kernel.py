@@ -1,5 +1,5 @@
-"""Weights of experts in 8 bits, both ways, in one read: a copy with blocks along their columns and, transposed, one with
-blocks along their rows. Where they lie: `kernels/operands/quantized.py`.
+"""Weights of experts in 8 bits, both ways, in one read: a copy with blocks along their columns and, transposed, one
+with blocks along their rows. Where they lie: `kernels/operands/quantized.py`.
 """
 
 from __future__ import annotations
