@@ -147,17 +147,20 @@ def test_rows_that_are_quantized(memory, rows):
     same(elements.float())
 
 
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_weights_that_are_quantized(memory, layout):
+@pytest.mark.parametrize("apart", ["rows", "columns", "both"])
+def test_weights_that_are_quantized(memory, apart):
     near, far = Far(memory)(R, H)
-    elements = torch.zeros(2, 1, R, H, dtype=torch.float8_e4m3fn, device=DEVICE)
+    if apart == "both":
+        near = near[:2, :4].contiguous()
+        far = memory.as_strided((2, 4), (4 * FAR, FAR)).copy_(near)
+    elements = torch.zeros(2, 1, *near.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
     for i, w in enumerate((near, far)):
-        copy = Quantized(elements[i], torch.empty(quantized.weight_scales_shape(1, R, H, "fp8_block"), device=DEVICE))
-        described = ExpertTensors.of([w[None]], 2)
-        if layout == "out_in":
-            grouped_quantize_weights_(copy, None, described, "fp8_block")
-        else:
+        scales = torch.empty(quantized.weight_scales_shape(1, *w.shape, "fp8_block"), device=DEVICE)
+        copy, described = Quantized(elements[i], scales), ExpertTensors.of([w[None]], 2)
+        if apart == "columns":
             grouped_quantize_weights_(None, copy, described.T, "fp8_block")
+        else:
+            grouped_quantize_weights_(copy, None, described, "fp8_block")
     same(elements.float())
 
 
