@@ -195,7 +195,7 @@ def _quantizing_weights(recipe: Recipe, _: torch.dtype) -> Calls:
 
 def quantizing(recipes: Iterable[Recipe]) -> Cases:
     """Cases of the kernels that quantize."""
-    rows = {
+    rows: Cases = {
         f"{recipe}{', gathered' * gathered}": partial(_quantizing, recipe, gathered)
         for recipe in recipes
         for gathered in (False, True)

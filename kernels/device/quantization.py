@@ -95,8 +95,8 @@ def to_e4m3(x):
 
 @triton.jit
 def along_columns(x_MN, RECIPE: tl.constexpr):
-    """`(copy, exponent)`: fp32 `x` quantized in blocks along its columns, `[M, N]`, and the exponents of the scales plus
-    127, `[M, N // block]`.
+    """`(copy, exponent)`: fp32 `x` quantized in blocks along its columns, `[M, N]`; exponents of the scales, plus 127,
+    `[M, N // block]`.
     """
     M: tl.constexpr = x_MN.shape[0]
     N: tl.constexpr = x_MN.shape[1]
@@ -107,22 +107,38 @@ def along_columns(x_MN, RECIPE: tl.constexpr):
 
 
 @triton.jit
-def along_rows(x_MN, RECIPE: tl.constexpr):
-    """`along_columns` for blocks along the rows of a tile, which are those of `rows_of_tile`: `[128, N]` and `[128 //
-    block, N]`.
-    """
-    N: tl.constexpr = x_MN.shape[1]
-    BLOCK: tl.constexpr = block_of(RECIPE)
-    blocks = tl.reshape(x_MN, (BLOCK, CHUNK // BLOCK, N))
-    exponent = _exponent(_amax(blocks, 0), RECIPE)
-    return to_e4m3(tl.reshape(blocks * power_of_2(254 - exponent)[None, :, :], (CHUNK, N))), exponent
-
-
-@triton.jit
 def in_one_block(x_MN, RECIPE: tl.constexpr):
     """`along_columns` for one block that is all of `x`: a scalar exponent."""
     exponent = _exponent(tl.max(_amax(x_MN, 1), 0), RECIPE)
     return to_e4m3(x_MN * power_of_2(254 - exponent)), exponent
+
+
+@triton.jit
+def spread_rows():
+    """The rows of a tile in the order in which `along_rows_of_32` and `transposed` take them, `[128]`: every fourth
+    row, then the rows after these, and so on.
+
+    In the layout in which Triton loads a tile, each thread then has four neighbouring rows, so bytes of the transposed
+    tile move in words; and four warps have a block of 32 rows each, so they find amax without shared memory.
+    """
+    place = tl.arange(0, CHUNK)
+    return place % (CHUNK // 4) * 4 + place // (CHUNK // 4)
+
+
+@triton.jit
+def along_rows_of_32(x_MN, RECIPE: tl.constexpr):
+    """`along_columns` for blocks of 32 along `spread_rows`: exponents `[4, N]`."""
+    N: tl.constexpr = x_MN.shape[1]
+    blocks = tl.reshape(x_MN, (4, CHUNK // 32, 8, N))
+    exponent = _exponent(_amax(_amax(blocks, 0), 1), RECIPE)
+    return to_e4m3(tl.reshape(blocks * power_of_2(254 - exponent)[None, :, None, :], (CHUNK, N))), exponent
+
+
+@triton.jit
+def transposed(x_MN):
+    """`[N, 128]`: a tile of `spread_rows`, transposed, with the rows in order."""
+    N: tl.constexpr = x_MN.shape[1]
+    return tl.reshape(tl.permute(tl.reshape(x_MN, (4, CHUNK // 4, N)), (2, 1, 0)), (N, CHUNK))
 
 
 @triton.jit
@@ -153,7 +169,9 @@ def store_token_copy(copy_ptr, scales_ptr, x_MN, tile, column, num_columns, RECI
     N: tl.constexpr = x_MN.shape[1]
     BLOCK: tl.constexpr = block_of(RECIPE)
     BLOCKS: tl.constexpr = CHUNK // BLOCK
-    copy, exponent = along_rows(x_MN, RECIPE)
+    blocks = tl.reshape(x_MN, (BLOCK, BLOCKS, N))
+    exponent = _exponent(_amax(blocks, 0), RECIPE)
+    copy = to_e4m3(tl.reshape(blocks * power_of_2(254 - exponent)[None, :, :], (CHUNK, N)))
     row_M, column_N = rows_of_tile(RECIPE), column + tl.arange(0, N)
     mask_N = column_N < num_columns
     if RECIPE == "mxfp8":

@@ -22,8 +22,8 @@ over out features (dgrad, dx). `wgmma`, and `mma.sync` of sm_120, take 8 bits in
 For a copy `[E, M, C]`, with C contracted:
 
 - fp8_block: blocks of 128 x 128, scales `[E, ceil(M / 128), ceil(C / 128)]` fp32. Both copies have the same bits.
-- mxfp8: blocks of 32 along C, scales `[E, ceil(C / 128), ceil(M / 128), 32, 4, 4]`, 512 bytes for 128 lines of M and 128
-  of C as above. A step along C of a tile of 256 lines takes two neighbouring chunks: one TMA.
+- mxfp8: blocks of 32 along C, scales `[E, ceil(C / 128), ceil(M / 128), 32, 4, 4]`: 512 bytes for 128 lines of M and
+  128 of C, as above. A step along C of a tile of 256 lines takes two neighbouring chunks, with one TMA.
 
 Scales past the ends are those of zeros. Weights of fp32 are rounded to bf16 before, as layers compute with them.
 """

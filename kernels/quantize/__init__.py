@@ -1,1 +1,1 @@
-"""Quantization to 8 bits: one read of a matrix, copies for products over its columns and over its rows."""
+"""Quantization to 8 bits: one read of a matrix or of weights, copies for products over columns and over rows."""

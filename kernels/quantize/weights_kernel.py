@@ -1,5 +1,5 @@
-"""Weights of experts in 8 bits, both ways, in one read: a copy with blocks along their columns and, transposed, one with
-blocks along their rows. Where they lie: `kernels/operands/quantized.py`.
+"""Weights of experts in 8 bits, both ways, in one read: a copy with blocks along their columns and, transposed, one
+with blocks along their rows. Where they lie: `kernels/operands/quantized.py`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import triton.language as tl
 from ..device.quantization import (
     CHUNK,
     along_columns,
-    along_rows,
+    along_rows_of_32,
     block_of,
     in_one_block,
     power_of_2,
-    rows_of_tile,
+    spread_rows,
     store_scales,
+    transposed,
 )
 from ..device.tiles import INTERPRETED, expert_base, to_fp32
 
@@ -46,13 +47,12 @@ def _quantize_weights_kernel(
     program = tl.program_id(0)
     expert, tile = program // (num_chunks * PARTS) // num_r, program // (num_chunks * PARTS) % num_r
     column = program % (num_chunks * PARTS) * BLOCK_C
-    place_M, column_N = rows_of_tile(RECIPE), column + tl.arange(0, BLOCK_C)
-    row_M = tile * CHUNK + place_M
+    line_M, column_N = spread_rows(), column + tl.arange(0, BLOCK_C)
+    row_M, row_in_order_M = tile * CHUNK + line_M, tile * CHUNK + tl.arange(0, CHUNK)
     w_M1 = expert_base(w_ptr, w_table_ptr, stride_w_e, expert, ALIGNED) + row_M.to(tl.int64)[:, None] * stride_w_r
     mask = (row_M < R)[:, None] & (column_N < C)[None, :]
-    w_MN = tl.load(w_M1 + column_N.to(tl.int64)[None, :] * stride_w_c, mask=mask, other=0.0)
-    w_MN = _in_16_bits(w_MN)
-    # Numbers of the chunk of 128 x 128, where row chunks or column chunks go first.
+    w_MN = _in_16_bits(tl.load(w_M1 + column_N.to(tl.int64)[None, :] * stride_w_c, mask=mask, other=0.0))
+    # Place of the 128 x 128 elements among those of `[E, chunks of rows, chunks of columns]`, or the other way round.
     chunk = column // CHUNK
     by_row = (expert.to(tl.int64) * num_r + tile) * num_chunks + chunk
     by_column = (expert.to(tl.int64) * num_chunks + chunk) * num_r + tile
@@ -62,20 +62,21 @@ def _quantize_weights_kernel(
             _store(row_copy_ptr, copy, expert, row_M, column_N, R, C)
             tl.store(row_scales_ptr + by_row, power_of_2(exponent))
         if column_copy_ptr is not None:
-            _store(column_copy_ptr, _transposed(copy, RECIPE), expert, column_N, _in_order(tile), C, R)
+            _store(column_copy_ptr, transposed(copy), expert, column_N, row_in_order_M, C, R)
             tl.store(column_scales_ptr + by_column, power_of_2(exponent))
     else:
+        # A program that covers a part of a chunk writes the scales of that part.
         BLOCK: tl.constexpr = block_of(RECIPE)
         if row_copy_ptr is not None:
             copy, exponent = along_columns(w_MN, RECIPE)
             _store(row_copy_ptr, copy, expert, row_M, column_N, R, C)
             block_1B = column % CHUNK // BLOCK + tl.arange(0, BLOCK_C // BLOCK)[None, :]
-            store_scales(row_scales_ptr + by_column * 512, exponent, place_M[:, None], block_1B, RECIPE)
+            store_scales(row_scales_ptr + by_column * 512, exponent, line_M[:, None], block_1B, RECIPE)
         if column_copy_ptr is not None:
-            copy, exponent = along_rows(w_MN, RECIPE)
-            _store(column_copy_ptr, _transposed(copy, RECIPE), expert, column_N, _in_order(tile), C, R)
-            line_1N, block_B1 = (column_N % CHUNK)[None, :], tl.arange(0, CHUNK // BLOCK)[:, None]
-            store_scales(column_scales_ptr + by_row * 512, exponent, line_1N, block_B1, RECIPE)
+            copy, exponent = along_rows_of_32(w_MN, RECIPE)
+            _store(column_copy_ptr, transposed(copy), expert, column_N, row_in_order_M, C, R)
+            block_B1 = tl.arange(0, CHUNK // BLOCK)[:, None]
+            store_scales(column_scales_ptr + by_row * 512, exponent, (column_N % CHUNK)[None, :], block_B1, RECIPE)
 
 
 @triton.jit
@@ -90,21 +91,6 @@ def _in_16_bits(w):
     else:
         w = w.to(tl.bfloat16).to(tl.float32)
     return w
-
-
-@triton.jit
-def _in_order(tile):
-    """All rows of a tile."""
-    return tile * CHUNK + tl.arange(0, CHUNK)
-
-
-@triton.jit
-def _transposed(copy_MN, RECIPE: tl.constexpr):
-    """`[N, M]`: columns of a tile, with its rows, which are in the order of `rows_of_tile`, in order again."""
-    N: tl.constexpr = copy_MN.shape[1]
-    BLOCK: tl.constexpr = block_of(RECIPE)
-    blocks = tl.reshape(copy_MN, (BLOCK, CHUNK // BLOCK, N))
-    return tl.reshape(tl.permute(blocks, (2, 1, 0)), (N, CHUNK))
 
 
 @triton.jit

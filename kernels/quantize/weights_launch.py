@@ -42,9 +42,9 @@ def grouped_quantize_weights_(
         by_in=by_in is not None,
         by_out=by_out is not None,
     )
-    # Rows are read along unit strides. Each copy of weights is the other one of the transposed weights.
+    # Neighbouring columns are read together. Each copy of weights is the other one of the transposed weights.
     w, row_copy, column_copy, R, C = w_ENK, by_in, by_out, N, K
-    if w.strides[1] != 1:
+    if w.strides[1] > w.strides[0]:
         w, row_copy, column_copy, R, C = w.T, by_out, by_in, K, N
     columns, num_warps = _SIZES[recipe]
     arguments = {

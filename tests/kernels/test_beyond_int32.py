@@ -15,6 +15,8 @@ from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.triton_kernel import _quantize_kernel
+from fusedmlp.kernels.quantize.weights_kernel import _quantize_weights_kernel
+from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import sizes_of_plan
@@ -145,6 +147,23 @@ def test_rows_that_are_quantized(memory, rows):
     same(elements.float())
 
 
+@pytest.mark.parametrize("apart", ["rows", "columns", "both"])
+def test_weights_that_are_quantized(memory, apart):
+    near, far = Far(memory)(R, H)
+    if apart == "both":
+        near = near[:2, :4].contiguous()
+        far = memory.as_strided((2, 4), (4 * FAR, FAR)).copy_(near)
+    elements = torch.zeros(2, 1, *near.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    for i, w in enumerate((near, far)):
+        scales = torch.empty(quantized.weight_scales_shape(1, *w.shape, "fp8_block"), device=DEVICE)
+        copy, described = Quantized(elements[i], scales), ExpertTensors.of([w[None]], 2)
+        if apart == "columns":
+            grouped_quantize_weights_(None, copy, described.T, "fp8_block")
+        else:
+            grouped_quantize_weights_(copy, None, described, "fp8_block")
+    same(elements.float())
+
+
 if triton.knobs.runtime.interpret:  # only the interpreter can be told which block to run
 
     @pytest.mark.parametrize(("recipe", "block", "columns"), [("fp8_block", 128, 128), ("mxfp8", 32, 64)])
@@ -173,6 +192,31 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         assert torch.equal(last[:, :columns].float(), by_column.elements.float())
         for scales, of in ((row_scales[tile, 0], by_row), (token_scales[tile, 0], by_column)):
             assert float(scales.view(dtype).flatten()[0]) == float(of.scales.view(dtype).flatten()[0])
+
+    @pytest.mark.parametrize(("recipe", "columns"), [("fp8_block", 128), ("mxfp8", 64)])
+    def test_a_tile_of_weights_far_out(memory, monkeypatch, recipe, columns):
+        """The last tile of the last of three experts with 2**30 weights each."""
+        sizes = E, N, K = 3, 2**18, 4096
+        size, num_r, num_c = E * N * K, N // 128, K // columns
+        w, elements = memory[:size].view(sizes), memory[size:].view(torch.float8_e4m3fn)
+        tile = (-1, slice(N - 128, N), slice(K - columns, K))
+        w[tile] = torch.randn(128, columns)
+        by_in, by_out = elements[:size].view(sizes), elements[size : 2 * size].view(E, K, N)
+        shapes = [quantized.weight_scales_shape(E, *s, recipe) for s in ((N, K), (K, N))]
+        in_scales, out_scales = (torch.empty(s, dtype=quantized.SCALE_DTYPES[recipe]) for s in shapes)
+        place = np.array([E * num_r * num_c - 1], dtype=np.int32)
+        builder = triton.runtime.interpreter.interpreter_builder
+        handle = triton.runtime.interpreter.TensorHandle
+        monkeypatch.setattr(builder, "create_get_program_id", lambda axis: handle(place, triton.language.int32))
+        copies = (by_in, in_scales, by_out, out_scales)
+        _quantize_weights_kernel[(1,)](w, None, *copies, N, K, N * K, K, 1, True, recipe, columns)
+        blocks = ((128, 128), (128, 128)) if recipe == "fp8_block" else ((1, 32), (32, 1))
+        of_in, of_out = (torch_quantize.quantize(w[tile], recipe, block) for block in blocks)
+        assert torch.equal(by_in[tile].float(), of_in.elements.float())
+        assert torch.equal(by_out.mT[tile].float(), of_out.elements.float())
+        for scales, of in ((in_scales, of_in), (out_scales, of_out)):
+            bits = of.scales.view(scales.dtype).flatten()
+            assert scales.flatten()[-1] == bits[-1]
 
     def test_a_block_of_routing_far_out(memory, monkeypatch):
         """A block after 2**30 positions (8 GB of ids) counts its ids, and places rows behind all earlier ones."""

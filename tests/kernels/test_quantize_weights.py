@@ -1,4 +1,4 @@
-"""Weights in 8 bits: bytes of elements and scales of both copies, wherever weights lie, against PyTorch's definitions."""
+"""Weights in 8 bits: bytes of elements and scales of both copies, wherever weights lie, against PyTorch."""
 
 import pytest
 import torch
