@@ -58,6 +58,7 @@ class Layer:
     only_biases: bool = False  # weights do not require gradients
     gathered: bool = False  # rows of x and of dy are gathered from tokens
     need_dx: bool = True
+    recipe: str = ""
 
     def __call__(self, dtype: torch.dtype) -> Calls:
         """Calls of forward and of backward."""
@@ -75,8 +76,8 @@ class Layer:
         if self.only_biases:
             grads = [[], []]
         encoded = self.activation.encoded
-        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded, "")
-        flags = (self.add, self.add, self.need_dx, False, "")
+        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded, self.recipe)
+        flags = (self.add, self.add, self.need_dx, False, self.recipe)
         # fmt: off
         yield triton_impl.grouped_mlp_backward_, (
             *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags,
@@ -104,15 +105,15 @@ def _linear(biases: bool, dtype: torch.dtype) -> Calls:
     bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
     yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)), "")
     grads, dy = ([torch.empty_like(w)], [torch.empty_like(b) for b in bias]), torch.empty(100, 128, dtype=dtype)
-    yield triton_impl.wgrad_of_segments_, (*grads, (dy,), (x,), (_offsets((40, 60, 0)),), (), (), False)
+    yield triton_impl.wgrad_of_segments_, (*grads, (dy,), (x,), (_offsets((40, 60, 0)),), (), (), False, "")
 
 
-def _microbatches(add: bool, gathered: bool, dtype: torch.dtype) -> Calls:
+def _microbatches(add: bool, gathered: bool, dtype: torch.dtype, recipe: str = "") -> Calls:
     """`gathered`: rows of x are gathered from tokens, as those of fc1."""
     offsets = (_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0)))
     dy, x = (tuple(torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets) for width in (128, 256))
     rows = tuple(torch.empty(t.shape[0], dtype=torch.int32) for t in x) if gathered else ()
-    yield triton_impl.wgrad_of_segments_, ([torch.empty(3, 128, 256)], [], dy, x, offsets, (), rows, add)
+    yield triton_impl.wgrad_of_segments_, ([torch.empty(3, 128, 256)], [], dy, x, offsets, (), rows, add, recipe)
 
 
 def _many_experts(dtype: torch.dtype) -> Calls:
@@ -122,7 +123,7 @@ def _many_experts(dtype: torch.dtype) -> Calls:
     x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
     yield triton_impl.grouped_gemm, (x, [w], [], offsets, "")
-    yield triton_impl.wgrad_of_segments_, ([torch.empty_like(w)], [], (x,), (x,), (offsets,), (), (), False)
+    yield triton_impl.wgrad_of_segments_, ([torch.empty_like(w)], [], (x,), (x,), (offsets,), (), (), False, "")
     ids, probs = torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8)
     yield triton_impl.route, (ids, probs, num_experts)
     for width in (256, 255):
@@ -201,6 +202,22 @@ def quantizing(recipes: Iterable[Recipe]) -> Cases:
         for gathered in (False, True)
     }
     return rows | {f"{recipe}, weights": partial(_quantizing_weights, recipe) for recipe in recipes}
+
+
+def eight_bit(recipe: str) -> Cases:
+    """Cases of layers whose GEMMs multiply in 8 bits."""
+    own = f"{recipe}/{recipe}"
+    demanding = Layer(_GPT_OSS, biases=True, experts="apart", gathered=True, recipe=own)
+    layers: Cases = {
+        "main_grad": Layer(recipe=own),
+        "gathered, gpt-oss, biases, experts apart": demanding,
+        "geglu, first micro-batch": Layer(Activation("geglu", limit=7.0), add=False, recipe=own),
+        "in_out, reversed, no probs": Layer(in_out=True, experts="reversed", probs=False, recipe=own),
+        "main_grad of the weight's dtype": Layer(grad_dtype=None, recipe=own),
+        "wgrad in bf16": Layer(recipe=f"{recipe}/bf16"),
+        "several micro-batches": partial(_microbatches, True, False, recipe=own),
+    }
+    return {f"{recipe}, {name}": calls for name, calls in layers.items()}
 
 
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}

@@ -30,6 +30,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
 }
 TENSOR_MEMORY_COLUMNS = 512
+# Bytes of a thread that a kernel may spill, as they are read once a tile, not in a step: a test reads the SASS.
+SPILLS_OUTSIDE_OF_STEPS = {"grouped_wgrad_fp8_block": 8}
 # The number of variants that stand for all of a configuration; for fp16, which needs what bf16 needs, of a kernel.
 _VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 
@@ -113,8 +115,10 @@ def rows(task: Task) -> list[Row]:
     """Compile one target's kernels for one dtype; a kernel that several cases launch is one row, named by the first."""
     torch.set_num_threads(1)
     target = TARGETS[task.target]
-    number_format = table.FORMATS[DTYPES[task.dtype]]
-    of_format = {key: tile for key, tile in table.TABLES[task.target].items() if key.format == number_format}
+    formats: set[table.Format] = {table.FORMATS[DTYPES[task.dtype]]}
+    if task.dtype == "bf16":
+        formats |= {*table.RECIPES[task.target]}
+    of_format = {key: tile for key, tile in table.TABLES[task.target].items() if key.format in formats}
     found: dict[str, tuple[Compiled, str]] = {}
     unused = {(*key[:2], tile) for key, tile in of_format.items()}
     wanted = _wanted(task)
@@ -144,6 +148,8 @@ def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeC
     yield from _settings_of_table(of_format, task)
     if task.dtype == "bf16":  # once: these cases have every dtype
         yield "long", True, False, cases.quantizing(table.RECIPES[task.target])
+        for recipe in sorted({key.format for key in of_format} & {*table.RECIPES[task.target]}):
+            yield "long", True, False, cases.eight_bit(recipe)
 
 
 def _settings_of_table(
@@ -212,7 +218,10 @@ def _row(made: Compiled, case: str, task: Task, loop: MainLoop | None) -> Row:
     found = [f"{code}: wgmma serialized" for code in warnings]
     if is_gemm and used.tensor_core and loop is None:
         found.append("no loop that multiplies")
-    found += problems(used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm)
+    spills_allowed = SPILLS_OUTSIDE_OF_STEPS.get(launch.name, 0)
+    found += problems(
+        used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm, spills_allowed=spills_allowed
+    )
     return Row(
         launch.name,
         config,
@@ -236,10 +245,10 @@ def _sums_biases_alone(launch: Launch) -> bool:
 
 
 def problems(
-    used: resources.Resources, target: Target, dtype: Dtype, path: table.Path, *, is_gemm: bool
+    used: resources.Resources, target: Target, dtype: Dtype, path: table.Path, *, is_gemm: bool, spills_allowed: int = 0
 ) -> Iterator[str]:
     """Why a kernel is not fit to ship. GEMMs in exact fp32 may do without tensor cores, which have no such mode."""
-    if used.spill:
+    if used.spill > spills_allowed:
         yield f"spills {used.spill} bytes a thread"
     if used.shared > target.shared_bytes:
         yield f"shared memory {used.shared:,} over {target.shared_bytes:,} bytes"

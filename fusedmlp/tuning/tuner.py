@@ -209,7 +209,7 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
     act = Activation("swiglu").encoded
 
     def wgrad(settings: Settings) -> list[Tensor]:
-        triton_impl.wgrad_of_segments_.run(([dw], [], (dy,), (a,), (offsets,), (), (), True), settings)
+        triton_impl.wgrad_of_segments_.run(([dw], [], (dy,), (a,), (offsets,), (), (), True, ""), settings)
         return [dw]
 
     def dgrad_act(settings: Settings) -> list[Tensor]:

@@ -2,6 +2,8 @@
 in the same order, with the same epilogue.
 """
 
+from triton.tools.ragged_tma import to_ragged_indices
+
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
 from ..device.tiles import column_subtiles
 from ..warp_specialized.fp8_block import load_operands, operands, product
@@ -24,10 +26,11 @@ def _consume(arguments, w_scales_ptr, pipeline, out, CONSUMER: gl.constexpr, TIL
     for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
+        place = to_ragged_indices(tile[1], tile[2], CONSUMER * ROWS)
         parts, i = product(i, tile[0], n_tile, N, K, w_scales_ptr, pipeline, CONSUMER, TILE)
         for s in gl.static_range(SUBTILES):
             y_MN = column_subtiles(parts[s // EACH], EACH)[s % EACH]
-            store_subtile(y_MN, arguments, tile, n_tile, out, s, CONSUMER, ROWS, TILE)
+            store_subtile(y_MN, arguments, tile, place, n_tile, out, s, CONSUMER, ROWS, TILE)
     tma_store_wait(0)
 
 

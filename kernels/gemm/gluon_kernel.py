@@ -26,6 +26,7 @@ def store_subtile(
     y_MN,
     arguments,
     tile,
+    place,
     n_tile,
     out,
     S: gl.constexpr,
@@ -33,7 +34,10 @@ def store_subtile(
     ROWS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Finish subtile S of a consumer's ROWS rows of a tile, and store it through one of the consumer's buffers."""
+    """Finish subtile S of a consumer's ROWS rows of a tile, and store it through one of the consumer's buffers.
+
+    `tile`: from `load_tile`; `place`: the ragged indices of the consumer's first row.
+    """
     bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, _, N, _ = arguments
     expert, first, rows = tile
     TURNS: gl.constexpr = min(BUFFERS, TILE.SUBTILES)
@@ -45,7 +49,7 @@ def store_subtile(
         if scale_ptr is not None:
             scale_M1 = load_for_rows(scale_ptr + first, y_MN, CONSUMER * ROWS, rows)
     y_MN = add_bias(y_MN, bias_1N, scale_M1, out.dtype)
-    wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
+    wrap, end, row = place
     buffer = out.index(CONSUMER * TURNS + S % TURNS)
     overwrite(buffer, y_MN, TURNS - 1)
     tma_store(y_desc, [wrap, end, row, column], buffer)
@@ -70,10 +74,11 @@ def _consume(
     for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
+        place = to_ragged_indices(tile[1], tile[2], CONSUMER * ROWS)
         subtiles, i = product(i, K, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
         for s in gl.static_range(SUBTILES):
             y_MN = subtile(subtiles, s, SUBTILES, CONSUMERS)
-            store_subtile(y_MN, arguments, tile, n_tile, out, s, CONSUMER, ROWS, TILE)
+            store_subtile(y_MN, arguments, tile, place, n_tile, out, s, CONSUMER, ROWS, TILE)
     tma_store_wait(0)
 
 

@@ -75,7 +75,7 @@ def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
 
     offsets = tuple(torch.zeros(len(starts), 16, dtype=torch.int32)[:, : E + 1])
     x_rows = segments(dtype=torch.int32) if gathered else ()
-    return [weights(lie, F, H, dtype=torch.float32), [], segments(F), segments(H), offsets, (), x_rows, True]
+    return [weights(lie, F, H, dtype=torch.float32), [], segments(F), segments(H), offsets, (), x_rows, True, ""]
 
 
 def gemm_arguments(dtype=BF16):
@@ -123,7 +123,7 @@ def check_segments():
         places = ((0,), (0, 64), (0, 64), (0, 96), (96, 0), (0, 64, 160), (0, 160, 64))
         calls = [wgrad_arguments(*starts, **options) for starts in places]
         assert are_as_by_triton(triton_impl.wgrad_of_segments_, *calls)
-        assert are_as_by_triton(triton_impl.grouped_wgrad_, [*map(list, calls[1][:-1]), True, ""])
+        assert are_as_by_triton(triton_impl.grouped_wgrad_, [*map(list, calls[1][:-2]), True, ""])
         with Launches() as seen:
             triton_impl.wgrad_of_segments_(*calls[1])
         assert {t.data_ptr() for t in (*calls[1][4], *calls[1][6])} <= seen.addresses
@@ -253,7 +253,7 @@ def check_tf32_is_asked_of_what_is_multiplied():
         (triton_impl.grouped_mlp, forward_arguments(dtype=fp32)),
         (triton_impl.grouped_mlp_backward_, backward_arguments(dtype=fp32)),
         (triton_impl.grouped_gemm, gemm_arguments(fp32)),
-        (triton_impl.grouped_wgrad_, [*wgrad_arguments(0, dtype=fp32), ""]),
+        (triton_impl.grouped_wgrad_, wgrad_arguments(0, dtype=fp32)),
     ):
         for setting, allowed in (("ieee", nullcontext), ("tf32", tf32), ("ieee", nullcontext)):
             with recording() as launches, allowed():

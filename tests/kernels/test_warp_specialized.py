@@ -81,7 +81,7 @@ def test_what_was_tuned_is_of_rows_in_order():
 def test_tma_does_not_add_to_16_bits(dtype, accumulate, architecture):
     """It would round the tile, and then the sum: a difference that a tolerance does not show."""
     dw, rows = torch.zeros(2, 256, 256, dtype=dtype), torch.zeros(256, 256, dtype=torch.bfloat16)
-    arguments = [dw], [], (rows,), (rows,), (torch.tensor([0, 128, 256], dtype=torch.int32),), (), (), accumulate
+    arguments = [dw], [], (rows,), (rows,), (torch.tensor([0, 128, 256], dtype=torch.int32),), (), (), accumulate, ""
     launch = triton_impl.wgrad_of_segments_.program(target(architecture), *arguments).launches[-1]
     assert launch.path == "warp_specialized"
     assert (launch.arguments["dw_desc"] is None) == (accumulate and dtype == torch.bfloat16)
