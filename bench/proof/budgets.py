@@ -1,15 +1,16 @@
 """Costs allowed to compiled kernels, of a step and of a tile: `python -m bench.proof.budgets` writes the table anew.
 
-The table has one launch of each pass, and of its warp-specialized kernel where there is one, with packed weights,
-`main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long loads, as the Triton of
-`constraints.txt` compiles it.
+The table has one launch of each pass, and of its warp-specialized kernel and those of 8-bit recipes where there are
+some, with packed weights, `main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long
+loads, as the Triton of `constraints.txt` compiles it.
 """
 
 from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,16 +33,24 @@ Costs = dict[str, float | None]
 
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
-    costs = _measure(target, table.PASSES)
-    tiles = table.TABLES[target]
-    with_warp_specialized = [name for name in table.PASSES if (name, "warp_specialized", "bf16", "long") in tiles]
-    return costs | _measure(target, with_warp_specialized, "_warp_specialized") if with_warp_specialized else costs
+    costs = _measure(target, table.PASSES, "", cases.CORE["main_grad"])
+    for number_format in ("bf16", *table.RECIPES[target]):
+        key = partial(table.Key, path="warp_specialized", format=number_format, shape="long")
+        passes = [name for name in table.PASSES if key(name) in table.TABLES[target]]
+        of_bf16 = number_format == "bf16"
+        suffix = "_warp_specialized" if of_bf16 else f"_{number_format}"
+        case = cases.CORE["main_grad"] if of_bf16 else cases.eight_bit(number_format)[f"{number_format}, main_grad"]
+        if passes:
+            costs |= _measure(target, passes, suffix, case)
+    return costs
 
 
-def _measure(target: str, passes: Sequence[str], suffix: str = "") -> dict[str, Costs]:
+def _measure(
+    target: str, passes: Sequence[str], suffix: str, case: Callable[[torch.dtype], cases.Calls]
+) -> dict[str, Costs]:
     first: dict[str, Launch] = {}
     planned_for = TARGETS[target].planned_for("long", warp_specialized=bool(suffix))
-    for launch in cases.launches(cases.CORE["main_grad"](torch.bfloat16), planned_for):
+    for launch in cases.launches(case(torch.bfloat16), planned_for):
         first.setdefault(launch.name, launch)
     kernels = [f"grouped_{name}{suffix}" for name in passes]
     with compiling_for(TARGETS[target]):

@@ -138,6 +138,35 @@ def test_what_is_wrong_with_a_kernel(changes, path, dtype, problem):
         assert any(problem in text for text in found)
 
 
+_SPILLING = """
+import json, torch
+from bench.proof import assembly, cases, compiling, loops, main_loop, proof
+from fusedmlp.doctor.targets import TARGETS
+target, found = TARGETS["sm_90"], {}
+with compiling.compiling_for(target):
+    calls = cases.eight_bit("fp8_block")["fp8_block, main_grad"](torch.bfloat16)
+    for launch in cases.launches(calls, target.planned_for("long")):
+        if launch.name in proof.SPILLS_OUTSIDE_OF_STEPS:
+            cubin = compiling.compiled(launch).kernel.asm["cubin"]
+            code = assembly.sass(main_loop.disassemblies([cubin], 90)[0])
+            step = loops.steady(code, loops.multiplying(code))
+            found[launch.name] = [[code[i].opcode for i in where if code[i].opcode[:3] in ("LDL", "STL")]
+                                  for where in (range(len(code)), step)]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.exhaustive
+def test_registers_are_not_spilled_in_a_step():
+    done = forked.run("-c", _SPILLING)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert set(found) == set(proof.SPILLS_OUTSIDE_OF_STEPS)
+    for everywhere, in_steps in found.values():
+        assert sorted(everywhere) == ["LDL", "STL"]
+        assert in_steps == []
+
+
 def test_stack_and_local_memory_count_as_spilled():
     report = " Function _k:\n  REG:255 STACK:32 SHARED:1024 LOCAL:8 CONSTANT[0]:664 TEXTURE:0"
     assert resources.parse_res_usage(report) == (255, 40)
