@@ -78,8 +78,8 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
     """`MainLoop` of each kernel with its tiles for long loads; empty if the table has no rows of that architecture."""
     found: dict[str, dict[str, Any]] = budgets.allowed(architecture, table)
     for kernel, costs in found.items():
-        if costs["joined"] is None:
-            costs["joined"] = kernel.endswith(WARP_SPECIALIZED) or KERNELS[kernel].joined
+        if costs["joined"] is None:  # others than those of KERNELS are warp-specialized
+            costs["joined"] = kernel not in KERNELS or KERNELS[kernel].joined
     return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
 
 

@@ -159,8 +159,11 @@ def noticed(run: Callable[[], object]) -> bool:
     return False
 
 
-def _of_project(target: str, shape: str, name: str, kernel: str, **options: bool) -> Subject:
-    (case,) = (case for case in cases.cases() if case.id == f"{shape}-bf16-{name}")
+def _of_project(
+    target: str, shape: str, name: str, kernel: str, precision: str = "bf16", **options: bool
+) -> Subject:
+    every = [*cases.cases(), *cases.of_recipes(target)]
+    (case,) = (case for case in every if case.id == f"{shape}-{precision}-{name}")
     return Subject(kernel, case.run, partial(layers.emulated, target, shape, **options))
 
 
@@ -190,6 +193,12 @@ SUBJECTS = {
             ("wgrad", "wgrad many"),
             ("wgrad_gathered", "wgrad many gathered x overwrite"),
         )
+    },
+    **{
+        f"sm_90_{name}_fp8_block_warp_specialized": _of_project(
+            "sm_90", "long", f"{name} deep", f"grouped_{name}", "fp8_block"
+        )
+        for name in ("gemm", "wgrad")
     },
     "sm_90_matmul": Subject(
         "_matmul_tma",

@@ -238,6 +238,8 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
         "dgrad_act": False,
         "wgrad": False,
         **{f"{kernel}_warp_specialized": True for kernel in model.KERNELS},
+        "gemm_fp8_block": True,
+        "wgrad_fp8_block": True,
     }
     # If the table has the column, its values count.
     old.write_text("\n".join(line[:-1] + "0" if line.startswith("sm_90,gemm,") else line for line in lines))
