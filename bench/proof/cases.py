@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
+from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.launching.program import Builder, Launch
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.arrays import Array
+from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.routing.plan import Schedule
@@ -164,13 +166,69 @@ def _quantizing(recipe: Recipe, gathered: bool, _: torch.dtype) -> Calls:
         yield _quantize, (x, offsets, rows, recipe, *copies)
 
 
+def _plan_act_quantize(
+    builder: Builder,
+    h_RG: Array,
+    d_RF: Array,
+    offsets: Array,
+    bias: ExpertTensors | list[Array],
+    probs_R: Array | None,
+    activation: str,
+    recipe: Recipe,
+    outputs: str,
+) -> None:
+    """Forward and backward, which writes everything, or all but 16 bits ("copies"), or nothing else ("16 bits")."""
+    (num_rows, F), G = d_RF.shape, h_RG.shape[1]
+    schedule = Schedule.planned(builder, offsets, num_rows, offsets.shape[0] - 1)
+    act, num_tiles = triton_impl.act_options(activation), schedule.max_tiles(quantized.TILE_ROWS)
+
+    def made(shape: tuple[int, ...], C: int) -> Quantized:
+        scales = quantized.scales_shape(num_tiles, C, recipe), quantized.SCALE_DTYPES[recipe]
+        return Quantized(builder.empty(shape, torch.float8_e4m3fn), builder.empty(*scales))
+
+    def tokens(C: int) -> Quantized:
+        return made(quantized.token_copy_shape(num_tiles, C, recipe), C)
+
+    options: dict[str, Any] = {"bias_EG": triton_impl._optional(bias, 1), "probs_R": probs_R}
+    grouped_act_quantize_.plan(builder, made((num_rows, F), F), h_RG, schedule, act, recipe, **options)
+    copies = [None] * 3 if outputs == "16 bits" else [made((num_rows, G), G), tokens(G), tokens(F)]
+    rounded = {} if outputs == "copies" else {"dh_RG": builder.empty((num_rows, G), h_RG.dtype)}
+    if outputs != "copies":
+        rounded["a_RF"] = builder.empty((num_rows, F), h_RG.dtype)
+    grouped_dgrad_act_quantize_.plan(builder, *copies, d_RF, h_RG, schedule, act, recipe, **options, **rounded)
+
+
+_act_quantize = Operator(_plan_act_quantize, DEFAULT)
+
+
+def _act_quantizing(recipe: Recipe, _: torch.dtype) -> Calls:
+    """Calls of forward and backward between GEMMs, of one activation for each of its kernels' shapes."""
+    bf16, offsets, probs = torch.bfloat16, _offsets((40, 60, 0)), torch.empty(100)
+    variants = [
+        (_SWIGLU, 256, "", True, "copies"),
+        (_SWIGLU, 256, "packed", True, "everything"),
+        (_SWIGLU, 256, "", False, "16 bits"),
+        (_GPT_OSS, 256, "apart", True, "everything"),
+        (Activation("geglu", limit=7.0), 256, "", True, "copies"),
+        (Activation("gelu"), 256, "apart", True, "everything"),
+    ]
+    if recipe == "mxfp8":
+        variants.append((_SWIGLU, 96, "packed", True, "everything"))
+    for activation, F, biases, with_probs, outputs in variants:
+        G = 2 * F if activation.gated else F
+        h, d = torch.empty(100, G, dtype=bf16), torch.empty(100, F, dtype=bf16)
+        bias = Layer(experts=biases)._experts((G,), bf16) if biases else []
+        yield _act_quantize, (h, d, offsets, bias, probs if with_probs else None, activation.encoded, recipe, outputs)
+
+
 def quantizing(recipes: Iterable[Recipe]) -> Cases:
     """Cases of the kernels that quantize."""
-    return {
+    quantize = {
         f"{recipe}{', gathered' * gathered}": partial(_quantizing, recipe, gathered)
         for recipe in recipes
         for gathered in (False, True)
     }
+    return quantize | {f"{recipe}, activations": partial(_act_quantizing, recipe) for recipe in recipes}
 
 
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}

@@ -6,8 +6,12 @@ With `g`, `l` the gate and linear parts of `h + bias1` (rounded to the dtype of 
 where `d = dy @ fc2` is the gradient of `a`. `a` and `dh` are rounded to the dtype of `h` and then quantized: copies have
 the bytes that `quantize` makes of the 16-bit results of the passes `fc1_act` and `dgrad_act`.
 
-A program has the 128 rows of a tile and BLOCK_F columns of `a`, a part of a chunk that divides F: so columns of one
-half of `dh` never reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
+A program has a tile and BLOCK_F columns of `a`, a part of a chunk that divides F: so columns of one half of `dh` never
+reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
+
+Registers hold 4,096 gates and as many linear channels and gradients. For mxfp8 that is a whole tile, 32 columns wide.
+For fp8_block, whose blocks are 128 rows or 128 columns, a backward program first stores token copies, 32 columns at a
+time, and then the rest, 32 rows at a time, from the same inputs, which are then in a cache.
 """
 
 from __future__ import annotations
@@ -47,12 +51,14 @@ def _gates_and_linear(h_M1, bias, mask_M1, f, F, BLOCK_F: tl.constexpr, ACT: tl.
 
 
 @triton.jit
-def _store(outputs, x_MN, row_M, tile, first, rows, column, end, num_columns, DTYPE: tl.constexpr, RECIPE: tl.constexpr):
+def _store(outputs, x_MN, row_M, place, column, end, num_columns, DTYPE: tl.constexpr, RECIPE: tl.constexpr):
     """Round to DTYPE, and store what there is of a row copy, a token copy and DTYPE itself; nothing from `end` on.
 
-    `outputs`: pointers to elements and scales of the row copy, to those of the token copy, and to DTYPE.
+    `outputs`: pointers to elements and scales of the row copy, to those of the token copy, and to DTYPE. `place`: the tile, its first
+    row and its number of rows.
     """
     row_copy_ptr, row_scales_ptr, token_copy_ptr, token_scales_ptr, rounded_ptr = outputs
+    tile, first, rows = place
     if column < end:
         rounded = round_to(x_MN, DTYPE)
         if rounded_ptr is not None:
@@ -80,24 +86,60 @@ def _act_quantize_kernel(
     stride_bias_e,
     ACT: tl.constexpr,
     RECIPE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """`h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `copy`: a row copy of `a`. `num_f`: programs of a tile. `tiles`: a
-    plan's table of tiles. Absent inputs are None.
+    """`h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `copy`: a row copy of `a`. `num_f`: parts of a tile's columns, of
+    which a program takes BLOCK_R rows. `tiles`: a plan's table of tiles. Absent inputs are None.
     """
-    tile, f = tl.program_id(0) // num_f, tl.program_id(0) % num_f * BLOCK_F
+    PARTS: tl.constexpr = CHUNK // BLOCK_R
+    tile, f = tl.program_id(0) // PARTS // num_f, tl.program_id(0) // PARTS % num_f * BLOCK_F
     if tile < tl.load(tiles_ptr):
         expert, first, rows = load_tile(tiles_ptr, tile)
-        row_M = rows_of_tile(RECIPE)
+        row_M = tl.program_id(0) % PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
         mask_M1, row_M1 = row_M[:, None] < rows, first + row_M[:, None]
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
         g, l = _gates_and_linear(h_ptr + row_M1.to(tl.int64) * stride_h_r, bias, mask_M1, f, F, BLOCK_F, ACT)
         a_MF, _, _ = activation.activate(g, l, ACT)
         if probs_ptr is not None:
             a_MF *= tl.load(probs_ptr + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-        outputs = (copy_ptr, scales_ptr, None, None, None)
-        end = tl.cdiv(F, CHUNK) * CHUNK
-        _store(outputs, a_MF, row_M, tile, first, rows, f, end, F, h_ptr.dtype.element_ty, RECIPE)
+        outputs, end = (copy_ptr, scales_ptr, None, None, None), tl.cdiv(F, CHUNK) * CHUNK
+        _store(outputs, a_MF, row_M, (tile, first, rows), f, end, F, h_ptr.dtype.element_ty, RECIPE)
+
+
+@triton.jit
+def _backward(
+    inputs, a_out, dh_out, partial_ptr, row_M, place, f, F, WIDTH: tl.constexpr, ACT: tl.constexpr, RECIPE: tl.constexpr
+):
+    """Store `a`, `dh` and, at `partial`, their part of `dprobs` of these rows of a tile and columns from `f` on.
+
+    `place`: the tile, its first row and its number of rows. `a_out`, `dh_out`: see `_store`.
+    """
+    d_ptr, h_ptr, bias, probs_ptr, stride_d_r, stride_h_r = inputs
+    _, first, rows = place
+    STEP: tl.constexpr = ACT.CHANNEL_STEP
+    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
+    G = 2 * F if ACT.GATED else F
+    end_a, end_dh = tl.cdiv(F, CHUNK) * CHUNK, tl.cdiv(G, CHUNK) * CHUNK
+    mask_M1, row_M1 = row_M[:, None] < rows, first + row_M[:, None]
+    g, l = _gates_and_linear(h_ptr + row_M1.to(tl.int64) * stride_h_r, bias, mask_M1, f, F, WIDTH, ACT)
+    d_MF = to_fp32(load_rows(None, d_ptr + row_M1.to(tl.int64) * stride_d_r, first, rows, mask_M1, f, F, WIDTH))
+    a_MF, by_gate, by_linear = activation.activate(g, l, ACT)
+    if probs_ptr is not None:
+        if partial_ptr is not None and f < F:
+            tl.store(partial_ptr + first + row_M, tl.sum(d_MF * a_MF, axis=1), mask=row_M < rows)
+        probs_M1 = tl.load(probs_ptr + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
+        d_MF *= probs_M1
+        a_MF *= probs_M1
+    _store(a_out, a_MF, row_M, place, f, end_a, F, DTYPE, RECIPE)
+    dg_MF, dl_MF = d_MF * by_gate, d_MF * by_linear
+    if activation.halves(ACT) == 2:
+        _store(dh_out, dg_MF, row_M, place, f, F, G, DTYPE, RECIPE)
+        _store(dh_out, dl_MF, row_M, place, F + f, end_dh, G, DTYPE, RECIPE)
+    else:
+        if STEP == 2:
+            dg_MF = tl.reshape(tl.join(dg_MF, dl_MF), (dg_MF.shape[0], STEP * WIDTH))
+        _store(dh_out, dg_MF, row_M, place, f * STEP, end_dh, G, DTYPE, RECIPE)
 
 
 @triton.jit(do_not_specialize=["num_f", "num_rows"])
@@ -125,48 +167,41 @@ def _dgrad_act_quantize_kernel(
     stride_bias_e,
     ACT: tl.constexpr,
     RECIPE: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
     """`d` `[R, F]`; `h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `dh` `[R, G]` and `a` `[R, F]`, contiguous, beside
-    their copies; `partial` `[F / BLOCK_F, R]` fp32. `num_f`: programs of a tile. `tiles`: a plan's table of tiles.
-    Absent inputs and outputs are None.
+    their copies; `partial` `[F / BLOCK_F, R]` fp32. `num_f`: programs of a tile, which take BLOCK_R rows at a time, or
+    as many columns. `tiles`: a plan's table of tiles. Absent inputs and outputs are None.
     """
-    STEP: tl.constexpr = ACT.CHANNEL_STEP
-    DTYPE: tl.constexpr = h_ptr.dtype.element_ty
-    G = 2 * F if ACT.GATED else F
     tile, f = tl.program_id(0) // num_f, tl.program_id(0) % num_f * BLOCK_F
     if tile < tl.load(tiles_ptr):
         expert, first, rows = load_tile(tiles_ptr, tile)
-        row_M = rows_of_tile(RECIPE)
-        mask_M1, row_M1 = row_M[:, None] < rows, first + row_M[:, None]
         bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
-        g, l = _gates_and_linear(h_ptr + row_M1.to(tl.int64) * stride_h_r, bias, mask_M1, f, F, BLOCK_F, ACT)
-        d_M1 = d_ptr + row_M1.to(tl.int64) * stride_d_r
-        d_MF = to_fp32(load_rows(None, d_M1, first, rows, mask_M1, f, F, BLOCK_F))
-        a_MF, by_gate, by_linear = activation.activate(g, l, ACT)
-        if probs_ptr is not None:
-            if f < F:
-                partial_M = partial_ptr + (f // BLOCK_F).to(tl.int64) * num_rows + first + row_M
-                tl.store(partial_M, tl.sum(d_MF * a_MF, axis=1), mask=row_M < rows)
-            probs_M1 = tl.load(probs_ptr + row_M1, mask=mask_M1, other=0.0).to(tl.float32)
-            d_MF *= probs_M1
-            a_MF *= probs_M1
-        end_a, end_dh = tl.cdiv(F, CHUNK) * CHUNK, tl.cdiv(G, CHUNK) * CHUNK
-        a_out = (None, None, a_token_copy_ptr, a_token_scales_ptr, a_ptr)
-        dh_out = (dh_row_copy_ptr, dh_row_scales_ptr, dh_token_copy_ptr, dh_token_scales_ptr, dh_ptr)
-        _store(a_out, a_MF, row_M, tile, first, rows, f, end_a, F, DTYPE, RECIPE)
-        dg_MF, dl_MF = d_MF * by_gate, d_MF * by_linear
-        if activation.halves(ACT) == 2:
-            _store(dh_out, dg_MF, row_M, tile, first, rows, f, F, G, DTYPE, RECIPE)
-            _store(dh_out, dl_MF, row_M, tile, first, rows, F + f, end_dh, G, DTYPE, RECIPE)
+        inputs, place = (d_ptr, h_ptr, bias, probs_ptr, stride_d_r, stride_h_r), (tile, first, rows)
+        part_ptr = partial_ptr
+        if partial_ptr is not None:
+            part_ptr += (f // BLOCK_F).to(tl.int64) * num_rows
+        if BLOCK_R == CHUNK:
+            a_out = (None, None, a_token_copy_ptr, a_token_scales_ptr, a_ptr)
+            dh_out = (dh_row_copy_ptr, dh_row_scales_ptr, dh_token_copy_ptr, dh_token_scales_ptr, dh_ptr)
+            _backward(inputs, a_out, dh_out, part_ptr, rows_of_tile(RECIPE), place, f, F, BLOCK_F, ACT, RECIPE)
         else:
-            if STEP == 2:
-                dg_MF = tl.reshape(tl.join(dg_MF, dl_MF), (CHUNK, STEP * BLOCK_F))
-            _store(dh_out, dg_MF, row_M, tile, first, rows, f * STEP, end_dh, G, DTYPE, RECIPE)
+            a_out = (None, None, a_token_copy_ptr, a_token_scales_ptr, None)
+            dh_out = (None, None, dh_token_copy_ptr, dh_token_scales_ptr, None)
+            if a_token_copy_ptr is not None or dh_token_copy_ptr is not None:
+                for part in range(f, f + BLOCK_F, BLOCK_R):
+                    _backward(inputs, a_out, dh_out, None, rows_of_tile(RECIPE), place, part, F, BLOCK_R, ACT, RECIPE)
+            a_out = (None, None, None, None, a_ptr)
+            dh_out = (dh_row_copy_ptr, dh_row_scales_ptr, None, None, dh_ptr)
+            for part in range(0, CHUNK, BLOCK_R):
+                row_M = part + tl.arange(0, BLOCK_R)
+                _backward(inputs, a_out, dh_out, part_ptr, row_M, place, f, F, BLOCK_F, ACT, RECIPE)
 
     if partial_ptr is not None:
         zero_padding(partial_ptr, tiles_ptr, F // BLOCK_F, 1, num_rows, CHUNK, 4)
     if dh_ptr is not None:
-        zero_padding(dh_ptr, tiles_ptr, G, G, 1, CHUNK, BLOCK_F)
+        G = 2 * F if ACT.GATED else F
+        zero_padding(dh_ptr, tiles_ptr, G, G, 1, CHUNK, 32)
     if a_ptr is not None:
-        zero_padding(a_ptr, tiles_ptr, F, F, 1, CHUNK, BLOCK_F)
+        zero_padding(a_ptr, tiles_ptr, F, F, 1, CHUNK, 32)
