@@ -110,7 +110,9 @@ def run(case, given):
     def unwritten(C):
         return [Quantized(*(t.to(DEVICE) for t in copy)) for copy in quantize.unwritten(case.copies(C), num_tiles)]
 
-    made = dict(zip(("a rows", "a tokens", "dh rows", "dh tokens"), [*unwritten(case.F), *unwritten(case.G)], strict=True))
+    made = dict(
+        zip(("a rows", "a tokens", "dh rows", "dh tokens"), [*unwritten(case.F), *unwritten(case.G)], strict=True)
+    )
     for name, C in (("a", case.F), ("dh", case.G)):
         made[name] = torch.full((num_rows, C), torch.nan, dtype=torch.bfloat16, device=DEVICE)
     options = {
@@ -125,7 +127,10 @@ def run(case, given):
             *copies, d, h, schedule, act, case.recipe, **options, dh_RG=dh, a_RF=a
         )
     assert (made["partial"] is None) == (not case.probs)
-    found = {name: t if t is None or torch.is_tensor(t) and t.device.type == "cpu" else _to_cpu(t) for name, t in made.items()}
+    found = {
+        name: t if t is None or torch.is_tensor(t) and t.device.type == "cpu" else _to_cpu(t)
+        for name, t in made.items()
+    }
     return found, [launch for launch in log if launch.name.endswith("act_quantize")]
 
 
