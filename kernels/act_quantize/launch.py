@@ -22,7 +22,7 @@ from .triton_kernel import _act_quantize_kernel, _dgrad_act_quantize_kernel
 
 # Rows and columns of `a` that a program holds, and warps.
 _FORWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (64, 128, 8), "mxfp8": (128, 64, 4)}
-_BACKWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (32, 128, 16), "mxfp8": (128, 32, 16)}
+_BACKWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (16, 128, 8), "mxfp8": (128, 32, 16)}
 
 
 @Launcher

@@ -9,9 +9,9 @@ the bytes that `quantize` makes of the 16-bit results of the passes `fc1_act` an
 A program has a tile and BLOCK_F columns of `a`, a part of a chunk that divides F: so columns of one half of `dh` never
 reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
 
-Registers hold 4,096 gates and as many linear channels and gradients. For mxfp8 that is a whole tile, 32 columns wide.
-For fp8_block, whose blocks are 128 rows or 128 columns, a backward program first stores token copies, 32 columns at a
-time, and then the rest, 32 rows at a time, from the same inputs, which are then in a cache.
+A backward program for mxfp8 holds a whole tile, 32 columns wide. For fp8_block, whose blocks are 128 rows or 128
+columns, registers are too few for a tile of 128 columns: a program first stores token copies, 16 columns at a time, and
+then the rest, 16 rows at a time, from the same inputs, which are then in a cache.
 """
 
 from __future__ import annotations
