@@ -171,13 +171,13 @@ def _plan_act_quantize(
     h_RG: Array,
     d_RF: Array,
     offsets: Array,
-    bias: ExpertTensors | list[Array],
+    bias: triton_impl.Experts,
     probs_R: Array | None,
     activation: str,
     recipe: Recipe,
     outputs: str,
 ) -> None:
-    """Forward and backward, which writes everything, or all but 16 bits ("copies"), or nothing else ("16 bits")."""
+    """Forward and backward. `outputs` of backward: "everything", "copies" or "16 bits"."""
     (num_rows, F), G = d_RF.shape, h_RG.shape[1]
     schedule = Schedule.planned(builder, offsets, num_rows, offsets.shape[0] - 1)
     act, num_tiles = triton_impl.act_options(activation), schedule.max_tiles(quantized.TILE_ROWS)
@@ -189,20 +189,20 @@ def _plan_act_quantize(
     def tokens(C: int) -> Quantized:
         return made(quantized.token_copy_shape(num_tiles, C, recipe), C)
 
-    options: dict[str, Any] = {"bias_EG": triton_impl._optional(bias, 1), "probs_R": probs_R}
+    bias_EG = (ExpertTensors.packed(bias[0], 1) if bias else None) if isinstance(bias, list) else bias
+    options: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
     grouped_act_quantize_.plan(builder, made((num_rows, F), F), h_RG, schedule, act, recipe, **options)
-    copies = [None] * 3 if outputs == "16 bits" else [made((num_rows, G), G), tokens(G), tokens(F)]
-    rounded = {} if outputs == "copies" else {"dh_RG": builder.empty((num_rows, G), h_RG.dtype)}
+    copies = (None, None, None) if outputs == "16 bits" else (made((num_rows, G), G), tokens(G), tokens(F))
     if outputs != "copies":
-        rounded["a_RF"] = builder.empty((num_rows, F), h_RG.dtype)
-    grouped_dgrad_act_quantize_.plan(builder, *copies, d_RF, h_RG, schedule, act, recipe, **options, **rounded)
+        options |= {"dh_RG": builder.empty((num_rows, G), h_RG.dtype), "a_RF": builder.empty(d_RF.shape, h_RG.dtype)}
+    grouped_dgrad_act_quantize_.plan(builder, *copies, d_RF, h_RG, schedule, act, recipe, **options)
 
 
 _act_quantize = Operator(_plan_act_quantize, DEFAULT)
 
 
 def _act_quantizing(recipe: Recipe, _: torch.dtype) -> Calls:
-    """Calls of forward and backward between GEMMs, of one activation for each of its kernels' shapes."""
+    """Forward and backward: every layout of channels, and each optional input and output absent and present."""
     bf16, offsets, probs = torch.bfloat16, _offsets((40, 60, 0)), torch.empty(100)
     variants = [
         (_SWIGLU, 256, "", True, "copies"),
@@ -223,7 +223,7 @@ def _act_quantizing(recipe: Recipe, _: torch.dtype) -> Calls:
 
 def quantizing(recipes: Iterable[Recipe]) -> Cases:
     """Cases of the kernels that quantize."""
-    quantize = {
+    quantize: Cases = {
         f"{recipe}{', gathered' * gathered}": partial(_quantizing, recipe, gathered)
         for recipe in recipes
         for gathered in (False, True)

@@ -3,8 +3,8 @@
 With `g`, `l` the gate and linear parts of `h + bias1` (rounded to the dtype of `h`) and `p` the routing probability:
     a = p * act(g, l)
     dh_g = p * d * d act / dg,    dh_l = p * d * d act / dl,    dprobs[r] = sum_f d[r, f] * act[r, f]
-where `d = dy @ fc2` is the gradient of `a`. `a` and `dh` are rounded to the dtype of `h` and then quantized: copies have
-the bytes that `quantize` makes of the 16-bit results of the passes `fc1_act` and `dgrad_act`.
+where `d = dy @ fc2` is the gradient of `a`. `a` and `dh` are rounded to the dtype of `h` before they are quantized: the
+copies have the bytes that `quantize` makes of the 16-bit results of the passes `fc1_act` and `dgrad_act`.
 
 A program has a tile and BLOCK_F columns of `a`, a part of a chunk that divides F: so columns of one half of `dh` never
 reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
@@ -60,6 +60,7 @@ def _gates_and_linear(h, row_M, place, f, F, WIDTH: tl.constexpr, ACT: tl.conste
 
 @triton.jit
 def _probs(probs_ptr, row_M, place):
+    """`[M, 1]` fp32, zero past the end."""
     _, _, first, rows = place
     return tl.load(probs_ptr + first + row_M[:, None], mask=row_M[:, None] < rows, other=0.0).to(tl.float32)
 
@@ -150,9 +151,8 @@ def _backward(
     d_MF = to_fp32(load_rows(None, d_M1, first, rows, row_M[:, None] < rows, f, F, WIDTH))
     a_MF, by_gate, by_linear = activation.activate(g, l, ACT)
     if probs_ptr is not None:
-        if part_ptr is not None:
-            if f < F:
-                tl.store(part_ptr + first + row_M, tl.sum(d_MF * a_MF, axis=1), mask=row_M < rows)
+        if part_ptr is not None and f < F:
+            tl.store(part_ptr + first + row_M, tl.sum(d_MF * a_MF, axis=1), mask=row_M < rows)
         probs_M1 = _probs(probs_ptr, row_M, place)
         d_MF *= probs_M1
         a_MF *= probs_M1
