@@ -1,5 +1,6 @@
 """The public names of the kernels. On the Hugging Face Hub this file is the package's `__init__.py`."""
 
+from .act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from .device.activation import Options
 from .dgrad_act.launch import grouped_dgrad_act_
 from .fc1_act.launch import grouped_fc1_act_
@@ -19,7 +20,9 @@ __all__ = [
     "Quantized",
     "Schedule",
     "combine_",
+    "grouped_act_quantize_",
     "grouped_dgrad_act_",
+    "grouped_dgrad_act_quantize_",
     "grouped_fc1_act_",
     "grouped_gemm_",
     "grouped_quantize_",

@@ -103,7 +103,7 @@ def by_16_bits(case, given):
 
 def run(case, given):
     """All outputs by name, on the CPU, of which an absent one is unwritten, and the launches."""
-    num_rows, owned = given.h.shape[0], sum(case.counts)
+    num_rows = given.h.shape[0]
     schedule = experts.tiles_of(case.counts, num_rows, DEVICE)
     num_tiles, act = schedule.max_tiles(128), act_options(case.kind.encoded)
 
@@ -127,10 +127,7 @@ def run(case, given):
             *copies, d, h, schedule, act, case.recipe, **options, dh_RG=dh, a_RF=a
         )
     assert (made["partial"] is None) == (not case.probs)
-    found = {
-        name: t if t is None or torch.is_tensor(t) and t.device.type == "cpu" else _to_cpu(t)
-        for name, t in made.items()
-    }
+    found = {name: None if t is None else _to_cpu(t) for name, t in made.items()}
     return found, [launch for launch in log if launch.name.endswith("act_quantize")]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
+from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.launching.program import Builder, Launch
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.operands import quantized
@@ -194,6 +195,61 @@ def _quantizing_weights(recipe: Recipe, _: torch.dtype) -> Calls:
         yield _quantize_weights, (packed[:1], recipe, *copies)
 
 
+def _plan_act_quantize(
+    builder: Builder,
+    h_RG: Array,
+    d_RF: Array,
+    offsets: Array,
+    bias: triton_impl.Experts,
+    probs_R: Array | None,
+    activation: str,
+    recipe: Recipe,
+    outputs: str,
+) -> None:
+    """Forward and backward. `outputs` of backward: "everything", "copies" or "16 bits"."""
+    (num_rows, F), G = d_RF.shape, h_RG.shape[1]
+    schedule = Schedule.planned(builder, offsets, num_rows, offsets.shape[0] - 1)
+    act, num_tiles = triton_impl.act_options(activation), schedule.max_tiles(quantized.TILE_ROWS)
+
+    def made(shape: tuple[int, ...], C: int) -> Quantized:
+        scales = quantized.scales_shape(num_tiles, C, recipe), quantized.SCALE_DTYPES[recipe]
+        return Quantized(builder.empty(shape, torch.float8_e4m3fn), builder.empty(*scales))
+
+    def tokens(C: int) -> Quantized:
+        return made(quantized.token_copy_shape(num_tiles, C, recipe), C)
+
+    bias_EG = (ExpertTensors.packed(bias[0], 1) if bias else None) if isinstance(bias, list) else bias
+    options: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
+    grouped_act_quantize_.plan(builder, made((num_rows, F), F), h_RG, schedule, act, recipe, **options)
+    copies = (None, None, None) if outputs == "16 bits" else (made((num_rows, G), G), tokens(G), tokens(F))
+    if outputs != "copies":
+        options |= {"dh_RG": builder.empty((num_rows, G), h_RG.dtype), "a_RF": builder.empty(d_RF.shape, h_RG.dtype)}
+    grouped_dgrad_act_quantize_.plan(builder, *copies, d_RF, h_RG, schedule, act, recipe, **options)
+
+
+_act_quantize = Operator(_plan_act_quantize, DEFAULT)
+
+
+def _act_quantizing(recipe: Recipe, _: torch.dtype) -> Calls:
+    """Forward and backward: every layout of channels, and each optional input and output absent and present."""
+    bf16, offsets, probs = torch.bfloat16, _offsets((40, 60, 0)), torch.empty(100)
+    variants = [
+        (_SWIGLU, 256, "", True, "copies"),
+        (_SWIGLU, 256, "packed", True, "everything"),
+        (_SWIGLU, 256, "", False, "16 bits"),
+        (_GPT_OSS, 256, "apart", True, "everything"),
+        (Activation("geglu", limit=7.0), 256, "", True, "copies"),
+        (Activation("gelu"), 256, "apart", True, "everything"),
+    ]
+    if recipe == "mxfp8":
+        variants.append((_SWIGLU, 96, "packed", True, "everything"))
+    for activation, F, biases, with_probs, outputs in variants:
+        G = 2 * F if activation.gated else F
+        h, d = torch.empty(100, G, dtype=bf16), torch.empty(100, F, dtype=bf16)
+        bias = Layer(experts=biases)._experts((G,), bf16) if biases else []
+        yield _act_quantize, (h, d, offsets, bias, probs if with_probs else None, activation.encoded, recipe, outputs)
+
+
 def quantizing(recipes: Iterable[Recipe]) -> Cases:
     """Cases of the kernels that quantize."""
     rows: Cases = {
@@ -201,7 +257,8 @@ def quantizing(recipes: Iterable[Recipe]) -> Cases:
         for recipe in recipes
         for gathered in (False, True)
     }
-    return rows | {f"{recipe}, weights": partial(_quantizing_weights, recipe) for recipe in recipes}
+    own = {f"{recipe}, weights": partial(_quantizing_weights, recipe) for recipe in recipes}
+    return rows | own | {f"{recipe}, activations": partial(_act_quantizing, recipe) for recipe in recipes}
 
 
 def eight_bit(recipe: str) -> Cases:

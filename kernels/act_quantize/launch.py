@@ -20,9 +20,9 @@ from ..tiles.rounding import cdiv
 from ..tiles.table import Recipe
 from .triton_kernel import _act_quantize_kernel, _dgrad_act_quantize_kernel
 
-# Columns of `a` that a program has at most, and warps.
-_FORWARD: dict[Recipe, tuple[int, int]] = {"fp8_block": (128, 8), "mxfp8": (64, 4)}
-_BACKWARD: dict[Recipe, tuple[int, int]] = {"fp8_block": (128, 16), "mxfp8": (64, 8)}
+# Rows and columns of `a` that a program holds, and warps.
+_FORWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (64, 128, 8), "mxfp8": (128, 64, 4)}
+_BACKWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (16, 128, 8), "mxfp8": (128, 32, 16)}
 
 
 @Launcher
@@ -43,7 +43,7 @@ def grouped_act_quantize_(
     For a row of swiglu it moves 5 F bytes, and F / 32 of scales: 4 F of `h`, and F of the copy.
     """
     F = a_rows.elements.shape[1]
-    columns, num_warps = _sizes(_FORWARD[recipe], F)
+    block_r, columns, num_warps = _sizes(_FORWARD[recipe], F)
     num_f, num_tiles = _programs(h_RG.shape[1], F, columns), schedule.max_tiles(TILE_ROWS)
     if not num_tiles * F:
         return
@@ -59,11 +59,13 @@ def grouped_act_quantize_(
         "stride_h_r": h_RG.strides[0],
         "ACT": act,
         "RECIPE": recipe,
+        "BLOCK_R": block_r,
         "BLOCK_F": columns,
     }
     sizes: dict[str, Any] = {"F": F, "itemsize": h_RG.dtype.itemsize, "probs": itemsize(probs_R)}
     costs = partial(cost.act_quantize, **sizes, gated=act.GATED, bias=bias_EG is not None)
-    builder.launch(_act_quantize_kernel, (num_tiles * num_f,), arguments, cost=costs, num_warps=num_warps)
+    grid = (num_tiles * num_f * (TILE_ROWS // block_r),)
+    builder.launch(_act_quantize_kernel, grid, arguments, cost=costs, num_warps=num_warps)
 
 
 @Launcher
@@ -96,7 +98,7 @@ def grouped_dgrad_act_quantize_(
     F of the copy of `a`.
     """
     (num_rows, F), G = d_RF.shape, h_RG.shape[1]
-    columns, num_warps = _sizes(_BACKWARD[recipe], F, act.CHANNEL_STEP)
+    block_r, columns, num_warps = _sizes(_BACKWARD[recipe], F, act.CHANNEL_STEP)
     num_f, num_tiles = _programs(G, F, columns), schedule.max_tiles(TILE_ROWS)
     partial_PR = None if probs_R is None else builder.empty((F // columns + num_others, num_rows), torch.float32)
     if not num_tiles * F:
@@ -124,6 +126,7 @@ def grouped_dgrad_act_quantize_(
         "stride_h_r": h_RG.strides[0],
         "ACT": act,
         "RECIPE": recipe,
+        "BLOCK_R": block_r,
         "BLOCK_F": columns,
     }
     sizes: dict[str, Any] = {"F": F, "itemsize": h_RG.dtype.itemsize, "probs": itemsize(probs_R)}
@@ -139,11 +142,11 @@ def grouped_dgrad_act_quantize_(
     return partial_PR
 
 
-def _sizes(most: tuple[int, int], F: int, step: int = 1) -> tuple[int, int]:
-    """Columns of `a` and warps of a program: its columns of `dh` are in one chunk, and it has no part of two halves."""
-    columns, num_warps = most
+def _sizes(most: tuple[int, int, int], F: int, step: int = 1) -> tuple[int, int, int]:
+    """Rows, columns of `a` and warps: columns of `dh` are in one chunk, and of one half."""
+    rows, columns, num_warps = most
     columns = min(columns, CHUNK // step)
-    return (columns if F % columns == 0 else 32), num_warps
+    return rows, columns if F % columns == 0 else 32, num_warps
 
 
 def _programs(G: int, F: int, columns: int) -> int:
