@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import eight_bit
-from support.eight_bit import RECIPES, along_rows, along_tokens, distances, weight
+from support.eight_bit import RECIPES, along_rows, along_tokens, distances, spread_out, weight
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -19,11 +19,7 @@ pytestmark = [
 
 
 class Layer:
-    """Experts and a batch in bf16; padding rows hold NaN.
-
-    With scales that are powers of two, an element is the same in any block but for those of much larger elements. So
-    every row and every column of each tensor has an exponent of its own, down to -`spread`.
-    """
+    """Experts and a batch in bf16, spread out by `spread`; padding rows hold NaN."""
 
     def __init__(
         self, activation="swiglu", packed=True, layout="out_in", probs=True, bias=False, dtype=torch.bfloat16, spread=12
@@ -31,9 +27,7 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape, scale=1.0):
-            lines = [(*shape[:-1], 1), (*shape[:-2], 1, shape[-1])]
-            exponents = sum(torch.randint(spread + 1, line, generator=generator) for line in lines)
-            return (torch.randn(*shape, generator=generator) * scale * 2.0**-exponents).bfloat16()
+            return spread_out(torch.randn(*shape, generator=generator) * scale, spread, generator).bfloat16()
 
         self.activation = fusedmlp.Activation(activation) if isinstance(activation, str) else activation
         G = 2 * F if self.activation.gated else F
