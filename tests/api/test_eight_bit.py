@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support import eight_bit
-from support.eight_bit import RECIPES, along_rows, along_tokens, distances, spread_out, weight
+from support.eight_bit import RECIPES, along_rows, along_tokens, distances, magnitudes, weight
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -19,7 +19,7 @@ pytestmark = [
 
 
 class Layer:
-    """Experts and a batch in bf16, spread out by `spread`; padding rows hold NaN."""
+    """Experts and a batch in bf16, of magnitudes that differ by `spread`; padding rows hold NaN."""
 
     def __init__(
         self, activation="swiglu", packed=True, layout="out_in", probs=True, bias=False, dtype=torch.bfloat16, spread=12
@@ -27,7 +27,8 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape, scale=1.0):
-            return spread_out(torch.randn(*shape, generator=generator) * scale, spread, generator).bfloat16()
+            factors = magnitudes(shape, spread, generator)
+            return (torch.randn(*shape, generator=generator) * scale * factors).bfloat16()
 
         self.activation = fusedmlp.Activation(activation) if isinstance(activation, str) else activation
         G = 2 * F if self.activation.gated else F

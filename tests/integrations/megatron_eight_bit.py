@@ -15,7 +15,7 @@ from integrations import megatron_layers
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import token_dispatcher
 from support import eight_bit, megatron_experts
-from support.eight_bit import spread_out
+from support.eight_bit import magnitudes
 from support.grids import part
 from support.megatron_experts import Cell, batch, landed, reduced, run_cells
 
@@ -135,9 +135,9 @@ def step(config):
     layer = megatron_layers.moe_layer(config, ours=True)
     with torch.no_grad():
         for weight in [param for param in layer.experts.parameters() if param.dim() == 2]:
-            weight.copy_(spread_out(weight))
+            weight.mul_(magnitudes(weight.shape))
     torch.manual_seed(7 + dist.get_rank())
-    x, dy = (spread_out(torch.randn(150, 128)).view(75, 2, 128) for _ in range(2))
+    x, dy = ((torch.randn(150, 128) * magnitudes((150, 128))).view(75, 2, 128) for _ in range(2))
     x.requires_grad_()
     seen = {}
 

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from support.eight_bit import spread_out
+from support.eight_bit import magnitudes
 from support.grids import part
 
 from fusedmlp.contract import dummy, route
@@ -132,12 +132,12 @@ def config_of(cell):
 
 def batch(cell, index, rank):
     generator = torch.Generator().manual_seed(100 * rank + index)
-    dtype, rows = getattr(torch, cell.dtype), sum(cell.counts)
+    dtype, shape = getattr(torch, cell.dtype), (sum(cell.counts), cell.hidden)
     x, dy = (
-        spread_out(torch.randn(rows, cell.hidden, generator=generator), cell.spread, generator).to(dtype)
+        (torch.randn(shape, generator=generator) * magnitudes(shape, cell.spread, generator)).to(dtype)
         for _ in range(2)
     )
-    return x, torch.rand(rows, generator=generator), dy
+    return x, torch.rand(len(x), generator=generator), dy
 
 
 def weights_of(model):
@@ -251,7 +251,7 @@ def run_cell(cell, config, check=check):
     model = Model(config, cell)
     with torch.no_grad():
         for weight in [param for param in model.parameters() if param.dim() == 2]:
-            weight.copy_(spread_out(weight, cell.spread))
+            weight.mul_(magnitudes(weight.shape, cell.spread))
         dist.broadcast(model.dense.weight, 0)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cell.grad_reduce_in_fp32,
