@@ -15,6 +15,7 @@ from integrations import megatron_layers
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import token_dispatcher
 from support import eight_bit, megatron_experts
+from support.eight_bit import magnitudes
 from support.grids import part
 from support.megatron_experts import Cell, batch, landed, reduced, run_cells
 
@@ -38,6 +39,7 @@ class EightBitCell(Cell):
     ffn: ClassVar[int] = 256
     # Experts begin anywhere, one is empty, one has one row; 64 rows on average, the least that are quantized.
     counts: ClassVar[tuple[int, ...]] = (130, 0, 125, 1)
+    spread: ClassVar[int] = 12
 
     @property
     def formats(self):
@@ -96,21 +98,21 @@ def expected_grads(weights, cell, recipe, wgrad):
 def check(cell, ddp, model, weights, experts):
     """Compare gradients with those of the cell's formats; those of other formats must be far away."""
     recipe, wgrad = cell.formats
-    want = reduced(expected_grads(weights, cell, recipe, wgrad), experts, cell)
+    every = (recipe, wgrad), (recipe, "bf16" if cell.fp8_wgrad else "recipe"), ("bf16", "bf16")
+    want, *others = [reduced(expected_grads(weights, cell, *formats), experts, cell) for formats in every]
     got = landed(ddp, model, want)
     of_dtype = cell.dtype == "bfloat16" and not (cell.gradient_accumulation_fusion and cell.grad_reduce_in_fp32)
     for name, grad in want.items():
         in_bf16 = of_dtype or (cell.dtype == "bfloat16" and not ("experts" in name and "weight" in name))
         error = float((got[name] - grad).norm())
         assert error <= (ALLOWED_IN_BF16 if in_bf16 else ALLOWED) * float(grad.norm()), (name, error)
-    for other in ((recipe, "bf16" if cell.fp8_wgrad else "recipe"), ("bf16", "bf16")):
-        want = reduced(expected_grads(weights, cell, *other), experts, cell)
+    for formats, other in zip(every[1:], others, strict=True):
         flat, far = (
             torch.cat([grads[name].flatten() for name in experts if "weight" in name])
-            for grads in (landed(ddp, model, want), want)
+            for grads in (landed(ddp, model, other), other)
         )
         error = float((flat - far).norm() / far.norm())
-        assert error > 0.01, (other, error)
+        assert error > 0.01, (formats, error)
 
 
 def gradients(fp8_recipe, quick):
@@ -131,8 +133,12 @@ def step(config):
     """A step of a whole MoELayer: its output and gradients, and what its experts were given and made of it."""
     torch.manual_seed(5)
     layer = megatron_layers.moe_layer(config, ours=True)
+    with torch.no_grad():
+        for weight in [param for param in layer.experts.parameters() if param.dim() == 2]:
+            weight.mul_(magnitudes(weight.shape))
     torch.manual_seed(7 + dist.get_rank())
-    x, dy = torch.randn(75, 2, 128).requires_grad_(), torch.randn(75, 2, 128)
+    x, dy = ((torch.randn(150, 128) * magnitudes((150, 128))).view(75, 2, 128) for _ in range(2))
+    x.requires_grad_()
     seen = {}
 
     def watch(experts, given, made):

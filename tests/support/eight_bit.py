@@ -8,6 +8,16 @@ from fusedmlp.operators.torch_quantize import quantize
 RECIPES = {"fp8_block": 128, "mxfp8": 32}
 
 
+def magnitudes(shape, spread=12, generator=None):
+    """A factor for each element: every row and every column has a power of two of its own, down to `2**-spread`.
+
+    Without them tests would not see blocks: as scales are powers of two, 8 bits keep the same of an element in any
+    block but those of much larger elements.
+    """
+    lines = [(*shape[:-1], 1), (*shape[:-2], 1, shape[-1])]
+    return 2.0 ** -sum(torch.randint(spread + 1, line, generator=generator) for line in lines)
+
+
 def dequantized(x, recipe, block):
     """The values that 8 bits keep; with the recipe "bf16", all."""
     return x.double() if recipe == "bf16" else quantize(x.float(), recipe, block).dequantize(block)

@@ -21,11 +21,7 @@ LAYERS = {
 
 
 class Layer:
-    """Experts and a batch in bf16; padding rows hold NaN.
-
-    With scales that are powers of two, an element is the same in any block but for those of much larger elements. So
-    every row and every column of each tensor has an exponent of its own, down to -`spread`.
-    """
+    """Experts and a batch in bf16, of magnitudes that differ by `spread`; padding rows hold NaN."""
 
     def __init__(
         self, activation="swiglu", packed=True, layout="out_in", probs=True, bias=False, dtype=torch.bfloat16, spread=12
@@ -33,9 +29,8 @@ class Layer:
         generator = torch.Generator().manual_seed(0)
 
         def normal(*shape, scale=1.0):
-            lines = [(*shape[:-1], 1), (*shape[:-2], 1, shape[-1])]
-            exponents = sum(torch.randint(spread + 1, line, generator=generator) for line in lines)
-            return (torch.randn(*shape, generator=generator) * scale * 2.0**-exponents).bfloat16()
+            factors = eight_bit.magnitudes(shape, spread, generator)
+            return (torch.randn(*shape, generator=generator) * scale * factors).bfloat16()
 
         self.activation = fusedmlp.Activation(activation) if isinstance(activation, str) else activation
         G = 2 * F if self.activation.gated else F

@@ -16,6 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from support.eight_bit import magnitudes
 from support.grids import part
 
 from fusedmlp.contract import dummy, route
@@ -45,6 +46,7 @@ class Cell:
     hidden: ClassVar[int] = 7
     ffn: ClassVar[int] = 5
     counts: ClassVar[tuple[int, ...]] = (4, 0, 3)
+    spread: ClassVar[int] = 0  # of magnitudes; see `support/eight_bit.py`
 
     def __str__(self):
         changed = [f"{k}={v}" for k, v in vars(self).items() if v != getattr(type(self)(), k)]
@@ -130,9 +132,12 @@ def config_of(cell):
 
 def batch(cell, index, rank):
     generator = torch.Generator().manual_seed(100 * rank + index)
-    dtype, rows = getattr(torch, cell.dtype), sum(cell.counts)
-    x, dy = (torch.randn(rows, cell.hidden, generator=generator).to(dtype) for _ in range(2))
-    return x, torch.rand(rows, generator=generator), dy
+    dtype, shape = getattr(torch, cell.dtype), (sum(cell.counts), cell.hidden)
+    x, dy = (
+        (torch.randn(shape, generator=generator) * magnitudes(shape, cell.spread, generator)).to(dtype)
+        for _ in range(2)
+    )
+    return x, torch.rand(len(x), generator=generator), dy
 
 
 def weights_of(model):
@@ -228,11 +233,25 @@ def check(cell, ddp, model, weights, experts):
     assert_close(landed(ddp, model, want), want, low, dtype)
 
 
+def together(check, *arguments):
+    """Run a check; raise where it fails on any rank, as a rank that failed alone would leave the others waiting."""
+    said, every = None, [None] * dist.get_world_size()
+    try:
+        check(*arguments)
+    except AssertionError as error:
+        said = str(error)
+    dist.all_gather_object(every, said)
+    if any(every):
+        raise AssertionError(every)
+
+
 def run_cell(cell, config, check=check):
     """Two steps, so that state that the first leaves behind would show in the second."""
     torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
     model = Model(config, cell)
     with torch.no_grad():
+        for weight in [param for param in model.parameters() if param.dim() == 2]:
+            weight.mul_(magnitudes(weight.shape, cell.spread))
         dist.broadcast(model.dense.weight, 0)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=cell.grad_reduce_in_fp32,
@@ -247,7 +266,7 @@ def run_cell(cell, config, check=check):
     weights = weights_of(model)
     for _ in range(2):
         train_step(model, ddp, cell)
-        check(cell, ddp, model, weights, experts)
+        together(check, cell, ddp, model, weights, experts)
         assert all(p.grad is None for p in model.parameters())
         if cell.overlap_param_gather:
             forget_what_others_own(ddp)
