@@ -1,18 +1,20 @@
-"""The demo's experiment: three training runs, and whether the loss curves of `plain` and `fused` agree."""
+"""The demo's experiment: training runs, and whether their loss curves agree as they should."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, median
 
 from fusedmlp.demo.count import StepCount, count_step
-from fusedmlp.demo.train import Column, Run, Settings, Trainer, train
+from fusedmlp.demo.train import Column, Run, Settings, Trainer, train, why_not
 
 # The bound in units of the last place of the loss (the first `_EARLY` steps) or of the drift: see `agreement`.
 SLACK = 4
 _EARLY = 3
 _FP32_EPSILON = 2**-23
+# The most that a loss of a run with a recipe may differ from the other run's, as a part of it; see `Beside`.
+MOST = 0.05
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,34 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A run with a recipe beside the run in the wider format, `other`, from the same weights.
+
+    The first losses differ by the rounding of one forward: equal ones would mean that the experts did not compute in
+    the recipe's format. Later ones also by what training makes of that, which has to stay below `MOST`.
+    """
+
+    measured: Measured
+    other: Column
+    difference: list[float]  # of losses, as parts of the other run's
+
+    @property
+    def worst(self) -> tuple[int, float]:
+        """The step, from 0, with the largest difference, and that."""
+        return max(enumerate(self.difference), key=lambda item: _nan_is_largest(item[1]))
+
+    @property
+    def computed(self) -> bool:
+        """Whether the experts computed in the recipe's format."""
+        return self.difference[0] > 0
+
+    @property
+    def passed(self) -> bool:
+        """Whether they did, and the losses stayed close; a NaN never is."""
+        return self.computed and all(part <= MOST for part in self.difference)
+
+
+@dataclass(frozen=True)
 class Results:
     """Everything that the demo measured."""
 
@@ -52,29 +82,50 @@ class Results:
     fused: Measured
     losses: dict[Column, list[float]]
     agreement: Agreement
+    recipes: dict[Column, Beside] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
-        """Whether the curves agree, and autograd neither copied nor added a gradient of the fused expert weights."""
-        return self.agreement.agree and self.fused.step.copies == 0 and self.fused.step.adds == 0
+        """Whether all curves agree, and autograd copied and added gradients of expert weights in `plain` alone."""
+        steps = [self.fused.step, *(beside.measured.step for beside in self.recipes.values())]
+        unfused = any(step.copies or step.adds for step in steps)
+        return self.agreement.agree and not unfused and all(beside.passed for beside in self.recipes.values())
 
 
-def compare(settings: Settings) -> Results:
-    """Train `plain`, `fused` and `control`; count one more step of the first two."""
+def compare(settings: Settings, recipe: Column | None = None) -> Results:
+    """Train `plain`, `fused` and `control`, and with a recipe, `bf16` and it; count one more step of all but `control`.
+
+    Raises:
+        ValueError: a recipe that these settings cannot have.
+    """
+    others: dict[Column, Column] = {}  # of the columns with a recipe
+    if recipe is not None:
+        reason = why_not(settings, recipe)
+        if reason is not None:
+            raise ValueError(reason)
+        others = {"bf16": "fused", recipe: "fused" if recipe == "bf16" else "bf16"}
     runs: dict[Column, Run] = {}
-    columns = {}
-    for column in ("plain", "fused"):
+    columns: dict[Column, Measured] = {}
+    for column in ("plain", "fused", *others):
         trainer = Trainer(settings, column)
         runs[column] = train(trainer)
         columns[column] = _measured(runs[column], count_step(trainer))
     runs["control"] = train(Trainer(settings, "control"))
     losses = {column: run.losses for column, run in runs.items()}
     curves = agreement(losses["plain"], losses["fused"], losses["control"])
-    return Results(settings, columns["plain"], columns["fused"], losses, curves)
+    recipes = {
+        column: Beside(columns[column], other, _parts(losses[column], losses[other]))
+        for column, other in others.items()
+    }
+    return Results(settings, columns["plain"], columns["fused"], losses, curves, recipes)
 
 
 def _measured(run: Run, step: StepCount) -> Measured:
     return Measured(fmean(run.losses[-10:]), run.held_out, median(run.ms), step)
+
+
+def _parts(losses: list[float], others: list[float]) -> list[float]:
+    return [abs(loss - other) / other for loss, other in zip(losses, others, strict=True)]
 
 
 def agreement(plain: list[float], fused: list[float], control: list[float]) -> Agreement:

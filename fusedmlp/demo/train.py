@@ -1,10 +1,11 @@
-"""Three training runs that differ in one thing each, from the same seed, on the same bytes in the same order.
+"""Training runs that differ in one thing each, from the same seed, on the same bytes in the same order.
 
 `plain`: PyTorch accumulates the gradients of the micro-batches in `.grad`. `fused`: the backward of the experts
 accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output may round at other
 places than a GEMM followed by an add. Mostly that stays invisible, until it sends a token to another expert; training
 amplifies that. `control` measures how far: it is `plain`, except that in every layer and micro-batch the token with the
-closest choice of experts goes to its runner-up expert.
+closest choice of experts goes to its runner-up expert. Other runs are `fused` with experts of a recipe; their weights
+stay float32.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from tqdm import tqdm
 
 from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.demo.model import LanguageModel, ModelConfig
+from fusedmlp.recipe import BLOCKS, DTYPES, LEAST_ROWS, check_blocks
+from fusedmlp.validate import implementation
 
-Column = Literal["plain", "fused", "control"]
+Column = Literal["plain", "fused", "control", "bf16", "fp8_block", "mxfp8"]
 MICRO_BATCHES = 2
 _BALANCE_WEIGHT = 0.01
 _WARMUP = 20  # steps; then the learning rate falls linearly
@@ -42,6 +45,26 @@ class Settings:
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
+def why_not(settings: Settings, column: Column) -> str | None:
+    """The reason why these runs cannot have a column of 8 bits; None if they can.
+
+    Without this check a layer with few rows would compute in bf16, and errors of others would come after other runs.
+    """
+    if column not in BLOCKS:
+        return None
+    model = settings.model
+    rows = settings.micro_batch * model.context * model.experts_per_token / model.experts
+    if rows < LEAST_ROWS:
+        return f"recipe={column!r}: expected at least {LEAST_ROWS} rows an expert, as fewer stay in bf16; got {rows:g}"
+    try:
+        impl = implementation("auto", torch.device(settings.device))
+        check_blocks(column, "fc1", 2 * model.ffn, model.hidden, impl)
+        check_blocks(column, "fc2", model.hidden, model.ffn, impl)
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error)
+    return None
+
+
 @cache
 def text() -> tuple[Tensor, Tensor]:
     """CPython's language reference as byte values (int64, on the CPU): the first 90% and the held-out rest."""
@@ -56,17 +79,25 @@ class Trainer:
     Args:
         settings: shared by all runs.
         column: the run. Runs differ only in what depends on it.
+
+    Raises:
+        ValueError: a column that these settings cannot have.
     """
 
     def __init__(self, settings: Settings, column: Column) -> None:
+        reason = why_not(settings, column)
+        if reason is not None:
+            raise ValueError(reason)
         self.settings, self.column = settings, column
         torch.manual_seed(settings.seed)
-        self.model = LanguageModel(settings.model, "main_grad" if column == "fused" else "off")
+        fused = column not in ("plain", "control")
+        recipe = column if column in DTYPES else None
+        self.model = LanguageModel(settings.model, "main_grad" if fused else "off", recipe)
         if column == "control":
             self.model.flip_closest()
         self.model.to(settings.device)
         self.buffer: MainGradBuffer | None = None
-        if column == "fused":
+        if fused:
             # The flag grad_added_to_main_grad is for Megatron's hooks; nothing in this loop reads it.
             self.buffer = MainGradBuffer(self.model.expert_weights(), grad_added_to_main_grad=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95))
