@@ -21,7 +21,7 @@ FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow di
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
 PART ?= 1/1
-ALSO := plan routing tile_order beyond_int32 fused_microbatches
+ALSO := plan routing tile_order beyond_int32 fused_microbatches quantize
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin

@@ -25,7 +25,7 @@ from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import Routing
-from fusedmlp.recipe import check_blocks, formats
+from fusedmlp.recipe import NAMES, check_blocks, formats
 from fusedmlp.validate import Experts, Input, Options
 
 
@@ -268,14 +268,17 @@ def _prepare(
     """The call's constants, with `impl` and `recipe` resolved."""
     layout, mode, queue, is_first_microbatch, impl, recipe, wgrad = options
     impl = validate.implementation(impl, x.tensor.device)
-    for name, experts in weights.items():
-        check_blocks(recipe, name, experts.out_features, experts.in_features, impl)
-    firsts, rows = [experts.tensors[0] for experts in weights.values()], num_rows / experts.num_experts
-    computed = formats(recipe, wgrad, x.dtypes[0], firsts, rows)
+    encoded, dtype = "", x.dtypes[0]
+    if recipe is not None:
+        for name, experts in weights.items():
+            check_blocks(recipe, name, experts.out_features, experts.in_features, impl)
+        encoded = formats(recipe, wgrad, num_rows / experts.num_experts).encoded
+    elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
+        encoded = formats(NAMES[dtype], wgrad).encoded
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
     constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
-    return make(*constants, computed.encoded, is_first_microbatch is not None)
+    return make(*constants, encoded, is_first_microbatch is not None)
 
 
 # Cached, as arguments are only numbers and names.

@@ -7,7 +7,6 @@ quantizes the operands of every GEMM in addition.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,23 +17,27 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_block": torch.bflo
 BLOCKS = {"fp8_block": 128, "mxfp8": 32}  # 8-bit recipe -> elements that share a scale along what a GEMM contracts
 WGRADS = ("recipe", "bf16")
 LEAST_ROWS = 64  # an expert, on average: with fewer, quantization costs more than GEMMs of 8 bits save
-_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Formats(NamedTuple):
     """Formats of GEMMs' operands, as operators take them, encoded in one string."""
 
     gemms: str  # an 8-bit recipe; "": as they come
-    wgrad: str  # a recipe, whose products are added unrounded; "": as they come
+    wgrad: str  # a recipe, with which products are added unrounded
 
     @property
     def encoded(self) -> str:
-        """`"gemms/wgrad"`; "" for operands as they come."""
-        return "/".join(self) if self.wgrad else ""
+        """`"gemms/wgrad"`."""
+        return "/".join(self)
 
     @classmethod
     def decode(cls, encoded: str) -> Formats:
-        """The inverse of `encoded`."""
+        """The inverse of `encoded`; from "", of a layer without a recipe, two empty strings.
+
+        Without a recipe `impl="torch"` rounds products of wgrad to the dtype of the operands before it adds them to a
+        float32 `main_grad`, which is faster.
+        """
         gemms, _, wgrad = encoded.partition("/")
         return cls(gemms, wgrad)
 
@@ -49,12 +52,12 @@ def computed_dtypes(x: Tensor, recipe: str | None) -> tuple[torch.dtype, ...]:
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
-        if dtype in _NAMES and x.dtype in (dtype, torch.float32):
+        if dtype in NAMES and x.dtype in (dtype, torch.float32):
             return dtype, torch.float32
     return (x.dtype,)
 
 
-def check_blocks(recipe: str | None, name: str, out_features: int, in_features: int, impl: str) -> None:
+def check_blocks(recipe: str, name: str, out_features: int, in_features: int, impl: str) -> None:
     """Check that an 8-bit recipe can be computed, and that its blocks fit the weight of this name."""
     if recipe not in BLOCKS:
         return
@@ -69,13 +72,8 @@ def check_blocks(recipe: str | None, name: str, out_features: int, in_features: 
         )
 
 
-def formats(recipe: str | None, wgrad: str, dtype: torch.dtype, weights: Sequence[Tensor], rows: float) -> Formats:
-    """The formats of a layer that computes in `dtype`, with so many `rows` an expert on average.
-
-    Without a recipe, and with weights of that dtype, `impl="torch"` rounds products of wgrad to it before it adds them
-    to a float32 `main_grad`, which is faster.
-    """
-    if recipe in BLOCKS and rows >= LEAST_ROWS:
-        return Formats(recipe, recipe if wgrad == "recipe" else wgrad)
-    casts = any(weight.dtype != dtype for weight in weights)
-    return Formats("", _NAMES.get(dtype, "") if recipe is not None or casts else "")
+def formats(recipe: str, wgrad: str, rows: float = 0.0) -> Formats:
+    """The formats of a layer with so many `rows` an expert on average."""
+    long = recipe in BLOCKS and rows >= LEAST_ROWS
+    computed = recipe if long else NAMES[DTYPES[recipe]]
+    return Formats(recipe if long else "", computed if wgrad == "recipe" else wgrad)

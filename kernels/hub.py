@@ -5,6 +5,8 @@ from .dgrad_act.launch import grouped_dgrad_act_
 from .fc1_act.launch import grouped_fc1_act_
 from .gemm.launch import grouped_gemm_
 from .operands.expert_tensors import ExpertTensors
+from .operands.quantized import Quantized
+from .quantize.launch import grouped_quantize_
 from .routing.combine import combine_
 from .routing.order import route
 from .routing.plan import Schedule, plan_of_counts
@@ -13,11 +15,13 @@ from .wgrad.launch import grouped_wgrad_
 __all__ = [
     "ExpertTensors",
     "Options",
+    "Quantized",
     "Schedule",
     "combine_",
     "grouped_dgrad_act_",
     "grouped_fc1_act_",
     "grouped_gemm_",
+    "grouped_quantize_",
     "grouped_wgrad_",
     "plan_of_counts",
     "route",

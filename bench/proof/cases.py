@@ -6,7 +6,7 @@ sizes and addresses are multiples of 16. Tensors are small and uninitialised: on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.kernels.launching.program import Builder, Launch
 from fusedmlp.kernels.launching.run import Operator
-from fusedmlp.kernels.tiles.select import Target
+from fusedmlp.kernels.operands import quantized
+from fusedmlp.kernels.operands.arrays import Array
+from fusedmlp.kernels.operands.quantized import Quantized
+from fusedmlp.kernels.quantize.launch import grouped_quantize_
+from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.tiles.select import DEFAULT, Target
+from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import triton_impl
 
 Calls = Iterator[tuple[Operator, tuple[Any, ...]]]
@@ -120,6 +126,51 @@ def _many_experts(dtype: torch.dtype) -> Calls:
     for width in (256, 255):
         y, rows = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
         yield triton_impl.combine, (y, rows, num_rows // 8)
+
+
+def _plan_quantize(
+    builder: Builder,
+    x_RC: Array,
+    offsets: Array,
+    rows_R: Array | None,
+    recipe: Recipe,
+    row_copy: bool,
+    token_copy: bool,
+) -> None:
+    num_rows, C = (x_RC if rows_R is None else rows_R).shape[0], x_RC.shape[1]
+    schedule = Schedule.planned(builder, offsets, num_rows, offsets.shape[0] - 1)
+    num_tiles = schedule.max_tiles(quantized.TILE_ROWS)
+
+    def made(shape: tuple[int, ...]) -> Quantized:
+        scales = quantized.scales_shape(num_tiles, C, recipe), quantized.SCALE_DTYPES[recipe]
+        return Quantized(builder.empty(shape, torch.float8_e4m3fn), builder.empty(*scales))
+
+    rows = made((num_rows, C)) if row_copy else None
+    tokens = made(quantized.token_copy_shape(num_tiles, C, recipe)) if token_copy else None
+    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, recipe, rows_R=rows_R)
+
+
+_quantize = Operator(_plan_quantize, DEFAULT)
+
+
+def _quantizing(recipe: Recipe, gathered: bool, _: torch.dtype) -> Calls:
+    """Calls with x of every dtype, as launches without a tile are compiled once."""
+    offsets, rows = _offsets((40, 60, 0)), torch.empty(100, dtype=torch.int32) if gathered else None
+    x, half, single = (torch.empty(100, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
+    unaligned = torch.empty(100, 257, dtype=torch.bfloat16)[:, 1:]
+    for of in (x, half, single, unaligned):
+        yield _quantize, (of, offsets, rows, recipe, True, True)
+    for copies in ((True, False), (False, True)):
+        yield _quantize, (x, offsets, rows, recipe, *copies)
+
+
+def quantizing(recipes: Iterable[Recipe]) -> Cases:
+    """Cases of the kernels that quantize."""
+    return {
+        f"{recipe}{', gathered' * gathered}": partial(_quantizing, recipe, gathered)
+        for recipe in recipes
+        for gathered in (False, True)
+    }
 
 
 _SEVERAL: Cases = {"several micro-batches": partial(_microbatches, True, False)}

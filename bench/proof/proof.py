@@ -139,8 +139,16 @@ def rows(task: Task) -> list[Row]:
 
 def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
     """`(shape class, whether descriptors can be used, whether kernels are warp-specialized, cases)`, which together use
-    the whole table.
+    the whole table; then cases that the table does not have.
     """
+    yield from _settings_of_table(of_format, task)
+    if task.dtype == "bf16":  # once: these cases have every dtype
+        yield "long", True, False, cases.quantizing(table.RECIPES[task.target])
+
+
+def _settings_of_table(
+    of_format: table.Tiles, task: Task
+) -> Iterator[tuple[table.ShapeClass, bool, bool, cases.Cases]]:
     warp_specialized = any(key.path == "warp_specialized" for key in of_format) and not gluon_missing()
     shapes: list[table.ShapeClass] = ["long"]
     if any(tile != of_format[key._replace(shape="long")] for key, tile in of_format.items() if key.shape == "short"):
@@ -165,7 +173,7 @@ def _settings(of_format: table.Tiles, task: Task) -> Iterator[tuple[table.ShapeC
 
 
 def _wanted(task: Task) -> Callable[[Launch], bool]:
-    """Selects the launches to compile; kernels without a row, which compute integers, are the same for all dtypes."""
+    """Selects the launches to compile; those without a tile of the table are the same for all tasks of a target."""
     seen: dict[Any, set[Any]] = defaultdict(set)
 
     def wanted(launch: Launch) -> bool:

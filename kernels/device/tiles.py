@@ -27,6 +27,16 @@ def round_to(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def to_fp32(value):
+    """A float of at most 32 bits in fp32, exactly. The interpreter makes zeros of subnormal bfloat16, so there the bits
+    are moved.
+    """
+    if INTERPRETED and value.dtype == tl.bfloat16:
+        value = (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
+
+
+@triton.jit
 def paired(value):
     """Return `value`. On NVIDIA, LLVM then rounds 16-bit values in pairs; by itself it does so only for values that are
     used once.

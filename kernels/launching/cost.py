@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..operands.quantized import CHUNK, TILE_ROWS
+from ..tiles.rounding import cdiv
+
 _FP32 = _INT32 = 4
 
 
@@ -101,6 +104,25 @@ def wgrad(
         num_bytes += _read(R, K, itemsize, x_tokens)
     flops = (product_flops(N, K, R) if grad else 0) + (R * N * (2 if scale else 1) if bias_grad else 0)
     return Cost("wgrad", flops, num_bytes, grad_bytes)
+
+
+def quantize(
+    rows: Sequence[int],
+    C: int,
+    itemsize: int,
+    *,
+    row_copy: bool = True,
+    token_copy: bool = True,
+    tokens: int | None = None,
+) -> Cost:
+    """Reads x `[R, C]`, writes a byte for each element of a copy, and 512 bytes of scales for each tile and chunk.
+
+    A token copy has 128 rows for every tile. Each element of a copy is multiplied once.
+    """
+    R, tiles = sum(rows), sum(cdiv(n, TILE_ROWS) for n in rows)
+    scales = 512 * tiles * cdiv(C, CHUNK)
+    written = row_copy * (R * C + scales) + token_copy * (TILE_ROWS * tiles * C + scales)
+    return Cost("quantize", R * C * (row_copy + token_copy), _read(R, C, itemsize, tokens) + written)
 
 
 def route(R: int, E: int, itemsize: int, probs: int) -> Cost:

@@ -23,6 +23,17 @@ BY_DESCRIPTORS: tuple[Path, ...] = ("warp_specialized", "tma", "gather")
 # Element type of the activations, which weights share.
 Format = Literal["bf16", "fp16", "fp32"]
 FORMATS: dict[torch.dtype, Format] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+# Ways to quantize activations and weights to 8 bits (`operators/torch_quantize.py` of the library), by architecture.
+Recipe = Literal["fp8_block", "mxfp8"]
+RECIPES: Mapping[str, tuple[Recipe, ...]] = {
+    "sm_80": (),
+    "sm_90": ("fp8_block",),
+    "sm_100": ("mxfp8",),
+    "sm_120": ("mxfp8",),
+    "gfx942": (),
+    "gfx950": ("mxfp8",),
+    "interpreter": get_args(Recipe),
+}
 ShapeClass = Literal["short", "long"]
 # Mean rows per expert below which a shape is "short".
 SHORT_ROWS = 64

@@ -10,11 +10,16 @@ from fusedmlp.activation import Activation
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
+from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.operands.quantized import Quantized
+from fusedmlp.kernels.quantize.launch import grouped_quantize_
+from fusedmlp.kernels.quantize.triton_kernel import _quantize_kernel
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import sizes_of_plan
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
+from fusedmlp.operators import torch_quantize
 from fusedmlp.operators.triton_impl import act_options
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,7 +135,44 @@ def test_rows_of_a_token(memory):
     same(out)
 
 
+@pytest.mark.parametrize("rows", [None, TOKENS], ids=["permuted", "gathered"])
+def test_rows_that_are_quantized(memory, rows):
+    x = Far(memory)(R if rows is None else T, H)
+    elements = torch.zeros(2, R, H, dtype=torch.float8_e4m3fn, device=DEVICE)
+    for i in range(2):
+        scales = torch.empty(quantized.scales_shape(2, H, "mxfp8"), dtype=torch.uint8, device=DEVICE)
+        grouped_quantize_(Quantized(elements[i], scales), None, x[i], tiles(), "mxfp8", rows_R=rows)
+    same(elements.float())
+
+
 if triton.knobs.runtime.interpret:  # only the interpreter can be told which block to run
+
+    @pytest.mark.parametrize(("recipe", "block", "columns"), [("fp8_block", 128, 128), ("mxfp8", 32, 64)])
+    def test_a_tile_of_copies_far_out(memory, monkeypatch, recipe, block, columns):
+        """The last tile of matrices of 3 * 2**30 elements."""
+        C, first = 4096, 3 * 2**18
+        tile, size = first // 128, (first + 128) * C
+        x, elements = memory[:size].view(-1, C), memory[size:].view(torch.float8_e4m3fn)
+        x[first:, :columns] = torch.randn(128, columns)
+        row_copy = elements[:size].view(-1, C)
+        token_copy = elements[size : 2 * size].view(quantized.token_copy_shape(tile + 1, C, recipe))
+        shape, dtype = quantized.scales_shape(tile + 1, C, recipe), quantized.SCALE_DTYPES[recipe]
+        row_scales, token_scales = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+        table = torch.zeros(tile + 2, 3, dtype=torch.int32)
+        table[0, 0], table[-1] = tile + 1, torch.tensor([0, first, first + 128])
+        place = np.array([tile * C // columns], dtype=np.int32)
+        builder = triton.runtime.interpreter.interpreter_builder
+        handle = triton.runtime.interpreter.TensorHandle
+        monkeypatch.setattr(builder, "create_get_program_id", lambda axis: handle(place, triton.language.int32))
+        _quantize_kernel[(1,)](x, None, row_copy, row_scales, token_copy, token_scales, table, C, C, recipe, columns)
+        by_row, by_column = (
+            torch_quantize.quantize(x[first:, :columns], recipe, of) for of in ((1, block), (block, 1))
+        )
+        last = token_copy[tile] if recipe == "mxfp8" else token_copy[tile].T
+        assert torch.equal(row_copy[first:, :columns].float(), by_row.elements.float())
+        assert torch.equal(last[:, :columns].float(), by_column.elements.float())
+        for scales, of in ((row_scales[tile, 0], by_row), (token_scales[tile, 0], by_column)):
+            assert float(scales.view(dtype).flatten()[0]) == float(of.scales.view(dtype).flatten()[0])
 
     def test_a_block_of_routing_far_out(memory, monkeypatch):
         """A block after 2**30 positions (8 GB of ids) counts its ids, and places rows behind all earlier ones."""

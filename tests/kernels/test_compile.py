@@ -51,7 +51,7 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
     assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == set(get_args(table.Path))
     gemms = {"grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act", "grouped_wgrad"}
     routing = {"routing_counts", "routing_places", "combine"}
-    assert {row["kernel"] for row in rows} >= gemms | routing | {"plan", "wgrad_plan"}
+    assert {row["kernel"] for row in rows} >= gemms | routing | {"plan", "wgrad_plan", "quantize"}
     for kernel in gemms:
         found = [row["tensor_core_instructions"] for row in rows if row["kernel"] == kernel and row["dtype"] == "bf16"]
         assert len(found) > 5
@@ -67,7 +67,7 @@ def test_all_variants_are_all_cases():
     expected = {*product(("short", "long"), (True, False), (False,)), ("long", True, True)}
     assert {each[:3] for each in settings} == expected
     names = {name for *_, chosen in settings for name in chosen}
-    assert names == set(cases.DEMANDING | cases.CORE | cases.VARIATIONS | cases.ONCE)
+    assert names == set(cases.DEMANDING | cases.CORE | cases.VARIATIONS | cases.ONCE | cases.quantizing(["fp8_block"]))
 
 
 def test_interpreting_processes_say_that_they_cannot_compile():

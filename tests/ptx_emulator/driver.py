@@ -34,7 +34,7 @@ ORDERS = (
     Order("random", seed=1, random_schedule=True, resident=3),
 )
 # Notes of the emulator that tell of a mistake, whatever the results.
-_SUSPICIOUS = re.compile("RACE|PROXY|FENCE|mbarrier|nothing waited|on their way")
+_SUSPICIOUS = re.compile("RACE|PROXY|FENCE|UNWRITTEN|mbarrier|nothing waited|on their way")
 _NARROW = re.compile(r"(?:st|atom|red)\.shared\S*\.b(8|16)\b")
 
 Mutation = Callable[[str, str], str]

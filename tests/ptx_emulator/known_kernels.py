@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 Blocks = tuple[int, int, int]
 # Allowed errors, relative to |a| @ |b|.
 _TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float32: 1e-3}
+_OF_BYTES = 1e-6  # the operands are exact, and the result is in fp32
 
 
 @triton.jit
@@ -66,6 +67,11 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> torch.Te
     return torch.randn(rows, columns).to(dtype) if layout == "r" else torch.randn(columns, rows).to(dtype).T
 
 
+def result(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """For the product of matrices of this type: NaNs, in fp32 if the type has 8 bits."""
+    return torch.full((rows, columns), float("nan"), dtype=torch.float32 if dtype.itemsize == 1 else dtype)
+
+
 def assert_product(c: torch.Tensor, a: torch.Tensor, b: torch.Tensor, tolerance: float) -> None:
     error = (c.double() - a.double() @ b.double()).abs() / (a.double().abs() @ b.double().abs())
     assert error.max() < tolerance
@@ -76,11 +82,11 @@ def check_matmul(
 ) -> None:
     M, N, K = 144, 176, 160
     a, b = matrix(M, K, dtype, layouts[0]), matrix(K, N, dtype, layouts[1])
-    c = torch.full((M, N), float("nan"), dtype=dtype)
+    c = result(M, N, dtype)
     grid = (triton.cdiv(M, blocks[0]), triton.cdiv(N, blocks[1]))
     launch = {"num_warps": warps, "num_stages": stages}
     _matmul[grid](a, b, c, M, N, K, *a.stride(), *b.stride(), c.stride(0), *blocks, precision, **launch)
-    assert_product(c, a, b, 1e-6 if precision == "ieee" else _TOLERANCE[dtype])
+    assert_product(c, a, b, 1e-6 if precision == "ieee" else _TOLERANCE.get(dtype, _OF_BYTES))
 
 
 @triton.jit
@@ -104,14 +110,14 @@ def check_matmul_tma(dtype: torch.dtype, blocks: Blocks, warps: int, stages: int
     M, N, K = 200, 176, 160
     BM, BN, BK = blocks
     a, b = matrix(M, K, dtype, "r"), matrix(K, N, dtype, "c" if b_nk else "r")
-    c = torch.full((M, N), float("nan"), dtype=dtype)
+    c = result(M, N, dtype)
     descriptors = [
         TensorDescriptor.from_tensor(a, [BM, BK]),
         TensorDescriptor.from_tensor(b.T, [BN, BK]) if b_nk else TensorDescriptor.from_tensor(b, [BK, BN]),
         TensorDescriptor.from_tensor(c, [BM, BN]),
     ]
     _matmul_tma[(3,)](*descriptors, M, N, K, *blocks, b_nk, flatten, num_warps=warps, num_stages=stages)
-    assert_product(c, a, b, _TOLERANCE[dtype])
+    assert_product(c, a, b, _TOLERANCE.get(dtype, _OF_BYTES))
 
 
 @triton.jit

@@ -13,11 +13,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
+    TensorMemoryScalesLayout,
     allocate_tensor_memory,
     get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
+    tcgen05_copy,
     tcgen05_mma,
+    tcgen05_mma_scaled,
 )
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
@@ -85,6 +88,87 @@ def check_two_products(BM: int, stages: int) -> None:
     c = torch.full((BM, BN), float("nan"))
     _two_products[(1,)](a1, a2, b1, b2, c, K, BM, BN, 64, num_warps=4, num_stages=stages)
     assert_product(c, torch.cat([a1, a2], 1), torch.cat([b1, b2]), 1e-5)
+
+
+@triton.jit
+def _scaled(a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    m = tl.program_id(0) * BM + tl.arange(0, BM)[:, None]
+    n = tl.program_id(1) * BN + tl.arange(0, BN)[:, None]
+    acc = tl.zeros((BM, BN), tl.float32)
+    for start in range(0, K, BK):
+        k, group = start + tl.arange(0, BK)[None, :], start // 32 + tl.arange(0, BK // 32)[None, :]
+        a_scale, b_scale = tl.load(a_scale_ptr + m * (K // 32) + group), tl.load(b_scale_ptr + n * (K // 32) + group)
+        a, b = tl.load(a_ptr + m * K + k), tl.load(b_ptr + n * K + k)
+        acc = tl.dot_scaled(a, a_scale, "e4m3", b.T, b_scale, "e4m3", acc)
+    tl.store(c_ptr + m * N + tl.reshape(n, (1, BN)), acc)
+
+
+def _mxfp8(rows: int, K: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix, and a power of two for 32 of its elements along K."""
+    return torch.randn(rows, K).to(torch.float8_e4m3fn), torch.randint(120, 135, (rows, K // 32), dtype=torch.uint8)
+
+
+def _dequantized(matrix: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return matrix.double() * torch.exp2(scale.double() - 127).repeat_interleave(32, 1)
+
+
+def check_scaled(BN: int, BK: int, warps: int) -> None:
+    M, N, K, BM = 256, 2 * BN, 256, 128
+    (a, a_scale), (b, b_scale) = _mxfp8(M, K), _mxfp8(N, K)
+    c = torch.full((M, N), float("nan"))
+    _scaled[(2, 2)](a, a_scale, b, b_scale, c, N, K, BM, BN, BK, num_warps=warps)
+    assert_product(c, _dequantized(a, a_scale), _dequantized(b, b_scale).T, 1e-6)
+
+
+@gluon.jit
+def _scales(ptr, CHUNKS: gl.constexpr, WARPS: gl.constexpr):
+    """`[128 * CHUNKS, 4]` in shared memory, as tcgen05.cp takes them."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [WARPS], [0])
+    shared: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=1)
+    values = gl.load(ptr + gl.arange(0, 512 * CHUNKS, layout))
+    chunks = gl.allocate_shared_memory(gl.uint8, [512 * CHUNKS], shared, values).reshape((CHUNKS, 1, 32, 4, 4))
+    return chunks.permute((0, 3, 2, 1, 4)).reshape((128 * CHUNKS, 4))
+
+
+@gluon.jit
+def _copied_scales(
+    a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, c_ptr, N: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr
+):
+    flat: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    k = gl.arange(0, 128, gl.SliceLayout(0, flat))[None, :]
+    m, n = gl.arange(0, 128, gl.SliceLayout(1, flat))[:, None], gl.arange(0, N, gl.SliceLayout(1, flat))[:, None]
+    a = gl.allocate_shared_memory(gl.float8e4nv, [128, 128], SHARED, gl.load(a_ptr + m * 128 + k))
+    b = gl.allocate_shared_memory(gl.float8e4nv, [N, 128], SHARED, gl.load(b_ptr + n * 128 + k)).permute((1, 0))
+    layout: gl.constexpr = TensorMemoryLayout((128, N), col_stride=1)
+    acc = allocate_tensor_memory(gl.float32, [128, N], layout)
+    b_scale = allocate_tensor_memory(gl.uint8, [N, 4], TensorMemoryScalesLayout())
+    a_scale = allocate_tensor_memory(gl.uint8, [128, 4], TensorMemoryScalesLayout())
+    a_scales, b_scales = _scales(a_scale_ptr, 1, WARPS), _scales(b_scale_ptr, N // 128, WARPS)
+    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(bar, count=1)
+    fence_async_shared()
+    tcgen05_copy(a_scales, a_scale)
+    tcgen05_copy(b_scales, b_scale)
+    tcgen05_mma_scaled(a, b, acc, a_scale, b_scale, "e4m3", "e4m3", use_acc=False)
+    tcgen05_commit(bar)
+    mbarrier.wait(bar, phase=0)
+    mbarrier.invalidate(bar)
+    out_of: gl.constexpr = get_tmem_reg_layout(gl.float32, (128, N), layout, WARPS)
+    m, n = gl.arange(0, 128, gl.SliceLayout(1, out_of)), gl.arange(0, N, gl.SliceLayout(0, out_of))
+    gl.store(c_ptr + m[:, None] * N + n[None, :], acc.load(out_of))
+
+
+def _chunks(scale: torch.Tensor) -> torch.Tensor:
+    """512 bytes for 128 rows and 4 steps along K: row r lies beside r % 32."""
+    return scale.view(-1, 4, 32, 4).transpose(1, 2).contiguous()
+
+
+def check_copied_scales(N: int, warps: int) -> None:
+    (a, a_scale), (b, b_scale) = _mxfp8(128, 128), _mxfp8(N, 128)
+    c = torch.full((128, N), float("nan"))
+    shared = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+    _copied_scales[(1,)](a, _chunks(a_scale), b, _chunks(b_scale), c, N, shared, warps, num_warps=warps)
+    assert_product(c, _dequantized(a, a_scale), _dequantized(b, b_scale).T, 1e-6)
 
 
 @gluon.jit

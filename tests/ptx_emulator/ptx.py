@@ -24,6 +24,8 @@ TYPES = {
     },
     **{f"f{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
 }
+# 8-bit floats
+QUARTERS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _LANES = 32
 
 Param = torch.Tensor | np.ndarray | int | bytes
@@ -95,6 +97,11 @@ def halves(values: Sequence[float]) -> np.ndarray:
 def brains(values: Sequence[float]) -> np.ndarray:
     """Bits of bfloat16, as u16."""
     return torch.tensor(values, dtype=torch.bfloat16).view(torch.uint16).numpy()
+
+
+def quarters(values: Sequence[float] | np.ndarray, kind: str) -> np.ndarray:
+    """Bits of e4m3 or e5m2, as u8."""
+    return torch.tensor(np.asarray(values), dtype=torch.float32).to(QUARTERS[kind]).view(torch.uint8).numpy()
 
 
 def _kernel(body: str, params: Sequence[Param], target: str, threads: int, maxnreg: int) -> str:

@@ -147,7 +147,7 @@ def test_what_rounds_to_zero_keeps_its_sign():
     assert lanes("cvt.rni.f32.f32 d, a;", "f32 f32", [-0.4]).view(np.uint32) == bits(-0.0)
 
 
-@pytest.mark.parametrize("line", ["cvt.rn.satfinite.e4m3x2.f32 d, a, a;", "cvt.rn.satfinite.tf32.f32 d, a;"])
+@pytest.mark.parametrize("line", ["cvt.rn.satfinite.e2m3x2.f32 d, a, a;", "cvt.rs.f16x2.f32 d, a, a, a;"])
 def test_a_conversion_that_is_not_known_is_an_error_that_names_its_line(line):
     with pytest.raises(EmulationError, match=r"PTX line \d+"):
         lanes(line, "u32 f32", [1])

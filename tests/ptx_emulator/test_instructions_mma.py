@@ -2,26 +2,32 @@
 
 import numpy as np
 import pytest
+import torch
 from ptx_emulator.library import EmulationError
-from ptx_emulator.ptx import brains, halves, run_ptx
+from ptx_emulator.ptx import QUARTERS, brains, halves, quarters, run_ptx
 
 LANE = np.arange(32)
+BYTES = tuple(QUARTERS)
 GROUP, INSIDE = LANE // 4, LANE % 4  # "groupID" and "threadID_in_group"
 
 
 def pack(values, kind):
-    """Registers: of halves two in each, the first one low; fp32's own bits for tf32."""
+    """Registers: of halves two in each and of bytes four, the first one low; fp32's own bits for tf32."""
     if kind == "tf32":
         return np.asarray(values, np.float32).view(np.uint32)
+    if kind in BYTES:
+        return np.ascontiguousarray(quarters(values, kind)).view(np.uint32)
     pairs = (brains(values.tolist()) if kind == "bf16" else halves(values)).astype(np.uint32)
     return pairs[..., ::2] | pairs[..., 1::2] << 16
 
 
 def fragment_a(a, kind):
-    """`[lane, register]`: rows groupID and groupID + 8, columns in eights (fours of tf32)."""
+    """`[lane, register]`: rows groupID and groupID + 8, columns in eights (fours of tf32, sixteens of bytes)."""
     depth = a.shape[1]
     if kind == "tf32":
         where = [(GROUP + 8 * (i % 2), INSIDE + 4 * (i // 2)) for i in range(depth // 2)]
+    elif kind in BYTES:
+        where = [(GROUP + 8 * (i // 4 % 2), 4 * INSIDE + i % 4 + 16 * (i // 8)) for i in range(depth // 2)]
     else:
         where = [(GROUP + 8 * (i // 2 % 2), 2 * INSIDE + i % 2 + 8 * (i // 4)) for i in range(depth // 2)]
     return pack(np.stack([a[row, column] for row, column in where], 1), kind)
@@ -31,6 +37,8 @@ def fragment_b(b, kind):
     depth = b.shape[0]
     if kind == "tf32":
         where = [INSIDE + 4 * i for i in range(depth // 4)]
+    elif kind in BYTES:
+        where = [4 * INSIDE + i % 4 + 16 * (i // 4) for i in range(depth // 4)]
     else:
         where = [2 * INSIDE + i % 2 + 8 * (i // 2) for i in range(depth // 4)]
     return pack(np.stack([b[row, GROUP] for row in where], 1), kind)
@@ -43,9 +51,10 @@ def fragment_c(c):
 SHAPES = [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf32", 4)]
 
 
-def product(a, b, c, kind, depth, target="sm_80"):
+def product(a, b, c, kind, depth, target="sm_80", kind_b=None):
     """The instruction's result for these matrices, as `[lane, 4]`."""
-    operands = [fragment_a(a, kind), fragment_b(b, kind), fragment_c(c).astype(np.float32)]
+    kind_b = kind_b or kind
+    operands = [fragment_a(a, kind), fragment_b(b, kind_b), fragment_c(c).astype(np.float32)]
     names, body = iter(range(100)), ""
     registers = []
     for i, operand in enumerate(operands):
@@ -54,7 +63,8 @@ def product(a, b, c, kind, depth, target="sm_80"):
         body += f"mad.wide.u32 %d0, %lane, {4 * count}, %a{i};"
         body += "".join(f"ld.global.b32 {name}, [%d0+{4 * j}];" for j, name in enumerate(registers[-1]))
     lists = ["{" + ", ".join(names) + "}" for names in registers]
-    body += f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32 {{%f0, %f1, %f2, %f3}}, {', '.join(lists)};"
+    name = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind_b}.f32"
+    body += f"{name} {{%f0, %f1, %f2, %f3}}, {', '.join(lists)};"
     body += "mad.wide.u32 %d0, %lane, 16, %a3; st.global.v4.b32 [%d0], {%f0, %f1, %f2, %f3};"
     out = np.zeros((32, 4), np.float32)
     run_ptx(body, *operands, out, target=target)
@@ -67,6 +77,52 @@ def test_product(kind, depth, target):
     rng = np.random.default_rng(depth)
     a, b, c = (rng.integers(-9, 10, shape).astype(np.float32) for shape in ((16, depth), (depth, 8), (16, 8)))
     np.testing.assert_array_equal(product(a, b, c, kind, depth, target), fragment_c(a @ b + c))
+
+
+@pytest.mark.parametrize("depth", [16, 32])
+@pytest.mark.parametrize("kind_b", BYTES)
+@pytest.mark.parametrize("kind", BYTES)
+def test_product_of_bytes(kind, kind_b, depth):
+    """Numbers that both types hold; every sum is exact."""
+    rng = np.random.default_rng(depth)
+    a, b = (
+        rng.choice([-1, 1], shape) * rng.integers(4, 8, shape) * 2.0 ** rng.integers(*limits, shape)
+        for shape, limits in (((16, depth), (-8, 0)), ((depth, 8), (-4, 4)))
+    )
+    c = rng.integers(-9, 10, (16, 8)).astype(np.float32)
+    np.testing.assert_array_equal(product(a, b, c, kind, depth, "sm_90", kind_b), fragment_c(a @ b + c))
+
+
+@pytest.mark.parametrize("depth", [16, 32])
+def test_each_element_of_bytes_has_its_place(depth):
+    """One element of A and of B is not zero, each in all of its places; powers of two name it."""
+    for k in range(depth):
+        a, b = np.zeros((16, depth), np.float32), np.zeros((depth, 8), np.float32)
+        a[:, k], b[k] = 2.0 ** (np.arange(16) - 8), 2.0 ** (8 - np.arange(8))
+        got = product(a, b, np.zeros((16, 8)), "e5m2", depth, "sm_90")
+        np.testing.assert_array_equal(got, fragment_c(np.outer(a[:, k], b[k])))
+
+
+@pytest.mark.parametrize("kind", BYTES)
+def test_every_byte_that_is_a_number(kind):
+    """A holds each byte twice; B picks 8 columns of it at a time."""
+    codes = torch.arange(512, dtype=torch.int32).to(torch.uint8).reshape(16, 32)
+    values = codes.view(QUARTERS[kind]).float().numpy()
+    a = np.where(np.isfinite(values), values, 0)
+    for first in range(0, 32, 8):
+        b = np.zeros((32, 8), np.float32)
+        b[first : first + 8] = np.eye(8)
+        got = product(a, b, np.zeros((16, 8)), kind, 32, "sm_90")
+        np.testing.assert_array_equal(got, fragment_c(a[:, first : first + 8]))
+
+
+def test_bytes_that_are_not_numbers():
+    a, b, c = np.zeros((16, 32), np.float32), np.ones((32, 8), np.float32), np.zeros((16, 8))
+    a[3, 7], a[5, 9] = np.inf, np.nan
+    got = product(a, b, c, "e5m2", 32, "sm_90")
+    expected = np.zeros((16, 8))
+    expected[3], expected[5] = np.inf, np.nan
+    np.testing.assert_array_equal(got, fragment_c(expected))
 
 
 def test_sums_are_kept_in_fp32():
@@ -88,8 +144,13 @@ def test_tf32_ignores_thirteen_bits():
         "{%r1, %r2, %r3, %r4};",
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r1, %r2, %r3, %r4}, {%r1, %r2}, {%r5}, "
         "{%r1, %r2, %r3, %r4};",
+        "mma.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 {%r1, %r2, %r3, %r4}, {%r1, %r2, %r3, %r4}, {%r5, %r6}, "
+        "{%r1, %r2, %r3, %r4};",
+        "mma.sync.aligned.m16n8k8.row.col.f32.e4m3.e4m3.f32 {%r1, %r2, %r3, %r4}, {%r1}, {%r5}, {%r1, %r2, %r3, %r4};",
+        "mma.sync.aligned.m16n8k16.row.col.f32.e4m3.f16.f32 {%r1, %r2, %r3, %r4}, {%r1, %r2}, {%r5}, "
+        "{%r1, %r2, %r3, %r4};",
     ],
-    ids=["f16_sums", "s8", "registers"],
+    ids=["f16_sums", "s8", "registers", "f16_k32", "e4m3_k8", "e4m3_f16"],
 )
 def test_what_is_not_known_is_an_error_that_names_its_line(line):
     with pytest.raises(EmulationError, match=r"PTX line \d+: mma"):

@@ -139,6 +139,23 @@ def test_redux_of_fp32(name, expected):
     np.testing.assert_array_equal(got, np.full(32, expected, np.float32))
 
 
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("max.abs", 7), ("min.abs", 0.5), ("max.abs.NaN", np.nan), ("min.abs.NaN", np.nan)],
+    ids=lambda x: str(x),
+)
+def test_redux_of_absolute_values(name, expected):
+    a = np.array([3, np.nan, -7, *[-0.5] * 29], np.float32)
+    got = lanes(f"redux.sync.{name}.f32 d, a, {FULL};", "f32 f32", a, target="sm_100")
+    np.testing.assert_array_equal(got, np.full(32, expected, np.float32))
+
+
+def test_one_lane_alone_gives_its_absolute_value():
+    a = np.full(32, -3, np.float32)
+    got = lanes("setp.eq.u32 p, %lane, 5; @p redux.sync.max.abs.f32 d, a, 32;", "f32 f32", a, target="sm_100")
+    assert got.tolist() == [3.0 if lane == 5 else 0.0 for lane in LANES]
+
+
 def test_one_lane_is_elected():
     code = f"elect.sync t|p, {FULL}; selp.b32 d, 1, 0, p; shl.b32 t, t, 8; or.b32 d, d, t;"
     got = lanes(code, "u32 u32", VALUES)

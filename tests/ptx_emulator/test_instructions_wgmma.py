@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ptx_emulator import wgmma
 from ptx_emulator.library import EmulationError
-from ptx_emulator.ptx import brains, halves, run_ptx
+from ptx_emulator.ptx import QUARTERS, brains, halves, quarters, run_ptx
 from ptx_emulator.test_instructions_mma import fragment_a
 
 BASE = 1024  # the address of shared memory's first byte
@@ -13,13 +13,15 @@ FENCE, COMMIT, WAIT = (
     "wgmma.commit_group.sync.aligned;",
     "wgmma.wait_group.sync.aligned 0;",
 )
-DEPTHS = {"bf16": 16, "f16": 16, "tf32": 8}
+DEPTHS = {"bf16": 16, "f16": 16, "tf32": 8, "e4m3": 32, "e5m2": 32}
 TRANSPOSES = {"bf16", "f16"}
 
 
 def packed(values, kind):
     if kind == "tf32":
         return np.asarray(values, np.float32)
+    if kind in QUARTERS:
+        return quarters(values, kind)
     return brains(values.tolist()) if kind == "bf16" else halves(values)
 
 
@@ -27,21 +29,45 @@ class Product:
     """D = A B^T of small integers, whose every sum is exact."""
 
     def __init__(
-        self, kind="bf16", columns=16, *, a_swizzle=3, b_swizzle=3, a_mn=False, b_mn=False, steps=1, in_registers=False
+        self,
+        kind="bf16",
+        columns=16,
+        *,
+        a_swizzle=3,
+        b_swizzle=3,
+        a_mn=False,
+        b_mn=False,
+        steps=1,
+        in_registers=False,
+        kind_b=None,
     ):
         rng = np.random.default_rng(columns + steps)
-        self.kind, self.columns, self.steps, self.in_registers = kind, columns, steps, in_registers
+        self.kind, self.kind_b, self.columns, self.steps, self.in_registers = (
+            kind,
+            kind_b or kind,
+            columns,
+            steps,
+            in_registers,
+        )
         self.depth = DEPTHS[kind]
-        self.a, self.b = (rng.integers(-9, 10, (rows, steps * self.depth)).astype(np.float32) for rows in (64, columns))
-        self.left = wgmma.Operand(packed(self.a, kind), a_swizzle, a_mn, BASE)
-        self.right = wgmma.Operand(packed(self.b, kind), b_swizzle, b_mn, BASE + len(self.left.data))
+        most = 3 if kind == "e5m2" or kind_b == "e5m2" else 9
+        self.a, self.b = (
+            rng.integers(-most, most + 1, (rows, steps * self.depth)).astype(np.float32) for rows in (64, columns)
+        )
+        self.layouts = (a_swizzle, a_mn), (b_swizzle, b_mn)
+        self.place()
         self.d = [f"%f{i}" for i in range(columns // 2)]
+
+    def place(self):
+        left, right = self.layouts
+        self.left = wgmma.Operand(packed(self.a, self.kind), *left, BASE)
+        self.right = wgmma.Operand(packed(self.b, self.kind_b), *right, BASE + len(self.left.data))
 
     def instruction(self, step=0, scale_d="1", negate=(1, 1)):
         left = "{%r10, %r11, %r12, %r13}" if self.in_registers else "%d10"
         transposed = [int(self.left.mn_major)] * (not self.in_registers) + [int(self.right.mn_major)]
         options = [*negate, *(transposed if self.kind in TRANSPOSES else [])]
-        name = f"wgmma.mma_async.sync.aligned.m64n{self.columns}k{self.depth}.f32.{self.kind}.{self.kind}"
+        name = f"wgmma.mma_async.sync.aligned.m64n{self.columns}k{self.depth}.f32.{self.kind}.{self.kind_b}"
         return f"""
             mov.b64 %d10, {self.left.descriptor(step * self.depth)};
             mov.b64 %d11, {self.right.descriptor(step * self.depth)};
@@ -88,11 +114,38 @@ def test_types_and_columns(kind, columns):
     product.check(each_step(product), product.a @ product.b.T)
 
 
+@pytest.mark.parametrize("b_swizzle", range(4))
+@pytest.mark.parametrize("a_swizzle", range(4))
+def test_layouts_of_bytes(a_swizzle, b_swizzle):
+    product = Product("e4m3", 64, a_swizzle=a_swizzle, b_swizzle=b_swizzle)
+    product.check(each_step(product), product.a @ product.b.T)
+
+
+@pytest.mark.parametrize("in_registers", [False, True], ids=["shared", "registers"])
+@pytest.mark.parametrize("kinds", [("e4m3", "e5m2"), ("e5m2", "e4m3")], ids="-".join)
+def test_bytes_of_two_types(kinds, in_registers):
+    """Each operand has numbers that the other type does not hold."""
+    product = Product(kinds[0], 16, kind_b=kinds[1], in_registers=in_registers)
+    own = {"e4m3": np.float32([1.125, 2.75, -13, 0]), "e5m2": np.float32([512, -1.75, 5, 0])}
+    product.a, product.b = (
+        np.random.default_rng(i).choice(own[kind], (rows, 32))
+        for i, (kind, rows) in enumerate(zip(kinds, (64, 16), strict=True))
+    )
+    product.place()
+    product.check(each_step(product), product.a @ product.b.T)
+
+
 @pytest.mark.parametrize(("swizzle", "mn"), [(3, False), (2, False), (0, False), (3, True), (1, True), (0, True)])
 def test_steps_advance_inside_a_layout(swizzle, mn):
     """K-major steps add bytes to the address, though it is swizzled."""
     steps = {3: 4, 2: 2}.get(swizzle, 3) if not mn else 3
     product = Product("f16", 32, a_swizzle=swizzle, b_swizzle=swizzle, a_mn=mn, b_mn=mn, steps=steps)
+    product.check(each_step(product), product.a @ product.b.T)
+
+
+@pytest.mark.parametrize("swizzle", range(4))
+def test_steps_of_bytes_advance_inside_a_layout(swizzle):
+    product = Product("e4m3", 32, a_swizzle=swizzle, b_swizzle=swizzle, steps={3: 4, 2: 2, 1: 1, 0: 3}[swizzle])
     product.check(each_step(product), product.a @ product.b.T)
 
 
@@ -207,8 +260,11 @@ def test_they_may_come_at_different_times():
         ("k16", "k8", "wgmma type"),
         (".f32.bf16.bf16", ".f16.f16.f16", "wgmma types"),
         (".f32.bf16.bf16", ".s32.s8.s8", "wgmma types"),
+        (".f32.bf16.bf16", ".f32.bf16.f16", "wgmma type"),
+        ("k16.f32.bf16.bf16", "k32.f32.e4m3.e4m3", "wgmma operands"),
+        ("k16.f32.bf16.bf16", "k16.f32.e4m3.e4m3", "wgmma type"),
     ],
-    ids=["base_offset", "beyond", "depth", "f16_sums", "s8"],
+    ids=["base_offset", "beyond", "depth", "f16_sums", "s8", "two_types", "transposed_bytes", "depth_of_bytes"],
 )
 def test_what_may_not_be_is_an_error_that_names_the_line(old, new, message):
     product = Product()

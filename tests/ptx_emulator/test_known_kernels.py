@@ -109,6 +109,45 @@ def test_matmul_by_descriptors(target, dtype, blocks, warps, stages, operand, lo
         known_kernels.check_matmul_tma(DTYPES[dtype], blocks, warps, stages, operand == "nk", loop == "flat")
 
 
+QUARTERS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "layouts", "blocks", "warps"),
+    cells(
+        [
+            (target, dtype, layouts, blocks, warps)
+            for target in TARGETS[1:]
+            for dtype in QUARTERS
+            for layouts in ("rr", "rc", "cr", "cc")
+            for blocks, warps in (((64, 64, 32), 4), ((128, 64, 64), 8), ((16, 32, 32), 2), ((64, 128, 128), 4))
+        ],
+        {"sm_90-e4m3-rc-64x64x32-4", "sm_90-e5m2-cr-16x32x32-2", "sm_100-e5m2-cr-64x128x128-4"},
+    ),
+)
+def test_matmul_of_bytes_by_pointers(target, dtype, layouts, blocks, warps):
+    with gpu(target):
+        known_kernels.check_matmul(QUARTERS[dtype], layouts, blocks, warps, 3)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "blocks", "warps", "operand"),
+    cells(
+        [
+            (target, dtype, blocks, warps, operand)
+            for target in TARGETS[1:]
+            for dtype in QUARTERS
+            for blocks, warps in (((64, 64, 64), 4), ((128, 128, 128), 8), ((64, 32, 32), 4))
+            for operand in ("nk", "kn")
+        ],
+        {"sm_90-e4m3-128x128x128-8-nk", "sm_100-e4m3-64x32x32-4-kn"},
+    ),
+)
+def test_matmul_of_bytes_by_descriptors(target, dtype, blocks, warps, operand):
+    with gpu(target):
+        known_kernels.check_matmul_tma(QUARTERS[dtype], blocks, warps, 3, operand == "nk", True)
+
+
 @one_by_one
 @pytest.mark.parametrize(("target", "warps"), cells([(t, w) for t in TARGETS for w in (1, 4)], {"sm_90-4"}))
 def test_split_k(target, warps, order):

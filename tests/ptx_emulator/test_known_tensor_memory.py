@@ -1,5 +1,7 @@
 """Kernels for sm_100 that are right, executed in every order, and two for which Triton 3.7 makes wrong code."""
 
+import re
+
 import pytest
 import torch
 from ptx_emulator import known_kernels, known_tensor_memory
@@ -91,6 +93,47 @@ def test_products_of_tensor_memory(dtype, M):
     with gpu("sm_100"):
         known_tensor_memory.check_product(DTYPES[dtype], M, 64, 128, False, True, a_in_tensor=True)
         known_tensor_memory.check_product(DTYPES[dtype], M, 64, 128, False, True, load="16x256b")
+
+
+@pytest.mark.parametrize(
+    ("BN", "BK", "warps"), cells([(128, 128, 4), (128, 128, 8), (256, 128, 8), (64, 128, 4)], {"128-128-4"})
+)
+def test_scaled_products(BN, BK, warps):
+    with gpu("sm_100"):
+        known_tensor_memory.check_scaled(BN, BK, warps)
+
+
+@pytest.mark.parametrize(("N", "warps"), cells([(128, 4), (256, 4), (256, 8)], {"256-4"}))
+def test_copied_scales(N, warps):
+    with gpu("sm_100"):
+        known_tensor_memory.check_copied_scales(N, warps)
+
+
+COPY = r"@%p\d+ tcgen05\.cp[^;]*;"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "which", "message"),
+    [
+        (COPY, 0, "UNWRITTEN: an operand in tensor memory"),
+        (COPY, 1, "UNWRITTEN: an operand in tensor memory"),
+        (COPY, 2, "UNWRITTEN: an operand in tensor memory"),
+        (r"fence\.proxy\.async[^;]*;", 0, "PROXY(.|\n)*tcgen05.cp"),
+        (r"@%p\d+ tcgen05\.commit[^;]*;", 0, "Deadlock"),
+    ],
+    ids=["copy_0", "copy_1", "copy_2", "fence", "commit"],
+)
+def test_a_missing_instruction_of_a_scaled_product_is_noticed(pattern, which, message):
+    """One copy is for the left operand, two for the 256 columns of the right one."""
+
+    def mutate(_, ptx):
+        found = list(re.finditer(pattern, ptx))
+        assert len(found) == (3 if pattern == COPY else 1)
+        return ptx[: found[which].start()] + ptx[found[which].end() :]
+
+    with gpu("sm_100", mutation=mutate):
+        with pytest.raises(EmulationError, match=message):
+            known_tensor_memory.check_copied_scales(256, 4)
 
 
 @pytest.mark.parametrize(("BM", "stages"), [(128, 3), (64, 2)])

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from fusedmlp.kernels.tiles.table import PASSES
+from fusedmlp.kernels.tiles import table
 
+PASSES = (*table.PASSES, "quantize")  # which has no tiles in the table
 ROOT = Path(__file__).parents[2]
 # The least number of files under each: a rule about files that have moved away would hold for none.
 FOLDERS = {"fusedmlp": 55, "kernels": 30, "bench": 50, "tests": 150, "examples": 3}

@@ -1,5 +1,5 @@
 // cvt between integers and floats. Values pass through a 64-bit integer or an fp64, which hold them exactly, and are
-// rounded once; the frequent conversions have handlers of their own. No fp8, no .satfinite.
+// rounded once; the frequent conversions have handlers of their own. 8-bit floats come in pairs, and without .rs.
 #include <algorithm>
 #include <limits>
 
@@ -12,10 +12,10 @@ namespace emu {
 namespace {
 
 struct Conversion {
-  Type to, from;
+  Type to, from;  // of the elements of pairs
   Rounding rounding;
   bool integral;  // .rni, .rzi, .rmi, .rpi
-  bool saturate, flush, relu;
+  bool saturate, finite, flush, relu;
   u8 to_bits, from_bits;  // of the registers
 };
 
@@ -63,6 +63,9 @@ double float_source(const Conversion& c, u64 raw) {
     case Type::F32: return c.flush ? flush_denormal(from_bits(u32(raw))) : from_bits(u32(raw));
     case Type::F16: return FP16::load(u16(raw));
     case Type::BF16: return BF16::load(u16(raw));
+    case Type::E4M3: return E4M3::load(u8(raw));
+    case Type::E5M2: return E5M2::load(u8(raw));
+    case Type::UE8M0: return UE8M0::load(u8(raw));
     default: {
       double v;
       memcpy(&v, &raw, 8);
@@ -91,16 +94,32 @@ Format format_of(Type t) {
     case Type::F16: return FORMAT_F16;
     case Type::BF16: return FORMAT_BF16;
     case Type::TF32: return FORMAT_TF32;
+    case Type::E4M3: return FORMAT_E4M3;
+    case Type::E5M2: return FORMAT_E5M2;
     case Type::F32: return FORMAT_F32;
     default: return FORMAT_F64;
   }
 }
 
+// The power of two next to the absolute value, down (.rz) or up (.rp); zero gives the least.
+u64 to_power_of_two(const Conversion& c, double v) {
+  if (v != v) return UE8M0::NOT_A_NUMBER;
+  const u64 beyond = c.finite ? UE8M0::TOP : UE8M0::NOT_A_NUMBER;
+  if (std::isinf(v)) return beyond;
+  int exponent;  // v lies in 2^(exponent - 1) * [1, 2)
+  const double fraction = std::frexp(std::fabs(v), &exponent);
+  if (fraction == 0) return 0;
+  const int power = exponent - 1 + (c.rounding == Rounding::Up && fraction > 0.5) + UE8M0::BIAS;
+  return power > UE8M0::TOP ? beyond : u64(std::max(power, 0));
+}
+
 u64 float_to_float(const Conversion& c, double v) {
+  if (c.to == Type::UE8M0) return to_power_of_two(c, v);
   if (c.integral) v = round_integral(v, c.rounding);
   if (c.saturate) v = v != v ? 0 : std::clamp(v, 0.0, 1.0);
   if (c.relu && v < 0) v = 0;
-  const u64 bits = rounded(format_of(c.to), v, c.rounding);
+  const Format format = format_of(c.to);
+  const u64 bits = c.finite ? rounded_finite(format, v, c.rounding) : rounded(format, v, c.rounding);
   if (c.to == Type::TF32) return v != v ? CANONICAL_NAN_32 : bits << 13;
   return c.to == Type::F32 && c.flush ? to_bits(flush_denormal(from_bits(u32(bits)))) : bits;
 }
@@ -109,10 +128,13 @@ u64 integer_to_float(const Conversion& c, u64 v) {
   return rounded(format_of(c.to), Exact{negative, negative ? 0 - v : v, 0}, c.rounding);
 }
 
+bool is_8_bit_float(Type t) { return t == Type::E4M3 || t == Type::E5M2; }
+bool is_any_float(Type t) { return is_float(t) || is_8_bit_float(t) || t == Type::UE8M0 || t == Type::TF32; }
+
 u64 convert(const Conversion& c, u64 raw) {
-  if (is_float(c.from)) {
+  if (is_any_float(c.from)) {
     const double v = float_source(c, raw);
-    if (is_float(c.to) || c.to == Type::TF32) return float_to_float(c, v);
+    if (is_any_float(c.to)) return float_to_float(c, v);
     return to_integer(c.to, c.from, round_integral(v, c.rounding));
   }
   const u64 v = integer_source(c.from, raw);
@@ -126,11 +148,21 @@ void any_conversion(Cta&, Warp& w, const Op& o, u32 mask) {
     write_unsigned(w, o.d[0], c.to_bits, i, convert(c, read_unsigned(w, o.s[0], c.from_bits, i)));
   });
 }
-// Two fp32 to a pair of halves, the first to the upper one
+// Two fp32 to a pair, the first to the upper half
 void any_pair(Cta&, Warp& w, const Op& o, u32 mask) {
   const auto& c = o.get<Conversion>();
   const u32 *a = reg<u32>(w, o.s[0]), *b = reg<u32>(w, o.s[1]);
-  for_lanes(mask, [&](int i) { reg<u32>(w, o.d[0])[i] = u32(convert(c, a[i])) << 16 | u32(convert(c, b[i])); });
+  for_lanes(mask, [&](int i) {
+    write_unsigned(w, o.d[0], c.to_bits, i, convert(c, a[i]) << c.to_bits / 2 | convert(c, b[i]));
+  });
+}
+// A pair to a pair
+void any_two(Cta&, Warp& w, const Op& o, u32 mask) {
+  const auto& c = o.get<Conversion>();
+  for_lanes(mask, [&](int i) {
+    const u64 both = read_unsigned(w, o.s[0], c.from_bits, i);  // of the lower one, the rest is ignored
+    write_unsigned(w, o.d[0], c.to_bits, i, convert(c, both >> c.from_bits / 2) << c.to_bits / 2 | convert(c, both));
+  });
 }
 
 // clang-format off
@@ -175,7 +207,7 @@ Conversion modifiers(Decoder& d, const Instruction& i) {
     } else if (word == "sat") {
       c.saturate = true;
     } else if (word == "satfinite") {
-      d.bad("cvt.satfinite");
+      c.finite = true;
     } else if (word == "ftz") {
       c.flush = true;
     } else if (word == "relu") {
@@ -187,13 +219,35 @@ Conversion modifiers(Decoder& d, const Instruction& i) {
   return c;
 }
 
+// PTX ISA, cvt: 8-bit floats are made of fp32 and of fp16, and only fp16 is made of them; scales go with bf16.
+bool is_pair_known(const Conversion& c) {
+  if (c.from == Type::F32) return c.to != Type::None;
+  if (c.from == Type::F16) return is_8_bit_float(c.to);
+  if (is_8_bit_float(c.from)) return c.to == Type::F16;
+  return (c.from == Type::BF16 && c.to == Type::UE8M0) || (c.from == Type::UE8M0 && c.to == Type::BF16);
+}
+void check_pair_modifiers(Decoder& d, const Instruction& i, const Conversion& c) {
+  if (bits_of(c.to) != 8 && bits_of(c.from) != 8) return;
+  const bool scales = c.to == Type::UE8M0 || c.from == Type::UE8M0;
+  if (c.integral || c.saturate || c.flush || (c.relu && scales)) d.bad("cvt modifier");
+  if (c.to == Type::UE8M0 ? !i.has("rz") && !i.has("rp") : !i.has("rn")) d.bad("cvt rounding");
+  if (is_8_bit_float(c.to) != c.finite && c.to != Type::UE8M0) d.bad("cvt.satfinite");
+}
+
 void decode_pair(Decoder& d, Instruction& i, Conversion& c) {
-  if (c.from != Type::F32 || i.operands.size() != 3) d.bad("cvt to a pair");
-  const bool plain = c.rounding == Rounding::NearestEven && !c.integral && !c.saturate && !c.flush && !c.relu;
-  const bool bf16 = c.to == Type::BF16x2;
-  c.to = bf16 ? Type::BF16 : Type::F16;
-  Handler nearest = bf16 ? &map2<u32, float, float, ToPair<BF16>> : &map2<u32, float, float, ToPair<FP16>>;
-  d.binary(i, 32, plain ? nearest : any_pair);
+  const bool of_two = c.from == Type::F32;
+  c.to_bits = u8(bits_of(c.to)), c.from_bits = u8(bits_of(c.from));
+  c.to = half_of(c.to), c.from = of_two ? c.from : half_of(c.from);
+  if (!is_pair_known(c)) d.bad("cvt to a pair");
+  check_pair_modifiers(d, i, c);
+  d.expect(i, of_two ? 3 : 2);
+  i.op.d[0] = d.destination(i.operands[0], c.to_bits);
+  for (size_t k = 1; k < i.operands.size(); k++) i.op.s[k - 1] = d.source(i.operands[k], c.from_bits);
+  const bool plain =
+      c.rounding == Rounding::NearestEven && !c.integral && !c.saturate && !c.finite && !c.flush && !c.relu;
+  i.op.fn = of_two ? any_pair : any_two;
+  if (plain && of_two && c.to == Type::BF16) i.op.fn = map2<u32, float, float, ToPair<BF16>>;
+  if (plain && of_two && c.to == Type::F16) i.op.fn = map2<u32, float, float, ToPair<FP16>>;
 }
 
 }  // namespace
@@ -204,7 +258,8 @@ void decode_conversion(Decoder& d, Instruction& i) {
   auto types = i.types();
   if (types.size() != 2) d.bad("cvt types");
   c.to = types[0], c.from = types[1];
-  if (c.to == Type::BF16x2 || c.to == Type::F16x2) return decode_pair(d, i, c);
+  if (half_of(c.to) != Type::None || half_of(c.from) != Type::None) return decode_pair(d, i, c);
+  if (c.finite && c.to != Type::F16 && c.to != Type::BF16 && c.to != Type::TF32) d.bad("cvt.satfinite");
   // PTX ISA, Operand Size Exceeding Instruction-Type Size: registers may be wider than the types.
   d.expect(i, 2);
   const Operand &to = i.operands[0], &from = i.operands[1];
@@ -216,7 +271,8 @@ void decode_conversion(Decoder& d, Instruction& i) {
   if (c.from_bits < from_bits) d.bad("cvt source too narrow");
   i.op.d[0] = d.destination(to, c.to_bits);
   i.op.s[0] = d.source(from, c.from_bits);
-  const bool plain = c.to_bits == to_bits && c.from_bits == from_bits && !c.saturate && !c.flush && !c.relu;
+  const bool plain =
+      c.to_bits == to_bits && c.from_bits == from_bits && !c.saturate && !c.finite && !c.flush && !c.relu;
   i.op.fn = any_conversion;
   if (Handler fn = plain ? frequent(c) : nullptr) i.op.fn = fn;
 }

@@ -1,5 +1,5 @@
-// The floating-point formats that C++ lacks: bf16, fp16 and tf32, held in integers and computed with in fp32.
-// A NaN is stored as the canonical one, as by the GPU's conversions.
+// The floating-point formats that C++ lacks: bf16, fp16, tf32 and those of 8 bits, held in integers and computed with
+// in fp32. A NaN is stored as the canonical one, as by the GPU's conversions.
 #pragma once
 #include <cmath>
 
@@ -43,6 +43,24 @@ struct FP16 {
     memcpy(&v, &h, 2);
     return v;
   }
+};
+
+// OCP 8-bit Floating Point Specification: e4m3 has no infinity, and one NaN of each sign; it is fp16 without the lower
+// bits, but for the bias of the exponent. e5m2 is the upper half of fp16.
+struct E4M3 {
+  static float load(u8 v) {
+    const u16 sign = u16((v & 0x80) << 8), rest = v & 0x7f;
+    return rest == 0x7f ? from_bits(CANONICAL_NAN_32) : 256 * FP16::load(u16(sign | rest << 7));
+  }
+};
+struct E5M2 {
+  static float load(u8 v) { return FP16::load(u16(v << 8)); }
+};
+// OCP Microscaling Formats: a power of two, from 2^-127 on; the last one is NaN
+struct UE8M0 {
+  static constexpr int BIAS = 127;
+  static constexpr u8 TOP = 0xfe, NOT_A_NUMBER = 0xff;
+  static float load(u8 v) { return from_bits(v == NOT_A_NUMBER ? CANONICAL_NAN_32 : v ? u32(v) << 23 : 1u << 22); }
 };
 
 struct TF32 {

@@ -47,7 +47,7 @@ struct Op {
   u32 members = NONE;  // register with the member mask
   s32 target = -1;     // of a branch: a pc, or the index of a table of them
   s64 imm = 0;
-  Address address[3];
+  Address address[4];
   std::vector<Slot> list;    // vectors of registers
   std::vector<u32> touched;  // offsets of all registers that it names
   std::vector<u32> writes;   // written registers that are operands of a wgmma

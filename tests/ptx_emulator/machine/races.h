@@ -42,7 +42,7 @@ int wgmma_agent(const Cta&, const Warp&);     // its wgmmas: clocks are groups
 int cp_async_agent(const Cta&, const Warp&);  // its cp.asyncs: clocks are epochs
 int mbarrier_agent(const Cta&, int number);   // TMA loads on an mbarrier: clocks are phases
 // In kernels that use tensor memory; their clocks count them.
-int tensor_mma_agent(const Cta&);  // all tcgen05.mma of a CTA, which are done in order
+int tensor_mma_agent(const Cta&);  // all tcgen05.mma and cp of a CTA, which are done in order
 int tensor_load_agent(const Cta&, const Warp&);
 int tensor_store_agent(const Cta&, const Warp&);
 

@@ -10,13 +10,18 @@ namespace emu {
 
 enum class Rounding : u8 { NearestEven, Zero, Down, Up, NearestAway };
 
-// The binary formats of IEEE 754 and those like them: bits of the fraction and of the exponent
+// The binary formats of IEEE 754 and those like them: bits of the fraction and of the exponent. Some lack an infinity
+// and have numbers with the highest exponent.
 struct Format {
   int fraction, exponent;
-  u64 infinity() const { return ((1ull << exponent) - 1) << fraction; }
+  bool has_infinity = true;
   u64 sign() const { return 1ull << (fraction + exponent); }
+  u64 nan() const { return sign() - 1; }  // the canonical NaN
+  u64 infinity() const { return has_infinity ? ((1ull << exponent) - 1) << fraction : nan(); }
+  u64 largest() const { return infinity() - 1; }
 };
 constexpr Format FORMAT_F16{10, 5}, FORMAT_BF16{7, 8}, FORMAT_TF32{10, 8}, FORMAT_F32{23, 8}, FORMAT_F64{52, 11};
+constexpr Format FORMAT_E4M3{3, 4, false}, FORMAT_E5M2{2, 5};
 
 // (negative ? -1 : 1) * magnitude * 2^exponent
 struct Exact {
@@ -59,12 +64,17 @@ inline u64 rounded(Format format, Exact v, Rounding rounding) {
   const u64 bits = (u64(last + format.fraction + bias - 1) << format.fraction) + kept;
   if (bits < format.infinity()) return sign | bits;
   const bool inwards = rounding == Rounding::Zero || rounding == (v.negative ? Rounding::Up : Rounding::Down);
-  return sign | (inwards ? format.infinity() - 1 : format.infinity());
+  return sign | (inwards ? format.largest() : format.infinity());
 }
 inline u64 rounded(Format format, double v, Rounding rounding) {
-  if (v != v) return format.sign() - 1;  // the canonical NaN
+  if (v != v) return format.nan();
   if (std::isinf(v)) return (v < 0 ? format.sign() : 0) | format.infinity();
   return rounded(format, exact(v), rounding);
+}
+// The same with .satfinite: nothing but a NaN is beyond the largest number.
+inline u64 rounded_finite(Format format, double v, Rounding rounding) {
+  const u64 bits = rounded(format, v, rounding), size = bits & (format.sign() - 1);
+  return v == v && size > format.largest() ? (bits & format.sign()) | format.largest() : bits;
 }
 
 }  // namespace emu

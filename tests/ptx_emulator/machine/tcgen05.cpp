@@ -16,6 +16,7 @@ void decode_tcgen05(Decoder& d, Instruction& i) {
   if (what == "ld" || what == "st") return decode_tensor_move(d, i);
   if (what == "wait::ld" || what == "wait::st") return decode_tensor_wait(d, i);
   if (what == "mma") return decode_tensor_mma(d, i);
+  if (what == "cp") return decode_tensor_copy(d, i);
   if (what == "commit") return decode_tensor_commit(d, i);
   if (what == "fence::before_thread_sync" || what == "fence::after_thread_sync") i.op.fn = nothing;
 }

@@ -10,6 +10,7 @@ void decode_tensor_allocation(Decoder&, Instruction&);  // alloc, dealloc, relin
 void decode_tensor_move(Decoder&, Instruction&);        // ld, st
 void decode_tensor_wait(Decoder&, Instruction&);        // wait::ld, wait::st
 void decode_tensor_mma(Decoder&, Instruction&);
+void decode_tensor_copy(Decoder&, Instruction&);  // cp
 void decode_tensor_commit(Decoder&, Instruction&);
 
 // Refuses words of the name, from the third on, that are none of these.

@@ -1,46 +1,21 @@
-// tcgen05.mma of one CTA (.kind::f16, .kind::tf32) and tcgen05.commit. Products are exact and sums are rounded to fp32
-// one by one. MMAs and commits of a CTA are done in the order of their issue, at times that the mode decides.
-#include <algorithm>
+// tcgen05.mma of one CTA (.kind::f16, tf32, f8f6f4 and mxf8f6f4.block_scale). Products are exact and sums are rounded
+// to fp32 one by one; with scale factors, first those of the products without D.
 #include <cmath>
 
 #include "messages.h"
-#include "tcgen05.h"
 #include "tcgen05_descriptors.h"
+#include "tcgen05_queue.h"
+#include "tcgen05_scales.h"
 
 namespace emu {
 
 namespace {
 
 struct MmaOptions {
-  bool tf32, a_in_tensor, accumulate_negated;
+  MmaKind kind;
+  bool a_in_tensor, accumulate_negated;
   u8 scale;  // D is multiplied by 2^-scale before it is added to
 };
-
-struct TensorOperation : AsyncOperation {
-  static constexpr u32 QUEUE = 0;
-  int op, warp;
-  bool was_queued = false;
-
-  virtual void perform(Cta& cta, Warp& w, const Op& o) = 0;
-  virtual void wait_in_queue(Cta&) {}
-  void complete(Cta& cta) override {
-    perform(cta, *cta.warps[size_t(warp)], cta.program->ops[size_t(op)]);
-    if (was_queued) tensor_memory(cta).queued--;
-  }
-  u32 queue() const override { return QUEUE; }
-};
-
-void issue(Cta& cta, std::unique_ptr<TensorOperation> operation) {
-  TensorMemory& t = tensor_memory(cta);
-  Launch& launch = *cta.launch;
-  const Mode mode = launch.config.mode;
-  if (mode == Mode::Early || (mode == Mode::Random && !t.queued && (launch.random() & 1)))
-    return operation->complete(cta);
-  t.queued++;
-  operation->was_queued = true;
-  operation->wait_in_queue(cta);
-  cta.in_flight.add(std::move(operation));
-}
 
 // PTX ISA, tcgen05: Data path layout organization: 64 rows take 16 of every 32 lanes.
 u32 lane_of_row(const MmaShape& shape, u32 first, u32 row) {
@@ -55,9 +30,11 @@ void for_cells(const MmaShape& shape, TensorAddress at, u32 columns, F f) {
 }
 
 struct Mma : TensorOperation {
+  using TensorOperation::TensorOperation;
   MmaShape shape;
   Part a, b;
   TensorAddress d{0}, a_address{0};
+  ScaleFactors scale_a, scale_b;  // of no rows, without block_scale
   bool accumulate;
   u32 disabled[4] = {};  // lanes of D, a bit for each
 
@@ -68,7 +45,7 @@ struct Mma : TensorOperation {
     for_cells(shape, d, shape.n, [&](u32 cell) { t.unfinished[cell]++; });
   }
   void perform(Cta& cta, Warp& w, const Op& o) override {
-    static thread_local float left[16][128], right[16][256];
+    static thread_local float left[32][128], right[32][256];
     TensorMemory& t = tensor_memory(cta);
     if (o.get<MmaOptions>().a_in_tensor) read_tensor(t, left);
     else read_part(cta, w, o, a, &left[0][0], 128);
@@ -79,6 +56,9 @@ struct Mma : TensorOperation {
   const char* name() const override { return "a tcgen05.mma"; }
 
  private:
+  float scaled(TensorMemory& t, u32 quarter, u32 row, u32 column, float sum) const {
+    return float(double(sum) * scale_a.factor(t, quarter, row) * scale_b.factor(t, quarter, column));
+  }
   void read_tensor(TensorMemory& t, float (*left)[128]) const {
     for (u32 row = 0; row < shape.m; row++) {
       const u32* from = &t.word(lane_of_row(shape, a_address.lane, row), a_address.column);
@@ -93,15 +73,20 @@ struct Mma : TensorOperation {
       const u32 lane = lane_of_row(shape, d.lane, row);
       if (on(disabled[lane / 32], int(lane % 32))) continue;
       u32* to = &t.word(lane, d.column);
-      float sums[256];
-      for (u32 n = 0; n < shape.n; n++)
-        sums[n] = !accumulate ? 0.0f : scale * (shape.half_d ? FP16::load(u16(to[n])) : from_bits(to[n]));
+      auto before = [&](u32 n) {
+        return !accumulate ? 0.0f : scale * (shape.half_d ? FP16::load(u16(to[n])) : from_bits(to[n]));
+      };
+      float sums[256] = {};
+      if (!scale_a.count)
+        for (u32 n = 0; n < shape.n; n++) sums[n] = before(n);
       for (u32 k = 0; k < shape.k; k++) {
         const float v = sign * left[k][row];
         const float* from = right[k];
 #pragma GCC ivdep
         for (u32 n = 0; n < shape.n; n++) sums[n] += v * from[n];
       }
+      if (scale_a.count)
+        for (u32 n = 0; n < shape.n; n++) sums[n] = before(n) + scaled(t, lane / 32, row, n, sums[n]);
       for (u32 n = 0; n < shape.n; n++) to[n] = shape.half_d ? FP16::store(sums[n]) : to_bits(sums[n]);
     }
   }
@@ -113,32 +98,36 @@ void check_lanes(Cta& cta, Warp& w, const Op& o, const MmaShape& shape, TensorAd
 }
 
 // Records the accesses, as of the time of the issue.
-void record(Cta& cta, Warp& w, const Op& o, const Mma& mma, u32 sequence) {
+void record(Cta& cta, Warp& w, const Op& o, const Mma& mma, Agent by) {
   TensorMemory& t = tensor_memory(cta);
-  const Agent by{tensor_mma_agent(cta), sequence};
-  if (t.last_issuer >= 0 && t.last_issuer != w.id &&
-      t.last_clock > cta.races.known[size_t(w.id)][size_t(t.last_issuer)])
-    cta.launch->note(format("RACE in tensor memory: MMAs of two warps are not ordered: %s, the other: warp %d",
-                            where(cta, w, o).c_str(), t.last_issuer));
-  t.last_issuer = w.id, t.last_clock = warp_agent(cta, w).clock;
-  if (o.get<MmaOptions>().a_in_tensor)
-    for_cells(mma.shape, mma.a_address, mma.a_columns(), [&](u32 cell) { t.read(cta, w, o, cell, by); });
+  auto read = [&](u32 cell) { t.read_operand(cta, w, o, cell, by); };
+  mma.scale_a.for_cells(read), mma.scale_b.for_cells(read);
+  if (o.get<MmaOptions>().a_in_tensor) for_cells(mma.shape, mma.a_address, mma.a_columns(), read);
   else record_part(cta, w, o, mma.a, by);
   record_part(cta, w, o, mma.b, by);
   for_cells(mma.shape, mma.d, mma.shape.n, [&](u32 cell) { t.write(cta, w, o, cell, by); });
 }
 
-void issue_one(Cta& cta, Warp& w, const Op& o, int lane, TensorAddress d, TensorAddress a_address, bool accumulate) {
+ScaleFactors scale_factors(Cta& cta, Warp& w, const Op& o, TensorAddress at, u32 byte, u32 count) {
+  if (at.lane) fail_at(cta, w, o, 0, format("tcgen05.mma: scale factors from lane %u on", at.lane));
+  const ScaleFactors factors{at, byte, count};
+  tensor_memory(cta).check_columns(cta, w, o, at.column, factors.columns());
+  return factors;
+}
+
+// `at`: the addresses of D, of A in tensor memory, of the scale factors of A and B
+void issue_one(Cta& cta, Warp& w, const Op& o, int lane, const TensorAddress (&at)[4], bool accumulate) {
   const auto& options = o.get<MmaOptions>();
   TensorMemory& t = tensor_memory(cta);
-  auto mma = std::make_unique<Mma>();
-  const MmaShape shape = unpack_instruction(cta, w, o, options.tf32, reg<u32>(w, o.s[2])[lane]);
+  const TensorAddress d = at[0], a_address = at[1];
+  auto mma = std::make_unique<Mma>(o, w);
+  const MmaShape shape = unpack_instruction(cta, w, o, options.kind, reg<u32>(w, o.s[2])[lane]);
   auto operand = [&](u32 source, Element element, bool mn_major, u32 count, const char* name) {
     const u64 bits = reg<u64>(w, source)[lane];
-    return Part{unpack_matrix(cta, w, o, bits, options.tf32, mn_major, name), element, mn_major, 0, count, shape.k};
+    const bool tf32 = options.kind == MmaKind::TF32;
+    return Part{unpack_matrix(cta, w, o, bits, tf32, mn_major, name), element, mn_major, 0, count, shape.k};
   };
-  mma->op = o.number, mma->warp = w.id, mma->shape = shape;
-  mma->d = d, mma->a_address = a_address, mma->accumulate = accumulate;
+  mma->shape = shape, mma->d = d, mma->a_address = a_address, mma->accumulate = accumulate;
   check_lanes(cta, w, o, shape, d, "D");
   t.check_columns(cta, w, o, d.column, shape.n);
   if (options.a_in_tensor) {
@@ -150,63 +139,48 @@ void issue_one(Cta& cta, Warp& w, const Op& o, int lane, TensorAddress d, Tensor
     mma->a = operand(o.s[0], shape.a, shape.mn_major_a, shape.m, "A");
   }
   mma->b = operand(o.s[1], shape.b, shape.mn_major_b, shape.n, "B");
+  if (options.kind == MmaKind::MXF8) {
+    mma->scale_a = scale_factors(cta, w, o, at[2], shape.scale_byte_a, shape.m);
+    mma->scale_b = scale_factors(cta, w, o, at[3], shape.scale_byte_b, shape.n);
+  }
   for (size_t k = 0; k < o.list.size(); k++) mma->disabled[k] = reg<u32>(w, o.list[k].offset)[lane];
-  t.issued[size_t(w.id)] = ++t.sequence;
-  if (cta.races.on) record(cta, w, o, *mma, t.sequence);
+  const Agent by = next_in_order(cta, w, o);
+  if (cta.races.on) record(cta, w, o, *mma, by);
   cta.launch->counters[C_TENSOR_MMA]++;
   cta.launch->counters[C_TENSOR_MACS] += u64(shape.m) * shape.n * shape.k;
-  issue(cta, std::move(mma));
+  issue_in_order(cta, std::move(mma));
 }
 
 void issue_mma(Cta& cta, Warp& w, const Op& o, u32 mask) {
   const auto& options = o.get<MmaOptions>();
-  const Addresses d = addresses(w, o.address[0]);
-  const Addresses a = options.a_in_tensor ? addresses(w, o.address[1]) : Addresses{};
+  Addresses at[4] = {};
+  for (int k = 0; k < 4; k++)
+    if (o.address[k].base != NONE) at[k] = addresses(w, o.address[k]);
   const u32 accumulate = predicate(w, o.s[3], options.accumulate_negated);
   for_lanes(mask, [&](int i) {
-    issue_one(cta, w, o, i, TensorAddress(u32(d[i])), TensorAddress(u32(a[i])), on(accumulate, i));
-  });
-}
-
-// PTX ISA, tcgen05.commit: an arrival once all that this thread has issued so far is done.
-struct Commit : TensorOperation {
-  u32 mbarrier;
-  std::vector<u32> clock;  // what the arrival orders
-
-  void perform(Cta& cta, Warp& w, const Op& o) override {
-    Mbarrier& b = signalled_mbarrier(cta, w, o, mbarrier, "tcgen05.commit");
-    for (size_t k = 0; k < clock.size(); k++) b.clock[k] = std::max(b.clock[k], clock[k]);
-    arrive(cta, w, o, 0, b, 1);
-  }
-  bool signals(u32 address) const override { return address == mbarrier; }
-  const char* name() const override { return "a tcgen05.commit"; }
-};
-
-void commit(Cta& cta, Warp& w, const Op& o, u32 mask) {
-  const Addresses at = addresses(w, o.address[0]);
-  for_lanes(mask, [&](int i) {
-    auto operation = std::make_unique<Commit>();
-    operation->op = o.number, operation->warp = w.id, operation->mbarrier = u32(at[i]);
-    use_mbarrier(cta, w, o, i, u32(at[i]));
-    if (cta.races.on) {
-      // A warp that sees the arrival is ordered after this warp's MMAs and after all that they were ordered after, but
-      // not after anything else that this warp has done.
-      operation->clock = cta.races.known[size_t(w.id)];
-      operation->clock[size_t(w.id)] = 0;
-      u32& mmas = operation->clock[size_t(tensor_mma_agent(cta))];
-      mmas = std::max(mmas, tensor_memory(cta).issued[size_t(w.id)]);
-    }
-    issue(cta, std::move(operation));
+    auto of_lane = [&](int k) { return TensorAddress(u32(at[k][i])); };
+    issue_one(cta, w, o, i, {of_lane(0), of_lane(1), of_lane(2), of_lane(3)}, on(accumulate, i));
   });
 }
 
 }  // namespace
 
 void decode_tensor_mma(Decoder& d, Instruction& i) {
-  allow_words(d, i, {"cta_group::1", "kind::f16", "kind::tf32"});
+  static const std::map<std::string, MmaKind> kinds = {{"kind::f16", MmaKind::F16},
+                                                       {"kind::tf32", MmaKind::TF32},
+                                                       {"kind::f8f6f4", MmaKind::F8},
+                                                       {"kind::mxf8f6f4", MmaKind::MXF8}};
+  allow_words(d, i,
+              {"cta_group::1", "kind::f16", "kind::tf32", "kind::f8f6f4", "kind::mxf8f6f4", "block_scale",
+               "scale_vec::1X", "block32"});
   auto& options = i.op.set<MmaOptions>();
-  options.tf32 = i.has("kind::tf32");
-  if (!i.has("cta_group::1") || (!options.tf32 && !i.has("kind::f16")) || i.operands.size() < 5) d.bad("tcgen05.mma");
+  for (auto& word : i.words)
+    if (auto found = kinds.find(word); found != kinds.end()) options.kind = found->second;
+  const bool scaled = options.kind == MmaKind::MXF8;
+  if (!i.has("cta_group::1") || options.kind == MmaKind::None || i.operands.size() < (scaled ? 7 : 5))
+    d.bad("tcgen05.mma");
+  if (scaled != i.has("block_scale")) d.bad("block_scale");
+  if (!scaled && (i.has("scale_vec::1X") || i.has("block32"))) d.bad("block_scale");
   i.op.address[0] = d.address(i.operands[0]);
   options.a_in_tensor = i.operands[1].is(Operand::Kind::Address);
   if (options.a_in_tensor) i.op.address[1] = d.address(i.operands[1]);
@@ -214,28 +188,21 @@ void decode_tensor_mma(Decoder& d, Instruction& i) {
   i.op.s[1] = d.source(i.operands[2], 64);
   i.op.s[2] = d.source(i.operands[3], 32);
   size_t at = 4;
-  if (i.operands[at].is(Operand::Kind::Vector)) {
+  if (scaled) {
+    for (size_t k = 2; k < 4; k++) i.op.address[k] = d.address(i.operands[at++]);
+  } else if (i.operands[at].is(Operand::Kind::Vector)) {
     if (i.operands[at].parts.size() != 4) d.bad("disable-output-lane");
     for (auto& part : i.operands[at++].parts) i.op.list.push_back(d.source_slot(part, 32));
   }
   if (at >= i.operands.size()) d.bad("enable-input-d");
   i.op.s[3] = d.source(i.operands[at], 1), options.accumulate_negated = i.operands[at++].negated;
-  if (at < i.operands.size()) {
+  if (!scaled && at < i.operands.size()) {
     const s64 scale = i.operands[at++].value;
     if (scale < 0 || scale > 15) d.bad("scale-input-d");
     options.scale = u8(scale);
   }
   d.expect(i, at);
   i.op.fn = issue_mma;
-}
-
-// Without a state space the ISA wants a generic address. Triton 3.6 writes one of shared memory there, in all kernels.
-void decode_tensor_commit(Decoder& d, Instruction& i) {
-  allow_words(d, i, {"cta_group::1", "mbarrier::arrive::one", "shared::cluster", "b64"});
-  if (!i.has("cta_group::1") || !i.has("mbarrier::arrive::one")) d.bad("tcgen05.commit");
-  d.expect(i, 1);
-  i.op.address[0] = d.address(i.operands[0]);
-  i.op.fn = commit;
 }
 
 }  // namespace emu

@@ -11,15 +11,19 @@ namespace {
 
 constexpr int NO_WRITER = -1;
 
-void note_race(Cta& cta, Warp& w, const Op& o, u32 cell, int agent, int other, const char* what) {
+std::string place_of(u32 cell) {
   const u32 groups = TENSOR_LANES / TENSOR_CELL_LANES;
-  cta.launch->note(
-      format("RACE in tensor memory: %s: %s by %s, not ordered after that of %s, lanes from %u on, column %u", what,
-             where(cta, w, o).c_str(), agent_name(cta, agent).c_str(), agent_name(cta, other).c_str(),
-             cell % groups * TENSOR_CELL_LANES, cell / groups));
+  return format("lanes from %u on, column %u", cell % groups * TENSOR_CELL_LANES, cell / groups);
 }
 
-// PTX ISA, tcgen05 Memory Consistency Model: MMAs of one CTA are done in the order in which they were issued.
+void note_race(Cta& cta, Warp& w, const Op& o, u32 cell, int agent, int other, const char* what) {
+  cta.launch->note(format("RACE in tensor memory: %s: %s by %s, not ordered after that of %s, %s", what,
+                          where(cta, w, o).c_str(), agent_name(cta, agent).c_str(), agent_name(cta, other).c_str(),
+                          place_of(cell).c_str()));
+}
+
+// PTX ISA, tcgen05 Memory Consistency Model: MMAs and copies of one CTA are done in the order in which they were
+// issued.
 bool in_order(const Cta& cta, int agent, int other) { return agent == other && agent == tensor_mma_agent(cta); }
 
 }  // namespace
@@ -66,6 +70,14 @@ void TensorMemory::read(Cta& cta, Warp& w, const Op& o, u32 cell, Agent by) {
   if (!cta.races.on) return;
   check_writer(cta, w, o, cell, by.id, "read after write");
   read_clock[reader_slot(cta, cell, by.id)] = by.clock;
+}
+
+void TensorMemory::read_operand(Cta& cta, Warp& w, const Op& o, u32 cell, Agent by) {
+  if (!cta.races.on) return;
+  if (write_agent[cell] == NO_WRITER)
+    cta.launch->note(format("UNWRITTEN: an operand in tensor memory that nothing has written: %s, %s",
+                            where(cta, w, o).c_str(), place_of(cell).c_str()));
+  read(cta, w, o, cell, by);
 }
 
 void TensorMemory::write(Cta& cta, Warp& w, const Op& o, u32 cell, Agent by) {

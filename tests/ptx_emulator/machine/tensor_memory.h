@@ -34,11 +34,11 @@ struct TensorMemory : FamilyState {
   u32 last_size = 0;
   bool relinquished = false;
   std::vector<u16> unfinished;                         // by cell: writes that have been issued and not been done
-  u32 queued = 0;                                      // MMAs and commits in flight
+  u32 queued = 0;                                      // MMAs, copies and commits in flight
   std::vector<std::vector<TensorMove>> loads, stores;  // by warp
   // For the search for races
-  u32 sequence = 0;                         // MMAs
-  std::vector<u32> issued, loaded, stored;  // by warp: its last MMA; its loads and stores
+  u32 sequence = 0;                         // MMAs and copies
+  std::vector<u32> issued, loaded, stored;  // by warp: its last MMA or copy; its loads and stores
   int last_issuer = -1;
   u32 last_clock = 0;
   std::vector<u32> write_clock, read_clock;  // by cell; by cell and agent
@@ -49,6 +49,7 @@ struct TensorMemory : FamilyState {
   void check_columns(Cta&, Warp&, const Op&, u32 first, u32 count) const;
   // For the search for races: accesses, and that nobody has accessed some columns yet
   void read(Cta&, Warp&, const Op&, u32 cell, Agent by);
+  void read_operand(Cta&, Warp&, const Op&, u32 cell, Agent by);  // of an MMA, which must have been written
   void write(Cta&, Warp&, const Op&, u32 cell, Agent by);
   void forget(const Cta&, u32 first, u32 count);
   void end(Cta&) override;

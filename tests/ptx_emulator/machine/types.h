@@ -30,11 +30,18 @@ enum class Type : u8 {
   F32x2,
   F64,
   U16x2,
-  S16x2
+  S16x2,
+  E4M3,
+  E5M2,
+  UE8M0,
+  E4M3x2,
+  E5M2x2,
+  UE8M0x2
 };
 int bits_of(Type);
 bool is_signed(Type);
 bool is_float(Type);  // of those that arithmetic computes with
+Type half_of(Type);   // the type of one element of a pair of floats; Type::None of other types
 Type type_named(const std::string& name);
 
 }  // namespace emu

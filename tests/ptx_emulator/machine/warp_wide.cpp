@@ -116,13 +116,15 @@ void decode_match(Decoder& d, Instruction& i) {
 
 struct Reducer {
   u32 (*combine)(u32, u32);
+  bool absolute = false;  // of floats
 };
 void reduce(Cta&, Warp& w, const Op& o, u32 mask) {
   const u32* a = reg<u32>(w, o.s[0]);
-  const auto combine = o.get<Reducer>().combine;
+  const auto& reducer = o.get<Reducer>();
+  const u32 kept = reducer.absolute ? 0x7fffffff : 0xffffffff;
   const int first = __builtin_ctz(mask);
-  u32 result = a[first];
-  for_lanes(mask & ~(1u << first), [&](int i) { result = combine(result, a[i]); });
+  u32 result = a[first] & kept;
+  for_lanes(mask & ~(1u << first), [&](int i) { result = reducer.combine(result, a[i] & kept); });
   for_lanes(mask, [&](int i) { reg<u32>(w, o.d[0])[i] = result; });
 }
 template <class F>
@@ -130,10 +132,9 @@ u32 of_floats(u32 a, u32 b) {
   return to_bits(F::f(from_bits(a), from_bits(b)));
 }
 Reducer reducer_of_floats(Decoder& d, const Instruction& i) {
-  const bool nan = i.has("NaN");
-  if (i.has("abs")) d.bad("redux");
-  if (i.word(2) == "min") return {nan ? of_floats<MinNan<float>> : of_floats<Min<float>>};
-  if (i.word(2) == "max") return {nan ? of_floats<MaxNan<float>> : of_floats<Max<float>>};
+  const bool nan = i.has("NaN"), absolute = i.has("abs");
+  if (i.word(2) == "min") return {nan ? of_floats<MinNan<float>> : of_floats<Min<float>>, absolute};
+  if (i.word(2) == "max") return {nan ? of_floats<MaxNan<float>> : of_floats<Max<float>>, absolute};
   d.bad("redux");
 }
 Reducer reducer_of(Decoder& d, const Instruction& i) {

@@ -14,11 +14,11 @@ namespace {
 
 struct WgmmaOptions {
   u16 columns;
-  Element element;
+  Element a, b;
   bool a_in_registers;
   bool scale_d_negated, negate_a, negate_b;
   bool mn_major_a, mn_major_b;  // "transposed"
-  int depth() const { return 32 / int(bytes_of(element)); }
+  int depth() const { return 32 / int(bytes_of(a)); }
 };
 
 // PTX ISA, Asynchronous Warpgroup Level Matrix Shared Memory Layout: Matrix Descriptor Format
@@ -31,22 +31,21 @@ OperandLayout unpack(Cta& cta, Warp& w, const Op& o, u64 d) {
 Part part_a(Cta& cta, Warp& w, const Op& o, u64 descriptor) {
   const auto& options = o.get<WgmmaOptions>();
   const u32 first = u32(w.id % 4) * 16, depth = u32(options.depth());
-  return {unpack(cta, w, o, descriptor), options.element, options.mn_major_a, first, 16, depth};
+  return {unpack(cta, w, o, descriptor), options.a, options.mn_major_a, first, 16, depth};
 }
 Part part_b(Cta& cta, Warp& w, const Op& o, u64 descriptor) {
   const auto& options = o.get<WgmmaOptions>();
   const u32 columns = options.columns, depth = u32(options.depth());
-  return {unpack(cta, w, o, descriptor), options.element, options.mn_major_b, 0, columns, depth};
+  return {unpack(cta, w, o, descriptor), options.b, options.mn_major_b, 0, columns, depth};
 }
 
 void perform(Cta& cta, Warp& w, const WgmmaPending& p) {
   const Op& o = cta.program->ops[size_t(p.op)];
   const auto& options = o.get<WgmmaOptions>();
   const int columns = options.columns;
-  static thread_local float a[16][16], b[16][256], c[16][256];
+  static thread_local float a[32][16], b[32][256], c[16][256];
   if (options.a_in_registers)
-    for_fragment_a(w, &o.list[size_t(columns) / 2], 4, options.element,
-                   [&](int row, int k, float v) { a[k][row] = v; });
+    for_fragment_a(w, &o.list[size_t(columns) / 2], 4, options.a, [&](int row, int k, float v) { a[k][row] = v; });
   else read_part(cta, w, o, part_a(cta, w, o, p.descriptor_a), &a[0][0], 16);
   read_part(cta, w, o, part_b(cta, w, o, p.descriptor_b), &b[0][0], 256);
   const float sign = options.negate_a != options.negate_b ? -1.0f : 1.0f;
@@ -178,9 +177,9 @@ void decode_mma_async(Decoder& d, Instruction& i) {
     if (starts_with(word, "m64n")) sscanf(word.c_str(), "m64n%dk%d", &columns, &depth);
   if (columns < 8 || columns > 256 || columns % 8) d.bad("wgmma shape");
   const auto types = i.types();
-  if (types.size() != 3 || types[0] != Type::F32 || types[1] != types[2]) d.bad("wgmma types");
-  options.columns = u16(columns), options.element = element_of(types[1]);
-  if (options.element == Element::None || depth != options.depth()) d.bad("wgmma type");
+  if (types.size() != 3 || types[0] != Type::F32) d.bad("wgmma types");
+  options.columns = u16(columns), options.a = element_of(types[1]), options.b = element_of(types[2]);
+  if (!are_factors(options.a, options.b) || depth != options.depth()) d.bad("wgmma type");
   if (i.operands.size() < 6) d.bad("wgmma operands");
   const Operand &to = i.operands[0], &a = i.operands[1], &scale_d = i.operands[3];
   if (int(to.parts.size()) != columns / 2) d.bad("wgmma accumulators");
@@ -196,7 +195,7 @@ void decode_mma_async(Decoder& d, Instruction& i) {
   i.op.s[2] = d.source(scale_d, 1), options.scale_d_negated = scale_d.negated;
   options.negate_a = i.operands[4].value == -1, options.negate_b = i.operands[5].value == -1;
   size_t at = 6;
-  if (options.element != Element::TF32) {  // 16-bit elements alone may be MN-major
+  if (bytes_of(options.a) == 2) {  // others may not be MN-major
     const size_t flags = options.a_in_registers ? 1 : 2;
     if (i.operands.size() < at + flags) d.bad("wgmma operands");
     if (!options.a_in_registers) options.mn_major_a = i.operands[at++].value;

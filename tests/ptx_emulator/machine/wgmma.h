@@ -1,5 +1,6 @@
 // wgmma: matrix products of a warp group, with operands in shared memory or registers, computed by each warp for its
-// own 16 rows of D. A warp's wgmmas are in flight until its wgmma.wait_group; sums are in fp32.
+// own 16 rows of D. A warp's wgmmas are in flight until its wgmma.wait_group. Sums are in fp32, also those of 8-bit
+// operands, of which Hopper keeps fewer bits.
 #pragma once
 #include <deque>
 #include <vector>
