@@ -74,7 +74,7 @@ class Input(NamedTuple):
 
 
 def recipe(recipe: str | None, wgrad: str, also: Sequence[str] = ()) -> None:
-    """Check `recipe` and `wgrad`; `also` are names of recipes that the caller translates."""
+    """Check `recipe` and `wgrad`; messages list `also`, other names that the caller has translated."""
     if recipe is not None and recipe not in DTYPES:
         _one_of("recipe", recipe, [*DTYPES, *also])
     _one_of("wgrad", wgrad, WGRADS)

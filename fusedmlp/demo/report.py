@@ -17,7 +17,7 @@ from fusedmlp.version import __version__
 
 _PLAIN, _FUSED = "plain autograd", "fusedmlp"
 _PALE, _DARK, _BOUND = "#9ecae1", "#08306b", "#d94801"
-_OF_RECIPES = ("#238b45", "#6a51a3")
+_OF_RECIPES = {"bf16": "#238b45", "fp8_block": "#6a51a3", "mxfp8": "#6a51a3"}
 
 
 def table(results: Results) -> str:
@@ -30,7 +30,7 @@ def table(results: Results) -> str:
         "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)) for row in rows
     ]
     lines.insert(1, "-" * len(lines[0]))
-    return "\n".join([*lines, "", verdict(results), *(_beside(name, it) for name, it in results.recipes.items())])
+    return "\n".join([*lines, "", verdict(results), *(_beside(name, run) for name, run in results.recipes.items())])
 
 
 def _columns(results: Results) -> dict[str, Measured]:
@@ -62,7 +62,7 @@ def verdict(results: Results) -> str:
 
 
 def _beside(recipe: Column, beside: Beside) -> str:
-    """One line: how far the losses of a run with a recipe are from those in the wider format."""
+    """One line: how far the losses of a run with a recipe are from those of the run beside it."""
     other = "fp32" if beside.other == "fused" else beside.other
     if not beside.computed:
         return f"{recipe} DID NOT COMPUTE in its format: its first loss equals that of {other}."
@@ -75,7 +75,10 @@ def _beside(recipe: Column, beside: Beside) -> str:
 
 
 def as_json(results: Results) -> str:
-    """Format all results as JSON; `losses` are in nats per byte, one per step."""
+    """Format all results as JSON.
+
+    `losses` are in nats per byte, one per step; a `difference` of `recipes` is a part of the loss of the run `beside`.
+    """
     curves = results.agreement
     document = {
         "versions": {"fusedmlp": __version__, "torch": torch.__version__, "python": platform.python_version()},
@@ -89,18 +92,17 @@ def as_json(results: Results) -> str:
             "bound": curves.bound,
         },
         "losses": results.losses,
+        "recipes": {
+            name: {"beside": beside.other, "difference": beside.difference, "passed": beside.passed}
+            for name, beside in results.recipes.items()
+        },
         "passed": results.passed,
     }
-    if results.recipes:
-        besides = results.recipes.items()
-        document["recipes"] = {
-            name: {"beside": it.other, "parts": it.difference, "passed": it.passed} for name, it in besides
-        }
     return json.dumps(document, indent=2)
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the picture: both loss curves, and below, their difference next to its bound."""
+    """Write the picture: the loss curves, and below, differences from `plain`, and the bound for that of `fused`."""
     steps = range(1, results.settings.steps + 1)
     figure = Figure(figsize=(8, 6.5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[1.8, 1])
@@ -113,13 +115,12 @@ def draw(results: Results, path: Path) -> None:
     )
     upper.plot(steps, results.losses["plain"], color=_PALE, linewidth=6, solid_capstyle="round", label=_PLAIN)
     upper.plot(steps, results.losses["fused"], color=_DARK, linewidth=1.3, linestyle=(0, (4, 2)), label=_FUSED)
-    for recipe, color in zip(results.recipes, _OF_RECIPES, strict=False):
-        upper.plot(steps, results.losses[recipe], color=color, linewidth=1, label=f"{_FUSED} {recipe}")
+    for recipe in results.recipes:
+        upper.plot(steps, results.losses[recipe], color=_OF_RECIPES[recipe], linewidth=1, label=f"{_FUSED} {recipe}")
     upper.set_ylabel("training loss (nats per byte)")
     upper.legend(frameon=False)
 
     curves = results.agreement
-    control = [abs(c - p) for c, p in zip(results.losses["control"], results.losses["plain"], strict=True)]
     lower.plot(
         steps,
         curves.bound,
@@ -128,8 +129,9 @@ def draw(results: Results, path: Path) -> None:
         label=f"bound: {SLACK} ulp, then {SLACK}x the control's largest",
     )
     for values, color, name in (
-        (control, _PALE, "control: closest routing decisions flipped"),
+        (_from_plain(results, "control"), _PALE, "control: closest routing decisions flipped"),
         (curves.difference, _DARK, f"{_FUSED} (zeros are not shown)"),
+        *((_from_plain(results, name), _OF_RECIPES[name], f"{_FUSED} {name}") for name in results.recipes),
     ):
         visible = [value if value > 0 else math.nan for value in values]
         lower.plot(steps, visible, color=color, linestyle="none", marker=".", markersize=4, label=name)
@@ -141,3 +143,7 @@ def draw(results: Results, path: Path) -> None:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
+
+
+def _from_plain(results: Results, column: Column) -> list[float]:
+    return [abs(a - b) for a, b in zip(results.losses[column], results.losses["plain"], strict=True)]

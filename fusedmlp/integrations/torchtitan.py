@@ -29,11 +29,11 @@ from torchtitan.protocols.sharding import ShardingConfig
 import fusedmlp
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.torchtitan_recipe import resolve
-from fusedmlp.recipe import check_blocks
 
 # Rows of w13 alternate, gate first, so that a shard of them (tensor parallelism) has both rows of each channel.
 _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
 _Init = dict[str, Callable[[Tensor], object]] | None  # initialiser by name of the parameter
+_Packed = dict[tuple[int, int], nn.Parameter]  # w13_EGD by ids of w1_EFD and w3_EFD
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
 # Attributes of GroupedExperts that its replacement takes over; others are refused, as are buffers and modules inside.
 _TAKEN_OVER = ("num_experts", "training", "_param_init", "_sharding_config", "_parameters", "_buffers", "_modules")
@@ -53,7 +53,7 @@ class FusedGroupedExperts(GroupedExperts):
     class Config(GroupedExperts.Config):
         """Config of `GroupedExperts`; initialisers and shardings of `w1_EFD` and `w3_EFD` apply to `w13_EGD`."""
 
-        recipe: str | None = None  # see `FusedExpertsConverter`
+        recipe: str | None = None  # see `fusedmlp.grouped_mlp`
         wgrad: str = "recipe"
 
         def build(self, **kwargs: Any) -> FusedGroupedExperts:
@@ -65,8 +65,8 @@ class FusedGroupedExperts(GroupedExperts):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{cls.__name__}: fusedmlp's experts have no GEMM that torchtitan's MXFP8 and float8 converters could "
-            'replace; leave these out, and use FusedExpertsConverter.Config(recipe="mxfp8")'
+            f"{cls.__name__}: torchtitan's MXFP8 and float8 converters cannot change fusedmlp's experts; leave them "
+            'out, and use FusedExpertsConverter.Config(recipe="mxfp8")'
         )
 
     def __init__(self, config: Config) -> None:
@@ -74,9 +74,7 @@ class FusedGroupedExperts(GroupedExperts):
         self.num_experts = config.num_experts
         self.w13_EGD = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, config.dim))
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
-        self.recipe, self.wgrad = resolve(config.recipe, config.wgrad)
-        for name, weight in self.named_parameters():
-            check_blocks(self.recipe, name, *weight.shape[1:], impl="torch")
+        self.recipe, self.wgrad = config.recipe, config.wgrad
         self.register_state_dict_post_hook(_unpack_state)
         self.register_load_state_dict_pre_hook(_pack_state)
 
@@ -117,9 +115,8 @@ class FusedExpertsConverter(ModelConfigConverter):
         """Formats of the experts' GEMMs.
 
         Attributes:
-            recipe: as in `fusedmlp.grouped_mlp`, or a `recipe_name` of torchtitan's `MXFP8GroupedExpertsConverter`:
-                "mxfp8_rceil" is recipe "mxfp8", and "mxfp8_rceil_wgrad_with_hp" the same with wgrad "bf16". None:
-                compute in the dtype of the weights.
+            recipe: as in `fusedmlp.grouped_mlp`, or a name of torchao's, as torchtitan's own converter takes them:
+                "mxfp8_rceil" for "mxfp8", "mxfp8_rceil_wgrad_with_hp" for "mxfp8" with wgrad "bf16".
             wgrad: as in `fusedmlp.grouped_mlp`.
         """
 
@@ -162,9 +159,8 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
     Raises:
         NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
         RuntimeError: a model that is parallelized.
-        ValueError: an unknown recipe, or one whose blocks do not fit; no experts, or something that conversion would
-            lose: `w1_EFD` or `w3_EFD` frozen or shared without the other; a gradient, hook or attribute of these two; a
-            hook or attribute of the module.
+        ValueError: an unknown recipe; no experts, or something that conversion would lose: `w1_EFD` or `w3_EFD` frozen
+            or shared without the other; a gradient, hook or attribute of these two; a hook or attribute of the module.
     """
     found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
     if not found or model in found:
@@ -179,17 +175,15 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
             )
         _refuse_attached(experts, path)
     _refuse_partly_shared(model, found)
-    packed: dict[tuple[int, int], nn.Parameter] = {}
-    converted = {experts: _converted(experts, packed, recipe, wgrad) for experts in found}
+    formats, packed = resolve(recipe, wgrad), _Packed()
+    converted = {experts: _converted(experts, packed, *formats) for experts in found}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in converted:
                 parent._modules[name] = converted[child]
 
 
-def _converted(
-    experts: GroupedExperts, packed: dict[tuple[int, int], nn.Parameter], recipe: str | None, wgrad: str
-) -> FusedGroupedExperts:
+def _converted(experts: GroupedExperts, packed: _Packed, recipe: str | None, wgrad: str) -> FusedGroupedExperts:
     num_experts, hidden_dim, dim = experts.w1_EFD.shape
     config = FusedGroupedExperts.Config(
         dim=dim,

@@ -60,8 +60,8 @@ def register(
     validate.recipe(recipe, wgrad)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    options = {"accumulate_wgrad": accumulate_wgrad, "recipe": recipe, "wgrad": wgrad}
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts_forward, **options))
+    forward = partial(_experts_forward, accumulate_wgrad=accumulate_wgrad, recipe=recipe, wgrad=wgrad)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, forward)
     if model is None:
         return
     experts = [module for module in model.modules() if _uses_interface(module)]

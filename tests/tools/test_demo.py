@@ -12,9 +12,10 @@ from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
 from fusedmlp.demo.train import Settings, Trainer, text
 from fusedmlp.operators import torch_quantize
+from fusedmlp.recipe import BLOCKS
 
 TINY = Settings(steps=4, micro_batch=2, model=ModelConfig(hidden=32, ffn=48, experts=4, context=16))
-# The smallest blocks of mxfp8 and 64 rows an expert.
+# The smallest features of mxfp8, and 64 rows an expert, the fewest of an 8-bit recipe.
 SMALL = Settings(steps=3, micro_batch=8, model=ModelConfig(hidden=32, ffn=32, experts=4, context=16))
 EXPERT_WEIGHTS = 4  # two layers, fc1 and fc2 each
 FC1_BYTES, FC2_BYTES = 4 * 4 * 96 * 32, 4 * 4 * 32 * 48
@@ -156,42 +157,35 @@ def test_experts_of_a_recipe_quantize_every_operand(monkeypatch):
     assert blocks == {(dims, block) for dims in (2, 3) for block in ((1, 32), (32, 1))}
 
 
-@pytest.mark.parametrize(
-    ("settings", "recipe", "reason"),
-    [
-        (
-            dataclasses.replace(SMALL, micro_batch=7),
-            "mxfp8",
-            "at least 64 rows an expert, as fewer stay in bf16; got 56",
-        ),
-        (SMALL, "fp8_block", "fc1: expected multiples of 128 features"),
-        (
-            dataclasses.replace(SMALL, model=dataclasses.replace(SMALL.model, ffn=48)),
-            "mxfp8",
-            "fc2: expected multiples of 32 features, .*; got 32 out and 48 in",
-        ),
-    ],
-)
-def test_a_recipe_that_would_not_be_used_is_refused(settings, recipe, reason, monkeypatch, tmp_path, capsys):
-    for run in (lambda: compare.compare(settings, recipe), lambda: Trainer(settings, recipe)):
-        with pytest.raises(ValueError, match=reason):
-            run()
-    monkeypatch.setattr(train, "Settings", lambda **_: settings)
-    assert cli.main(["demo", "--recipe", recipe, "--out", str(tmp_path / "out")]) == 2
-    assert re.search(f"demo: .*{reason}", capsys.readouterr().err)
-    assert not (tmp_path / "out").exists()
-
-
-def test_eight_bits_are_refused_on_a_gpu(monkeypatch, capsys):
+def test_eight_bits_run_on_the_cpu_and_are_refused_on_a_gpu(monkeypatch, results, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(train, "implementation", lambda impl, device: "triton" if device.type == "cuda" else "torch")
-    assert cli.main(["demo", "--recipe", "mxfp8", "--device", "cuda"]) == 2
-    assert 'expected impl="torch", on the CPU' in capsys.readouterr().err
-    assert train.why_not(dataclasses.replace(SMALL, device="cuda"), "bf16") is None
+    asked = []
+    monkeypatch.setattr(
+        compare, "compare", lambda settings, recipe: (asked.append((settings.device, recipe)), results)[1]
+    )
+    out = ["--out", str(tmp_path / "out")]
+    assert cli.main(["demo", "--recipe", "mxfp8", "--device", "cuda", *out]) == 2
+    assert "demo: recipe='mxfp8': expected impl=\"torch\", on the CPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["demo", "--recipe", "mxfp8", *out]) == cli.main(["demo", *out]) == 0
+    assert asked == [("cpu", "mxfp8"), ("cuda", None)]
 
 
-def test_the_recipes_fit_the_demo_itself():
-    for recipe in ("fp8_block", "mxfp8"):
-        assert train.why_not(Settings(), recipe) is None
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_both_recipes_fit_the_demo(recipe):
+    """Sizes and rows an expert of the demo's own settings."""
+    settings = Settings()
+    train.check_recipe(settings, recipe)
+    losses = [float(Trainer(settings, column).step()) for column in ("bf16", recipe)]
+    assert losses[0] != losses[1]
+
+
+def test_too_few_rows_for_eight_bits_are_noticed():
+    results = compare.compare(dataclasses.replace(SMALL, micro_batch=7), "mxfp8")
+    assert results.recipes["bf16"].passed
+    assert not results.passed
+    assert "mxfp8 DID NOT COMPUTE" in report.table(results)
 
 
 def test_table_and_json_of_a_recipe(with_recipe, results):
@@ -206,9 +200,9 @@ def test_table_and_json_of_a_recipe(with_recipe, results):
     document = json.loads(report.as_json(with_recipe))
     assert document["losses"]["mxfp8"] == with_recipe.losses["mxfp8"]
     assert document["columns"]["fusedmlp mxfp8"]["final_loss"] == beside.measured.final_loss
-    assert document["recipes"]["mxfp8"] == {"beside": "bf16", "parts": beside.difference, "passed": True}
+    assert document["recipes"]["mxfp8"] == {"beside": "bf16", "difference": beside.difference, "passed": True}
     without = json.loads(report.as_json(results))
-    assert without.keys() == document.keys() - {"recipes"}
+    assert without["recipes"] == {}
     assert list(without["columns"]) == ["plain autograd", "fusedmlp"]
     assert list(without["losses"]) == ["plain", "fused", "control"]
 
@@ -257,17 +251,19 @@ def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, c
 
 
 @pytest.mark.exhaustive
-def test_command_line(tmp_path):
-    done = forked.run("-m", "fusedmlp", "demo", "--steps", "1", "--json", "--out", str(tmp_path))
+@pytest.mark.parametrize("recipe", [[], ["--recipe", "mxfp8"]])
+def test_command_line(recipe, tmp_path):
+    done = forked.run("-m", "fusedmlp", "demo", "--steps", "1", "--json", "--out", str(tmp_path), *recipe)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document == json.loads((tmp_path / "results.json").read_text())
     assert document["settings"]["steps"] == len(document["losses"]["plain"]) == 1
     assert document["columns"]["fusedmlp"]["step"]["adds"] == 0
+    assert list(document["recipes"]) == (["bf16", "mxfp8"] if recipe else [])
     assert "fused" in done.stderr  # the progress bars
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--steps", "0"]])
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--steps", "0"], ["demo", "--recipe", "fp16"]])
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)
