@@ -48,7 +48,7 @@ class Settings:
 def check_recipe(settings: Settings, recipe: Column) -> None:
     """Raise what the experts' first call with an 8-bit recipe would raise, which comes after two other runs."""
     impl = implementation("auto", torch.device(settings.device))
-    check_blocks(recipe, "experts", settings.model.ffn, settings.model.hidden, impl)
+    check_blocks(recipe, "fc2_weight", settings.model.hidden, settings.model.ffn, impl)
 
 
 @cache
