@@ -94,7 +94,7 @@ class FusedGroupedExperts(GroupedExperts):
         Rows beyond the sum of the counts are padding, and zeros in the result.
         """
         w13_EGD, w2_EDF = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_EGD, self.w2_EDF))
-        with without_autocast(self.recipe, x_RD.device.type):
+        with without_autocast(x_RD.device.type):
             y_RD = fusedmlp.grouped_mlp(
                 x_RD if self.recipe else x_RD.to(w13_EGD.dtype),
                 w13_EGD,

@@ -128,7 +128,7 @@ def _experts_forward(
         guard_in_graph(module)
     fc1_name = "gate_up_proj" if experts.has_gate else "up_proj"
     fc1_weight = getattr(experts, fc1_name)
-    with without_autocast(recipe, hidden_states.device.type):
+    with without_autocast(hidden_states.device.type):
         y = fusedmlp.moe_experts(
             hidden_states if recipe else hidden_states.to(fc1_weight.dtype),
             top_k_index,
