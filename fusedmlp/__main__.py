@@ -36,12 +36,16 @@ def _add_demo(commands: Commands) -> None:
         help="train a small MoE language model with and without gradient fusion",
         description="Train a small mixture-of-experts language model on Python's language reference twice, with plain "
         "autograd and with fusedmlp, and compare loss, step time, gradient memory, and gradient copies and adds. "
-        "Exit status 1 if the loss curves do not agree or autograd still copies or adds what fusedmlp fuses.",
+        "Exit status 1 if the loss curves do not agree or autograd still copies or adds what fusedmlp fuses. With "
+        "--recipe, on the CPU, also train with experts in bf16 and with that recipe, and compare their losses.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for loss.png and results.json")
     parser.add_argument("--steps", type=_positive, help="optimizer steps per run")
+    parser.add_argument(
+        "--recipe", choices=("fp8_block", "mxfp8"), help="also train with experts in bf16 and with this 8-bit recipe"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the order of the data")
-    parser.add_argument("--device", help="default: cuda if there is one, else cpu")
+    parser.add_argument("--device", help="default: cuda if there is one, else cpu; with --recipe cpu")
     parser.add_argument("--json", action="store_true", help="print results.json instead of the table")
     parser.set_defaults(run=_demo)
 
@@ -54,12 +58,18 @@ def _demo(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         print(f"the demo needs {error.name}: pip install 'fusedmlp[demo]'", file=sys.stderr)
         return 2
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or ("cuda" if torch.cuda.is_available() and args.recipe is None else "cpu")
     settings = train.Settings(seed=args.seed, device=device)
     if args.steps is not None:
         settings = train.Settings(steps=args.steps, seed=args.seed, device=device)
+    if args.recipe is not None:
+        try:
+            train.check_recipe(settings, args.recipe)
+        except NotImplementedError as error:
+            print(f"demo: {error}", file=sys.stderr)
+            return 2
     args.out.mkdir(parents=True, exist_ok=True)
-    results = compare.compare(settings)
+    results = compare.compare(settings, args.recipe)
     document = report.as_json(results)
     picture, data = args.out / "loss.png", args.out / "results.json"
     report.draw(results, picture)

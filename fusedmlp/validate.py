@@ -51,11 +51,7 @@ class Options(NamedTuple):
         _one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
         if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
             raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(self.wgrad_queue)}")
-        if self.recipe is not None:
-            _one_of("recipe", self.recipe, [*DTYPES])
-        _one_of("wgrad", self.wgrad, WGRADS)
-        if self.wgrad == "bf16" and DTYPES.get(self.recipe or "") is not torch.bfloat16:
-            raise ValueError(f'wgrad="bf16": expected a recipe that computes in bfloat16; got recipe={self.recipe!r}')
+        recipe(self.recipe, self.wgrad)
         return self
 
 
@@ -75,6 +71,15 @@ class Input(NamedTuple):
     def computed(self) -> Tensor:
         """The input in the dtype that the layer computes in, contiguous."""
         return self.tensor.to(self.dtypes[0]).contiguous()
+
+
+def recipe(recipe: str | None, wgrad: str, also: Sequence[str] = ()) -> None:
+    """Check `recipe` and `wgrad`; messages list `also`, other names that the caller has translated."""
+    if recipe is not None and recipe not in DTYPES:
+        _one_of("recipe", recipe, [*DTYPES, *also])
+    _one_of("wgrad", wgrad, WGRADS)
+    if wgrad == "bf16" and DTYPES.get(recipe or "") is not torch.bfloat16:
+        raise ValueError(f'wgrad="bf16": expected a recipe that computes in bfloat16; got recipe={recipe!r}')
 
 
 def rows(name: str, x: object, recipe: str | None) -> Input:

@@ -11,6 +11,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from fusedmlp.demo.train import Trainer
+from fusedmlp.recipe import DTYPES
 
 _ALLOCATION_GRANULE = 512  # bytes; the CUDA allocator rounds sizes up to it
 
@@ -22,12 +23,13 @@ class StepCount:
     Attributes:
         copies: `copy_` that AccumulateGrad ran, itself or in a `clone`.
         adds: `add_` and `add` that AccumulateGrad ran.
-        peak_bytes: most bytes that held weight gradients at once; see `count_step`.
+        peak_bytes: most bytes that held weight gradients at once; see `count_step`. None with a recipe, whose copies of
+            weights cannot be told from gradients.
     """
 
     copies: int
     adds: int
-    peak_bytes: int
+    peak_bytes: int | None
 
 
 def count_step(trainer: Trainer) -> StepCount:
@@ -49,11 +51,12 @@ def count_step(trainer: Trainer) -> StepCount:
     assert prof.profiler.kineto_results is not None
     shapes = {tuple(weight.shape) for weight in weights}
     ops = [event.name for event in prof.events() or [] if _in_accumulate_grad(event) and _first_shape(event) in shapes]
-    buffer_bytes = 0 if trainer.buffer is None else trainer.buffer.flat.nbytes
+    peak = None
+    if trainer.column not in DTYPES:
+        peak = 0 if trainer.buffer is None else trainer.buffer.flat.nbytes
+        peak += _peak(prof.profiler.kineto_results.experimental_event_tree(), weights)
     return StepCount(
-        copies=ops.count("aten::copy_"),
-        adds=ops.count("aten::add_") + ops.count("aten::add"),
-        peak_bytes=buffer_bytes + _peak(prof.profiler.kineto_results.experimental_event_tree(), weights),
+        copies=ops.count("aten::copy_"), adds=ops.count("aten::add_") + ops.count("aten::add"), peak_bytes=peak
     )
 
 

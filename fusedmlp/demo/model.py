@@ -58,12 +58,14 @@ class MixtureOfExperts(nn.Module):
     probabilities are closest. A rounding difference changes routing no more than that.
     """
 
-    def __init__(self, config: ModelConfig, accumulate_wgrad: Mode) -> None:
+    def __init__(self, config: ModelConfig, accumulate_wgrad: Mode, recipe: str | None) -> None:
         super().__init__()
         self.flip_closest = False
         self.experts_per_token = config.experts_per_token
         self.router = nn.Linear(config.hidden, config.experts, bias=False)
-        self.experts = GroupedMLP(config.experts, config.hidden, config.ffn, accumulate_wgrad=accumulate_wgrad)
+        self.experts = GroupedMLP(
+            config.experts, config.hidden, config.ffn, accumulate_wgrad=accumulate_wgrad, recipe=recipe
+        )
 
     def forward(self, x_BSH: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
         """`[B, S, H] -> [B, S, H]`, and the load-balancing loss.
@@ -102,11 +104,11 @@ class MixtureOfExperts(nn.Module):
 class Block(nn.Module):
     """Attention, then the experts, each after a norm and with a residual connection."""
 
-    def __init__(self, config: ModelConfig, accumulate_wgrad: Mode) -> None:
+    def __init__(self, config: ModelConfig, accumulate_wgrad: Mode, recipe: str | None) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(config.hidden), nn.RMSNorm(config.hidden)
         self.attention = Attention(config)
-        self.moe = MixtureOfExperts(config, accumulate_wgrad)
+        self.moe = MixtureOfExperts(config, accumulate_wgrad, recipe)
 
     def forward(self, x_BSH: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
         """`[B, S, H] -> [B, S, H]`, and the load-balancing loss."""
@@ -121,13 +123,14 @@ class LanguageModel(nn.Module):
     Args:
         config: the sizes.
         accumulate_wgrad: where the gradients of the expert weights go; see `fusedmlp.grouped_mlp`.
+        recipe: the formats of the experts' GEMMs; see `fusedmlp.grouped_mlp`.
     """
 
-    def __init__(self, config: ModelConfig, accumulate_wgrad: Mode) -> None:
+    def __init__(self, config: ModelConfig, accumulate_wgrad: Mode, recipe: str | None = None) -> None:
         super().__init__()
         self.bytes = nn.ModuleList(nn.Embedding(VOCABULARY, config.hidden) for _ in range(config.ngram))
         self.positions = nn.Embedding(config.context, config.hidden)
-        self.blocks = nn.ModuleList(Block(config, accumulate_wgrad) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, accumulate_wgrad, recipe) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden)
         self.head = nn.Linear(config.hidden, VOCABULARY, bias=False)
         for embedding in (*self.bytes, self.positions):

@@ -1,10 +1,11 @@
-"""Three training runs that differ in one thing each, from the same seed, on the same bytes in the same order.
+"""Training runs that differ in one thing each, from the same seed, on the same bytes in the same order.
 
 `plain`: PyTorch accumulates the gradients of the micro-batches in `.grad`. `fused`: the backward of the experts
 accumulates them in `main_grad`. Both compute the same sums, but a GEMM that adds into its output may round at other
 places than a GEMM followed by an add. Mostly that stays invisible, until it sends a token to another expert; training
 amplifies that. `control` measures how far: it is `plain`, except that in every layer and micro-batch the token with the
-closest choice of experts goes to its runner-up expert.
+closest choice of experts goes to its runner-up expert. Every other run is `fused` with the recipe of its name for the
+experts, whose weights stay float32.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from tqdm import tqdm
 
 from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.demo.model import LanguageModel, ModelConfig
+from fusedmlp.recipe import DTYPES, check_blocks
+from fusedmlp.validate import implementation
 
-Column = Literal["plain", "fused", "control"]
+Column = Literal["plain", "fused", "control", "bf16", "fp8_block", "mxfp8"]
 MICRO_BATCHES = 2
 _BALANCE_WEIGHT = 0.01
 _WARMUP = 20  # steps; then the learning rate falls linearly
@@ -40,6 +43,12 @@ class Settings:
     seed: int = 0
     device: str = "cpu"
     model: ModelConfig = field(default_factory=ModelConfig)
+
+
+def check_recipe(settings: Settings, recipe: Column) -> None:
+    """Raise what the experts' first call with an 8-bit recipe would raise, which comes after two other runs."""
+    impl = implementation("auto", torch.device(settings.device))
+    check_blocks(recipe, "fc2_weight", settings.model.hidden, settings.model.ffn, impl)
 
 
 @cache
@@ -61,12 +70,14 @@ class Trainer:
     def __init__(self, settings: Settings, column: Column) -> None:
         self.settings, self.column = settings, column
         torch.manual_seed(settings.seed)
-        self.model = LanguageModel(settings.model, "main_grad" if column == "fused" else "off")
+        fused = column not in ("plain", "control")
+        recipe = column if column in DTYPES else None
+        self.model = LanguageModel(settings.model, "main_grad" if fused else "off", recipe)
         if column == "control":
             self.model.flip_closest()
         self.model.to(settings.device)
         self.buffer: MainGradBuffer | None = None
-        if column == "fused":
+        if fused:
             # The flag grad_added_to_main_grad is for Megatron's hooks; nothing in this loop reads it.
             self.buffer = MainGradBuffer(self.model.expert_weights(), grad_added_to_main_grad=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95))

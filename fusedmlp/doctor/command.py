@@ -27,6 +27,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     """
     machine = facts.machine()
     libraries = facts.integrations()
+    recipes = facts.eight_bit(**{size: layer[size] for size in "EHFR"})
     checks, seconds = selftest.run(getattr(torch, layer["dtype"]))
     architecture = target or machine.architecture or "sm_90"
     passes, why_no_passes = _passes(layer, architecture)
@@ -37,6 +38,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
         document = {
             "machine": asdict(machine),
             "kernels": {"target": architecture, "layer": layer, "passes": passes, "why_none": why_no_passes},
+            "eight_bit": recipes,
             "integrations": [asdict(integration) for integration in libraries],
             "self_test": {"seconds": seconds, "checks": [asdict(check) | {"ok": check.ok} for check in checks]},
             "status": status,
@@ -48,6 +50,10 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     here = "" if architecture == machine.architecture else ", which is not here"
     print(f"\nKernels for a layer of {sizes}, on {architecture}{here}:")
     print(f"  none shown: {why_no_passes}" if why_no_passes else "\n".join(_pass_lines(passes)))
+    rows = layer["R"] / layer["E"]
+    print('\n8-bit recipes: on the CPU with impl="torch"; no GPU kernel multiplies 8 bits yet.')
+    print(f"This layer, with {rows:g} rows an expert on average:")
+    print("\n".join(f"  {recipe:<11}{computed}" for recipe, computed in recipes.items()))
     print("\nIntegrations:")
     for integration in libraries:
         text = "importable" if integration.ok else integration.why_not

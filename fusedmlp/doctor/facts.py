@@ -14,6 +14,7 @@ from importlib.util import find_spec
 import torch
 
 from fusedmlp import environment, versions
+from fusedmlp.recipe import BLOCKS, LEAST_ROWS, check_blocks, formats
 from fusedmlp.version import __version__
 
 
@@ -82,6 +83,21 @@ def supported_versions() -> dict[str, str]:
         package: f"{oldest} or newer, tested with {', '.join(versions.TESTED[package])}"
         for package, oldest in versions.OLDEST.items()
     }
+
+
+def eight_bit(E: int, H: int, F: int, R: int) -> dict[str, str]:
+    """By 8-bit recipe, the format in which a layer of these sizes multiplies, or why the layer refuses the recipe."""
+    return {recipe: _computed(recipe, E, H, F, R) for recipe in BLOCKS}
+
+
+def _computed(recipe: str, E: int, H: int, F: int, R: int) -> str:
+    try:
+        check_blocks(recipe, "fc2_weight", H, F, "torch")
+    except ValueError as error:
+        return f"refused: {error}"
+    if formats(recipe, "recipe", R / E).gemms:
+        return "in 8 bits"
+    return f"in bf16, as for every layer with fewer than {LEAST_ROWS} rows an expert on average"
 
 
 def _warp_specialized() -> str:

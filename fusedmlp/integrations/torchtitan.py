@@ -27,10 +27,13 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
+from fusedmlp.integrations.own_dtype import without_autocast
+from fusedmlp.integrations.torchtitan_recipe import resolve
 
 # Rows of w13 alternate, gate first, so that a shard of them (tensor parallelism) has both rows of each channel.
 _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
 _Init = dict[str, Callable[[Tensor], object]] | None  # initialiser by name of the parameter
+_Packed = dict[tuple[int, int], nn.Parameter]  # w13_EGD by ids of w1_EFD and w3_EFD
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
 # Attributes of GroupedExperts that its replacement takes over; others are refused, as are buffers and modules inside.
 _TAKEN_OVER = ("num_experts", "training", "_param_init", "_sharding_config", "_parameters", "_buffers", "_modules")
@@ -42,12 +45,16 @@ class FusedGroupedExperts(GroupedExperts):
 
     `w13_EGD` holds row `f` of `w1` in row `2f` and row `f` of `w3` in row `2f + 1`. Optimizers see `w13_EGD` and
     `w2_EDF`. State dicts hold `w1_EFD`, `w2_EDF` and `w3_EFD`: `w1_EFD` and `w3_EFD` are copies there, and views as
-    attributes. Computes in the dtype of its weights; torchtitan's own experts always compute in bfloat16.
+    attributes. Computes in the dtype of its weights, also under autocast, unless it has a recipe; torchtitan's own
+    experts always compute in bfloat16.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         """Config of `GroupedExperts`; initialisers and shardings of `w1_EFD` and `w3_EFD` apply to `w13_EGD`."""
+
+        recipe: str | None = None  # see `fusedmlp.grouped_mlp`
+        wgrad: str = "recipe"
 
         def build(self, **kwargs: Any) -> FusedGroupedExperts:
             """Build the module on the current default device."""
@@ -58,8 +65,8 @@ class FusedGroupedExperts(GroupedExperts):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise NotImplementedError(
-            f"{cls.__name__}: fusedmlp's experts have no low-precision form; leave torchtitan's MXFP8 and float8 "
-            "converters out"
+            f"{cls.__name__}: torchtitan's MXFP8 and float8 converters cannot change fusedmlp's experts; leave them "
+            'out, and use FusedExpertsConverter.Config(recipe="mxfp8")'
         )
 
     def __init__(self, config: Config) -> None:
@@ -67,6 +74,7 @@ class FusedGroupedExperts(GroupedExperts):
         self.num_experts = config.num_experts
         self.w13_EGD = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, config.dim))
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
+        self.recipe, self.wgrad = config.recipe, config.wgrad
         self.register_state_dict_post_hook(_unpack_state)
         self.register_load_state_dict_pre_hook(_pack_state)
 
@@ -86,9 +94,16 @@ class FusedGroupedExperts(GroupedExperts):
         Rows beyond the sum of the counts are padding, and zeros in the result.
         """
         w13_EGD, w2_EDF = (w.to_local() if isinstance(w, DTensor) else w for w in (self.w13_EGD, self.w2_EDF))
-        y_RD = fusedmlp.grouped_mlp(
-            x_RD.to(w13_EGD.dtype), w13_EGD, w2_EDF, num_tokens_per_expert_E, activation=_SWIGLU
-        )
+        with without_autocast(x_RD.device.type):
+            y_RD = fusedmlp.grouped_mlp(
+                x_RD if self.recipe else x_RD.to(w13_EGD.dtype),
+                w13_EGD,
+                w2_EDF,
+                num_tokens_per_expert_E,
+                activation=_SWIGLU,
+                recipe=self.recipe,
+                wgrad=self.wgrad,
+            )
         return y_RD.to(x_RD.dtype)
 
 
@@ -97,10 +112,19 @@ class FusedExpertsConverter(ModelConfigConverter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ModelConfigConverter.Config):
-        """No options."""
+        """Formats of the experts' GEMMs.
+
+        Attributes:
+            recipe: as in `fusedmlp.grouped_mlp`, or a name of torchao's, as torchtitan's own converter takes them:
+                "mxfp8_rceil" for "mxfp8", "mxfp8_rceil_wgrad_with_hp" for "mxfp8" with wgrad "bf16".
+            wgrad: as in `fusedmlp.grouped_mlp`.
+        """
+
+        recipe: str | None = None
+        wgrad: str = "recipe"
 
     def __init__(self, config: Config) -> None:
-        pass
+        self.recipe, self.wgrad = resolve(config.recipe, config.wgrad)
 
     def convert(self, model_config: Module.Config) -> Module.Config:
         """Convert a config tree in place and return it; a tree that is itself a config of experts is replaced.
@@ -114,7 +138,7 @@ class FusedExpertsConverter(ModelConfigConverter):
             raise ValueError(f"model_config: expected GroupedExperts in it; got a {type(model_config)._owner} without")
         for _, config, parent, key in found:
             _refuse_derived(cast(Any, config)._owner)
-            fused = derive(config, FusedGroupedExperts.Config)
+            fused = derive(config, FusedGroupedExperts.Config, recipe=self.recipe, wgrad=self.wgrad)
             if parent is None:
                 return fused
             if isinstance(parent, list):
@@ -124,18 +148,19 @@ class FusedExpertsConverter(ModelConfigConverter):
         return model_config
 
 
-def convert(model: nn.Module) -> None:
+def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe") -> None:
     """Replace every `GroupedExperts` inside a built model with `FusedGroupedExperts`.
 
     Weights keep their values; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Experts that are shared stay
     shared. Convert before the model is parallelized, before its optimizer is made, and before anything is attached to
-    the experts: all of these would go on using the old module and parameters.
+    the experts: all of these would go on using the old module and parameters. For `recipe` and `wgrad` see
+    `FusedExpertsConverter.Config`.
 
     Raises:
         NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
         RuntimeError: a model that is parallelized.
-        ValueError: no experts, or something that conversion would lose: `w1_EFD` or `w3_EFD` frozen or shared without
-            the other; a gradient, hook or attribute of these two; a hook or attribute of the module.
+        ValueError: an unknown recipe; no experts, or something that conversion would lose: `w1_EFD` or `w3_EFD` frozen
+            or shared without the other; a gradient, hook or attribute of these two; a hook or attribute of the module.
     """
     found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
     if not found or model in found:
@@ -150,15 +175,15 @@ def convert(model: nn.Module) -> None:
             )
         _refuse_attached(experts, path)
     _refuse_partly_shared(model, found)
-    packed: dict[tuple[int, int], nn.Parameter] = {}
-    converted = {experts: _converted(experts, packed) for experts in found}
+    formats, packed = resolve(recipe, wgrad), _Packed()
+    converted = {experts: _converted(experts, packed, *formats) for experts in found}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in converted:
                 parent._modules[name] = converted[child]
 
 
-def _converted(experts: GroupedExperts, packed: dict[tuple[int, int], nn.Parameter]) -> FusedGroupedExperts:
+def _converted(experts: GroupedExperts, packed: _Packed, recipe: str | None, wgrad: str) -> FusedGroupedExperts:
     num_experts, hidden_dim, dim = experts.w1_EFD.shape
     config = FusedGroupedExperts.Config(
         dim=dim,
@@ -166,6 +191,8 @@ def _converted(experts: GroupedExperts, packed: dict[tuple[int, int], nn.Paramet
         num_experts=num_experts,
         param_init=experts._param_init,
         sharding_config=experts._sharding_config,
+        recipe=recipe,
+        wgrad=wgrad,
     )
     with torch.device("meta"):
         fused = config.build()

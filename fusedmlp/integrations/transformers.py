@@ -14,7 +14,6 @@ only the function that computes the experts changes. See docs/transformers.md.
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import fusedmlp
+from fusedmlp import validate
 from fusedmlp.contract.destination import Mode
 from fusedmlp.integrations.fp32_accumulation import FP32Accumulation
+from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.transformers_activation import activation_of, guard_in_graph
 
 if TYPE_CHECKING:
@@ -33,7 +34,11 @@ _NAME = "fusedmlp"
 
 
 def register(
-    model: PreTrainedModel | None = None, *, accumulate_wgrad: Mode = "auto", recipe: str | None = None
+    model: PreTrainedModel | None = None,
+    *,
+    accumulate_wgrad: Mode = "auto",
+    recipe: str | None = None,
+    wgrad: str = "recipe",
 ) -> None:
     """Add `"fusedmlp"` to the implementations of experts that Transformers knows.
 
@@ -44,16 +49,19 @@ def register(
         accumulate_wgrad: see `fusedmlp.grouped_mlp`; holds from now on for every model that uses `"fusedmlp"`.
         recipe: likewise. None: compute in the dtype of the experts' weights, also under autocast, as Transformers' own
             experts do; with "bf16", float32 experts compute in bfloat16.
+        wgrad: likewise.
 
     Raises:
         NotImplementedError: fusedmlp cannot compute some experts; the message names their class.
-        ValueError: no experts of the model use Transformers' interface.
+        ValueError: no experts of the model use Transformers' interface; an unknown recipe or wgrad.
         ImportError: a Transformers older than 5.7.
     """
     _refuse_old_versions()
+    validate.recipe(recipe, wgrad)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts_forward, accumulate_wgrad=accumulate_wgrad, recipe=recipe))
+    forward = partial(_experts_forward, accumulate_wgrad=accumulate_wgrad, recipe=recipe, wgrad=wgrad)
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, forward)
     if model is None:
         return
     experts = [module for module in model.modules() if _uses_interface(module)]
@@ -108,6 +116,7 @@ def _experts_forward(
     *,
     accumulate_wgrad: Mode,
     recipe: str | None,
+    wgrad: str,
 ) -> Tensor:
     """Compute experts for Transformers: rows `[T, H]`, expert ids `[T, K]` and their weights `[T, K]` to `[T, H]`.
 
@@ -119,11 +128,9 @@ def _experts_forward(
         guard_in_graph(module)
     fc1_name = "gate_up_proj" if experts.has_gate else "up_proj"
     fc1_weight = getattr(experts, fc1_name)
-    x, kind = hidden_states if recipe else hidden_states.to(fc1_weight.dtype), hidden_states.device.type
-    own_dtype = recipe is None and torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if own_dtype else nullcontext():
+    with without_autocast(hidden_states.device.type):
         y = fusedmlp.moe_experts(
-            x,
+            hidden_states if recipe else hidden_states.to(fc1_weight.dtype),
             top_k_index,
             top_k_weights,
             fc1_weight,
@@ -134,6 +141,7 @@ def _experts_forward(
             weight_layout="in_out" if experts.is_transposed else "out_in",
             accumulate_wgrad=accumulate_wgrad,
             recipe=recipe,
+            wgrad=wgrad,
         )
     return y.to(hidden_states.dtype)
 

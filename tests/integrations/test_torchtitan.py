@@ -1,9 +1,12 @@
 """torchtitan's experts replaced by fusedmlp's, against the original module and against a loop in float64."""
 
 import copy
+import json
+from functools import partial
 
 import pytest
 import torch
+from support import forked, frameworks
 from support import torchtitan_moe as layers
 from support.world import launch
 from torch import nn
@@ -15,6 +18,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
 from fusedmlp.doctor.tolerance import assert_close
+from fusedmlp.integrations import torchtitan_recipe
 from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
 
 # torchtitan's router asks autocast for float32, which the CPU's autocast does not support.
@@ -106,6 +110,114 @@ def test_the_converter_makes_the_same_layer_from_a_config():
     assert_close(layers.results(moe, *layers.batch()), loop, low_precision, torch.float32)
 
 
+# Sizes of whole blocks of mxfp8.
+EIGHT_BIT = {"dim": 64, "hidden_dim": 32, "num_experts": 2}
+
+
+def _experts_by(way, weights, recipe, wgrad):
+    """The same experts, converted in a config or in a model."""
+    config = GroupedExperts.Config(**EIGHT_BIT)
+    if way == "converter":
+        experts = FusedExpertsConverter.Config(recipe=recipe, wgrad=wgrad).build().convert(config).build()
+    else:
+        holder = nn.ModuleList([config.build()])
+        convert(holder, recipe=recipe, wgrad=wgrad)
+        (experts,) = holder
+    for parameter, value in zip((experts.w13_EGD, experts.w2_EDF), weights, strict=True):
+        parameter.data = value.clone()
+    return experts
+
+
+def _step(forward, x, dy, parameters):
+    x = x.clone().requires_grad_()
+    y = forward(x)
+    y.backward(dy)
+    return {"y": y.detach(), "dx": x.grad} | {f"dw{i}": parameter.grad for i, parameter in enumerate(parameters)}
+
+
+@pytest.mark.parametrize("way", ["converter", "convert"])
+@pytest.mark.parametrize(
+    ("names", "computed"),
+    [
+        ((None, "recipe"), (None, "recipe")),
+        (("bf16", "recipe"), ("bf16", "recipe")),
+        (("mxfp8", "recipe"), ("mxfp8", "recipe")),
+        (("mxfp8", "bf16"), ("mxfp8", "bf16")),
+        (("mxfp8_rceil", "recipe"), ("mxfp8", "recipe")),
+        (("mxfp8_rceil", "bf16"), ("mxfp8", "bf16")),
+        (("mxfp8_rceil_wgrad_with_hp", "recipe"), ("mxfp8", "bf16")),
+    ],
+)
+def test_experts_compute_with_the_recipe_and_its_names_in_torchao(way, names, computed):
+    """Bit for bit `grouped_mlp`, and in no other format."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(2, *size, generator=generator) / 8 for size in ((64, 64), (64, 32))]
+    x, dy = (torch.randn(160, 64, generator=generator) for _ in range(2))
+    counts = torch.tensor([90, 70])
+    experts = _experts_by(way, weights, *names)
+    got = _step(lambda x: experts(x, counts), x, dy, experts.parameters())
+    expected = {}
+    for recipe, wgrad in {computed, ("mxfp8", "recipe"), ("mxfp8", "bf16"), ("bf16", "recipe")}:
+        parameters = [nn.Parameter(weight.clone()) for weight in weights]
+        options = {"activation": fusedmlp.Activation("swiglu", interleaved=True), "recipe": recipe, "wgrad": wgrad}
+        forward = partial(fusedmlp.grouped_mlp, fc1_weight=parameters[0], fc2_weight=parameters[1], **options)
+        expected[recipe, wgrad] = _step(lambda x, f=forward: f(x, tokens_per_expert=counts), x, dy, parameters)
+    for formats, results in expected.items():
+        equal = all(torch.equal(got[name], results[name]) for name in got)
+        assert equal == (formats == computed), formats
+
+
+_TORCHAOS_OWN = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+configs = {recipe.value: MXFP8TrainingOpConfig.from_recipe(recipe) for recipe in MXFP8TrainingRecipe}
+print(json.dumps({name: [it.scale_calculation_mode.value, it.wgrad_with_hp] for name, it in configs.items()}))
+"""
+
+
+@pytest.mark.exhaustive  # needs .frameworks
+def test_names_mean_what_they_mean_in_torchao():
+    assert frameworks.LIBRARIES.is_dir(), "run: make .frameworks/.ready"
+    done = forked.run("-c", _TORCHAOS_OWN, str(frameworks.LIBRARIES))
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout)
+    for name, (recipe, wgrad) in torchtitan_recipe._TORCHAO.items():
+        assert (recipe, theirs[name]) == ("mxfp8", ["rceil", wgrad == "bf16"])
+
+
+def test_float32_experts_stay_float32_under_autocast_without_a_recipe():
+    weights = [torch.randn(2, 64, 64), torch.randn(2, 64, 32)]
+    x, counts = torch.randn(8, 64), torch.tensor([5, 3])
+    for recipe in (None, "bf16"):
+        experts = _experts_by("converter", weights, recipe, "recipe")
+        outside = experts(x, counts)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(experts(x, counts), outside)
+        assert torch.equal(outside, outside.bfloat16().float()) == (recipe == "bf16")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "wgrad", "message"),
+    [
+        (
+            "mxfp8_emulated_rceil",
+            "recipe",
+            "recipe: expected .*'mxfp8_rceil_wgrad_with_hp'.*; got 'mxfp8_emulated_rceil'",
+        ),
+        ("mxfp8", "fp32", "wgrad: expected .*'bf16'.*; got 'fp32'"),
+        (None, "bf16", "expected a recipe that computes in bfloat16; got recipe=None"),
+    ],
+)
+def test_unknown_recipes_are_refused_before_anything_is_converted(recipe, wgrad, message):
+    with pytest.raises(ValueError, match=message):
+        FusedExpertsConverter.Config(recipe=recipe, wgrad=wgrad).build()
+    holder = nn.ModuleList([GroupedExperts.Config(**EIGHT_BIT).build()])
+    with pytest.raises(ValueError, match=message):
+        convert(holder, recipe=recipe, wgrad=wgrad)
+    assert type(holder[0]) is GroupedExperts
+
+
 def test_each_half_gets_its_own_initialiser():
     made = layers.config()
     values = {"w1_EFD": 1.0, "w2_EDF": 2.0, "w3_EFD": 3.0}
@@ -156,7 +268,7 @@ def test_what_cannot_be_converted_is_refused():
         FusedExpertsConverter.Config().build().convert(gpt_oss)
     with pytest.raises(NotImplementedError, match="GptOssGroupedExperts: expected GroupedExperts itself"):
         convert(nn.ModuleList([gpt_oss.build()]))
-    with pytest.raises(NotImplementedError, match=r"MXFP8.*: fusedmlp's experts have no low-precision form"):
+    with pytest.raises(NotImplementedError, match=r"MXFP8.*: torchtitan's .* converters cannot change"):
         _get_mxfp8_grouped_experts_cls(FusedGroupedExperts)
     parallelized = layers.build(layers.config())
     parallelized.routed_experts.inner_experts._parallelized = True

@@ -4,6 +4,7 @@ import copy
 import gc
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 
@@ -14,6 +15,9 @@ from support import transformers_models as models
 from support import transformers_training as training
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import fusedmlp
 from fusedmlp import Activation
@@ -208,6 +212,54 @@ def test_float32_experts_compute_in_16_bits_only_with_a_recipe(registered):
     y.sum().backward()
     assert experts.gate_up_proj.grad.dtype == torch.float32
     assert not torch.equal(experts.gate_up_proj.grad, experts.gate_up_proj.grad.bfloat16().float())
+
+
+def test_experts_compute_with_the_registered_recipe_and_wgrad(registered):
+    """Bit for bit `moe_experts`, and in no other format."""
+    generator = torch.Generator().manual_seed(0)
+    config = MixtralConfig(hidden_size=128, intermediate_size=128, num_local_experts=2, num_experts_per_tok=2)
+    config._experts_implementation = "fusedmlp"
+    experts = MixtralExperts(config)
+    for parameter in experts.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / 8
+    x, dy = (torch.randn(96, 128, generator=generator) for _ in range(2))
+    ids = torch.tensor([[0, 1]] * 96)
+    weights = torch.rand(96, 2, generator=generator)
+
+    def step(forward, parameters):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weights)]
+        y = forward(leaves[0], ids, leaves[1])
+        for parameter in parameters:
+            parameter.grad = None
+        y.backward(dy)
+        return [y.detach(), *(t.grad for t in (*leaves, *parameters))]
+
+    parameters = [experts.gate_up_proj, experts.down_proj]
+    formats = [("bf16", "recipe"), ("fp8_block", "recipe"), ("mxfp8", "recipe"), ("mxfp8", "bf16")]
+    expected = {}
+    for recipe, wgrad in formats:
+        options = {"fc1_weight": parameters[0], "fc2_weight": parameters[1], "recipe": recipe, "wgrad": wgrad}
+        expected[recipe, wgrad] = step(partial(fusedmlp.moe_experts, **options), parameters)
+    for recipe, wgrad in formats:
+        registered(recipe=recipe, wgrad=wgrad)
+        got = step(experts, parameters)
+        same = {other for other in formats if all(map(torch.equal, got, expected[other]))}
+        assert same == {(recipe, wgrad)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"recipe": "fp8"}, "recipe: expected .*'mxfp8'; got 'fp8'"),
+        ({"recipe": "mxfp8", "wgrad": "fp32"}, "wgrad: expected .*; got 'fp32'"),
+        ({"wgrad": "bf16"}, "expected a recipe that computes in bfloat16; got recipe=None"),
+    ],
+)
+def test_an_unknown_recipe_or_wgrad_is_refused_and_not_registered(options, message):
+    before = ALL_EXPERTS_FUNCTIONS["fusedmlp"]
+    with pytest.raises(ValueError, match=message):
+        register(**options)
+    assert ALL_EXPERTS_FUNCTIONS["fusedmlp"] is before
 
 
 # Experts that differ from Mixtral's in what lies between fc1 and fc2, or in how their weights are stored.

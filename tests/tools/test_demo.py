@@ -7,12 +7,16 @@ import torch
 from support import forked
 
 from fusedmlp import __main__ as cli
-from fusedmlp.demo import compare, report
+from fusedmlp.demo import compare, report, train
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
 from fusedmlp.demo.train import Settings, Trainer, text
+from fusedmlp.operators import torch_quantize
+from fusedmlp.recipe import BLOCKS
 
 TINY = Settings(steps=4, micro_batch=2, model=ModelConfig(hidden=32, ffn=48, experts=4, context=16))
+# The smallest features of mxfp8, and 64 rows an expert, the fewest of an 8-bit recipe.
+SMALL = Settings(steps=3, micro_batch=8, model=ModelConfig(hidden=32, ffn=32, experts=4, context=16))
 EXPERT_WEIGHTS = 4  # two layers, fc1 and fc2 each
 FC1_BYTES, FC2_BYTES = 4 * 4 * 96 * 32, 4 * 4 * 32 * 48
 ALL_BYTES = 2 * (FC1_BYTES + FC2_BYTES)
@@ -124,6 +128,100 @@ def test_table_and_json_say_what_was_measured(results):
     assert document["curves"]["largest_difference"] == max(results.agreement.difference)
 
 
+@pytest.fixture(scope="module")
+def with_recipe():
+    return compare.compare(SMALL, "mxfp8")
+
+
+def test_the_columns_of_a_recipe_compute_in_its_format(with_recipe):
+    assert list(with_recipe.recipes) == ["bf16", "mxfp8"]
+    for column, other in (("bf16", "fused"), ("mxfp8", "bf16")):
+        beside = with_recipe.recipes[column]
+        losses, others = (with_recipe.losses[name] for name in (column, other))
+        assert beside.other == other
+        assert beside.difference == [abs(a - b) / b for a, b in zip(losses, others, strict=True)]
+        assert beside.difference[0] > 0
+        assert max(beside.difference) < compare.MOST
+        assert (beside.measured.step.copies, beside.measured.step.adds) == (0, 0)
+    assert with_recipe.recipes["mxfp8"].difference[0] > 4 * with_recipe.recipes["bf16"].difference[0]
+    assert with_recipe.passed
+
+
+def test_experts_of_a_recipe_quantize_every_operand(monkeypatch):
+    """Rows (matrices) along features and along tokens, weights along both of their features."""
+    blocks, quantize = set(), torch_quantize.quantize
+    monkeypatch.setattr(torch_quantize, "quantize", lambda x, *a: (blocks.add((x.dim(), a[1])), quantize(x, *a))[1])
+    Trainer(SMALL, "bf16").step()
+    assert not blocks
+    Trainer(SMALL, "mxfp8").step()
+    assert blocks == {(dims, block) for dims in (2, 3) for block in ((1, 32), (32, 1))}
+
+
+def test_eight_bits_run_on_the_cpu_and_are_refused_on_a_gpu(monkeypatch, results, tmp_path, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(train, "implementation", lambda impl, device: "triton" if device.type == "cuda" else "torch")
+    asked = []
+    monkeypatch.setattr(
+        compare, "compare", lambda settings, recipe: (asked.append((settings.device, recipe)), results)[1]
+    )
+    out = ["--out", str(tmp_path / "out")]
+    assert cli.main(["demo", "--recipe", "mxfp8", "--device", "cuda", *out]) == 2
+    assert "demo: recipe='mxfp8': expected impl=\"torch\", on the CPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["demo", "--recipe", "mxfp8", *out]) == cli.main(["demo", *out]) == 0
+    assert asked == [("cpu", "mxfp8"), ("cuda", None)]
+
+
+@pytest.mark.parametrize("recipe", BLOCKS)
+def test_both_recipes_fit_the_demo(recipe):
+    """Sizes and rows an expert of the demo's own settings."""
+    settings = Settings()
+    train.check_recipe(settings, recipe)
+    losses = [float(Trainer(settings, column).step()) for column in ("bf16", recipe)]
+    assert losses[0] != losses[1]
+
+
+def test_too_few_rows_for_eight_bits_are_noticed():
+    results = compare.compare(dataclasses.replace(SMALL, micro_batch=7), "mxfp8")
+    assert results.recipes["bf16"].passed
+    assert not results.passed
+    assert "mxfp8 DID NOT COMPUTE" in report.table(results)
+
+
+def test_table_and_json_of_a_recipe(with_recipe, results):
+    shown = report.table(with_recipe)
+    assert re.search(r"plain autograd +fusedmlp +fusedmlp bf16 +fusedmlp mxfp8\n", shown)
+    assert re.search(r"memory, bytes +[\d,]+ +[\d,]+ +not counted +not counted\n", shown)
+    assert re.search(r"adds to expert weights per step +4 +0 +0 +0\n", shown)
+    beside = with_recipe.recipes["mxfp8"]
+    assert (
+        f"mxfp8 stays within 5% of bf16: losses differ by {beside.difference[0]:.1e} of their value at step 1" in shown
+    )
+    document = json.loads(report.as_json(with_recipe))
+    assert document["losses"]["mxfp8"] == with_recipe.losses["mxfp8"]
+    assert document["columns"]["fusedmlp mxfp8"]["final_loss"] == beside.measured.final_loss
+    assert document["recipes"]["mxfp8"] == {"beside": "bf16", "difference": beside.difference, "passed": True}
+    without = json.loads(report.as_json(results))
+    assert without["recipes"] == {}
+    assert list(without["columns"]) == ["plain autograd", "fusedmlp"]
+    assert list(without["losses"]) == ["plain", "fused", "control"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([0.0, 0.01, 0.01], "mxfp8 DID NOT COMPUTE in its format"),
+        ([0.01, 0.06, 0.01], "mxfp8 DOES NOT STAY within 5% of bf16: .* at most 6.0e-02, at step 2"),
+        ([0.01, float("nan"), 0.01], "mxfp8 DOES NOT STAY within 5% of bf16: .* at most nan, at step 2"),
+    ],
+)
+def test_a_recipe_that_fails_is_said(with_recipe, parts, says):
+    beside = dataclasses.replace(with_recipe.recipes["mxfp8"], difference=parts)
+    changed = dataclasses.replace(with_recipe, recipes=with_recipe.recipes | {"mxfp8": beside})
+    assert not changed.passed
+    assert re.search(says, report.table(changed))
+
+
 def disagreeing(results):
     agreement = dataclasses.replace(results.agreement, difference=[1.0] * TINY.steps)
     return dataclasses.replace(results, agreement=agreement)
@@ -143,7 +241,7 @@ def copying(results):
     ("change", "status"), [(lambda results: results, 0), (disagreeing, 1), (adding, 1), (copying, 1)]
 )
 def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(compare, "compare", lambda settings: change(results))
+    monkeypatch.setattr(compare, "compare", lambda settings, recipe: change(results))
     assert cli.main(["demo", "--out", str(tmp_path / "new" / "folder")]) == status
     shown = capsys.readouterr().out
     assert ("DO NOT AGREE" in shown) == (change is disagreeing)
@@ -153,17 +251,19 @@ def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, c
 
 
 @pytest.mark.exhaustive
-def test_command_line(tmp_path):
-    done = forked.run("-m", "fusedmlp", "demo", "--steps", "1", "--json", "--out", str(tmp_path))
+@pytest.mark.parametrize("recipe", [[], ["--recipe", "mxfp8"]])
+def test_command_line(recipe, tmp_path):
+    done = forked.run("-m", "fusedmlp", "demo", "--steps", "1", "--json", "--out", str(tmp_path), *recipe)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document == json.loads((tmp_path / "results.json").read_text())
     assert document["settings"]["steps"] == len(document["losses"]["plain"]) == 1
     assert document["columns"]["fusedmlp"]["step"]["adds"] == 0
+    assert list(document["recipes"]) == (["bf16", "mxfp8"] if recipe else [])
     assert "fused" in done.stderr  # the progress bars
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--steps", "0"]])
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--steps", "0"], ["demo", "--recipe", "fp16"]])
 def test_wrong_arguments_are_refused(arguments):
     with pytest.raises(SystemExit) as exit_:
         cli.main(arguments)

@@ -27,6 +27,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 # Commands of pages that are not run here, and why; all others are.
 NOT_RUN = {
     "make demo": "test_demo.py runs the demo, in fewer steps",
+    "python -m fusedmlp demo": "as make demo",
     "make test": "this is it",
     "make lint": ".ci/run runs it",
     "make hub": "tests/integrations/test_hub.py",

@@ -8,10 +8,12 @@ import pytest
 import torch
 from support import forked
 
+import fusedmlp
 from fusedmlp import versions
 from fusedmlp.doctor import command, facts, selftest
 from fusedmlp.kernels.tiles import select
 from fusedmlp.operators import ops
+from fusedmlp.recipe import BLOCKS
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
 
@@ -157,6 +159,47 @@ def test_wrong_numbers_have_their_own_exit_status(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "error nan, allowed 1.0e-06  WRONG" in printed
     assert "The numbers are wrong" in printed
+
+
+_SHORT = "in bf16, .* fewer than 64 rows an expert on average"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows", "fp8_block", "mxfp8"),
+    [
+        ({}, "512", "in 8 bits", "in 8 bits"),
+        ({"R": 128 * 64}, "64", "in 8 bits", "in 8 bits"),
+        ({"R": 128 * 64 - 32}, "63.75", _SHORT, _SHORT),
+        ({"F": 96}, "512", "refused: fc2_weight: .* multiples of 128 .*; got 2048 out and 96 in", "in 8 bits"),
+        ({"F": 96, "R": 1280}, "10", "refused: fc2_weight: .* multiples of 128 ", _SHORT),
+        ({"H": 1000}, "512", "refused: .* multiples of 128 ", "refused: .* multiples of 32 .* got 1000 out"),
+    ],
+)
+def test_what_a_layer_computes_with_8_bit_recipes(sizes, rows, fp8_block, mxfp8, monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "run", lambda _: ([], 0.0))
+    monkeypatch.setattr(facts, "_INTEGRATIONS", ())
+    command.run(LAYER | sizes, None, as_json=False)
+    printed = capsys.readouterr().out
+    assert '8-bit recipes: on the CPU with impl="torch"; no GPU kernel' in printed
+    assert f"This layer, with {rows} rows an expert on average:" in printed
+    command.run(LAYER | sizes, None, as_json=True)
+    found = json.loads(capsys.readouterr().out)["eight_bit"]
+    assert found.keys() == BLOCKS.keys()
+    for recipe, expected in (("fp8_block", fp8_block), ("mxfp8", mxfp8)):
+        assert re.fullmatch(f"{expected}.*", found[recipe])
+        assert f"  {recipe:<11}{found[recipe]}\n" in printed
+
+
+def test_a_layer_computes_what_the_doctor_says():
+    """64 rows an expert on average, and one row fewer in all; 8 bits are another result than bf16."""
+    for rows, computed in ((128, "in 8 bits"), (127, "in bf16")):
+        x, fc1, fc2 = torch.randn(rows, 128), torch.randn(2, 256, 128), torch.randn(2, 128, 128)
+        plain, *ys = (
+            fusedmlp.grouped_mlp(x, fc1, fc2, [rows, 0], impl="torch", recipe=name) for name in ("bf16", *BLOCKS)
+        )
+        for recipe, y in zip(BLOCKS, ys, strict=True):
+            assert facts.eight_bit(2, 128, 128, rows)[recipe].startswith(computed)
+            assert torch.equal(y, plain) == (computed == "in bf16")
 
 
 def test_old_versions_are_problems(monkeypatch):
