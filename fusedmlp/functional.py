@@ -87,7 +87,7 @@ def grouped_mlp(
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
         RuntimeError: gradient fusion requested where it is impossible; no triton, or no GPU for it.
-        NotImplementedError: an 8-bit recipe with impl="triton".
+        NotImplementedError: an 8-bit recipe on a GPU without kernels for it.
     """
     options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
     source = validate.rows("x", x, recipe)
@@ -271,7 +271,7 @@ def _prepare(
     encoded, dtype = "", x.dtypes[0]
     if recipe is not None:
         for name, experts in weights.items():
-            check_blocks(recipe, name, experts.out_features, experts.in_features, impl)
+            check_blocks(recipe, name, experts.out_features, experts.in_features)
         encoded = formats(recipe, wgrad, num_rows / experts.num_experts).encoded
     elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
         encoded = formats(NAMES[dtype], wgrad).encoded

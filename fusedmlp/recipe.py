@@ -57,8 +57,8 @@ def computed_dtypes(x: Tensor, recipe: str | None) -> tuple[torch.dtype, ...]:
     return (x.dtype,)
 
 
-def check_blocks(recipe: str, name: str, out_features: int, in_features: int, impl: str) -> None:
-    """Check that an 8-bit recipe can be computed, and that its blocks fit the weight of this name."""
+def check_blocks(recipe: str, name: str, out_features: int, in_features: int) -> None:
+    """Check that blocks of an 8-bit recipe fit the weight of this name."""
     if recipe not in BLOCKS:
         return
     if out_features % BLOCKS[recipe] or in_features % BLOCKS[recipe]:

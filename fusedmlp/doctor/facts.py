@@ -92,7 +92,7 @@ def eight_bit(E: int, H: int, F: int, R: int) -> dict[str, str]:
 
 def _computed(recipe: str, E: int, H: int, F: int, R: int) -> str:
     try:
-        check_blocks(recipe, "fc2_weight", H, F, "torch")
+        check_blocks(recipe, "fc2_weight", H, F)
     except ValueError as error:
         return f"refused: {error}"
     if formats(recipe, "recipe", R / E).gemms:
