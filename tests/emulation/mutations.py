@@ -159,9 +159,7 @@ def noticed(run: Callable[[], object]) -> bool:
     return False
 
 
-def _of_project(
-    target: str, shape: str, name: str, kernel: str, precision: str = "bf16", **options: bool
-) -> Subject:
+def _of_project(target: str, shape: str, name: str, kernel: str, precision: str = "bf16", **options: bool) -> Subject:
     every = [*cases.cases(), *cases.of_recipes(target)]
     (case,) = (case for case in every if case.id == f"{shape}-{precision}-{name}")
     return Subject(kernel, case.run, partial(layers.emulated, target, shape, **options))

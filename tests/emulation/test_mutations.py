@@ -37,9 +37,7 @@ NEEDLESS = {
         (f"sm_90_{name}_warp_specialized", "proxy fence removed"): 1
         for name in ("gemm", "fc1_act", "dgrad_act", "wgrad", *FP8_BLOCK)
     },
-    **{
-        (f"sm_90_{name}_warp_specialized", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad", *FP8_BLOCK)
-    },
+    **{(f"sm_90_{name}_warp_specialized", "bar.sync removed"): 1 for name in ("gemm", "fc1_act", "wgrad", *FP8_BLOCK)},
     ("sm_90_dgrad_act_warp_specialized", "bar.sync removed"): 3,
     # The first MMA of every sum ignores what its registers held.
     **{(f"sm_90_{name}_warp_specialized", "wgmma fence removed"): MOST for name in FP8_BLOCK},

@@ -7,6 +7,7 @@ import triton
 
 from bench.cases import experts as support
 from fusedmlp.activation import Activation
+from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
@@ -162,6 +163,23 @@ def test_weights_that_are_quantized(memory, apart):
         else:
             grouped_quantize_weights_(copy, None, described, "fp8_block")
     same(elements.float())
+
+
+def test_rows_of_an_activation_that_is_quantized(memory):
+    far, F = Far(memory), 32
+    h, d = far(R, 2 * F), far(R, F)
+    act, probs = act_options(Activation("swiglu").encoded), torch.rand(R, device=DEVICE)
+    a, dh = (torch.zeros(2, R, C, dtype=torch.float8_e4m3fn, device=DEVICE) for C in (F, 2 * F))
+    dprobs = []
+    for i in range(2):
+        scales = torch.empty(quantized.scales_shape(2, 2 * F, "mxfp8"), dtype=torch.uint8, device=DEVICE)
+        copies = Quantized(a[i], scales), Quantized(dh[i], scales)
+        grouped_act_quantize_(copies[0], h[i], tiles(), act, "mxfp8", probs_R=probs)
+        dprobs.append(
+            grouped_dgrad_act_quantize_(copies[1], None, None, d[i], h[i], tiles(), act, "mxfp8", probs_R=probs)
+        )
+    assert (a.float().abs().sum((1, 2)) > 0).all()
+    same(a.float(), dh.float(), dprobs)
 
 
 if triton.knobs.runtime.interpret:  # only the interpreter can be told which block to run
