@@ -34,7 +34,8 @@ Costs = dict[str, float | None]
 def measure(target: str) -> dict[str, Costs]:
     """The numbers of `MainLoop` of each pass; a kernel that is launched twice counts by the first launch."""
     costs = _measure(target, table.PASSES, "", cases.CORE["main_grad"])
-    for number_format in ("bf16", *table.RECIPES[target]):
+    formats: tuple[table.Format, ...] = ("bf16", *table.RECIPES[target])
+    for number_format in formats:
         key = partial(table.Key, path="warp_specialized", format=number_format, shape="long")
         passes = [name for name in table.PASSES if key(name) in table.TABLES[target]]
         of_bf16 = number_format == "bf16"
