@@ -7,7 +7,7 @@ import torch
 from support import forked
 
 from fusedmlp import __main__ as cli
-from fusedmlp.demo import compare, report, train
+from fusedmlp.demo import compare, report
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
 from fusedmlp.demo.train import Settings, Trainer, text
