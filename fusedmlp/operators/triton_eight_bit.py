@@ -15,7 +15,7 @@ from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_
 from fusedmlp.kernels.device.activation import Options
 from fusedmlp.kernels.dgrad_act.launch import plan_bias_dprobs
 from fusedmlp.kernels.gemm.dprobs import Dprobs
-from fusedmlp.kernels.gemm.launch import grouped_gemm_fp8_block_, plan_dprobs
+from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.arrays import Array
@@ -25,7 +25,7 @@ from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
-from fusedmlp.kernels.wgrad.fp8_block_launch import grouped_wgrad_fp8_block_
+from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators.types import MLPGrads, MLPOutput
 from fusedmlp.recipe import Formats
@@ -66,7 +66,7 @@ class _Call:
         copies = (made, None) if forward else (None, made)
         grouped_quantize_weights_.plan(builder, *copies, w_ENK, self.recipe)
         y_RN = builder.empty((self.schedule.num_rows, shape[1]), torch.bfloat16)
-        grouped_gemm_fp8_block_.plan(builder, y_RN, x, made, self.schedule, **epilogue)
+        grouped_gemm_quantized_.plan(builder, y_RN, x, made, self.schedule, self.recipe, **epilogue)
         return y_RN
 
 
@@ -179,7 +179,7 @@ def _wgrad_(
     if dw_ENK and dy and x:
         schedule, num_tiles = call.schedule, [call.num_tiles]
         own: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order}
-        grouped_wgrad_fp8_block_.plan(call.builder, dw_ENK, dy, x, [schedule.offsets], num_tiles, **own)
+        grouped_wgrad_quantized_.plan(call.builder, dw_ENK, dy, x, [schedule.offsets], num_tiles, call.recipe, **own)
 
 
 def plan_grouped_wgrad_(
@@ -201,9 +201,9 @@ def plan_grouped_wgrad_(
         for plan, num_rows in zip(offsets, nums_rows, strict=True)
     ]
     tiles = [schedule.max_tiles(TILE_ROWS) for schedule in schedules]
-    copies = []
+    copies, kind = [], cast(Recipe, recipe)
     for of, rows in ((dy, dy_rows), (x, x_rows)):
-        C, kind = of[0].shape[1], cast(Recipe, recipe)
+        C = of[0].shape[1]
         shape, scales = (size(sum(tiles), C, kind) for size in (quantized.token_copy_shape, quantized.scales_shape))
         elements = builder.empty(shape, torch.float8_e4m3fn)
         made = Quantized(elements, builder.empty(scales, quantized.SCALE_DTYPES[kind]))
@@ -213,4 +213,4 @@ def plan_grouped_wgrad_(
             grouped_quantize_.plan(builder, None, own, of[s], schedule, kind, rows_R=rows_R)
         copies.append(made)
     firsts = [schedule.offsets for schedule in schedules]
-    grouped_wgrad_fp8_block_.plan(builder, dw_ENK, *copies, firsts, tiles, accumulate=accumulate)
+    grouped_wgrad_quantized_.plan(builder, dw_ENK, *copies, firsts, tiles, kind, accumulate=accumulate)
