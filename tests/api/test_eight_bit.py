@@ -76,14 +76,15 @@ class Layer:
         options |= {"activation": self.activation, "weight_layout": self.layout, **biases}
         return fusedmlp.grouped_mlp(x, *weights, list(COUNTS), probs=self.probs, **options)
 
-    def results(self, **options):
+    def results(self, microbatches=1, **options):
         """y and all gradients, those of weights from float32 main_grads, with experts packed as `[E, out, in]`."""
         params = [param for group in self.params for param in group]
         buffer = fusedmlp.MainGradBuffer(params)
         buffer.zero_()
         x, self.probs = self.x.clone().requires_grad_(), self.probs if self.probs is None else Parameter(self.probs)
-        y = self(x, **options)
-        y.backward(self.dy)
+        for _ in range(microbatches):
+            y = self(x, **options)
+            y.backward(self.dy)
         if options.get("wgrad_queue") is not None:
             options["wgrad_queue"].run()
         packed = [torch.cat([p.main_grad.view(-1, *p.shape[-2:]) for p in group]) for group in self.params]
