@@ -33,7 +33,7 @@ class Case:
 
 
 class Inputs:
-    """Quantized operands on the CPU; NaN in all that must not be read: rows that no expert owns, tiles past the last."""
+    """Quantized operands on the CPU; NaN in what must not be read: rows that no expert owns, tiles past the last."""
 
     def __init__(self, case):
         self.case, block = case, BLOCKS[case.recipe]

@@ -25,8 +25,8 @@ from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
-from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
+from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
 from fusedmlp.operators.types import MLPGrads, MLPOutput
 from fusedmlp.recipe import Formats
 
@@ -193,7 +193,7 @@ def plan_grouped_wgrad_(
     accumulate: bool,
     recipe: str,
 ) -> None:
-    """Passes (5) and (6) alone: operands of all segments are quantized into one buffer, and multiplied by one launch."""
+    """Passes (5) and (6) alone: operands of all segments are quantized into one buffer and multiplied by one launch."""
     num_experts = dw_ENK.num_experts
     nums_rows = [t.shape[0] for t in dy_rows or dy]
     schedules = [

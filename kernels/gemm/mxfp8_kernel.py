@@ -1,11 +1,11 @@
-"""Passes (2) and (4) of 8-bit operands (recipe mxfp8) on Blackwell, warp-specialized: the tiles of `gluon_kernel.py`, in
-the same order, with the same epilogue.
+"""Passes (2) and (4) of 8-bit operands (recipe mxfp8) on Blackwell, warp-specialized: the tiles of `gluon_kernel.py`,
+in the same order, with the same epilogue.
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
-from ..warp_specialized.blackwell import ROWS, read_tile
+from ..warp_specialized.blackwell import ROWS, read_subtiles, wait_for_accumulator
 from ..warp_specialized.gluon_compat import gl, gluon, tma_load, tma_store_wait
 from ..warp_specialized.mxfp8 import CHUNK, LINES, multiply_tile, operands, scales_in_tensor_memory
 from ..warp_specialized.partitions import worker_registers, worker_warps
@@ -52,12 +52,10 @@ def _consume(arguments, num_m, num_n, accumulators, out, TILE: gl.constexpr):
     """Partition of the consumer; `out`: its buffers for stores."""
     tiles_ptr = arguments[5]
     SUBTILES: gl.constexpr = TILE.SUBTILES
-    j = 0
-    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
+    for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
+        m_tile, n_tile = tile_at(gl.program_id(0) + j * gl.num_programs(0), num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
-        subtiles = read_tile(j, accumulators, SUBTILES)
-        j += 1
+        subtiles = read_subtiles(wait_for_accumulator(j, accumulators), 0, SUBTILES)
         for s in gl.static_range(SUBTILES):
             store_subtile(subtiles[s], arguments, tile, n_tile, out, s, 0, ROWS, TILE)
     tma_store_wait(0)

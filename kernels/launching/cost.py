@@ -68,8 +68,8 @@ def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = Fal
 def gemm_quantized(
     rows: Sequence[int], N: int, K: int, recipe: Recipe, y: int, *, bias: int = 0, scale: int = 0
 ) -> Cost:
-    """`gemm` of x and w in 8 bits. For 128 elements along K, scales are 512 bytes for each row tile, and for 128 rows of
-    w one of fp32, or 512 bytes.
+    """`gemm` of x and w in 8 bits. For 128 elements along K, scales are 512 bytes for each row tile, and for 128 rows
+    of w one of fp32, or 512 bytes.
 
     `y`, `bias`: bytes of an element.
     """
@@ -125,7 +125,7 @@ def wgrad(
 
 
 def wgrad_quantized(rows: Sequence[int], N: int, K: int, grad: int, *, accumulate: bool) -> Cost:
-    """`wgrad` of token copies in 8 bits, with 128 rows for every tile and 512 bytes of scales for 128 columns of one."""
+    """`wgrad` of token copies in 8 bits: 128 rows for every tile, and 512 bytes of scales for 128 columns of one."""
     tiles = sum(cdiv(n, TILE_ROWS) for n in rows)
     moved = 2 * _used(rows) if accumulate else len(rows)
     grad_bytes = grad * moved * N * K

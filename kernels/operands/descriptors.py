@@ -76,8 +76,8 @@ def ragged_rows(
 
 
 def scale_chunks(scales: Array, count: int = 1) -> Descriptor:
-    """Describe scales of copies (`operands/quantized.py`), of which a tile is `count` chunks of 512 bytes: 128 fp32, or two
-    lines of 256 bytes, the longest that TMA moves.
+    """Describe scales of copies (`operands/quantized.py`), of which a tile is `count` chunks of 512 bytes: 128 fp32, or
+    two lines of 256 bytes, the longest that TMA moves.
     """
     size = prod(scales.shape)
     shape, block = ((size // 256, 256), (2 * count, 256)) if scales.dtype == torch.uint8 else ((size,), (128 * count,))

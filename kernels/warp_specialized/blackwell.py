@@ -28,7 +28,7 @@ def _fence(j, WHERE: gl.constexpr):
 
 @gluon.jit
 def tile_accumulators(COLUMNS: gl.constexpr, TILES: gl.constexpr = 2):
-    """`(acc, done, free)`: `[TILES, ROWS, COLUMNS]` of tensor memory, and their mbarriers. Tensor memory has 512 columns."""
+    """`(acc, done, free)`: `[TILES, ROWS, COLUMNS]` of tensor memory, which has 512 columns, and their mbarriers."""
     layout: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
     acc = allocate_tensor_memory(gl.float32, [TILES, ROWS, COLUMNS], layout)
     return acc, mbarriers(TILES, 1), mbarriers(TILES, 1)
@@ -53,7 +53,7 @@ def multiply_tile(
     multiplied as they lie or transposed.
     """
     left, right, full, empty, accumulators = operands
-    acc, done, free = accumulators
+    acc, done, _ = accumulators
     at = wait_until_free(j, accumulators)
     for step in range(0, steps):
         stage = wait_for_operands(i, full, STAGES)
@@ -103,9 +103,9 @@ def read_subtile(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
 
 
 @gluon.jit
-def read_tile(j, accumulators, NUM_SUBTILES: gl.constexpr):
-    """Wait until tile j of this program is done, load all its subtiles into registers, and free the accumulator."""
-    tile, subtiles = wait_for_accumulator(j, accumulators), ()
-    for s in gl.static_range(NUM_SUBTILES):
-        subtiles = subtiles + (read_subtile(tile, s, NUM_SUBTILES),)
+def read_subtiles(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
+    """Tuple of all subtiles from S on."""
+    subtiles = (read_subtile(tile, S, NUM_SUBTILES),)
+    if S + 1 < NUM_SUBTILES:
+        subtiles = subtiles + read_subtiles(tile, S + 1, NUM_SUBTILES)
     return subtiles

@@ -1,14 +1,15 @@
-"""Products of e4m3 operands that have a scale for 32 elements along what is contracted (recipe mxfp8), on Blackwell.
+"""Products of e4m3 operands with a scale for 32 elements along what is contracted (recipe mxfp8), on Blackwell.
 
-The division of work is that of `blackwell.py`. A step is 128 elements along what is contracted, of 128 rows of the left
-operand and some columns of the right one. Its scales arrive with the operands: 512 bytes for 128 rows or columns, in
-the order that `tcgen05.cp` takes. The warp that multiplies copies them to tensor memory, where `tcgen05.mma` finds them.
-Both are done in the order in which the warp issues them, so one set of scales is enough, and no copy is waited for.
+Warps share the work as in `blackwell.py`. A step is 128 elements along what is contracted, of 128 rows of the left
+operand and of a tile's columns of the right one. TMA loads their scales with them: 512 bytes for 128 rows or columns,
+in the order that `tcgen05.cp` takes. The warp that multiplies copies these to tensor memory, where `tcgen05.mma` needs
+them. Copies and MMAs of one thread take effect in the order of their issue, so there is one set of scales, and nothing
+waits for a copy.
 
-Accumulators of 256 columns leave room in tensor memory for the scales if there is one, of 128 if there are two.
+Accumulators of 256 columns leave room in tensor memory for scales if there is one, those of 128 if there are two.
 
-The library's operands have contiguous contracted elements in M-ragged passes, `[rows, 128]` and `[columns, 128]`. In
-wgrad they are `MN_MAJOR`: `[128, rows]` and `[128, columns]`.
+Stages of M-ragged passes are `[rows, 128]` and `[columns, 128]`. In wgrad operands are `MN_MAJOR`: `[128, rows]` and
+`[128, columns]`.
 """
 
 from .blackwell import ROWS, tile_accumulators, wait_until_free
@@ -44,8 +45,8 @@ def _by_row(scales):
 
 @gluon.jit
 def operands(DTYPE: gl.constexpr, COLUMNS: gl.constexpr, MN_MAJOR: gl.constexpr, STAGES: gl.constexpr):
-    """`(left, right, left scales, right scales, full, empty, accumulators)`: stages in shared memory, of COLUMNS columns
-    of the right operand; mbarriers; accumulators in tensor memory.
+    """`(left, right, left scales, right scales, full, empty, accumulators)`: stages in shared memory, of COLUMNS
+    columns of the right operand; mbarriers; accumulators in tensor memory.
     """
     left = shared_tiles(DTYPE, STAGES, ROWS, CHUNK)
     right = shared_tiles(DTYPE, STAGES, CHUNK if MN_MAJOR else COLUMNS, COLUMNS if MN_MAJOR else CHUNK)

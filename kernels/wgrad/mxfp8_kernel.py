@@ -6,7 +6,7 @@ column of an operand has a scale for 32 tokens.
 """
 
 from ..device.tile_order import num_turns, tile_index_at, wgrad_tile
-from ..warp_specialized.blackwell import ROWS, read_tile
+from ..warp_specialized.blackwell import ROWS, read_subtiles, wait_for_accumulator
 from ..warp_specialized.gluon_compat import gl, gluon, tma_load, tma_store_wait
 from ..warp_specialized.mxfp8 import CHUNK, LINES, multiply_tile, operands, scales_in_tensor_memory
 from ..warp_specialized.partitions import worker_registers, worker_warps
@@ -78,7 +78,7 @@ def _consume(
         rank, n_tile, k_tile = wgrad_tile(tile_index_at(turn, program, programs), num_n, num_k, TILE.GROUP_M)
         expert = gl.load(order_ptr + rank)
         n, k = n_tile * TILE.BLOCK_N, k_tile * TILE.BLOCK_K
-        subtiles = read_tile(turn, accumulators, SUBTILES)
+        subtiles = read_subtiles(wait_for_accumulator(turn, accumulators), 0, SUBTILES)
         for s in gl.static_range(SUBTILES):
             tile_NK = subtiles[s]
             if not ACCUMULATE:  # without steps, the accumulator has another tile's sums
@@ -115,8 +115,8 @@ def grouped_wgrad_mxfp8_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`left` `[tiles, 128, N]` and `right` `[tiles, 128, K]` e4m3; scales E8M0, `[tiles, ceil(N / 128), 512]` and `[tiles,
-    ceil(K / 128), 512]`; `steps` and `order`: `TokenTiles`; other arguments as in the Triton kernel.
+    """`left` `[tiles, 128, N]` and `right` `[tiles, 128, K]` e4m3; scales E8M0, `[tiles, ceil(N / 128), 512]` and
+    `[tiles, ceil(K / 128), 512]`; `steps` and `order`: `TokenTiles`; other arguments as in the Triton kernel.
     """
     gl.static_assert(CONSUMERS == 1)
     gl.static_assert(TILE.BLOCK_M == CHUNK)

@@ -81,6 +81,6 @@ def grouped_wgrad_quantized_(
 
 
 def _columns(elements: Array, block: int, transposed: bool) -> Descriptor:
-    """Describe a token copy, `[tiles, 128, C]` or `transposed`, `[tiles, C, 128]`, for `block` of its columns in a tile."""
+    """Describe a token copy, `[tiles, 128, C]` or transposed, for `block` of its columns in a tile."""
     of_tile = (block, TILE_ROWS) if transposed else (TILE_ROWS, block)
     return Descriptor(elements, elements.shape, elements.strides, (1, *of_tile))

@@ -1,14 +1,14 @@
 """Whole layers of 8-bit recipes, forward and backward into float32 main_grads: compiled kernels against the CPU."""
 
 import pytest
+from api.test_eight_bit import COUNTS, GPT_OSS, Layer, distances
 from emulation.layers import emulated
 
 import fusedmlp
-from api.test_eight_bit import COUNTS, GPT_OSS, Layer, distances
 
 TARGETS = {"fp8_block": "sm_90", "mxfp8": "sm_100"}
-# Sums in another order round a few values of h, y and dx to another bf16. Biases are left out: the CPU rounds before it adds
-# one, and once more.
+# Sums in another order round a few values of h, y and dx to another bf16. No layer has biases: the CPU rounds before it
+# adds one, and once more.
 ALLOWED, ALLOWED_OF_WGRAD = 1e-4, 1e-6
 LAYERS = {
     "swiglu": {},
