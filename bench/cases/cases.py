@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, gemm, gemm_fp8_block, moe, wgrad, wgrad_fp8_block
+from bench.cases import dgrad_act, factory, fc1_act, gemm, gemm_quantized, moe, wgrad, wgrad_quantized
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
+from fusedmlp.kernels.tiles.table import Recipe
 
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
@@ -71,7 +72,10 @@ def cases() -> list[Case]:
 
 def of_recipes(architecture: str) -> list[Case]:
     """Cases of kernels that multiply in 8 bits, on a GPU that has them."""
-    return [*_fp8_block()] if architecture == "sm_90" else []
+    recipes: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8"}
+    if architecture not in recipes:
+        return []
+    return [*_gemm_quantized(recipes[architecture]), *_wgrad_quantized(recipes[architecture])]
 
 
 def _grid(
@@ -145,30 +149,29 @@ def _gemm() -> Iterator[Case]:
         yield from _grid(f"gemm {load}", case(load))
 
 
-def _fp8_block() -> Iterator[Case]:
+def _gemm_quantized(recipe: Recipe) -> Iterator[Case]:
     def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
         counts, padding = LOADS[load]
-        own = gemm_fp8_block.Case(counts, padding, **options)
-        return Case(f"gemm {name}", "fp8_block", "long", partial(gemm_fp8_block.check, own), quick)
+        own = gemm_quantized.Case(recipe, counts, padding, **options)
+        return Case(f"gemm {name}", recipe, "long", partial(gemm_quantized.check, own), quick)
 
     yield case("packed", bias=True, quick=True)
     yield case("no bias")
     yield case("scaled bias", bias=True, scale=True)
     yield case("biases scattered", bias=True, scale=True, biases="scattered misaligned")
     yield case("dprobs", dprobs=True)
-    yield case("left half of a tile", N=104)
-    yield case("narrow", N=264, K=16)
-    yield case("deep", N=520, K=656)
+    yield case("left half of a tile", N=96)
+    yield case("narrow", N=288, K=32)
+    yield case("deep", N=544, K=672)  # more steps than stages, and several tiles a program
     for load in ("few", "empty", "one", "many", "even"):
         yield case(load, load)
-    yield from _wgrad_fp8_block()
 
 
-def _wgrad_fp8_block() -> Iterator[Case]:
+def _wgrad_quantized(recipe: Recipe) -> Iterator[Case]:
     def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
         counts, padding = LOADS[load]
-        own = wgrad_fp8_block.Case(**{"segments": (counts,), "padding": padding, **options})
-        return Case(f"wgrad {name}", "fp8_block", "long", partial(wgrad_fp8_block.check, own), quick)
+        own = wgrad_quantized.Case(**{"recipe": recipe, "segments": (counts,), "padding": padding, **options})
+        return Case(f"wgrad {name}", recipe, "long", partial(wgrad_quantized.check, own), quick)
 
     yield case("packed", quick=True)
     yield case("overwrite", accumulate=False)

@@ -15,7 +15,7 @@ from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_
 from fusedmlp.kernels.device.activation import Options
 from fusedmlp.kernels.dgrad_act.launch import plan_bias_dprobs
 from fusedmlp.kernels.gemm.dprobs import Dprobs
-from fusedmlp.kernels.gemm.launch import grouped_gemm_fp8_block_, plan_dprobs
+from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.arrays import Array
@@ -24,10 +24,9 @@ from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
-from fusedmlp.kernels.tiles.select import eight_bit
 from fusedmlp.kernels.tiles.table import Recipe
-from fusedmlp.kernels.wgrad.fp8_block_launch import grouped_wgrad_fp8_block_
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
+from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
 from fusedmlp.operators.types import MLPGrads, MLPOutput
 from fusedmlp.recipe import Formats
 
@@ -72,7 +71,6 @@ class _Call:
 
     def __init__(self, builder: Builder, recipe: str, schedule: Schedule) -> None:
         self.builder, self.recipe, self.schedule = builder, cast(Recipe, recipe), schedule
-        eight_bit("gemm", self.recipe, builder.target)  # raises where the GPU has no kernels for it
         self.num_tiles = schedule.max_tiles(TILE_ROWS)
 
     def copy(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
@@ -103,16 +101,15 @@ class _Call:
         copies = (made, None) if forward else (None, made)
         grouped_quantize_weights_.plan(builder, *copies, w_ENK, self.recipe)
         y_RN = builder.empty((self.schedule.num_rows, shape[1]), torch.bfloat16)
-        grouped_gemm_fp8_block_.plan(builder, y_RN, x, made, self.schedule, **epilogue)
+        grouped_gemm_quantized_.plan(builder, y_RN, x, made, self.schedule, self.recipe, **epilogue)
         return y_RN
 
     def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         """`dw (+)= dy^T x` of token copies."""
         assert dw_ENK is not None
         offsets, order = [self.schedule.offsets], self.schedule.order
-        grouped_wgrad_fp8_block_.plan(
-            self.builder, dw_ENK, dy, x, offsets, [self.num_tiles], accumulate=accumulate, order=order
-        )
+        tiles, own = [self.num_tiles], {"accumulate": accumulate, "order": order}
+        grouped_wgrad_quantized_.plan(self.builder, dw_ENK, dy, x, offsets, tiles, self.recipe, **own)
 
 
 def plan_grouped_gemm(
@@ -223,7 +220,6 @@ def plan_grouped_wgrad_(
     recipe: str,
 ) -> None:
     """Passes (5) and (6) alone: one launch for all segments, whose operands are quantized into one buffer."""
-    eight_bit("wgrad", cast(Recipe, recipe), builder.target)
     num_experts = dw_ENK.num_experts
     nums_rows = [t.shape[0] for t in dy_rows or dy]
     schedules = [
@@ -231,9 +227,9 @@ def plan_grouped_wgrad_(
         for plan, num_rows in zip(offsets, nums_rows, strict=True)
     ]
     tiles = [schedule.max_tiles(TILE_ROWS) for schedule in schedules]
-    copies = []
+    copies, kind = [], cast(Recipe, recipe)
     for of, rows in ((dy, dy_rows), (x, x_rows)):
-        C, kind = of[0].shape[1], cast(Recipe, recipe)
+        C = of[0].shape[1]
         shape, scales = (size(sum(tiles), C, kind) for size in (quantized.token_copy_shape, quantized.scales_shape))
         elements = builder.empty(shape, torch.float8_e4m3fn)
         made = Quantized(elements, builder.empty(scales, quantized.SCALE_DTYPES[kind]))
@@ -243,4 +239,4 @@ def plan_grouped_wgrad_(
             grouped_quantize_.plan(builder, None, own, of[s], schedule, kind, rows_R=rows_R)
         copies.append(made)
     firsts = [schedule.offsets for schedule in schedules]
-    grouped_wgrad_fp8_block_.plan(builder, dw_ENK, *copies, firsts, tiles, accumulate=accumulate)
+    grouped_wgrad_quantized_.plan(builder, dw_ENK, *copies, firsts, tiles, kind, accumulate=accumulate)

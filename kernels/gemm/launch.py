@@ -12,11 +12,11 @@ from ..operands import descriptors, expert_tensors
 from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
-from ..operands.quantized import Quantized
+from ..operands.quantized import CHUNK, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.select import choose, eight_bit
-from ..tiles.table import BY_DESCRIPTORS, Tile
+from ..tiles.table import BY_DESCRIPTORS, Recipe, Tile
 from ..warp_specialized import gluon_missing
 from .dprobs import Dprobs, sum_partials_kernel
 from .triton_kernel import _grouped_gemm_kernel
@@ -106,18 +106,21 @@ def _arguments(
 
 
 @Launcher
-def grouped_gemm_fp8_block_(
+def grouped_gemm_quantized_(
     builder: Builder,
     y_RN: Array,
     x_RK: Quantized,
     w_ENK: Quantized,
     schedule: Schedule,
+    recipe: Recipe,
     *,
     bias_EN: ExpertTensors | None = None,
     scale_R: Array | None = None,
     dprobs: Dprobs | None = None,
 ) -> None:
-    """`grouped_gemm_` of a row copy of `x` and of weights in 8 bits, both quantized for fp8_block; `y` has 16 bits.
+    """`grouped_gemm_` of a row copy of `x` and of weights in 8 bits, both quantized for `recipe`; `y` has 16 bits.
+
+    See `fp8_block_kernel.py` and `mxfp8_kernel.py`.
 
     Raises:
         ValueError: the target has no tile for the recipe, or TMA cannot move the operands.
@@ -125,27 +128,34 @@ def grouped_gemm_fp8_block_(
     target, (num_rows, N), K = builder.target, y_RN.shape, x_RK.elements.shape[1]
     if not num_rows * N:
         return
-    chosen = eight_bit("gemm", "fp8_block", target)
+    chosen = eight_bit("gemm", recipe, target)
     tile = chosen.tile
-    moved = {"y": y_RN, "x": x_RK.elements, "w": w_ENK.elements, "scales of x": x_RK.scales}
-    for name, array in moved.items():
-        if not descriptors.fits(array):
-            raise ValueError(f"{name}: expected rows and an address that are multiples of 16 bytes; got {array}")
     rows = target.consumer_rows(chosen.path, tile)
     arguments = {
         "x_desc": descriptors.ragged_rows(x_RK.elements, rows, tile.BLOCK_K),
-        "x_scales_desc": descriptors.chunks(x_RK.scales, tile.BLOCK_M),
+        "x_scales_desc": descriptors.scale_chunks(x_RK.scales),
         "w_desc": descriptors.of_matrices(w_ENK.elements, tile.BLOCK_N, tile.BLOCK_K, True),
-        "w_scales_ptr": w_ENK.scales,
         "y_desc": descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES),
         **_arguments(builder, y_RN, K, schedule, tile, bias_EN, scale_R, dprobs),
     }
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
     bias = itemsize(bias_EN and bias_EN.base)
-    costs = partial(cost.gemm_fp8_block, N=N, K=K, y=y_RN.dtype.itemsize, bias=bias, scale=itemsize(scale_R))
-    from .fp8_block_kernel import grouped_gemm_fp8_block_kernel
+    costs = partial(
+        cost.gemm_quantized, N=N, K=K, recipe=recipe, y=y_RN.dtype.itemsize, bias=bias, scale=itemsize(scale_R)
+    )
+    if recipe == "fp8_block":
+        from .fp8_block_kernel import grouped_gemm_fp8_block_kernel as kernel
 
-    builder.launch(grouped_gemm_fp8_block_kernel, grid, arguments, chosen, costs)
+        arguments["w_scales_ptr"] = w_ENK.scales
+    else:
+        from .mxfp8_kernel import grouped_gemm_mxfp8_kernel as kernel
+
+        arguments["w_scales_desc"] = descriptors.scale_chunks(w_ENK.scales, tile.BLOCK_N // CHUNK)
+    for name, described in arguments.items():
+        if isinstance(described, descriptors.Descriptor) and not descriptors.fits(described.array):
+            array = described.array
+            raise ValueError(f"{name}: expected rows and an address that are multiples of 16 bytes; got {array}")
+    builder.launch(kernel, grid, arguments, chosen, costs)
 
 
 def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:

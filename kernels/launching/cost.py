@@ -65,13 +65,16 @@ def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = Fal
     return Cost("gemm", product_flops(R, N, K), itemsize * elements + scale * R)
 
 
-def gemm_fp8_block(rows: Sequence[int], N: int, K: int, y: int, *, bias: int = 0, scale: int = 0) -> Cost:
-    """`gemm` of x and w in 8 bits, whose scales are 512 bytes for each row tile, and 4 for each block of w, along K.
+def gemm_quantized(
+    rows: Sequence[int], N: int, K: int, recipe: Recipe, y: int, *, bias: int = 0, scale: int = 0
+) -> Cost:
+    """`gemm` of x and w in 8 bits. For 128 elements along K, scales are 512 bytes for each row tile, and for 128 rows
+    of w one of fp32, or 512 bytes.
 
     `y`, `bias`: bytes of an element.
     """
     R, E, tiles = sum(rows), _used(rows), sum(cdiv(n, TILE_ROWS) for n in rows)
-    scales = (512 * tiles + _FP32 * E * cdiv(N, CHUNK)) * cdiv(K, CHUNK)
+    scales = (512 * tiles + (512 if recipe == "mxfp8" else _FP32) * E * cdiv(N, CHUNK)) * cdiv(K, CHUNK)
     num_bytes = R * K + E * N * K + scales + y * R * N + bias * E * N + scale * R
     return Cost("gemm", product_flops(R, N, K), num_bytes)
 
@@ -121,8 +124,8 @@ def wgrad(
     return Cost("wgrad", flops, num_bytes, grad_bytes)
 
 
-def wgrad_fp8_block(rows: Sequence[int], N: int, K: int, grad: int, *, accumulate: bool) -> Cost:
-    """`wgrad` of token copies in 8 bits: 128 rows for every tile, and 512 bytes of scales for 128 columns of it."""
+def wgrad_quantized(rows: Sequence[int], N: int, K: int, grad: int, *, accumulate: bool) -> Cost:
+    """`wgrad` of token copies in 8 bits: 128 rows for every tile, and 512 bytes of scales for 128 columns of one."""
     tiles = sum(cdiv(n, TILE_ROWS) for n in rows)
     moved = 2 * _used(rows) if accumulate else len(rows)
     grad_bytes = grad * moved * N * K

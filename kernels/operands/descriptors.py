@@ -9,7 +9,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..tiles.table import Path
-from .arrays import ALIGNMENT, Array
+from .arrays import ALIGNMENT, Array, contiguous_strides
 from .expert_tensors import ExpertTensors
 
 MAX_COORDINATE, MAX_ROWS = 0x7FFF0000, 2**30  # of `triton.tools.ragged_tma`
@@ -39,7 +39,8 @@ class Descriptor(NamedTuple):
         from triton.experimental.gluon.nvidia import hopper
 
         size = self.array.dtype.itemsize
-        swizzle = min(self.block[-1] * size, 128) if len(self.block) > 1 else 0
+        are_scales = len(self.block) == 1 or self.array.dtype == torch.uint8
+        swizzle = 0 if are_scales else min(self.block[-1] * size, 128)
         layout = NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=len(self.block))
         return hopper.TensorDescriptor(*described, layout)
 
@@ -74,10 +75,14 @@ def ragged_rows(
     return Descriptor(array_RN, shape, strides, block)
 
 
-def chunks(array: Array, block: int) -> Descriptor:
-    """Describe a contiguous array as one dimension, of which a tile is `block` elements."""
-    size = prod(array.shape)
-    return Descriptor(array.at(0, (size,), (1,)), (size,), (1,), (block,))
+def scale_chunks(scales: Array, count: int = 1) -> Descriptor:
+    """Describe scales of copies (`operands/quantized.py`), of which a tile is `count` chunks of 512 bytes: 128 fp32, or
+    two lines of 256 bytes, the longest that TMA moves.
+    """
+    size = prod(scales.shape)
+    shape, block = ((size // 256, 256), (2 * count, 256)) if scales.dtype == torch.uint8 else ((size,), (128 * count,))
+    strides = contiguous_strides(shape)
+    return Descriptor(scales.at(0, shape, strides), shape, strides, block)
 
 
 def gathered_rows(array_RN: Array, block_columns: int) -> Descriptor:

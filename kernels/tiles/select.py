@@ -140,7 +140,7 @@ def eight_bit(kernel: str, recipe: Recipe, target: Target) -> Chosen:
     tile = target.settings.tuned.get(key) or target.tiles.get(key)
     if tile is None:
         raise NotImplementedError(
-            f"recipe={recipe!r}: expected a GPU with kernels for it (fp8_block: sm_90), or the CPU with "
+            f"recipe={recipe!r}: expected a GPU with kernels for it (fp8_block: sm_90, mxfp8: sm_100), or the CPU with "
             f'impl="torch"; got {target.architecture}'
         )
     return Chosen(key, tile)

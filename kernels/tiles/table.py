@@ -72,11 +72,13 @@ sm_90                           fc1_act   warp_specialized bf16,fp16 long  128 1
 sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 128  64   8   4   4   8   1
 sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1
 sm_90                           gemm      warp_specialized fp8_block long  128 256 128   4   4   4   8   1
+sm_100                          gemm      warp_specialized mxfp8     long  128 256 128   8   3   4   8   1
 sm_100                          gemm      warp_specialized bf16,fp16 long  128 256  64   8   4   4   8   1
 sm_90                           dgrad_act warp_specialized bf16,fp16 long  128 256  64   4   3   8   8   1
 sm_100                          dgrad_act warp_specialized bf16,fp16 long  128 256  64   8   3   8   8   1
 sm_90                           wgrad     warp_specialized bf16,fp16 long   64 128 256   4   3   4  16   1
 sm_90                           wgrad     warp_specialized fp8_block long  128 128 256   4   3   8  16   1
+sm_100                          wgrad     warp_specialized mxfp8     long  128 128 256   8   3   8  16   1
 sm_100                          wgrad     warp_specialized bf16,fp16 long   64 128 256   8   3   4  16   1
 # M-ragged passes have accumulators of 128 x 256 (fc1: 128 channels of each half), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than L2 delivers at full speed. Such programs fill a multiprocessor, so they

@@ -1,10 +1,11 @@
-"""Accumulators in tensor memory (Blackwell), for two tiles in turn: MMAs add to one while the other is stored.
+"""Accumulators in tensor memory (Blackwell), for two tiles in turn: MMAs add to one while the other is stored. Where
+scales leave room for one alone, it is read as a whole, and the next tile's MMAs begin before this one is stored.
 
 One warp issues the MMAs of the whole block: `tcgen05.mma` is issued by one thread, and its accumulator needs no
 registers. The consumer, in which two threads share a row, reads an accumulator subtile by subtile.
 
 Each accumulator has two mbarriers: `done` (all MMAs of its tile are added, `tcgen05.commit` arrives) and `free` (all
-its subtiles have been read). Tile j of a program uses accumulator j % 2 in round j // 2, so both sides wait for
+its subtiles have been read). Tile j of a program uses accumulator j % TILES in round j // TILES, so both sides wait for
 parities, as for stages of `warp_specialized/ring.py`. At the stages' `empty`, the MMAs themselves arrive.
 """
 
@@ -12,7 +13,6 @@ from .gluon_compat import TensorMemoryLayout, allocate_tensor_memory, gl, gluon,
 from .ring import mbarriers, wait_for_operands
 
 ROWS = gl.constexpr(128)  # lanes of tensor memory
-TILES = gl.constexpr(2)  # accumulators; at 256 columns each they take all 512 of tensor memory
 
 
 @gluon.jit
@@ -27,11 +27,20 @@ def _fence(j, WHERE: gl.constexpr):
 
 
 @gluon.jit
-def tile_accumulators(COLUMNS: gl.constexpr):
-    """`(acc, done, free)`: `[TILES, ROWS, COLUMNS]` of tensor memory, and their mbarriers."""
+def tile_accumulators(COLUMNS: gl.constexpr, TILES: gl.constexpr = 2):
+    """`(acc, done, free)`: `[TILES, ROWS, COLUMNS]` of tensor memory, which has 512 columns, and their mbarriers."""
     layout: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
     acc = allocate_tensor_memory(gl.float32, [TILES, ROWS, COLUMNS], layout)
     return acc, mbarriers(TILES, 1), mbarriers(TILES, 1)
+
+
+@gluon.jit
+def wait_until_free(j, accumulators):
+    """Wait until the accumulator of tile j of this program has been read; return its number."""
+    acc, _, free = accumulators
+    TILES: gl.constexpr = acc.shape[0]
+    mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
+    return _fence(j % TILES, "after")
 
 
 @gluon.jit
@@ -44,9 +53,8 @@ def multiply_tile(
     multiplied as they lie or transposed.
     """
     left, right, full, empty, accumulators = operands
-    acc, done, free = accumulators
-    mbarrier.wait(free.index(j % TILES), (j // TILES & 1) ^ 1)
-    at = _fence(j % TILES, "after")
+    acc, done, _ = accumulators
+    at = wait_until_free(j, accumulators)
     for step in range(0, steps):
         stage = wait_for_operands(i, full, STAGES)
         a, b = left.index(stage), right.index(stage)
@@ -73,8 +81,9 @@ def multiply_tiles(K, pipeline, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
 
 @gluon.jit
 def wait_for_accumulator(j, accumulators):
-    """Wait until tile j of this program is done; return `(its accumulator, mbarriers free, j % TILES)`."""
+    """Wait until tile j of this program is done; return `(its accumulator, mbarriers free, its number)`."""
     acc, done, free = accumulators
+    TILES: gl.constexpr = acc.shape[0]
     mbarrier.wait(done.index(j % TILES), j // TILES & 1)
     at = _fence(j % TILES, "after")
     return acc.index(at), free, at
@@ -91,3 +100,12 @@ def read_subtile(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
     if S == NUM_SUBTILES - 1:
         mbarrier.arrive(free.index(_fence(at, "before")), count=1)
     return subtile
+
+
+@gluon.jit
+def read_subtiles(tile, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
+    """Tuple of all subtiles from S on."""
+    subtiles = (read_subtile(tile, S, NUM_SUBTILES),)
+    if S + 1 < NUM_SUBTILES:
+        subtiles = subtiles + read_subtiles(tile, S + 1, NUM_SUBTILES)
+    return subtiles

@@ -23,9 +23,12 @@ tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_sh
 tma_store_wait = hopper.tma.store_wait
 
 TensorMemoryLayout = blackwell.TensorMemoryLayout
+TensorMemoryScalesLayout = blackwell.TensorMemoryScalesLayout
 allocate_tensor_memory = blackwell.allocate_tensor_memory
 tcgen05_commit = blackwell.tcgen05_commit
+tcgen05_copy = blackwell.tcgen05_copy
 tcgen05_mma = blackwell.tcgen05_mma
+tcgen05_mma_scaled = blackwell.tcgen05_mma_scaled
 tma_gather = blackwell.tma.async_gather
 
 

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 import fusedmlp
 
-RECIPES = {"fp8_block": "sm_90"}
+RECIPES = {"fp8_block": "sm_90", "mxfp8": "sm_100"}
 # Norms of differences: sums are added in another order, and then few values of h, y, dx and dh are rounded another way.
 ALLOWED = {"y": 1e-4, "dx": 1e-4, "dprobs": 1e-4, "dfc1": 1e-6, "dfc2": 1e-6, "dbias1": 1e-4, "dbias2": 1e-6}
 pytestmark = pytest.mark.usefixtures("poison")

@@ -36,7 +36,7 @@ CELLS += [("sm_100", case, False) for case in PART]
 CELLS += [
     (name, case, True) for name in ("sm_90", "sm_100") for case in cases.cases() if is_warp_specialized(case, name)
 ]
-CELLS += [("sm_90", case, False) for case in cases.of_recipes("sm_90")]
+CELLS += [(name, case, False) for name in ("sm_90", "sm_100") for case in cases.of_recipes(name)]
 CASES = [
     pytest.param(
         target,

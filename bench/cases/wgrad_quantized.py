@@ -1,4 +1,4 @@
-"""wgrad of 8-bit token copies (recipe fp8_block) by itself, against float64 of the dequantized operands."""
+"""wgrad of 8-bit token copies by itself, against float64 of the dequantized operands."""
 
 from dataclasses import dataclass
 
@@ -6,20 +6,20 @@ import torch
 
 from bench.cases import quantize, wgrad
 from bench.cases.experts import DEVICE
+from bench.cases.gemm_quantized import FRACTIONS
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
-from fusedmlp.kernels.operands.quantized import Quantized
+from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized
 from fusedmlp.kernels.routing.plan import max_tiles
-from fusedmlp.kernels.wgrad.fp8_block_launch import grouped_wgrad_fp8_block_
+from fusedmlp.kernels.tiles.table import Recipe
+from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
 from fusedmlp.operators import torch_quantize
-
-RECIPE, BLOCK = "fp8_block", 128
-# Of a sum's terms: a GPU's `wgmma` of 8 bits keeps 13 bits of the fraction, the emulator's that of fp32.
-FRACTION = 2.0**-12 if DEVICE == "cuda" else 2.0**-20
+from fusedmlp.recipe import BLOCKS
 
 
 @dataclass(frozen=True)
 class Case:
+    recipe: Recipe
     segments: tuple[tuple[int, ...], ...] = ((70, 0, 150, 1, 33),)  # rows of every expert
     padding: int = 9
     N: int = 288
@@ -31,22 +31,22 @@ class Case:
 
 def _operand(case, C, generator):
     """Per segment: token copy on the CPU with NaN in tiles past the last, and dequantized rows of every expert."""
-    copies, experts = [], [[] for _ in case.segments[0]]
+    copies, experts, block = [], [[] for _ in case.segments[0]], (BLOCKS[case.recipe], 1)
     for counts in case.segments:
         owned = sum(counts)
         x = torch.randn(owned, C, generator=generator)
-        # Magnitudes that differ by column and by tile, so that no scale can stand in for another.
+        # Magnitudes that differ by column and by block of tokens, so that no scale can stand in for another.
         x = torch.ldexp(x, torch.randint(-3, 4, (1, C), generator=generator))
-        x = torch.ldexp(x, (torch.arange(owned)[:, None] // 50 % 5) - 2).bfloat16()
-        num_tiles = max_tiles(owned + case.padding, len(counts), BLOCK)
-        _, copy = quantize.expected(x, quantize.Case(RECIPE, counts, case.padding, C), num_tiles)
-        used = sum(-(-count // BLOCK) for count in counts)
+        x = torch.ldexp(x, (torch.arange(owned)[:, None] // 25 % 5) - 2).bfloat16()
+        num_tiles = max_tiles(owned + case.padding, len(counts), TILE_ROWS)
+        _, copy = quantize.expected(x, quantize.Case(case.recipe, counts, case.padding, C), num_tiles)
+        used = sum(-(-count // TILE_ROWS) for count in counts)
         copy.elements[used:].view(torch.uint8)[:] = 0x7F  # NaN
-        copy.scales[used:] = torch.nan
+        copy.scales[used:].view(torch.uint8)[:] = 0xFF  # NaN, in fp32 and in E8M0
         copies.append((copy, num_tiles))
         for e, rows in enumerate(x.split(counts)):
-            for tile in filter(len, rows.float().split(BLOCK)):
-                experts[e].append(torch_quantize.quantize(tile, RECIPE, (BLOCK, 1)).dequantize((BLOCK, 1)).double())
+            if len(rows):
+                experts[e].append(torch_quantize.quantize(rows, case.recipe, block).dequantize(block))
     together = Quantized(*(torch.cat([getattr(c, f) for c, _ in copies]) for f in Quantized._fields))
     values = [torch.cat(tiles) if tiles else torch.zeros(0, C, dtype=torch.float64) for tiles in experts]
     return together, values, [n for _, n in copies]
@@ -72,14 +72,15 @@ def check(case):
     ]
     operands = [Quantized(*(t.to(DEVICE) for t in copy)) for copy in (dy, x)]
     with recording() as log:
-        grouped_wgrad_fp8_block_(ExpertTensors.of(group, 2), *operands, offsets, tiles, accumulate=case.accumulate)
+        dw_ENK = ExpertTensors.of(group, 2)
+        grouped_wgrad_quantized_(dw_ENK, *operands, offsets, tiles, case.recipe, accumulate=case.accumulate)
     launches = [launch for launch in log if launch.chosen]
-    assert [(launch.name, launch.path) for launch in launches] == [("grouped_wgrad_fp8_block", "warp_specialized")]
+    assert [(launch.name, launch.path) for launch in launches] == [(f"grouped_wgrad_{case.recipe}", "warp_specialized")]
     initial = wgrad.UNTOUCHED if case.accumulate else 0.0
     for e, (dw, left, right) in enumerate(zip(experts, dy_values, x_values, strict=True)):
         want, terms = initial + left.T @ right, left.abs().T @ right.abs()
         half_ulp = torch.ldexp(torch.ones_like(want), torch.frexp(want)[1] - (25 if dw.dtype == torch.float32 else 9))
-        error, allowed = (dw.cpu().double() - want).abs(), half_ulp + FRACTION * terms
+        error, allowed = (dw.cpu().double() - want).abs(), half_ulp + FRACTIONS[case.recipe] * terms
         assert (error <= allowed).all(), f"expert {e}: {float((error / allowed).max()):.3g} times what is allowed"
         if case.accumulate and not len(left):
             assert (dw == wgrad.UNTOUCHED).all()

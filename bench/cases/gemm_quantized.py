@@ -1,29 +1,31 @@
-"""The M-ragged GEMM of 8-bit operands (recipe fp8_block) by itself, against float64 of the dequantized operands."""
+"""The M-ragged GEMM of 8-bit operands by itself, against float64 of the dequantized operands."""
 
 from dataclasses import dataclass
 
 import torch
 
-from bench.cases import experts, quantize
+from bench.cases import experts, quantize, quantize_weights
 from bench.cases.experts import DEVICE
 from fusedmlp.doctor import reference as oracle
 from fusedmlp.kernels.gemm.dprobs import Dprobs
-from fusedmlp.kernels.gemm.launch import grouped_gemm_fp8_block_
+from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_
 from fusedmlp.kernels.launching.run import recording
-from fusedmlp.kernels.operands.quantized import Quantized
+from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized
+from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import torch_quantize
+from fusedmlp.recipe import BLOCKS
 
-RECIPE, BLOCK = "fp8_block", 128
-# Of a sum's terms: a GPU's `wgmma` of 8 bits keeps 13 bits of the fraction, the emulator's that of fp32.
-FRACTION = 2.0**-12 if DEVICE == "cuda" else 2.0**-20
+# Of a sum's terms: `wgmma` of 8 bits keeps 13 bits of the fraction, `tcgen05` and the emulator that of fp32.
+FRACTIONS = {"fp8_block": 2.0**-12 if DEVICE == "cuda" else 2.0**-20, "mxfp8": 2.0**-20}
 
 
 @dataclass(frozen=True)
 class Case:
+    recipe: Recipe
     counts: tuple[int, ...] = (70, 0, 150, 1, 33)
     padding: int = 9
     N: int = 288
-    K: int = 208
+    K: int = 224
     bias: bool = False
     scale: bool = False
     biases: str = "packed"  # where biases lie, of `experts.PLACES`
@@ -34,7 +36,7 @@ class Inputs:
     """Quantized operands on the CPU, with NaN in what must not be read: padding rows, tiles past the last."""
 
     def __init__(self, case):
-        self.case = case
+        self.case, block = case, BLOCKS[case.recipe]
         generator = torch.Generator().manual_seed(0)
         owned, E = sum(case.counts), len(case.counts)
 
@@ -43,31 +45,33 @@ class Inputs:
 
         def scaled(t):
             """Blocks of magnitudes that differ, so that no scale can stand in for another."""
-            blocks = [-(-size // BLOCK) for size in t.shape[-2:]]
-            if t.dim() == 2:
-                blocks[0] = t.shape[0]
+            blocks = [-(-size // block) for size in t.shape[-2:]]
+            if t.dim() == 2 or case.recipe == "mxfp8":
+                blocks[0] = t.shape[-2]
             exponent = torch.randint(-3, 4, (*t.shape[:-2], *blocks), generator=generator)
             for dim in (-2, -1):
                 size = t.shape[dim]
                 if exponent.shape[dim] != size:
-                    exponent = exponent.repeat_interleave(BLOCK, dim).narrow(dim, 0, size)
+                    exponent = exponent.repeat_interleave(block, dim).narrow(dim, 0, size)
             return torch.ldexp(t, exponent)
 
         x = scaled(normal(owned, case.K)).bfloat16()
-        self.w = torch_quantize.quantize(scaled(normal(E, case.N, case.K)), RECIPE, (BLOCK, BLOCK))
+        w = scaled(normal(E, case.N, case.K)).bfloat16()
+        self.w, _ = quantize_weights.expected(w, quantize_weights.Case(case.recipe, tuple(w.shape)))
         self.bias = normal(E, case.N).bfloat16()
         self.probs = torch.rand(owned + case.padding, generator=generator)
         self.probs[owned:] = torch.nan
         self.partial = normal(3, owned + case.padding)
-        rows, num_tiles = owned + case.padding, self.schedule().max_tiles(BLOCK)
-        copied = quantize.Case(RECIPE, case.counts, case.padding, case.K)
+        rows, num_tiles = owned + case.padding, self.schedule().max_tiles(TILE_ROWS)
+        copied = quantize.Case(case.recipe, case.counts, case.padding, case.K)
         self.x, _ = quantize.expected(x, copied, num_tiles)
         self.x.elements[owned:].view(torch.uint8)[:] = 0x7F  # NaN
-        used = sum(-(-count // BLOCK) for count in case.counts)
-        self.x.scales[used:] = torch.nan
+        used = sum(-(-count // TILE_ROWS) for count in case.counts)
+        self.x.scales[used:].view(torch.uint8)[:] = 0xFF  # NaN, in fp32 and in E8M0
         assert self.x.elements.shape == (rows, case.K)
-        self.x_values = torch_quantize.quantize(x, RECIPE, (1, BLOCK)).dequantize((1, BLOCK))
-        self.w_values = self.w.dequantize((BLOCK, BLOCK))
+        by_row, of_w = (1, block), (block, block) if case.recipe == "fp8_block" else (1, block)
+        self.x_values = torch_quantize.quantize(x, case.recipe, by_row).dequantize(by_row)
+        self.w_values = torch_quantize.quantize(w, case.recipe, of_w).dequantize(of_w)
 
     def schedule(self):
         case = self.case
@@ -82,7 +86,7 @@ class Inputs:
             bias = self.bias.double().repeat_interleave(torch.tensor(case.counts), 0)
             y = y + (self.probs[: sum(case.counts), None].double() * bias if case.scale else bias)
         half_ulp = torch.ldexp(torch.ones_like(y), torch.frexp(y)[1] - 9)  # of bf16, which has 8 bits
-        return y, half_ulp + FRACTION * terms
+        return y, half_ulp + FRACTIONS[case.recipe] * terms
 
 
 def run(inputs):
@@ -93,11 +97,12 @@ def run(inputs):
     out = torch.full((rows,), torch.nan, device=DEVICE) if case.dprobs else None
     x, w = (Quantized(*(t.to(DEVICE) for t in each)) for each in (inputs.x, inputs.w))
     with recording() as log:
-        grouped_gemm_fp8_block_(
+        grouped_gemm_quantized_(
             y,
             x,
             w,
             inputs.schedule(),
+            case.recipe,
             bias_EN=experts.place(inputs.bias, case.biases, DEVICE) if case.bias else None,
             scale_R=inputs.probs.to(DEVICE) if case.scale else None,
             dprobs=Dprobs(inputs.partial.to(DEVICE), None, out) if case.dprobs else None,
@@ -109,7 +114,7 @@ def run(inputs):
 def check(case):
     inputs = Inputs(case)
     y, dprobs, (launch,) = run(inputs)
-    assert (launch.name, launch.path) == ("grouped_gemm_fp8_block", "warp_specialized")
+    assert (launch.name, launch.path) == (f"grouped_gemm_{case.recipe}", "warp_specialized")
     owned = sum(case.counts)
     assert (y[owned:] == 0).all()
     expected, allowed = inputs.reference()

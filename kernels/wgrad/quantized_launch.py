@@ -1,4 +1,4 @@
-"""Launch wgrad of token copies in 8 bits, recipe fp8_block: see `fp8_block_kernel.py`."""
+"""Launch wgrad of token copies in 8 bits: see `fp8_block_kernel.py` and `mxfp8_kernel.py`."""
 
 from __future__ import annotations
 
@@ -13,35 +13,38 @@ from ..operands import descriptors, expert_tensors
 from ..operands.arrays import Array
 from ..operands.descriptors import Descriptor
 from ..operands.expert_tensors import ExpertTensors
-from ..operands.quantized import CHUNK, Quantized
+from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..tiles.rounding import cdiv
 from ..tiles.select import eight_bit
+from ..tiles.table import Recipe
 from .operands import describe_dw, tma_rounds_twice
 from .token_tiles import plan_token_tiles
 
 
 @Launcher
-def grouped_wgrad_fp8_block_(
+def grouped_wgrad_quantized_(
     builder: Builder,
     dw_ENK: ExpertTensors,
     dy: Quantized,
     x: Quantized,
     offsets: Sequence[Array],
     max_tiles: Sequence[int],
+    recipe: Recipe,
     *,
     accumulate: bool,
     order: Array | None = None,
 ) -> None:
-    """Add products of token copies, `dy [tiles, N, 128]` and `x [tiles, K, 128]`, to `dw`, or write it (zeros for
-    experts without rows). See `plan_token_tiles` for `offsets`, `max_tiles` and `order`.
+    """Add products of token copies of `dy` and `x`, quantized for `recipe`, to `dw`, or write it (zeros for experts
+    without rows). See `plan_token_tiles` for `offsets`, `max_tiles` and `order`.
 
     Raises:
         ValueError: the target has no tile for the recipe.
     """
     target, num_experts = builder.target, dw_ENK.num_experts
-    chosen = eight_bit("wgrad", "fp8_block", target)
-    tile, (N, K) = chosen.tile, (dy.elements.shape[1], x.elements.shape[1])
-    costs = partial(cost.wgrad_fp8_block, N=N, K=K, grad=dw_ENK.base.dtype.itemsize, accumulate=accumulate)
+    chosen = eight_bit("wgrad", recipe, target)
+    tile, transposed = chosen.tile, recipe == "fp8_block"  # token copies
+    N, K = (of.elements.shape[1 if transposed else 2] for of in (dy, x))
+    costs = partial(cost.wgrad_quantized, N=N, K=K, grad=dw_ENK.base.dtype.itemsize, accumulate=accumulate)
     left, right = dy, x
     if dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, dw_ENK, N, K = x, dy, dw_ENK.T, K, N
@@ -51,10 +54,10 @@ def grouped_wgrad_fp8_block_(
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
     programs = target.num_programs(tile, num_experts * tiles)
     arguments = {
-        "left_desc": _columns(left.elements, rows),
-        "left_scales_desc": descriptors.chunks(left.scales, CHUNK),
-        "right_desc": _columns(right.elements, tile.BLOCK_K),
-        "right_scales_desc": descriptors.chunks(right.scales, CHUNK),
+        "left_desc": _columns(left.elements, rows, transposed),
+        "left_scales_desc": descriptors.scale_chunks(left.scales),
+        "right_desc": _columns(right.elements, tile.BLOCK_K, transposed),
+        "right_scales_desc": descriptors.scale_chunks(right.scales, 1 if transposed else tile.BLOCK_K // CHUNK),
         **expert_tensors.arguments("dw", dw_ENK),
         "dw_ptr": dw_ENK.base if dw_desc is None else None,
         "dw_desc": dw_desc,
@@ -69,12 +72,15 @@ def grouped_wgrad_fp8_block_(
         "REVERSED": dw_ENK.stride_e < 0,
         "DW_ALIGNED": dw_ENK.aligned,
     }
-    from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel
-
+    if recipe == "fp8_block":
+        from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel as kernel
+    else:
+        from .mxfp8_kernel import grouped_wgrad_mxfp8_kernel as kernel
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
-    builder.launch(grouped_wgrad_fp8_block_kernel, grid, arguments, chosen, costs)
+    builder.launch(kernel, grid, arguments, chosen, costs)
 
 
-def _columns(elements: Array, block: int) -> Descriptor:
-    """Describe a token copy, `[tiles, C, 128]`, for `block` of its columns in a tile."""
-    return Descriptor(elements, elements.shape, elements.strides, (1, block, elements.shape[2]))
+def _columns(elements: Array, block: int, transposed: bool) -> Descriptor:
+    """Describe a token copy, `[tiles, 128, C]` or transposed, for `block` of its columns in a tile."""
+    of_tile = (block, TILE_ROWS) if transposed else (TILE_ROWS, block)
+    return Descriptor(elements, elements.shape, elements.strides, (1, *of_tile))

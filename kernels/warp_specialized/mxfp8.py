@@ -1,0 +1,100 @@
+"""Products of e4m3 operands with a scale for 32 elements along what is contracted (recipe mxfp8), on Blackwell.
+
+Warps share the work as in `blackwell.py`. A step is 128 elements along what is contracted, of 128 rows of the left
+operand and of a tile's columns of the right one. TMA loads their scales with them: 512 bytes for 128 rows or columns,
+in the order that `tcgen05.cp` takes. The warp that multiplies copies these to tensor memory, where `tcgen05.mma` needs
+them. Copies and MMAs of one thread take effect in the order of their issue, so there is one set of scales, and nothing
+waits for a copy.
+
+Accumulators of 256 columns leave room in tensor memory for scales if there is one, those of 128 if there are two.
+
+Stages of M-ragged passes are `[rows, 128]` and `[columns, 128]`. In wgrad operands are `MN_MAJOR`: `[128, rows]` and
+`[128, columns]`.
+"""
+
+from .blackwell import ROWS, tile_accumulators, wait_until_free
+from .gluon_compat import (
+    TensorMemoryScalesLayout,
+    allocate_tensor_memory,
+    fence_async_shared,
+    gl,
+    gluon,
+    tcgen05_commit,
+    tcgen05_copy,
+    tcgen05_mma_scaled,
+)
+from .ring import mbarriers, shared_tiles, wait_for_operands
+
+CHUNK = gl.constexpr(128)  # elements of a step; rows or columns that share 512 bytes of scales
+LINES = gl.constexpr(2)  # of 256 bytes, the longest that TMA moves, in 512 bytes of scales
+
+
+@gluon.jit
+def _scale_stages(STAGES: gl.constexpr, SIZE: gl.constexpr):
+    """Scales of SIZE rows or columns, as TMA loads them: stages in shared memory."""
+    layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=2)
+    return gl.allocate_shared_memory(gl.uint8, [STAGES, SIZE // CHUNK * LINES, 256], layout)
+
+
+@gluon.jit
+def _by_row(scales):
+    """Scales of a stage as MMAs take them: one for each row or column and 32 elements."""
+    CHUNKS: gl.constexpr = scales.shape[0] // LINES
+    return scales.reshape((CHUNKS, 32, 4, 4)).permute((0, 2, 1, 3)).reshape((CHUNKS * CHUNK, 4))
+
+
+@gluon.jit
+def operands(DTYPE: gl.constexpr, COLUMNS: gl.constexpr, MN_MAJOR: gl.constexpr, STAGES: gl.constexpr):
+    """`(left, right, left scales, right scales, full, empty, accumulators)`: stages in shared memory, of COLUMNS
+    columns of the right operand; mbarriers; accumulators in tensor memory.
+    """
+    left = shared_tiles(DTYPE, STAGES, ROWS, CHUNK)
+    right = shared_tiles(DTYPE, STAGES, CHUNK if MN_MAJOR else COLUMNS, COLUMNS if MN_MAJOR else CHUNK)
+    left_scales, right_scales = _scale_stages(STAGES, ROWS), _scale_stages(STAGES, COLUMNS)
+    full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, 1)
+    accumulators = tile_accumulators(COLUMNS, 1 if COLUMNS > 128 else 2)
+    fence_async_shared()
+    return left, right, left_scales, right_scales, full, empty, accumulators
+
+
+@gluon.jit
+def scales_in_tensor_memory(COLUMNS: gl.constexpr):
+    """Memory for the scales of a step, of the right and of the left operand."""
+    layout: gl.constexpr = TensorMemoryScalesLayout()
+    right = allocate_tensor_memory(gl.uint8, [COLUMNS, 4], layout)
+    return right, allocate_tensor_memory(gl.uint8, [ROWS, 4], layout)
+
+
+@gluon.jit
+def multiply_tile(j, i, steps, operands, scales, MN_MAJOR: gl.constexpr, STAGES: gl.constexpr):
+    """Multiply tile j of this program, its steps from step i on, and return the next tile's first step.
+
+    Called by the warp that multiplies, with the results of `operands` and of `scales_in_tensor_memory`.
+    """
+    left, right, left_stages, right_stages, full, empty, accumulators = operands
+    acc, done, _ = accumulators
+    right_scales, left_scales = scales
+    at = wait_until_free(j, accumulators)
+    for step in range(0, steps):
+        stage = wait_for_operands(i, full, STAGES)
+        a, b = left.index(stage), right.index(stage)
+        if MN_MAJOR:
+            a = a.permute((1, 0))
+        else:
+            b = b.permute((1, 0))
+        tcgen05_copy(_by_row(left_stages.index(stage)), left_scales)
+        tcgen05_copy(_by_row(right_stages.index(stage)), right_scales)
+        tcgen05_mma_scaled(
+            a,
+            b,
+            acc.index(at),
+            left_scales,
+            right_scales,
+            "e4m3",
+            "e4m3",
+            use_acc=step > 0,
+            mbarriers=[empty.index(stage)],
+        )
+        i += 1
+    tcgen05_commit(done.index(at))
+    return i
