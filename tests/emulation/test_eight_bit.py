@@ -59,8 +59,9 @@ def test_delayed_wgrad_of_two_microbatches(recipe, fused):
             options = {"probs": layer.probs, "recipe": recipe, "impl": impl, "wgrad_queue": queue}
             fusedmlp.grouped_mlp(layer.x, *weights, list(counts), **options).backward(layer.dy)
         queue.run()
+        found = {f"dfc{i + 1}": w.main_grad.double() for i, w in enumerate(weights)}
         buffer.detach()
-        return {f"dfc{i + 1}": w.main_grad.double() for i, w in enumerate(weights)}
+        return found
 
     with emulated(RECIPES[recipe]) as launched:
         got = run("triton")
@@ -107,8 +108,9 @@ def test_one_linear_layer(recipe):
         buffer.zero_()
         y = fusedmlp.grouped_linear(given, param, list(COUNTS), recipe=recipe, impl=impl)
         y.backward(dy)
+        found = {"y": y.detach().double(), "dx": given.grad.double(), "dfc1": param.main_grad.double()}
         buffer.detach()
-        return {"y": y.detach().double(), "dx": given.grad.double(), "dfc1": param.main_grad.double()}
+        return found
 
     with emulated(RECIPES[recipe]):
         got = run("triton")
