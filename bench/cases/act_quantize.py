@@ -34,9 +34,7 @@ class Case:
     F: int = 128
     activation: str = "swiglu"
     options: dict = field(default_factory=dict)
-    bias: bool = False
     probs: bool = True
-    place: str = "packed"  # of biases
     outputs: tuple[str, ...] = OUTPUTS
 
     @property
@@ -53,32 +51,23 @@ class Case:
 
 
 def inputs(case, seed=0):
-    """`h`, `d`, `probs` and `bias`: `d` has any magnitude, and padding rows are NaN."""
+    """`h`, `d` and `probs`: `d` has any magnitude, and padding rows are NaN."""
     generator = torch.Generator().manual_seed(seed)
     owned, num_rows = sum(case.counts), sum(case.counts) + case.padding
     made = SimpleNamespace(
         h=2.0 * torch.randn(num_rows, case.G, generator=generator).bfloat16(),
         d=quantize.values(num_rows, case.F, torch.bfloat16, seed),
         probs=torch.rand(num_rows, generator=generator),
-        bias=torch.randn(len(case.counts), case.G, generator=generator).bfloat16() if case.bias else None,
     )
     for t in (made.h, made.d, made.probs):
         t[owned:] = torch.nan
     return made
 
 
-def with_bias(case, given):
-    """`h` with its expert's bias, rounded, of owned rows."""
-    owned = sum(case.counts)
-    if given.bias is None:
-        return given.h[:owned]
-    return given.h[:owned] + given.bias.repeat_interleave(torch.tensor(case.counts), 0)
-
-
 def by_torch(case, given, dtype=torch.bfloat16):
     """`a`, `dh` and `dprobs` of owned rows as the `torch` implementation computes them; unrounded in float64."""
     owned, wide = sum(case.counts), torch.promote_types(dtype, torch.float32)
-    h, d = with_bias(case, given).to(wide), given.d[:owned].to(wide)
+    h, d = given.h[:owned].to(wide), given.d[:owned].to(wide)
     p = given.probs[:owned, None].to(wide) if case.probs else torch.ones(owned, 1, dtype=wide)
     act, dh = torch.empty_like(d), torch.empty_like(h)
     torch_activation.backward(case.kind, h, d * p, act, dh)
@@ -91,11 +80,10 @@ def by_16_bits(case, given):
     schedule = experts.tiles_of(case.counts, num_rows, DEVICE)
     eyes = [torch.eye(n).bfloat16().repeat(len(case.counts), 1, 1) for n in (case.G, case.F)]
     eye_G, eye_F = (experts.place(eye, "packed", DEVICE) for eye in eyes)
-    bias = experts.place(given.bias, "packed", DEVICE) if case.bias else None
     probs = given.probs.to(DEVICE) if case.probs else None
     h, dh = torch.empty(2, num_rows, case.G, dtype=torch.bfloat16, device=DEVICE)
     forward, a = torch.empty(2, num_rows, case.F, dtype=torch.bfloat16, device=DEVICE)
-    grouped_fc1_act_(h, forward, given.h.to(DEVICE), eye_G, schedule, act, bias_EG=bias, probs_R=probs)
+    grouped_fc1_act_(h, forward, given.h.to(DEVICE), eye_G, schedule, act, probs_R=probs)
     partial = grouped_dgrad_act_(dh, a, given.d.to(DEVICE), h, eye_F, schedule, act, probs_R=probs)
     assert torch.equal(forward.view(torch.int16), a.view(torch.int16))
     return {"a": a.cpu(), "dh": dh.cpu(), **({} if partial is None else {"dprobs": partial.sum(0).cpu()})}
@@ -115,16 +103,13 @@ def run(case, given):
     )
     for name, C in (("a", case.F), ("dh", case.G)):
         made[name] = torch.full((num_rows, C), torch.nan, dtype=torch.bfloat16, device=DEVICE)
-    options = {
-        "bias_EG": experts.place(given.bias, case.place, DEVICE) if case.bias else None,
-        "probs_R": given.probs.to(DEVICE) if case.probs else None,
-    }
+    probs = given.probs.to(DEVICE) if case.probs else None
     *copies, dh, a = (made[name] if name in case.outputs else None for name in OUTPUTS)
     h, d = given.h.to(DEVICE), given.d.to(DEVICE)
     with recording() as log, np.errstate(invalid="ignore", over="ignore"):  # the interpreter computes with numpy
-        grouped_act_quantize_(made["a rows"], h, schedule, act, case.recipe, **options)
+        grouped_act_quantize_(made["a rows"], h, schedule, act, case.recipe, probs_R=probs)
         made["partial"] = grouped_dgrad_act_quantize_(
-            *copies, d, h, schedule, act, case.recipe, **options, dh_RG=dh, a_RF=a
+            *copies, d, h, schedule, act, case.recipe, probs_R=probs, dh_RG=dh, a_RF=a
         )
     assert (made["partial"] is None) == (not case.probs)
     found = {name: None if t is None else _to_cpu(t) for name, t in made.items()}
@@ -181,7 +166,7 @@ def check_dprobs(case, found, given):
 def check_close(case, found, given):
     """`a` and `dh` against the `torch` implementation: an ulp of bfloat16, and what fp32 leaves of a cancelled sum."""
     owned, want = sum(case.counts), by_torch(case, given)
-    h, d = with_bias(case, given).float(), given.d[:owned].float()
+    h, d = given.h[:owned].float(), given.d[:owned].float()
     gate, linear = case.kind.split(h) if case.kind.gated else (h, torch.zeros(()))
     size = (1 + gate.abs()) * (1 + linear.abs() + abs(case.kind.linear_offset))
     sizes = {"a": size, "dh": size * d.abs()}

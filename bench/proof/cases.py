@@ -200,7 +200,6 @@ def _plan_act_quantize(
     h_RG: Array,
     d_RF: Array,
     offsets: Array,
-    bias: triton_impl.Experts,
     probs_R: Array | None,
     activation: str,
     recipe: Recipe,
@@ -218,8 +217,7 @@ def _plan_act_quantize(
     def tokens(C: int) -> Quantized:
         return made(quantized.token_copy_shape(num_tiles, C, recipe), C)
 
-    bias_EG = (ExpertTensors.packed(bias[0], 1) if bias else None) if isinstance(bias, list) else bias
-    options: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
+    options: dict[str, Any] = {"probs_R": probs_R}
     grouped_act_quantize_.plan(builder, made((num_rows, F), F), h_RG, schedule, act, recipe, **options)
     copies = (None, None, None) if outputs == "16 bits" else (made((num_rows, G), G), tokens(G), tokens(F))
     if outputs != "copies":
@@ -234,20 +232,19 @@ def _act_quantizing(recipe: Recipe, _: torch.dtype) -> Calls:
     """Forward and backward: every layout of channels, and each optional input and output absent and present."""
     bf16, offsets, probs = torch.bfloat16, _offsets((40, 60, 0)), torch.empty(100)
     variants = [
-        (_SWIGLU, 256, "", True, "copies"),
-        (_SWIGLU, 256, "packed", True, "everything"),
-        (_SWIGLU, 256, "", False, "16 bits"),
-        (_GPT_OSS, 256, "apart", True, "everything"),
-        (Activation("geglu", limit=7.0), 256, "", True, "copies"),
-        (Activation("gelu"), 256, "apart", True, "everything"),
+        (_SWIGLU, 256, True, "copies"),
+        (_SWIGLU, 256, True, "everything"),
+        (_SWIGLU, 256, False, "16 bits"),
+        (_GPT_OSS, 256, True, "everything"),
+        (Activation("geglu", limit=7.0), 256, True, "copies"),
+        (Activation("gelu"), 256, True, "everything"),
     ]
     if recipe == "mxfp8":
-        variants.append((_SWIGLU, 96, "packed", True, "everything"))
-    for activation, F, biases, with_probs, outputs in variants:
+        variants.append((_SWIGLU, 96, True, "everything"))
+    for activation, F, with_probs, outputs in variants:
         G = 2 * F if activation.gated else F
         h, d = torch.empty(100, G, dtype=bf16), torch.empty(100, F, dtype=bf16)
-        bias = Layer(experts=biases)._experts((G,), bf16) if biases else []
-        yield _act_quantize, (h, d, offsets, bias, probs if with_probs else None, activation.encoded, recipe, outputs)
+        yield _act_quantize, (h, d, offsets, probs if with_probs else None, activation.encoded, recipe, outputs)
 
 
 def quantizing(recipes: Iterable[Recipe]) -> Cases:

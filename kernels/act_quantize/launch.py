@@ -11,9 +11,7 @@ from ..device import activation
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
-from ..operands import expert_tensors
 from ..operands.arrays import Array, itemsize
-from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
@@ -34,10 +32,9 @@ def grouped_act_quantize_(
     act: activation.Options,
     recipe: Recipe,
     *,
-    bias_EG: ExpertTensors | None = None,
     probs_R: Array | None = None,
 ) -> None:
-    """Writes all that experts own of the row copy of `a = act(h + bias) * probs`, `[R, F]`; F is a multiple of the
+    """Writes all that experts own of the row copy of `a = act(h) * probs`, `[R, F]`; F is a multiple of the
     recipe's blocks. `h` has unit column stride.
 
     For a row of swiglu it moves 5 F bytes, and F / 32 of scales: 4 F of `h`, and F of the copy.
@@ -49,7 +46,6 @@ def grouped_act_quantize_(
         return
     arguments = {
         "h_ptr": h_RG,
-        **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,
         "copy_ptr": a_rows.elements,
         "scales_ptr": a_rows.scales,
@@ -63,7 +59,7 @@ def grouped_act_quantize_(
         "BLOCK_F": columns,
     }
     sizes: dict[str, Any] = {"F": F, "itemsize": h_RG.dtype.itemsize, "probs": itemsize(probs_R)}
-    costs = partial(cost.act_quantize, **sizes, gated=act.GATED, bias=bias_EG is not None)
+    costs = partial(cost.act_quantize, **sizes, gated=act.GATED)
     grid = (num_tiles * num_f * (TILE_ROWS // block_r),)
     builder.launch(_act_quantize_kernel, grid, arguments, cost=costs, num_warps=num_warps)
 
@@ -80,7 +76,6 @@ def grouped_dgrad_act_quantize_(
     act: activation.Options,
     recipe: Recipe,
     *,
-    bias_EG: ExpertTensors | None = None,
     probs_R: Array | None = None,
     dh_RG: Array | None = None,
     a_RF: Array | None = None,
@@ -106,7 +101,6 @@ def grouped_dgrad_act_quantize_(
     arguments = {
         "d_ptr": d_RF,
         "h_ptr": h_RG,
-        **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,
         "dh_row_copy_ptr": dh_rows and dh_rows.elements,
         "dh_row_scales_ptr": dh_rows and dh_rows.scales,
@@ -137,7 +131,7 @@ def grouped_dgrad_act_quantize_(
         "dh": dh_RG is not None,
         "a": a_RF is not None,
     }
-    costs = partial(cost.dgrad_act_quantize, **sizes, gated=act.GATED, bias=bias_EG is not None, **written)
+    costs = partial(cost.dgrad_act_quantize, **sizes, gated=act.GATED, **written)
     builder.launch(_dgrad_act_quantize_kernel, (num_tiles * num_f,), arguments, cost=costs, num_warps=num_warps)
     return partial_PR
 

@@ -1,6 +1,6 @@
 """The activation and its backward between GEMMs that store 16 bits, quantized for GEMMs that read 8.
 
-With `g`, `l` the gate and linear parts of `h + bias1` (rounded to the dtype of `h`) and `p` the routing probability:
+With `g`, `l` the gate and linear parts of `h`, and `p` the routing probability:
     a = p * act(g, l)
     dh_g = p * d * d act / dg,    dh_l = p * d * d act / dl,    dprobs[r] = sum_f d[r, f] * act[r, f]
 where `d = dy @ fc2` is the gradient of `a`. `a` and `dh` are rounded to the dtype of `h` before they are quantized: the
@@ -22,37 +22,24 @@ import triton.language as tl
 from ..device import activation
 from ..device.quantization import CHUNK, rows_of_tile, store_row_copy, store_token_copy
 from ..device.tile_order import load_tile, zero_padding
-from ..device.tiles import expert_base, load_bias, load_rows, round_to, store_rows, to_fp32
-
-
-@triton.jit
-def _channels(h_M1, bias, mask_M1, column, end, BLOCK: tl.constexpr):
-    """Columns of `h`, or of `h + bias` rounded to the dtype of `h`: `[M, BLOCK]` fp32, zero past the ends."""
-    h = load_rows(None, h_M1, 0, 0, mask_M1, column, end, BLOCK)
-    DTYPE: tl.constexpr = h.dtype
-    h = to_fp32(h)
-    if bias is not None:
-        h += load_bias(bias, (column + tl.arange(0, BLOCK))[None, :], end)
-        h = to_fp32(round_to(tl.where(mask_M1, h, 0.0), DTYPE))
-    return h
+from ..device.tiles import load_rows, round_to, store_rows, to_fp32
 
 
 @triton.jit
 def _gates_and_linear(h, row_M, place, f, F, WIDTH: tl.constexpr, ACT: tl.constexpr):
-    """Gates and linear channels from `f` on, `[M, WIDTH]` fp32 each; without a linear part, gates twice.
+    """Gates and linear channels from `f` on, `[M, WIDTH]` fp32 each, zero past the ends; without a linear part, gates
+    twice.
 
-    `h`: pointers to `h`, to biases and to the table of them, strides of `h` and of biases. `place`: expert, tile, first
-    row and number of rows; `row`: rows of the tile.
+    `h`: pointer and stride. `place`: tile, first row and number of rows; `row`: rows of the tile.
     """
-    h_ptr, bias_ptr, bias_table_ptr, stride_h_r, stride_bias_e = h
-    expert, _, first, rows = place
+    h_ptr, stride_h_r = h
+    _, first, rows = place
     STEP: tl.constexpr = ACT.CHANNEL_STEP
-    bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
     mask_M1, h_M1 = row_M[:, None] < rows, h_ptr + (first + row_M[:, None]).to(tl.int64) * stride_h_r
-    g = _channels(h_M1, bias, mask_M1, f * STEP, F * STEP, WIDTH * STEP)
+    g = to_fp32(load_rows(None, h_M1, first, rows, mask_M1, f * STEP, F * STEP, WIDTH * STEP))
     l = g
     if activation.halves(ACT) == 2:
-        l = _channels(h_M1, bias, mask_M1, F + f, 2 * F, WIDTH)
+        l = to_fp32(load_rows(None, h_M1, first, rows, mask_M1, F + f, 2 * F, WIDTH))
     if STEP == 2:
         g, l = tl.split(tl.reshape(g, (g.shape[0], WIDTH, 2)))
     return g, l
@@ -61,7 +48,7 @@ def _gates_and_linear(h, row_M, place, f, F, WIDTH: tl.constexpr, ACT: tl.conste
 @triton.jit
 def _probs(probs_ptr, row_M, place):
     """`[M, 1]` fp32, zero past the end."""
-    _, _, first, rows = place
+    _, first, rows = place
     return tl.load(probs_ptr + first + row_M[:, None], mask=row_M[:, None] < rows, other=0.0).to(tl.float32)
 
 
@@ -72,7 +59,7 @@ def _store(outputs, x_MN, row_M, place, column, end, num_columns, DTYPE: tl.cons
     `outputs`: pointers to elements and scales of the row copy, to those of the token copy, and to DTYPE.
     """
     row_copy_ptr, row_scales_ptr, token_copy_ptr, token_scales_ptr, rounded_ptr = outputs
-    _, tile, first, rows = place
+    tile, first, rows = place
     if column < end:
         rounded = round_to(x_MN, DTYPE)
         if rounded_ptr is not None:
@@ -88,8 +75,6 @@ def _store(outputs, x_MN, row_M, place, column, end, num_columns, DTYPE: tl.cons
 @triton.jit(do_not_specialize=["num_f"])
 def _act_quantize_kernel(
     h_ptr,
-    bias_ptr,
-    bias_table_ptr,
     probs_ptr,
     copy_ptr,
     scales_ptr,
@@ -97,20 +82,19 @@ def _act_quantize_kernel(
     num_f,
     F,
     stride_h_r,
-    stride_bias_e,
     ACT: tl.constexpr,
     RECIPE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """`h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `copy`: a row copy of `a`. `num_f`: parts of a tile's columns, of
+    """`h` `[R, G]`; `probs` `[R]`; `copy`: a row copy of `a`. `num_f`: parts of a tile's columns, of
     which a program takes BLOCK_R rows. `tiles`: a plan's table of tiles. Absent inputs are None.
     """
     PARTS: tl.constexpr = CHUNK // BLOCK_R
     tile, f = tl.program_id(0) // PARTS // num_f, tl.program_id(0) // PARTS % num_f * BLOCK_F
     if tile < tl.load(tiles_ptr):
-        expert, first, rows = load_tile(tiles_ptr, tile)
-        h, place = (h_ptr, bias_ptr, bias_table_ptr, stride_h_r, stride_bias_e), (expert, tile, first, rows)
+        _, first, rows = load_tile(tiles_ptr, tile)
+        h, place = (h_ptr, stride_h_r), (tile, first, rows)
         row_M = tl.program_id(0) % PARTS * BLOCK_R + tl.arange(0, BLOCK_R)
         g, l = _gates_and_linear(h, row_M, place, f, F, BLOCK_F, ACT)
         a_MF, _, _ = activation.activate(g, l, ACT)
@@ -141,7 +125,7 @@ def _backward(
     `d`: pointer and stride. `h`, `place`: see `_gates_and_linear`. `a_out`, `dh_out`: see `_store`.
     """
     d_ptr, stride_d_r = d
-    _, _, first, rows = place
+    _, first, rows = place
     STEP: tl.constexpr = ACT.CHANNEL_STEP
     DTYPE: tl.constexpr = h[0].dtype.element_ty
     G = 2 * F if ACT.GATED else F
@@ -171,8 +155,6 @@ def _backward(
 def _dgrad_act_quantize_kernel(
     d_ptr,
     h_ptr,
-    bias_ptr,
-    bias_table_ptr,
     probs_ptr,
     dh_row_copy_ptr,
     dh_row_scales_ptr,
@@ -190,21 +172,19 @@ def _dgrad_act_quantize_kernel(
     F,
     stride_d_r,
     stride_h_r,
-    stride_bias_e,
     ACT: tl.constexpr,
     RECIPE: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_F: tl.constexpr,
 ):
-    """`d` `[R, F]`; `h` `[R, G]`; `bias` `[E, G]`; `probs` `[R]`; `dh` `[R, G]` and `a` `[R, F]`, contiguous, beside
+    """`d` `[R, F]`; `h` `[R, G]`; `probs` `[R]`; `dh` `[R, G]` and `a` `[R, F]`, contiguous, beside
     their copies; `partial` `[num_partials, R]` fp32. `num_f`: programs of a tile, which take BLOCK_R rows at a time, or
     as many columns. `tiles`: a plan's table of tiles. Absent inputs and outputs are None.
     """
     tile, f = tl.program_id(0) // num_f, tl.program_id(0) % num_f * BLOCK_F
     if tile < tl.load(tiles_ptr):
-        expert, first, rows = load_tile(tiles_ptr, tile)
-        d, place = (d_ptr, stride_d_r), (expert, tile, first, rows)
-        h = (h_ptr, bias_ptr, bias_table_ptr, stride_h_r, stride_bias_e)
+        _, first, rows = load_tile(tiles_ptr, tile)
+        d, h, place = (d_ptr, stride_d_r), (h_ptr, stride_h_r), (tile, first, rows)
         part_ptr = partial_ptr
         if partial_ptr is not None:
             part_ptr += (f // BLOCK_F).to(tl.int64) * num_rows

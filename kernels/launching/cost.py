@@ -150,13 +150,11 @@ def quantize(
     return Cost("quantize", multiplied, _read(sum(rows), C, itemsize, tokens) + written)
 
 
-def act_quantize(
-    rows: Sequence[int], F: int, itemsize: int, *, gated: bool = True, bias: bool = False, probs: int = _FP32
-) -> Cost:
+def act_quantize(rows: Sequence[int], F: int, itemsize: int, *, gated: bool = True, probs: int = _FP32) -> Cost:
     """Reads h `[R, G]`, writes a row copy of the activation, `[R, F]`. Only the products with scales are counted."""
-    R, E, G = sum(rows), _used(rows), _channels(F, gated)
+    R, G = sum(rows), _channels(F, gated)
     multiplied, written = _copies(rows, F, True, False)
-    return Cost("act_quantize", multiplied, itemsize * G * (R + bias * E) + probs * R + written)
+    return Cost("act_quantize", multiplied, (itemsize * G + probs) * R + written)
 
 
 def dgrad_act_quantize(
@@ -165,7 +163,6 @@ def dgrad_act_quantize(
     itemsize: int,
     *,
     gated: bool = True,
-    bias: bool = False,
     probs: int = _FP32,
     dh_rows: bool = True,
     dh_tokens: bool = True,
@@ -176,10 +173,10 @@ def dgrad_act_quantize(
     """Reads d `[R, F]` and h `[R, G]`, writes a row copy and a token copy of dh `[R, G]`, a token copy of the
     activation, those two in 16 bits, and dprobs. Only the products with scales are counted.
     """
-    R, E, G = sum(rows), _used(rows), _channels(F, gated)
+    R, G = sum(rows), _channels(F, gated)
     of_dh, of_a = _copies(rows, G, dh_rows, dh_tokens), _copies(rows, F, False, a_tokens)
-    elements = R * (F + G + dh * G + a * F) + bias * E * G
-    num_bytes = itemsize * elements + (probs + _FP32 if probs else 0) * R + of_dh[1] + of_a[1]
+    of_row = itemsize * (F + G + dh * G + a * F) + (probs + _FP32 if probs else 0)
+    num_bytes = of_row * R + of_dh[1] + of_a[1]
     return Cost("dgrad_act_quantize", of_dh[0] + of_a[0], num_bytes)
 
 

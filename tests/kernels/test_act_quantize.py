@@ -15,7 +15,6 @@ from bench.cases.act_quantize import (
     check_dprobs,
     inputs,
     run,
-    with_bias,
     without,
 )
 from bench.cases.factory import GATED, UNGATED
@@ -41,22 +40,20 @@ def test_loads(recipe, load):
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("name", [*GATED, *UNGATED])
-def test_activations(recipe, name, bias):
-    check(Case(recipe, **SMALL, activation=name, bias=bias))
+def test_activations(recipe, name):
+    check(Case(recipe, **SMALL, activation=name))
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("probs", [True, False])
 @pytest.mark.parametrize(
     "options",
     [{"interleaved": True}, {"limit": 1.0}, {"limit": 1.0, "linear_offset": 1.0}, GPT_OSS],
     ids=lambda options: "-".join(options),
 )
-def test_options(recipe, options, probs, bias):
-    check(Case(recipe, counts=(130, 3), padding=2, options=options, probs=probs, bias=bias))
+def test_options(recipe, options, probs):
+    check(Case(recipe, counts=(130, 3), padding=2, options=options, probs=probs))
 
 
 @pytest.mark.sparse
@@ -67,11 +64,6 @@ def test_columns(recipe, blocks, name):
     activation = "relu2" if name == "no linear part" else "swiglu"
     options = {"interleaved": True} if name == "interleaved" else {}
     check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe], activation=activation, options=options))
-
-
-@pytest.mark.parametrize("place", ["reversed", "misaligned", "scattered", "scattered misaligned"])
-def test_biases_wherever_they_lie(recipe, place):
-    check(Case(recipe, counts=(5, 0, 3), bias=True, place=place))
 
 
 @pytest.mark.sparse
@@ -128,10 +120,10 @@ def test_special_values(recipe, name):
 
 def test_an_expert_sees_nothing_of_others(recipe):
     """Rows of the next expert, and padding rows, change no byte of a tile."""
-    case = Case(recipe, counts=(70, 40), padding=9, bias=True)
+    case = Case(recipe, counts=(70, 40), padding=9)
     given = inputs(case)
     before, _ = run(case, given)
-    given.h[70:], given.d[70:], given.probs[70:], given.bias[1] = torch.inf, torch.inf, torch.nan, torch.inf
+    given.h[70:], given.d[70:], given.probs[70:] = torch.inf, torch.inf, torch.nan
     after, _ = run(case, given)
     for name in ("a rows", "a tokens", "dh rows", "dh tokens"):
         one, other = (found[name].elements.view(torch.uint8) for found in (before, after))
@@ -141,28 +133,6 @@ def test_an_expert_sees_nothing_of_others(recipe):
         scales = [found[name].scales.view(torch.uint8) for found in (before, after)]
         assert torch.equal(scales[0][0], scales[1][0]), name
         assert (before[name].scales[2:].view(torch.uint8) == UNWRITTEN).all(), name
-
-
-@pytest.mark.parametrize("value", [torch.inf, torch.nan, 1e30], ids=str)
-def test_a_bias_is_not_seen_past_the_end_of_an_expert(recipe, value):
-    """Rows of a tile that no expert owns are zeros in token copies, whatever the bias."""
-    case = Case(recipe, counts=(5, 3), padding=0, bias=True, probs=False)
-    given = inputs(case)
-    given.bias[0] = value
-    found, _ = run(case, given)
-    check_copies(case, found, {of: found[of][:8] for of in ("a", "dh")})
-    assert torch.equal(found["a"][5:].isfinite(), by_torch(case, given)["a"][5:].isfinite())
-
-
-def test_a_bias_is_rounded_as_if_it_had_been_added_before(recipe):
-    case = Case(recipe, **SMALL, bias=True)
-    given = inputs(case)
-    biased = replace(case, bias=False)
-    added = inputs(biased)
-    added.h[:20] = with_bias(case, given)
-    one, other = run(case, given)[0], run(biased, added)[0]
-    assert torch.equal(one["dh"][:20], other["dh"][:20])
-    assert torch.equal(one["partial"][:, :20], other["partial"][:, :20])
 
 
 def test_dprobs_are_the_same_bits_every_run(recipe):
@@ -185,12 +155,11 @@ def test_nothing_to_quantize(recipe, change):
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 @pytest.mark.parametrize("outputs", [OUTPUTS, ("dh rows", "a"), ("dh tokens",)], ids=str)
 def test_cost_counts_owned_rows_and_whole_tiles(recipe, name, outputs):
-    case = Case(recipe, activation=name, outputs=outputs, bias=True)
+    case = Case(recipe, activation=name, outputs=outputs)
     _, launches = run(case, inputs(case))
     forward, backward = (launch.cost_of(case.counts) for launch in launches)
     rows, tiles, halves = 201, 4, case.G // 128
-    bias = 3 * case.G * 2
-    assert forward.bytes == rows * (2 * case.G + 4 + 128) + tiles * 512 + bias
+    assert forward.bytes == rows * (2 * case.G + 4 + 128) + tiles * 512
     written = {
         "dh rows": halves * (rows * 128 + tiles * 512),
         "dh tokens": halves * (tiles * 128 * 128 + tiles * 512),
@@ -198,7 +167,7 @@ def test_cost_counts_owned_rows_and_whole_tiles(recipe, name, outputs):
         "dh": rows * case.G * 2,
         "a": rows * 128 * 2,
     }
-    assert backward.bytes == rows * (2 * case.G + 2 * 128 + 4 + 4) + bias + sum(written[each] for each in outputs)
+    assert backward.bytes == rows * (2 * case.G + 2 * 128 + 4 + 4) + sum(written[each] for each in outputs)
     multiplied = {"dh rows": case.G, "dh tokens": case.G, "a tokens": 128, "dh": 0, "a": 0}
     assert forward.flops == rows * 128
     assert backward.flops == rows * sum(multiplied[each] for each in outputs)
