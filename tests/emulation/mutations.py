@@ -21,6 +21,7 @@ _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"
 _GATHER = r"^(\s*@%p\d+ cp\.async\.bulk\.tensor\.2d\.tile::gather4[^{]*\{[^,]+, )([^,}]+)(.*)"
 _MMA = r"^\s*(@%p\d+ tcgen05\.mma.*, )(%p\d+);"
+_COPY = r"^(\s*@%p\d+ tcgen05\.cp.*\], )(%rd\d+);"
 _DESCRIPTOR = r"^(\tor\.b64 \t%rd\d+, %rd\d+, )(-?\d{15,})(;.*)"
 
 
@@ -61,9 +62,10 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "matrix swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
     "tcgen05 product removed": (_MMA, lambda m: ""),
     "tcgen05 sum begun anew or not": (_MMA, lambda m: f"{{ .reg .pred other; not.pred other, {m[2]}; {m[1]} other; }}"),
-    # The upper bits are M, 64 or 128, the middle ones N; the bit that is changed is the major-ness of A.
+    # The upper bits are M, 64 or 128, the middle ones N, and one of scales; the bit that is changed is the major-ness of
+    # A. Where there are scales, only the first of four MMAs matches.
     "tcgen05 major-ness": (
-        r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6})(;)",
+        r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6}|14[67]\d{6})(;)",
         lambda m: f"{m[1]}{int(m[2]) ^ 1 << 15}{m[3]}",
     ),
     "tcgen05 commit removed": (r"^\s*@%p\d+ tcgen05\.commit.*;", lambda m: ""),
@@ -72,6 +74,11 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "tcgen05 column": (
         r"^(\s*tcgen05\.ld.*\[%r\d+ \+ )(\d+)(\].*;)",
         lambda m: f"{m[1]}{int(m[2]) + 1}{m[3]}",
+    ),
+    "tcgen05 copy removed": (_COPY, lambda m: ""),
+    "tcgen05 copy of other scales": (
+        _COPY,
+        lambda m: f"{{ .reg .b64 other; add.s64 other, {m[2]}, 32; {m[1]}other; }}",
     ),
     "tcgen05 dealloc removed": (r"^\s*@%p\d+ tcgen05\.dealloc.*;", lambda m: ""),
 }
@@ -164,6 +171,11 @@ def _of_project(target: str, shape: str, name: str, kernel: str, **options: bool
     return Subject(kernel, case.run, partial(layers.emulated, target, shape, **options))
 
 
+def _of_recipe(target: str, name: str, kernel: str) -> Subject:
+    (case,) = (case for case in cases.of_recipes(target) if case.name == name)
+    return Subject(kernel, case.run, partial(layers.emulated, target))
+
+
 SUBJECTS = {
     "sm_90_wgrad": _of_project("sm_90", "long", "wgrad tall", "grouped_wgrad"),
     "sm_90_wgrad_gathered": _of_project("sm_90", "short", "wgrad tall gathered dy bias", "grouped_wgrad"),
@@ -191,6 +203,8 @@ SUBJECTS = {
             ("wgrad_gathered", "wgrad many gathered x overwrite"),
         )
     },
+    "sm_100_mxfp8_gemm_warp_specialized": _of_recipe("sm_100", "gemm deep", "grouped_gemm"),
+    "sm_100_mxfp8_wgrad_warp_specialized": _of_recipe("sm_100", "wgrad many", "grouped_wgrad"),
     "sm_90_matmul": Subject(
         "_matmul_tma",
         lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),
