@@ -21,6 +21,7 @@ _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"
 _GATHER = r"^(\s*@%p\d+ cp\.async\.bulk\.tensor\.2d\.tile::gather4[^{]*\{[^,]+, )([^,}]+)(.*)"
 _MMA = r"^\s*(@%p\d+ tcgen05\.mma.*, )(%p\d+);"
+_COPY = r"^(\s*@%p\d+ tcgen05\.cp.*\], )(%rd\d+);"
 _DESCRIPTOR = r"^(\tor\.b64 \t%rd\d+, %rd\d+, )(-?\d{15,})(;.*)"
 
 
@@ -61,9 +62,10 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "matrix swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
     "tcgen05 product removed": (_MMA, lambda m: ""),
     "tcgen05 sum begun anew or not": (_MMA, lambda m: f"{{ .reg .pred other; not.pred other, {m[2]}; {m[1]} other; }}"),
-    # The upper bits are M, 64 or 128, the middle ones N; the bit that is changed is the major-ness of A.
+    # The upper bits are M, 64 or 128, the middle ones N, and one of scales; the bit that is changed is the major-ness of
+    # A. Where there are scales, only the first of four MMAs matches.
     "tcgen05 major-ness": (
-        r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6})(;)",
+        r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6}|14[67]\d{6})(;)",
         lambda m: f"{m[1]}{int(m[2]) ^ 1 << 15}{m[3]}",
     ),
     "tcgen05 commit removed": (r"^\s*@%p\d+ tcgen05\.commit.*;", lambda m: ""),
@@ -72,6 +74,11 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "tcgen05 column": (
         r"^(\s*tcgen05\.ld.*\[%r\d+ \+ )(\d+)(\].*;)",
         lambda m: f"{m[1]}{int(m[2]) + 1}{m[3]}",
+    ),
+    "tcgen05 copy removed": (_COPY, lambda m: ""),
+    "tcgen05 copy of other scales": (
+        _COPY,
+        lambda m: f"{{ .reg .b64 other; add.s64 other, {m[2]}, 32; {m[1]}other; }}",
     ),
     "tcgen05 dealloc removed": (r"^\s*@%p\d+ tcgen05\.dealloc.*;", lambda m: ""),
 }
@@ -193,10 +200,15 @@ SUBJECTS = {
         )
     },
     **{
-        f"sm_90_{name}_fp8_block_warp_specialized": _of_project(
-            "sm_90", "long", f"{name} deep", f"grouped_{name}", "fp8_block"
+        f"{target}_{kernel}_{recipe}_warp_specialized": _of_project(
+            target, "long", f"{kernel} {name}", f"grouped_{kernel}", recipe
         )
-        for name in ("gemm", "wgrad")
+        for target, kernel, name, recipe in (
+            ("sm_90", "gemm", "deep", "fp8_block"),
+            ("sm_90", "wgrad", "deep", "fp8_block"),
+            ("sm_100", "gemm", "deep", "mxfp8"),
+            ("sm_100", "wgrad", "many", "mxfp8"),
+        )
     },
     "sm_90_matmul": Subject(
         "_matmul_tma",

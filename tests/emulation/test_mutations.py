@@ -10,7 +10,9 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 FP8_BLOCK = ("gemm_fp8_block", "wgrad_fp8_block")
 BEGUN_ANEW = "tcgen05 sum begun anew or not"
-SM_100_WARP_SPECIALIZED = ("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered")
+SM_100_WARP_SPECIALIZED = (
+    *("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered", "gemm_mxfp8", "wgrad_mxfp8"),
+)
 MOST = 3  # places of a kind in a kernel: the first, the last and some between
 # The number of places whose change leaves nothing wrong, or nothing that a late order shows.
 NEEDLESS = {
@@ -50,7 +52,7 @@ NEEDLESS = {
     **{(f"sm_100_{name}_warp_specialized", "proxy fence removed"): 1 for name in SM_100_WARP_SPECIALIZED},
     **{(f"sm_100_{name}_warp_specialized", "tcgen05 wait for loads removed"): 2 for name in SM_100_WARP_SPECIALIZED},
     **{(f"sm_100_{name}_warp_specialized", "bar.sync removed"): 1 for name in SM_100_WARP_SPECIALIZED},
-    **{(f"sm_100_{name}_warp_specialized", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act")},
+    **{(f"sm_100_{name}_warp_specialized", "bar.sync removed"): 2 for name in ("gemm", "dgrad_act", "gemm_mxfp8")},
     # Columns outside, as above.
     ("sm_100_dgrad_act_warp_specialized", "TMA coordinate"): 2,
     ("sm_100_wgrad_warp_specialized", "TMA coordinate"): 1,
@@ -81,6 +83,7 @@ def kinds_of(subject):
         and (kind != CP_ASYNC or ("gathered" in subject and not warp_specialized))
         and (kind != "TMA gathered row" or subject.endswith("gathered_warp_specialized"))
         and (kind not in OF_PARTITIONS or warp_specialized)
+        and ("tcgen05 copy" not in kind or "mxfp8" in subject)
         and (kind != "tcgen05 wait for stores removed" or not warp_specialized)  # nothing is stored there
     ]
 
