@@ -123,7 +123,8 @@ def grouped_gemm_quantized_(
     See `fp8_block_kernel.py` and `mxfp8_kernel.py`.
 
     Raises:
-        ValueError: the target has no tile for the recipe, or TMA cannot move the operands.
+        NotImplementedError: the target has no kernel for the recipe.
+        ValueError: TMA cannot move the operands.
     """
     target, (num_rows, N), K = builder.target, y_RN.shape, x_RK.elements.shape[1]
     if not num_rows * N:

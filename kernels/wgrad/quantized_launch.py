@@ -38,7 +38,7 @@ def grouped_wgrad_quantized_(
     without rows). See `plan_token_tiles` for `offsets`, `max_tiles` and `order`.
 
     Raises:
-        ValueError: the target has no tile for the recipe.
+        NotImplementedError: the target has no kernel for the recipe.
     """
     target, num_experts = builder.target, dw_ENK.num_experts
     chosen = eight_bit("wgrad", recipe, target)
