@@ -62,7 +62,7 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     "matrix swizzle": (_DESCRIPTOR, lambda m: f"{m[1]}{_signed(int(m[2]) ^ 1 << 63)}{m[3]}"),
     "tcgen05 product removed": (_MMA, lambda m: ""),
     "tcgen05 sum begun anew or not": (_MMA, lambda m: f"{{ .reg .pred other; not.pred other, {m[2]}; {m[1]} other; }}"),
-    # The upper bits are M, 64 or 128, the middle ones N; the bit that is changed is the major-ness of A. Where there are
+    # The upper bits are M, 64 or 128, the middle ones N; the bit that changes is the major-ness of A. Where there are
     # scales, only the first of four MMAs matches.
     "tcgen05 major-ness": (
         r"^(\tmov\.b32 \t%r\d+, )(6[789]\d{6}|13[4-8]\d{6}|14[67]\d{6})(;)",
