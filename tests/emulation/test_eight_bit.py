@@ -45,27 +45,29 @@ def test_layer(recipe, wgrad, kind):
     assert not got["dfc1"][1].any()  # no rows
 
 
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("wgrad", ["at once", "delayed", "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_delayed_wgrad_of_two_microbatches(recipe, fused):
+def test_two_microbatches(recipe, wgrad):
     """Rows of a second micro-batch belong to other experts."""
 
     def run(impl):
-        layer, queue = Layer(), fusedmlp.WgradQueue(fuse_microbatches=fused)
+        layer = Layer()
+        queue = None if wgrad == "at once" else fusedmlp.WgradQueue(fuse_microbatches=wgrad == "fused")
         weights = [group[0] for group in layer.params]
         buffer = fusedmlp.MainGradBuffer(weights)
         buffer.zero_()
         for counts in (COUNTS, COUNTS[::-1]):
             options = {"probs": layer.probs, "recipe": recipe, "impl": impl, "wgrad_queue": queue}
             fusedmlp.grouped_mlp(layer.x, *weights, list(counts), **options).backward(layer.dy)
-        queue.run()
+        if queue is not None:
+            queue.run()
         found = {f"dfc{i + 1}": w.main_grad.double() for i, w in enumerate(weights)}
         buffer.detach()
         return found
 
     with emulated(RECIPES[recipe]) as launched:
         got = run("triton")
-    assert sum(each.kernel.startswith("grouped_wgrad") for each in launched) == (2 if fused else 4)
+    assert sum(each.kernel.startswith("grouped_wgrad") for each in launched) == (2 if wgrad == "fused" else 4)
     compare(got, run("torch"))
 
 

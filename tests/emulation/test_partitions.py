@@ -55,6 +55,16 @@ def test_the_same_bits_in_many_orders(target, name):
     assert any("warp_specialized" in launch.kernel for launch in launched)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["gemm deep", "gemm few", "wgrad deep", "wgrad many", "wgrad segments overwrite"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_same_bits_in_many_orders_in_8_bits(target, name):
+    (case,) = (case for case in cases.of_recipes(target) if case.name == name)
+    with emulated(target, orders=RANDOM) as launched:
+        case.run()
+    assert any(case.precision in launch.kernel for launch in launched)
+
+
 # Rows of experts, with 64 rows a step and three stages: no step, one, as many as stages, one more.
 STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
 
