@@ -22,6 +22,9 @@ TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
 PART ?= 1/1
 ALSO := plan routing tile_order beyond_int32 fused_microbatches quantize quantize_weights act_quantize
+# Emulated with every Triton.
+OTHERS := (warp_specialized and bf16 and not moe and not apart) or (test_kernels and (fp8_block or mxfp8)) \
+  or (test_layer and swiglu)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -43,14 +46,14 @@ test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # First the emulator's own tests and the cases of kernels; then the tests of kernels in ALSO, which no case repeats;
-# then the warp-specialized kernels as each Triton of TRITONS compiles them, since names of Gluon change between
-# versions (not layers of tokens or of separate experts, which run other kernels, too).
+# then the warp-specialized kernels and a layer of each 8-bit recipe as each Triton of TRITONS compiles them, since names
+# of Gluon change between versions (not layers of tokens or of separate experts, which run other kernels, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulation tests/ptx_emulator
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
 	for triton in $(TRITONS:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    tests/emulation/test_kernels.py -k 'warp_specialized and bf16 and not moe and not apart' || exit 1; \
+	    tests/emulation/test_kernels.py tests/emulation/test_eight_bit.py -k '$(OTHERS)' || exit 1; \
 	done
 
 lint: $(READY)
