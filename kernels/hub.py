@@ -4,7 +4,7 @@ from .act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quanti
 from .device.activation import Options
 from .dgrad_act.launch import grouped_dgrad_act_
 from .fc1_act.launch import grouped_fc1_act_
-from .gemm.launch import grouped_gemm_
+from .gemm.launch import grouped_gemm_, grouped_gemm_quantized_
 from .operands.expert_tensors import ExpertTensors
 from .operands.quantized import Quantized
 from .quantize.launch import grouped_quantize_
@@ -13,6 +13,7 @@ from .routing.combine import combine_
 from .routing.order import route
 from .routing.plan import Schedule, plan_of_counts
 from .wgrad.launch import grouped_wgrad_
+from .wgrad.quantized_launch import grouped_wgrad_quantized_
 
 __all__ = [
     "ExpertTensors",
@@ -25,9 +26,11 @@ __all__ = [
     "grouped_dgrad_act_quantize_",
     "grouped_fc1_act_",
     "grouped_gemm_",
+    "grouped_gemm_quantized_",
     "grouped_quantize_",
     "grouped_quantize_weights_",
     "grouped_wgrad_",
+    "grouped_wgrad_quantized_",
     "plan_of_counts",
     "route",
 ]
