@@ -183,6 +183,7 @@ def test_moe_experts_and_grouped_linear(impl):
     y.backward(dy)
     narrow = [Parameter(w.detach().to(dtype)) for w in (fc1, fc2)]
     small = fusedmlp.moe_experts(x.to(dtype), top_k, weights, *narrow, impl=impl)
+    assert y.dtype == x.dtype
     assert torch.equal(y, small.float())
     small.backward(dy.to(dtype))
     for wide, rounded in zip((fc1, fc2), narrow, strict=True):
