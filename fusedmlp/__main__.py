@@ -198,6 +198,9 @@ def _add_bench(commands: Commands) -> None:
     parser.add_argument(
         "--warp-specialized", action="store_true", help="for --model: warp-specialized kernels, beside the others"
     )
+    parser.add_argument(
+        "--eight-bit", action="store_true", help="for --roofline and --model: layers with 8-bit recipes, beside bf16"
+    )
     parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
@@ -218,9 +221,9 @@ def _bench(args: argparse.Namespace) -> int:
     command = import_module("bench.limits.command")
 
     if args.model:
-        command.run("model", args.json, args.budgets, args.warp_specialized)
+        command.run("model", args.json, args.budgets, args.warp_specialized, args.eight_bit)
     else:
-        command.run("roofline" if args.roofline else "schedule", args.json)
+        command.run("roofline" if args.roofline else "schedule", args.json, eight_bit=args.eight_bit and args.roofline)
     return 0
 
 

@@ -18,13 +18,23 @@ def run(
     as_json: bool,
     before: Path | None = None,
     warp_specialized: bool = False,
+    eight_bit: bool = False,
 ) -> None:
     """Print the rows of one report.
 
     For the model, `before` is an older table of budgets to compare with; `warp_specialized`: model those,
-    and compare with the default kernels.
+    and compare with the default kernels. `eight_bit`: the model or the roofline of layers with 8-bit recipes.
     """
-    if what == "model":
+    if eight_bit:
+        from bench.limits import eight_bit as layers  # needs Triton
+
+        if what == "model":
+            rows, text = list(layers.model_rows()), eight_bit_model_line
+            header = "\n".join((*_model_within(rows), _EIGHT_BIT_MODEL))
+        else:
+            rows, text = list(layers.roofline_rows(GPUS)), eight_bit_roofline_line
+            header = "shape, load, launch, GPU: GFLOP, MB, limit in ms"
+    elif what == "model":
         from bench.limits import model  # needs Triton
 
         rows, text = list(model.rows(before, warp_specialized)), model_line
@@ -47,13 +57,23 @@ def run(
         print_rows(header, rows, text)
 
 
-def _about_model(rows: Iterable[dict[str, Any]], before: str) -> Iterator[str]:
+_EIGHT_BIT_MODEL = (
+    "8-bit recipes (see docs/eight_bit.md); on sm_90 with additions overlapped with products, and without\n"
+    "shape, load, launch, GPU: us, us without; of the whole TFLOP/s, without, TFLOP/s in bf16, times faster, without"
+)
+
+
+def _model_within(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     within = {row["gpu"]: row["within"] for row in rows}
     shares = ", ".join(f"{gpu} {share:.0%}" for gpu, share in within.items())
     yield f"A model, not a measurement; by the uncertainty of its constants alone, times may be off by: {shares}"
     for gpu in GPUS:
         if gpu.name not in within:
             yield f"{gpu.name} is left out: no facts of such kernels for {gpu.architecture}"
+
+
+def _about_model(rows: Iterable[dict[str, Any]], before: str) -> Iterator[str]:
+    yield from _model_within(rows)
     columns = "us, TFLOP/s, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
     yield f"shape, load, pass, GPU: {columns}" + (f"; us by {before}, times faster now" if before else "")
 
@@ -71,6 +91,22 @@ def roofline_line(row: dict[str, Any]) -> str:
     measured = f"  {row['ms']:8.3f} {row['of_limit']:5.2f}" if "ms" in row else ""
     name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<21}"
     return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {limits}{measured}"
+
+
+def eight_bit_model_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<23}{row['gpu']:<10}"
+    line = f"{name}{row['us']:9.1f} {row['us_apart']:9.1f}"
+    if "tflops" not in row:
+        return f"{line} {row['bound']}"
+    rates = f" {row['tflops']:7.1f} {row['tflops_apart']:7.1f} {row['bf16_tflops']:7.1f}"
+    return f"{line}{rates} {row['faster']:5.2f} {row['faster_apart']:5.2f}"
+
+
+def eight_bit_roofline_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<23}{row['gpu']:<10}"
+    return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {row['limit_ms']:8.3f}"
 
 
 def schedule_line(row: dict[str, Any]) -> str:

@@ -83,8 +83,8 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
     return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
 
 
-def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
-    """Cost of a tile of one kernel.
+def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates, itemsize: int = _BF16) -> Cost:
+    """Cost of a tile of one kernel; `itemsize`: bytes of an operand's element.
 
     In a warp-specialized kernel two warpgroups multiply, or one warp does and others store.
     """
@@ -95,12 +95,12 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates) -> Cost:
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
     warps = 2 * tile.num_warps if warp_specialized and fact.joined != 2 else tile.num_warps
     cycles = warps / (4 * rate.issue)  # for an instruction of every warp
-    tensor = product_flops(rows, columns, depth) / rate.tensor
+    tensor = product_flops(rows, columns, depth) / (rate.tensor * _BF16 / itemsize)
     issue = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
     ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
     ways = {
         "tensor": tensor,
-        "L2": _BF16 * (rows + columns) * depth / rate.l2,
+        "L2": itemsize * (rows + columns) * depth / rate.l2,
         "issue": issue + (tensor if fact.mma_in_flight == 0 else 0),
         "arrival": rate.first_load / ahead if ahead else rate.first_load + issue + tensor,
     }

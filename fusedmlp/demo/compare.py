@@ -8,6 +8,7 @@ from statistics import fmean, median
 
 from fusedmlp.demo.count import StepCount, count_step
 from fusedmlp.demo.train import Column, Run, Settings, Trainer, train
+from fusedmlp.recipe import DTYPES
 
 # The bound in units of the last place of the loss (the first `_EARLY` steps) or of the drift: see `agreement`.
 SLACK = 4
@@ -103,7 +104,7 @@ def compare(settings: Settings, recipe: Column | None = None) -> Results:
     for column in ("plain", "fused", *others):
         trainer = Trainer(settings, column)
         runs[column] = train(trainer)
-        columns[column] = _measured(runs[column], count_step(trainer))
+        columns[column] = _measured(runs[column], count_step(trainer, has_peak=column not in DTYPES))
     runs["control"] = train(Trainer(settings, "control"))
     losses = {column: run.losses for column, run in runs.items()}
     curves = agreement(losses["plain"], losses["fused"], losses["control"])

@@ -11,7 +11,6 @@ from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
 from fusedmlp.demo.train import Trainer
-from fusedmlp.recipe import DTYPES
 
 _ALLOCATION_GRANULE = 512  # bytes; the CUDA allocator rounds sizes up to it
 
@@ -32,8 +31,8 @@ class StepCount:
     peak_bytes: int | None
 
 
-def count_step(trainer: Trainer) -> StepCount:
-    """Run one more step of `trainer` under the profiler and count.
+def count_step(trainer: Trainer, *, has_peak: bool = True) -> StepCount:
+    """Run one more step of `trainer` under the profiler and count; without `peak_bytes` unless it `has_peak`.
 
     Copies and adds are operators inside AccumulateGrad with a first input of an expert weight's shape, which no other
     parameter has.
@@ -52,7 +51,7 @@ def count_step(trainer: Trainer) -> StepCount:
     shapes = {tuple(weight.shape) for weight in weights}
     ops = [event.name for event in prof.events() or [] if _in_accumulate_grad(event) and _first_shape(event) in shapes]
     peak = None
-    if trainer.column not in DTYPES:
+    if has_peak:
         peak = 0 if trainer.buffer is None else trainer.buffer.flat.nbytes
         peak += _peak(prof.profiler.kineto_results.experimental_event_tree(), weights)
     return StepCount(
