@@ -18,7 +18,7 @@ from ..tiles.rounding import cdiv
 from ..tiles.table import Recipe
 from .triton_kernel import _act_quantize_kernel, _dgrad_act_quantize_kernel
 
-# Rows and columns of `a` that a program holds, and warps.
+# Rows and columns of `a` that a program holds, and warps. Backward's columns divide F.
 _FORWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (64, 128, 8), "mxfp8": (128, 64, 4)}
 _BACKWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (16, 128, 8), "mxfp8": (128, 32, 16)}
 
@@ -40,8 +40,8 @@ def grouped_act_quantize_(
     For a row of swiglu it moves 5 F bytes, and F / 32 of scales: 4 F of `h`, and F of the copy.
     """
     F = a_rows.elements.shape[1]
-    block_r, columns, num_warps = _sizes(_FORWARD[recipe], F)
-    num_f, num_tiles = _programs(h_RG.shape[1], F, columns), schedule.max_tiles(TILE_ROWS)
+    block_r, columns, num_warps = _FORWARD[recipe]
+    num_f, num_tiles = cdiv(F, CHUNK) * (CHUNK // columns), schedule.max_tiles(TILE_ROWS)
     if not num_tiles * F:
         return
     arguments = {
@@ -93,8 +93,11 @@ def grouped_dgrad_act_quantize_(
     F of the copy of `a`.
     """
     (num_rows, F), G = d_RF.shape, h_RG.shape[1]
-    block_r, columns, num_warps = _sizes(_BACKWARD[recipe], F, act.CHANNEL_STEP)
-    num_f, num_tiles = _programs(G, F, columns), schedule.max_tiles(TILE_ROWS)
+    block_r, columns, num_warps = _BACKWARD[recipe]
+    columns = min(columns, CHUNK // act.CHANNEL_STEP)  # those of dh are in one chunk
+    # Programs of a tile cover the last chunks of a, and of dh, whose second half begins at F.
+    num_f = cdiv(max(cdiv(F, CHUNK) * CHUNK, cdiv(G, CHUNK) * CHUNK - F), columns)
+    num_tiles = schedule.max_tiles(TILE_ROWS)
     partial_PR = None if probs_R is None else builder.empty((F // columns + num_others, num_rows), torch.float32)
     if not num_tiles * F:
         return partial_PR
@@ -134,15 +137,3 @@ def grouped_dgrad_act_quantize_(
     costs = partial(cost.dgrad_act_quantize, **sizes, gated=act.GATED, **written)
     builder.launch(_dgrad_act_quantize_kernel, (num_tiles * num_f,), arguments, cost=costs, num_warps=num_warps)
     return partial_PR
-
-
-def _sizes(most: tuple[int, int, int], F: int, step: int = 1) -> tuple[int, int, int]:
-    """Rows, columns of `a` and warps: columns of `dh` are in one chunk, and of one half."""
-    rows, columns, num_warps = most
-    columns = min(columns, CHUNK // step)
-    return rows, columns if F % columns == 0 else 32, num_warps
-
-
-def _programs(G: int, F: int, columns: int) -> int:
-    """Programs of a tile, which cover the last chunks of `a` and of both halves of `dh`."""
-    return cdiv(max(cdiv(F, CHUNK) * CHUNK, cdiv(G, CHUNK) * CHUNK - F), columns)

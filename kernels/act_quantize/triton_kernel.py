@@ -6,8 +6,8 @@ With `g`, `l` the gate and linear parts of `h`, and `p` the routing probability:
 where `d = dy @ fc2` is the gradient of `a`. `a` and `dh` are rounded to the dtype of `h` before they are quantized: the
 copies have the bytes that `quantize` makes of the 16-bit results of the passes `fc1_act` and `dgrad_act`.
 
-A program has a tile and BLOCK_F columns of `a`, a part of a chunk that divides F: so columns of one half of `dh` never
-reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
+A program has a tile and BLOCK_F columns of `a`, a part of a chunk. In backward they divide F, so columns of one half of
+`dh` never reach into the other. Programs past F store the scales that remain of the last chunks, those of zeros.
 
 A backward program for mxfp8 holds a whole tile, 32 columns wide. For fp8_block, whose blocks are 128 rows or 128
 columns, registers are too few for a tile of 128 columns: a program first stores token copies, 16 columns at a time, and

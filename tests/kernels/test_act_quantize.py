@@ -56,11 +56,16 @@ def test_options(recipe, options, probs):
     check(Case(recipe, counts=(130, 3), padding=2, options=options, probs=probs))
 
 
-@pytest.mark.sparse
-@pytest.mark.parametrize("name", ["halves", "interleaved", "no linear part"])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
-def test_columns(recipe, blocks, name):
-    """Halves of dh meet inside of a chunk of mxfp8 where 128 does not divide F."""
+def test_halves_of_any_width(recipe, blocks):
+    """Where 128 does not divide F, halves of dh meet inside of a chunk."""
+    check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe]))
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("name", ["interleaved", "no linear part"])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+def test_channels_of_any_number(recipe, blocks, name):
     activation = "relu2" if name == "no linear part" else "swiglu"
     options = {"interleaved": True} if name == "interleaved" else {}
     check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe], activation=activation, options=options))
