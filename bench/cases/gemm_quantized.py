@@ -15,7 +15,7 @@ from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import torch_quantize
 from fusedmlp.recipe import BLOCKS
 
-# Of a sum's terms: `wgmma` of 8 bits keeps 13 bits of the fraction, `tcgen05` and the emulator that of fp32.
+# Share of a sum's terms: `wgmma` of 8 bits keeps 13 bits of the fraction, `tcgen05` and the emulator that of fp32.
 FRACTIONS = {"fp8_block": 2.0**-12 if DEVICE == "cuda" else 2.0**-20, "mxfp8": 2.0**-20}
 
 

@@ -40,7 +40,7 @@ class Weights(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """Where gradients of parameters are written; None: not wanted."""
+    """Gradients of parameters to write; None: not wanted."""
 
     dw1: ExpertTensors | None
     dw2: ExpertTensors | None
@@ -58,7 +58,7 @@ class RowsOf(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What backward does with gradients of weights, and which results it returns."""
+    """Options of backward: gradients of weights to add to, and results to return."""
 
     accumulate1: bool
     accumulate2: bool
@@ -66,26 +66,31 @@ class Wanted(NamedTuple):
     kept: bool
 
 
+def _empty(builder: Builder, shape: tuple[int, ...], scales: tuple[int, ...], recipe: Recipe) -> Quantized:
+    elements = builder.empty(shape, torch.float8_e4m3fn)
+    return Quantized(elements, builder.empty(scales, quantized.SCALE_DTYPES[recipe]))
+
+
+def _empty_token_copy(builder: Builder, num_tiles: int, C: int, recipe: Recipe) -> Quantized:
+    scales = quantized.scales_shape(num_tiles, C, recipe)
+    return _empty(builder, quantized.token_copy_shape(num_tiles, C, recipe), scales, recipe)
+
+
 class _Call:
-    """What the passes of one call share: the program that is planned, the recipe, and the division of rows."""
+    """A call, as its passes see it: the program that is planned, the recipe, and the division of rows."""
 
     def __init__(self, builder: Builder, recipe: str, schedule: Schedule) -> None:
         self.builder, self.recipe, self.schedule = builder, cast(Recipe, recipe), schedule
         self.num_tiles = schedule.max_tiles(TILE_ROWS)
 
-    def copy(self, shape: tuple[int, ...], scales: tuple[int, ...]) -> Quantized:
-        """An empty copy."""
-        elements = self.builder.empty(shape, torch.float8_e4m3fn)
-        return Quantized(elements, self.builder.empty(scales, quantized.SCALE_DTYPES[self.recipe]))
-
     def row_copy(self, C: int) -> Quantized:
         """An empty row copy of `[R, C]`, for products over its columns."""
-        return self.copy((self.schedule.num_rows, C), quantized.scales_shape(self.num_tiles, C, self.recipe))
+        scales = quantized.scales_shape(self.num_tiles, C, self.recipe)
+        return _empty(self.builder, (self.schedule.num_rows, C), scales, self.recipe)
 
     def token_copy(self, C: int) -> Quantized:
         """An empty token copy of `[R, C]`, for wgrad."""
-        shape = quantized.token_copy_shape(self.num_tiles, C, self.recipe)
-        return self.copy(shape, quantized.scales_shape(self.num_tiles, C, self.recipe))
+        return _empty_token_copy(self.builder, self.num_tiles, C, self.recipe)
 
     def rows_of(self, x_RC: Array, rows_R: Array | None) -> Quantized:
         """`x` quantized along its columns."""
@@ -97,7 +102,7 @@ class _Call:
         """`x @ w^T`, forward, or `x @ w`: `[R, N]` or `[R, K]` in bf16. The weights are quantized for it."""
         (N, K), builder = w_ENK.base.shape[-2:], self.builder
         shape = (w_ENK.num_experts, *((N, K) if forward else (K, N)))
-        made = self.copy(shape, quantized.weight_scales_shape(*shape, self.recipe))
+        made = _empty(builder, shape, quantized.weight_scales_shape(*shape, self.recipe), self.recipe)
         copies = (made, None) if forward else (None, made)
         grouped_quantize_weights_.plan(builder, *copies, w_ENK, self.recipe)
         y_RN = builder.empty((self.schedule.num_rows, shape[1]), torch.bfloat16)
@@ -154,8 +159,8 @@ def plan_grouped_mlp_backward_(
     """Passes (3) to (6), as in `triton_impl`. `dh` and act * probs are in bf16, too, where something reads them."""
     call, (num_rows, G), F = _Call(builder, formats.gemms, rows.schedule), h_RG.shape, weights.fc2.base.shape[-1]
     in_8_bits = formats.wgrad == formats.gemms
-    of_fc1, of_fc2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
-    dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if of_fc2 else None
+    quantize1, quantize2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
+    dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if quantize2 else None
     grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, rows_R=rows.tokens)
     da_RF = call.product(dy, weights.fc2, False)
     dh_RG = a_RF = None
@@ -163,8 +168,8 @@ def plan_grouped_mlp_backward_(
         dh_RG = builder.empty((num_rows, G), h_RG.dtype)
     if wanted.kept or (grads.dw2 and not in_8_bits):
         a_RF = builder.empty((num_rows, F), h_RG.dtype)
-    dh, dh_tokens = call.row_copy(G) if wanted.dx else None, call.token_copy(G) if of_fc1 else None
-    a_tokens = call.token_copy(F) if of_fc2 else None
+    dh, dh_tokens = call.row_copy(G) if wanted.dx else None, call.token_copy(G) if quantize1 else None
+    a_tokens = call.token_copy(F) if quantize2 else None
     num_others = int(weights.bias2 is not None)
     own: dict[str, Any] = {"probs_R": rows.probs, "dh_RG": dh_RG, "a_RF": a_RF, "num_others": num_others}
     partial = grouped_dgrad_act_quantize_.plan(
@@ -228,15 +233,12 @@ def plan_grouped_wgrad_(
     ]
     tiles = [schedule.max_tiles(TILE_ROWS) for schedule in schedules]
     copies, kind = [], cast(Recipe, recipe)
-    for of, rows in ((dy, dy_rows), (x, x_rows)):
-        C = of[0].shape[1]
-        shape, scales = (size(sum(tiles), C, kind) for size in (quantized.token_copy_shape, quantized.scales_shape))
-        elements = builder.empty(shape, torch.float8_e4m3fn)
-        made = Quantized(elements, builder.empty(scales, quantized.SCALE_DTYPES[kind]))
+    for operand, rows in ((dy, dy_rows), (x, x_rows)):
+        made = _empty_token_copy(builder, sum(tiles), operand[0].shape[1], kind)
         for s, schedule in enumerate(schedules):
             own = Quantized(*(part[sum(tiles[:s]) :] for part in made))
             rows_R = rows[s] if rows else None
-            grouped_quantize_.plan(builder, None, own, of[s], schedule, kind, rows_R=rows_R)
+            grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, rows_R=rows_R)
         copies.append(made)
     firsts = [schedule.offsets for schedule in schedules]
     grouped_wgrad_quantized_.plan(builder, dw_ENK, *copies, firsts, tiles, kind, accumulate=accumulate)

@@ -58,7 +58,7 @@ def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts,
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     w_ENK, num_rows = _experts(w, 2), x_RK.shape[0]
     schedule, bias_EN = Schedule.planned(builder, offsets, num_rows, w_ENK.num_experts), _optional(bias, 1)
-    if gemms := Formats.decode(recipe).gemms:
+    if num_rows and (gemms := Formats.decode(recipe).gemms):
         return eight_bit.plan_grouped_gemm(builder, x_RK, w_ENK, bias_EN, schedule, gemms)
     y_RN = builder.empty((num_rows, w_ENK.base.shape[-2]), x_RK.dtype)
     grouped_gemm_.plan(builder, y_RN, x_RK, w_ENK, schedule, bias_EN=bias_EN)
@@ -83,7 +83,7 @@ def _plan_grouped_mlp(
     fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
     schedule = Schedule.planned(builder, offsets, num_rows, fc1_EGH.num_experts)
     act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
-    if gemms := Formats.decode(recipe).gemms:
+    if num_rows and (gemms := Formats.decode(recipe).gemms):
         weights = eight_bit.Weights(fc1_EGH, fc2_EHF, bias2_EH)
         rows = eight_bit.RowsOf(schedule, tokens_R, None, probs_R)
         return eight_bit.plan_grouped_mlp(builder, x_RH, weights, bias1_EG, rows, act, gemms)
@@ -128,7 +128,7 @@ def _plan_grouped_mlp_backward_(
     fc2_EHF, formats = _experts(fc2, 2), Formats.decode(recipe)
     schedule = Schedule.planned(builder, offsets, num_rows, fc2_EHF.num_experts)
     act = act_options(activation)
-    if formats.gemms:
+    if num_rows and formats.gemms:
         grads = eight_bit.Grads(*(_optional(dw, 2) for dw in (dw1, dw2)), *(_optional(db, 1) for db in (db1, db2)))
         weights = eight_bit.Weights(_experts(fc1, 2), fc2_EHF, _optional(bias2, 1))
         rows_of = eight_bit.RowsOf(schedule, tokens_R, rows_R, probs_R)
@@ -176,7 +176,7 @@ def _plan_grouped_wgrad_(
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
     dw_ENK, db_EN, wgrad = _optional(dw, 2), _optional(db, 1), Formats.decode(recipe).wgrad
-    if dw_ENK and wgrad in BLOCKS:
+    if dw_ENK and wgrad in BLOCKS and any(t.shape[0] for t in dy):
         eight_bit.plan_grouped_wgrad_(builder, dw_ENK, dy, x, offsets, dy_rows, x_rows, accumulate, wgrad)
         dw_ENK = None
     if dw_ENK or db_EN:

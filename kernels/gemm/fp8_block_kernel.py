@@ -4,15 +4,14 @@ in the same order, with the same epilogue.
 
 from triton.tools.ragged_tma import to_ragged_indices
 
-from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..device.tile_order import load_tile, tile_at
 from ..device.tiles import column_subtiles
 from ..warp_specialized.fp8_block import load_operands, operands, product
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store_wait
 from ..warp_specialized.hopper import ROWS
 from ..warp_specialized.partitions import worker_registers, worker_warps
-from ..warp_specialized.ring import shared_tiles, whole_rows
-from .dprobs import sum_partials
-from .gluon_kernel import BUFFERS, store_subtile
+from ..warp_specialized.ring import shared_tiles
+from .gluon_kernel import BUFFERS, store_rest, store_subtile
 
 
 @gluon.jit
@@ -75,8 +74,4 @@ def grouped_gemm_fp8_block_kernel(
         worker_warps(CONSUMERS),
         worker_registers(CONSUMERS),
     )
-    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
-    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
-    if partial_ptr is not None:
-        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
-        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)
+    store_rest((y_ptr, tiles_ptr, N, stride_y_r), partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows)

@@ -56,6 +56,19 @@ def store_subtile(
 
 
 @gluon.jit
+def store_rest(y, partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows):
+    """Store zeros in padding rows of `y`, given by pointer, tiles, columns and stride, and sum `dprobs` if there are
+    any.
+    """
+    y_ptr, tiles_ptr, N, stride_y_r = y
+    row_M1, column_1N = whole_rows(128)
+    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
+    if partial_ptr is not None:
+        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)
+
+
+@gluon.jit
 def _consume(
     arguments,
     pipeline,
@@ -126,8 +139,4 @@ def grouped_gemm_warp_specialized_kernel(
         worker_warps(CONSUMERS),
         worker_registers(CONSUMERS),
     )
-    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
-    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
-    if partial_ptr is not None:
-        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
-        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)
+    store_rest((y_ptr, tiles_ptr, N, stride_y_r), partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows)

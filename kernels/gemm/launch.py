@@ -129,7 +129,7 @@ def grouped_gemm_quantized_(
     target, (num_rows, N), K = builder.target, y_RN.shape, x_RK.elements.shape[1]
     if not num_rows * N:
         return
-    chosen = eight_bit("gemm", recipe, target)
+    chosen = eight_bit("gemm", recipe, target, gluon_missing())
     tile = chosen.tile
     rows = target.consumer_rows(chosen.path, tile)
     arguments = {
@@ -152,10 +152,7 @@ def grouped_gemm_quantized_(
         from .mxfp8_kernel import grouped_gemm_mxfp8_kernel as kernel
 
         arguments["w_scales_desc"] = descriptors.scale_chunks(w_ENK.scales, tile.BLOCK_N // CHUNK)
-    for name, described in arguments.items():
-        if isinstance(described, descriptors.Descriptor) and not descriptors.fits(described.array):
-            array = described.array
-            raise ValueError(f"{name}: expected rows and an address that are multiples of 16 bytes; got {array}")
+    descriptors.check_fit(arguments)
     builder.launch(kernel, grid, arguments, chosen, costs)
 
 

@@ -4,14 +4,13 @@ in the same order, with the same epilogue.
 
 from triton.tools.ragged_tma import to_ragged_indices
 
-from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..device.tile_order import load_tile, tile_at
 from ..warp_specialized.blackwell import ROWS, read_subtiles, wait_for_accumulator
 from ..warp_specialized.gluon_compat import gl, gluon, tma_load, tma_store_wait
 from ..warp_specialized.mxfp8 import CHUNK, LINES, multiply_tile, operands, scales_in_tensor_memory
 from ..warp_specialized.partitions import worker_registers, worker_warps
-from ..warp_specialized.ring import begin_loads, shared_tiles, whole_rows
-from .dprobs import sum_partials
-from .gluon_kernel import BUFFERS, store_subtile
+from ..warp_specialized.ring import begin_loads, shared_tiles
+from .gluon_kernel import BUFFERS, store_rest, store_subtile
 
 
 @gluon.jit
@@ -93,22 +92,18 @@ def grouped_gemm_mxfp8_kernel(
     gl.static_assert(TILE.BLOCK_M == ROWS)
     gl.static_assert(TILE.BLOCK_K == CHUNK)
     num_m, num_n = gl.load(tiles_ptr), gl.cdiv(N, TILE.BLOCK_N)
-    moved = operands(x_desc.dtype, TILE.BLOCK_N, False, TILE.num_stages)
+    staged = operands(x_desc.dtype, TILE.BLOCK_N, False, TILE.num_stages)
     scales = scales_in_tensor_memory(TILE.BLOCK_N)
     out = shared_tiles(y_desc.dtype, min(BUFFERS, TILE.SUBTILES), ROWS, TILE.BLOCK_N // TILE.SUBTILES)
     arguments = (bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr, y_desc, tiles_ptr, N, K)
     loads = (x_desc, x_scales_desc, w_desc, w_scales_desc, tiles_ptr)
     gl.warp_specialize(
         [
-            (_consume, (arguments, num_m, num_n, moved[6], out, TILE)),
-            (_multiply, (K, num_m, num_n, moved, scales, TILE)),
-            (_load, (loads, N, K, num_m, num_n, moved, TILE)),
+            (_consume, (arguments, num_m, num_n, staged[6], out, TILE)),
+            (_multiply, (K, num_m, num_n, staged, scales, TILE)),
+            (_load, (loads, N, K, num_m, num_n, staged, TILE)),
         ],
         worker_warps(CONSUMERS),
         worker_registers(CONSUMERS),
     )
-    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
-    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
-    if partial_ptr is not None:
-        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
-        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)
+    store_rest((y_ptr, tiles_ptr, N, stride_y_r), partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -57,6 +58,14 @@ def fits(array: Array) -> bool:
 def fits_halves(array_RG: Array, halves: int) -> bool:
     """Whether a row, or each of two halves of it (then a dimension of a descriptor), is whole multiples of 16 bytes."""
     return array_RG.shape[1] // halves * array_RG.dtype.itemsize % ALIGNMENT == 0
+
+
+def check_fit(arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if one of a kernel's arguments describes what no descriptor can."""
+    for name, described in arguments.items():
+        if isinstance(described, Descriptor) and not fits(described.array):
+            array = described.array
+            raise ValueError(f"{name}: expected rows, and an address that are multiples of 16 bytes; got {array}")
 
 
 def ragged_rows(

@@ -95,7 +95,7 @@ def _in_16_bits(w):
 
 @triton.jit
 def _store(copy_ptr, copy_MN, expert, row_M, column_N, num_rows, num_columns):
-    """Store a tile of one expert's matrix, `[num_rows, num_columns]`, all of which are contiguous."""
+    """Store a tile of one expert's matrix; all `[num_rows, num_columns]` matrices are contiguous."""
     row_M1 = expert.to(tl.int64) * num_rows + row_M[:, None]
     mask = (row_M < num_rows)[:, None] & (column_N < num_columns)[None, :]
     tl.store(copy_ptr + row_M1 * num_columns + column_N[None, :], copy_MN, mask=mask)

@@ -134,10 +134,12 @@ def choices(
             yield Chosen(key, tuned or tile)
 
 
-def eight_bit(kernel: str, recipe: Recipe, target: Target) -> Chosen:
-    """The tile of a GEMM of 8-bit operands, for loads of any length."""
+def eight_bit(kernel: str, recipe: Recipe, target: Target, missing: str) -> Chosen:
+    """The tile of a GEMM of 8-bit operands, for loads of any length; `missing`: why its kernels cannot be compiled."""
     key = Key(kernel, "warp_specialized", recipe, "long")
-    tile = target.settings.tuned.get(key) or target.tiles.get(key)
+    tile = target.tiles.get(key)
+    if missing:
+        raise NotImplementedError(f"recipe={recipe!r}: {missing}")
     if tile is None:
         raise NotImplementedError(
             f"recipe={recipe!r}: expected a GPU with kernels for it (fp8_block: sm_90, mxfp8: sm_100), or the CPU with "

@@ -3,7 +3,7 @@
 A step is one block of 128 along K, for which `x` has one scale a row, and `w` one for 128 of its rows: a part of the
 tile's columns. `wgmma` keeps 13 bits of fraction of sums of 8-bit products, so each part of a step has sums of its own.
 They are then promoted: multiplied by both scales and added to the accumulator in fp32. While one consumer promotes, the
-other multiplies.
+other can multiply.
 
 `pipeline` is `(num_m, num_n, x, w, scales, full, empty)`: numbers of row tiles and of column tiles, then the result of
 `operands`.

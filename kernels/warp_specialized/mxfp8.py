@@ -3,10 +3,11 @@
 Warps share the work as in `blackwell.py`. A step is 128 elements along what is contracted, of 128 rows of the left
 operand and of a tile's columns of the right one. TMA loads their scales with them: 512 bytes for 128 rows or columns,
 in the order that `tcgen05.cp` takes. The warp that multiplies copies these to tensor memory, where `tcgen05.mma` needs
-them. Copies and MMAs of one thread take effect in the order of their issue, so there is one set of scales, and nothing
-waits for a copy.
+them. There is one set of scales, and nothing waits for a copy: PTX orders a copy before the MMAs that the same thread
+issues later. That it also orders MMAs before a later copy is an assumption: PTX does not list that pair. CUTLASS relies
+on it, too (`sm100_blockscaled_mma_array_warpspecialized.hpp`).
 
-Accumulators of 256 columns leave room in tensor memory for scales if there is one, those of 128 if there are two.
+An accumulator of 256 columns leaves no room in tensor memory for a second one beside the scales.
 
 Stages of M-ragged passes are `[rows, 128]` and `[columns, 128]`. In wgrad operands are `MN_MAJOR`: `[128, rows]` and
 `[128, columns]`.
@@ -52,7 +53,7 @@ def operands(DTYPE: gl.constexpr, COLUMNS: gl.constexpr, MN_MAJOR: gl.constexpr,
     right = shared_tiles(DTYPE, STAGES, CHUNK if MN_MAJOR else COLUMNS, COLUMNS if MN_MAJOR else CHUNK)
     left_scales, right_scales = _scale_stages(STAGES, ROWS), _scale_stages(STAGES, COLUMNS)
     full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, 1)
-    accumulators = tile_accumulators(COLUMNS, 1 if COLUMNS > 128 else 2)
+    accumulators = tile_accumulators(COLUMNS, 1)
     fence_async_shared()
     return left, right, left_scales, right_scales, full, empty, accumulators
 
@@ -61,6 +62,7 @@ def operands(DTYPE: gl.constexpr, COLUMNS: gl.constexpr, MN_MAJOR: gl.constexpr,
 def scales_in_tensor_memory(COLUMNS: gl.constexpr):
     """Memory for the scales of a step, of the right and of the left operand."""
     layout: gl.constexpr = TensorMemoryScalesLayout()
+    # In this order: Triton 3.6 writes the second chunk of a copy to the wrong place if others are allocated before.
     right = allocate_tensor_memory(gl.uint8, [COLUMNS, 4], layout)
     return right, allocate_tensor_memory(gl.uint8, [ROWS, 4], layout)
 

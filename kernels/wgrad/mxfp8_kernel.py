@@ -125,18 +125,18 @@ def grouped_wgrad_mxfp8_kernel(
     num_n, num_k = gl.cdiv(N, TILE.BLOCK_N), gl.cdiv(K, TILE.BLOCK_K)
     num_used = gl.load(order_ptr + num_experts) if ACCUMULATE else num_experts
     turns = num_turns(num_used * num_n * num_k, gl.program_id(0), gl.num_programs(0))
-    moved = operands(left_desc.dtype, TILE.BLOCK_K, True, TILE.num_stages)
+    staged = operands(left_desc.dtype, TILE.BLOCK_K, True, TILE.num_stages)
     scales = scales_in_tensor_memory(TILE.BLOCK_K)
-    out = moved[4]  # unused without a descriptor: a partition takes None only if it is an argument of the kernel
+    out = staged[4]  # unused without a descriptor: a partition takes None only if it is an argument of the kernel
     if dw_desc is not None:
         out = shared_tiles(dw_desc.dtype, BUFFERS, ROWS, TILE.BLOCK_K // TILE.SUBTILES)
     tables = (steps_ptr, order_ptr, num_experts, num_n, num_k)
     dw = (dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k)
     gl.warp_specialize(
         [
-            (_consume, (dw, tables, turns, moved[6], out, ACCUMULATE, REVERSED, DW_ALIGNED, TILE)),
-            (_multiply, (tables, turns, moved, scales, TILE)),
-            (_load, (left_desc, left_scales_desc, right_desc, right_scales_desc, K, tables, turns, moved, TILE)),
+            (_consume, (dw, tables, turns, staged[6], out, ACCUMULATE, REVERSED, DW_ALIGNED, TILE)),
+            (_multiply, (tables, turns, staged, scales, TILE)),
+            (_load, (left_desc, left_scales_desc, right_desc, right_scales_desc, K, tables, turns, staged, TILE)),
         ],
         worker_warps(CONSUMERS),
         worker_registers(CONSUMERS),

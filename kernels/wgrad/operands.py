@@ -84,7 +84,7 @@ def describe_dw(dw_ENK: ExpertTensors, size: tuple[int, int], rows: int, tile: T
 
 
 def tma_rounds_twice(dw_ENK: ExpertTensors) -> bool:
-    """Whether TMA, which adds in the dtype of `dw`, would round a tile and then the sum."""
+    """True if TMA, which adds in the dtype of `dw`, would round a tile and then the sum."""
     return bool(dw_ENK.base.dtype != torch.float32)
 
 

@@ -17,6 +17,7 @@ from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..tiles.rounding import cdiv
 from ..tiles.select import eight_bit
 from ..tiles.table import Recipe
+from ..warp_specialized import gluon_missing
 from .operands import describe_dw, tma_rounds_twice
 from .token_tiles import plan_token_tiles
 
@@ -39,11 +40,12 @@ def grouped_wgrad_quantized_(
 
     Raises:
         NotImplementedError: the target has no kernel for the recipe.
+        ValueError: there are no tiles, or TMA cannot move the copies.
     """
     target, num_experts = builder.target, dw_ENK.num_experts
-    chosen = eight_bit("wgrad", recipe, target)
+    chosen = eight_bit("wgrad", recipe, target, gluon_missing())
     tile, transposed = chosen.tile, recipe == "fp8_block"  # token copies
-    N, K = (of.elements.shape[1 if transposed else 2] for of in (dy, x))
+    N, K = (copy.elements.shape[1 if transposed else 2] for copy in (dy, x))
     costs = partial(cost.wgrad_quantized, N=N, K=K, grad=dw_ENK.base.dtype.itemsize, accumulate=accumulate)
     left, right = dy, x
     if dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
@@ -76,6 +78,7 @@ def grouped_wgrad_quantized_(
         from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel as kernel
     else:
         from .mxfp8_kernel import grouped_wgrad_mxfp8_kernel as kernel
+    descriptors.check_fit(arguments)
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     builder.launch(kernel, grid, arguments, chosen, costs)
 

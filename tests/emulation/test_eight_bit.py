@@ -8,6 +8,7 @@ from support.eight_bit_layer import COUNTS, LAYERS, F, H, Layer
 from torch.nn import Parameter
 
 import fusedmlp
+from fusedmlp.kernels.gemm import launch
 
 RECIPES = {"fp8_block": "sm_90", "mxfp8": "sm_100"}
 # Norms of differences: sums are added in another order, and then few values of h, y, dx and dh are rounded another way.
@@ -117,6 +118,30 @@ def test_one_linear_layer(recipe):
     with emulated(RECIPES[recipe]):
         got = run("triton")
     compare(got, run("torch"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_rows_at_all(recipe):
+    """Only operators can be called so; weight gradients are zeros, or stay as they are."""
+    x, dy, offsets = torch.empty(0, H).bfloat16(), torch.empty(0, F).bfloat16(), torch.zeros(3, dtype=torch.int32)
+    with emulated(RECIPES[recipe]):
+        for accumulate, expected in ((False, 0.0), (True, 0.5)):
+            dw = torch.full((2, F, H), 0.5)
+            own = (accumulate, f"{recipe}/{recipe}", "triton")
+            torch.ops.fusedmlp.grouped_wgrad_([dw], [], [dy], [x], [offsets], [], [], *own)
+            assert (dw == expected).all()
+        w = torch.ones(2, F, H).bfloat16()
+        assert torch.ops.fusedmlp.grouped_gemm(x, [w], [], offsets, f"{recipe}/{recipe}", "triton").shape == (0, F)
+
+
+def test_refused_by_a_triton_without_gluon(monkeypatch):
+    monkeypatch.setattr(launch, "gluon_missing", lambda: "Triton 9.9 has no Gluon that fits: no tma")
+    with (
+        emulated("sm_90") as launched,
+        pytest.raises(NotImplementedError, match=r"Triton 9\.9 has no Gluon"),
+    ):
+        Layer()(recipe="fp8_block", impl="triton")
+    assert not launched
 
 
 def test_refused_where_there_are_no_kernels():

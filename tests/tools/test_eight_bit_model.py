@@ -20,7 +20,7 @@ def test_architectures_with_recipes():
 
 @pytest.mark.parametrize(("architecture", "recipe"), ARCHITECTURES.items())
 def test_launches_are_those_of_a_layer(architecture, recipe):
-    """What plans launch, in their order and with their costs."""
+    """The model has the launches that plans have, with their costs."""
     layer = cases.Layer(recipe=f"{recipe}/{recipe}", sizes=(384, 256))
     calls = layer(torch.bfloat16)
     launches = cases.launches(calls, TARGETS[architecture].planned_for("long"))
