@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
+from fusedmlp.kernels.act_quantize.launch import grouped_dgrad_act_quantize_
 from fusedmlp.kernels.device.activation import Options
 from fusedmlp.kernels.dgrad_act.launch import plan_bias_dprobs
+from fusedmlp.kernels.fc1_act.quantized_launch import grouped_fc1_act_quantized_
 from fusedmlp.kernels.gemm.dprobs import Dprobs
 from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
@@ -98,16 +99,31 @@ class _Call:
         grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, rows_R=rows_R)
         return made
 
+    def weights(self, w_ENK: ExpertTensors, forward: bool) -> Quantized:
+        """`w` quantized for `x @ w^T`, forward, or for `x @ w`."""
+        N, K = w_ENK.base.shape[-2:]
+        shape = (w_ENK.num_experts, *((N, K) if forward else (K, N)))
+        made = _empty(self.builder, shape, quantized.weight_scales_shape(*shape, self.recipe), self.recipe)
+        copies = (made, None) if forward else (None, made)
+        grouped_quantize_weights_.plan(self.builder, *copies, w_ENK, self.recipe)
+        return made
+
     def product(self, x: Quantized, w_ENK: ExpertTensors, forward: bool, **epilogue: Any) -> Array:
         """`x @ w^T`, forward, or `x @ w`: `[R, N]` or `[R, K]` in bf16. The weights are quantized for it."""
-        (N, K), builder = w_ENK.base.shape[-2:], self.builder
-        shape = (w_ENK.num_experts, *((N, K) if forward else (K, N)))
-        made = _empty(builder, shape, quantized.weight_scales_shape(*shape, self.recipe), self.recipe)
-        copies = (made, None) if forward else (None, made)
-        grouped_quantize_weights_.plan(builder, *copies, w_ENK, self.recipe)
-        y_RN = builder.empty((self.schedule.num_rows, shape[1]), torch.bfloat16)
-        grouped_gemm_quantized_.plan(builder, y_RN, x, made, self.schedule, self.recipe, **epilogue)
+        w = self.weights(w_ENK, forward)
+        y_RN = self.builder.empty((self.schedule.num_rows, w.elements.shape[1]), torch.bfloat16)
+        grouped_gemm_quantized_.plan(self.builder, y_RN, x, w, self.schedule, self.recipe, **epilogue)
         return y_RN
+
+    def product_with_activation(
+        self, x: Quantized, w_EGH: ExpertTensors, act: Options, **epilogue: Any
+    ) -> tuple[Array, Quantized]:
+        """`h = x @ w^T` in bf16, and a row copy of `act(h) * probs`. The weights are quantized for it."""
+        w, (num_rows, G) = self.weights(w_EGH, True), (self.schedule.num_rows, w_EGH.base.shape[-2])
+        h_RG = self.builder.empty((num_rows, G), torch.bfloat16)
+        a = self.row_copy(G // 2 if act.GATED else G)
+        grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, w, self.schedule, act, self.recipe, **epilogue)
+        return h_RG, a
 
     def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         """`dw (+)= dy^T x` of token copies."""
@@ -136,9 +152,8 @@ def plan_grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     call = _Call(builder, recipe, rows.schedule)
-    h_RG = call.product(call.rows_of(x_RH, rows.tokens), weights.fc1, True, bias_EN=bias1_EG)
-    a = call.row_copy(weights.fc2.base.shape[-1])
-    grouped_act_quantize_.plan(builder, a, h_RG, rows.schedule, act, call.recipe, probs_R=rows.probs)
+    x, epilogue = call.rows_of(x_RH, rows.tokens), {"bias_EG": bias1_EG, "probs_R": rows.probs}
+    h_RG, a = call.product_with_activation(x, weights.fc1, act, **epilogue)
     scale_R = rows.probs if weights.bias2 else None
     y_RH = call.product(a, weights.fc2, True, bias_EN=weights.bias2, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]

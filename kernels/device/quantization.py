@@ -26,6 +26,12 @@ def block_of(recipe):
     return 32 if recipe == "mxfp8" else 128
 
 
+@triton.constexpr_function
+def exponent_of_zeros(recipe):
+    """The exponent of the scale of zeros, plus 127, as `_exponent` has it."""
+    return 0 if recipe == "mxfp8" else 127
+
+
 @triton.jit
 def rows_of_tile(RECIPE: tl.constexpr):
     """The rows of a tile in the order in which `store_token_copy` takes them, `[128]`: the first row of every block,
@@ -104,6 +110,13 @@ def along_columns(x_MN, RECIPE: tl.constexpr):
     blocks = tl.reshape(x_MN, (M, N // BLOCK, BLOCK))
     exponent = _exponent(_amax(blocks, 2), RECIPE)
     return to_e4m3(tl.reshape(blocks * power_of_2(254 - exponent)[:, :, None], (M, N))), exponent
+
+
+@triton.jit
+def in_whole_rows(x_MN, RECIPE: tl.constexpr):
+    """`along_columns` for blocks that are the whole rows of `x`: exponents `[M]`."""
+    exponent = _exponent(_amax(x_MN, 1), RECIPE)
+    return to_e4m3(x_MN * power_of_2(254 - exponent)[:, None]), exponent
 
 
 @triton.jit

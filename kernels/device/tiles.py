@@ -170,3 +170,11 @@ def column_subtiles(tile_MN, SUBTILES: tl.constexpr):
         left, right = tl.split(tl.permute(tl.reshape(tile_MN, (M, 2, N // 2)), (0, 2, 1)))
         subtiles = column_subtiles(left, SUBTILES // 2) + column_subtiles(right, SUBTILES // 2)
     return subtiles
+
+
+@triton.jit
+def side_by_side(left_MN, right_MN):
+    """`[M, 2 N]`: the opposite of `column_subtiles` with two of them."""
+    M: tl.constexpr = left_MN.shape[0]
+    N: tl.constexpr = left_MN.shape[1]
+    return tl.reshape(tl.permute(tl.join(left_MN, right_MN), (0, 2, 1)), (M, 2 * N))

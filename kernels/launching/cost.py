@@ -79,6 +79,24 @@ def gemm_quantized(
     return Cost("gemm", product_flops(R, N, K), num_bytes)
 
 
+def fc1_act_quantized(
+    rows: Sequence[int],
+    H: int,
+    F: int,
+    recipe: Recipe,
+    h: int,
+    *,
+    gated: bool = True,
+    bias: int = 0,
+    probs: int = _FP32,
+) -> Cost:
+    """`gemm_quantized` of x `[R, H]` and fc1 `[E, G, H]`, and `act_quantize` without reading h. Only FLOPs of the product
+    are counted. `h`, `bias`: bytes of an element.
+    """
+    product = gemm_quantized(rows, _channels(F, gated), H, recipe, h, bias=bias, scale=probs)
+    return Cost("fc1_act", product.flops, product.bytes + _copies(rows, F, True, False)[1])
+
+
 def dgrad_act(
     rows: Sequence[int],
     H: int,

@@ -52,8 +52,10 @@ def operands(DTYPE: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def load_operands(arguments, K, pipeline, TILE: gl.constexpr):
-    """Partition of the producer: for each step, load rows of `x` with their scales, and columns of `w`."""
+def load_operands(arguments, K, pipeline, TILE: gl.constexpr, HALVES: gl.constexpr = 1):
+    """Partition of the producer: for each step, load rows of `x` with their scales, and columns of `w`, or as many of
+    each half of `w`.
+    """
     x_desc, x_scales_desc, w_desc, tiles_ptr = arguments
     num_m, num_n, x, w, scales, full, empty = pipeline
     BYTES: gl.constexpr = (TILE.BLOCK_M + TILE.BLOCK_N) * BLOCK + 4 * TILE.BLOCK_M
@@ -63,14 +65,17 @@ def load_operands(arguments, K, pipeline, TILE: gl.constexpr):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, 0)
-        n = n_tile * TILE.BLOCK_N
+        n = n_tile * (TILE.BLOCK_N // HALVES)
         for step in range(0, num_steps):
             stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
             i += 1
             arrived = full.index(stage)
             for c in gl.static_range(CONSUMERS):
                 tma_load(x_desc, [wrap, end, row + c * ROWS, step * BLOCK], arrived, x.index(stage * CONSUMERS + c))
-            tma_load(w_desc, [expert, n, step * BLOCK], arrived, w.index(stage))
+            if HALVES == 2:
+                tma_load(w_desc, [expert, 0, n, step * BLOCK], arrived, w.index(stage))
+            else:
+                tma_load(w_desc, [expert, n, step * BLOCK], arrived, w.index(stage))
             tma_load(x_scales_desc, [(m_tile * num_steps + step) * TILE.BLOCK_M], arrived, scales.index(stage))
 
 
@@ -117,18 +122,34 @@ def promote(acc, sums, scale_M, scale_N):
 
 
 @gluon.jit
-def product(i, expert, n_tile, N, K, w_scales_ptr, pipeline, CONSUMER: gl.constexpr, TILE: gl.constexpr):
+def product(
+    i,
+    expert,
+    n_tile,
+    N,
+    K,
+    w_scales_ptr,
+    pipeline,
+    CONSUMER: gl.constexpr,
+    TILE: gl.constexpr,
+    HALVES: gl.constexpr = 1,
+):
     """`((left, right), next i)`: both parts of `x @ w^T` for a consumer's rows of a tile. i counts steps.
 
+    Parts are neighbouring columns or, of two halves, which N / 2 divides into whole blocks, the same columns of each.
     `w_scales`: `[E, ceil(N / BLOCK), ceil(K / BLOCK)]`.
     """
     _, _, x, w, scales, full, empty = pipeline
     STAGES: gl.constexpr = TILE.num_stages
     num_steps, num_blocks = gl.cdiv(K, BLOCK), gl.cdiv(N, BLOCK)
     left, right = zeros(), zeros()
-    left_ptr = w_scales_ptr + (expert * num_blocks + 2 * n_tile).to(gl.int64) * num_steps
-    # Past the last column there is no block: any scale will do.
-    right_ptr = left_ptr + gl.where(2 * n_tile + 1 < num_blocks, num_steps, 0)
+    if HALVES == 2:
+        left_ptr = w_scales_ptr + (expert * num_blocks + n_tile).to(gl.int64) * num_steps
+        right_ptr = left_ptr + num_blocks // 2 * num_steps
+    else:
+        left_ptr = w_scales_ptr + (expert * num_blocks + 2 * n_tile).to(gl.int64) * num_steps
+        # Past the last column there is no block: any scale will do.
+        right_ptr = left_ptr + gl.where(2 * n_tile + 1 < num_blocks, num_steps, 0)
     for step in range(0, num_steps):
         left_scale, right_scale = gl.load(left_ptr + step), gl.load(right_ptr + step)
         stage = wait_for_operands(i, full, STAGES)

@@ -1,0 +1,84 @@
+"""Launch pass (1) of 8-bit operands, fc1 with the activation and its quantization: see `fp8_block_kernel.py`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ..device import activation
+from ..launching import cost
+from ..launching.program import Builder
+from ..launching.run import Launcher
+from ..operands import descriptors, expert_tensors
+from ..operands.arrays import Array, itemsize
+from ..operands.expert_tensors import ExpertTensors
+from ..operands.quantized import CHUNK, Quantized
+from ..routing.plan import Schedule
+from ..tiles.rounding import cdiv
+from ..tiles.select import eight_bit
+from ..tiles.table import Recipe
+from ..warp_specialized import gluon_missing
+
+
+@Launcher
+def grouped_fc1_act_quantized_(
+    builder: Builder,
+    h_RG: Array,
+    a_rows: Quantized,
+    x_RH: Quantized,
+    w_EGH: Quantized,
+    schedule: Schedule,
+    act: activation.Options,
+    recipe: Recipe,
+    *,
+    bias_EG: ExpertTensors | None = None,
+    probs_R: Array | None = None,
+) -> None:
+    """Writes all of `h`, zeros at padding rows, and all that experts own of the row copy of `a = act(h) * probs`.
+
+    `h` and the copy have the bits that `grouped_gemm_quantized_` and then `grouped_act_quantize_` make of a row copy of
+    `x` and of weights in 8 bits. For a row of swiglu this reads 4 F bytes less: `h`.
+
+    Raises:
+        NotImplementedError: the target has no kernel for the recipe.
+        ValueError: TMA cannot move the operands.
+    """
+    target, F, H = builder.target, a_rows.elements.shape[1], x_RH.elements.shape[1]
+    (num_rows, G), halves = h_RG.shape, activation.halves(act)
+    if not num_rows * F:
+        return
+    chosen = eight_bit("fc1_act", recipe, target, gluon_missing())
+    tile = chosen.tile
+    rows, width = target.consumer_rows(chosen.path, tile), tile.BLOCK_N // tile.SUBTILES
+    arguments = {
+        "x_desc": descriptors.ragged_rows(x_RH.elements, rows, tile.BLOCK_K),
+        "x_scales_desc": descriptors.scale_chunks(x_RH.scales),
+        "w_desc": descriptors.of_matrices(w_EGH.elements, tile.BLOCK_N // halves, tile.BLOCK_K, True, halves),
+        **expert_tensors.arguments("bias", bias_EG),
+        "probs_ptr": probs_R,
+        "h_ptr": h_RG,
+        "h_desc": descriptors.ragged_rows(h_RG, rows, width, halves=halves, apart=True),
+        "a_desc": descriptors.ragged_rows(a_rows.elements, rows, CHUNK),
+        "a_scales_ptr": a_rows.scales,
+        "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
+        "H": H,
+        "F": F,
+        "stride_h_r": h_RG.strides[0],
+        "ACT": act,
+    }
+    grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(G, tile.BLOCK_N)),)
+    bias = itemsize(bias_EG and bias_EG.base)
+    costs = partial(
+        cost.fc1_act_quantized,
+        H=H,
+        F=F,
+        recipe=recipe,
+        h=h_RG.dtype.itemsize,
+        gated=act.GATED,
+        bias=bias,
+        probs=itemsize(probs_R),
+    )
+    from .fp8_block_kernel import grouped_fc1_act_fp8_block_kernel as kernel
+
+    arguments["w_scales_ptr"] = w_EGH.scales
+    descriptors.check_fit(arguments)
+    builder.launch(kernel, grid, arguments, chosen, costs)
