@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, gemm, gemm_quantized, moe, wgrad, wgrad_quantized
+from bench.cases import dgrad_act, factory, fc1_act, fc1_act_quantized, gemm, gemm_quantized, moe, wgrad, wgrad_quantized
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
@@ -75,7 +75,8 @@ def of_recipes(architecture: str) -> list[Case]:
     recipes: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8"}
     if architecture not in recipes:
         return []
-    return [*_gemm_quantized(recipes[architecture]), *_wgrad_quantized(recipes[architecture])]
+    recipe = recipes[architecture]
+    return [*_gemm_quantized(recipe), *_fc1_act_quantized(recipe), *_wgrad_quantized(recipe)]
 
 
 def _grid(
@@ -163,6 +164,25 @@ def _gemm_quantized(recipe: Recipe) -> Iterator[Case]:
     yield case("left half of a tile", N=96)
     yield case("narrow", N=288, K=32)
     yield case("deep", N=544, K=672)  # more steps than stages, and several tiles a program
+    for load in ("few", "empty", "one", "many", "even"):
+        yield case(load, load)
+
+
+def _fc1_act_quantized(recipe: Recipe) -> Iterator[Case]:
+    def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
+        counts, padding = LOADS[load]
+        own = fc1_act_quantized.Case(recipe, counts, padding, **options)
+        return Case(f"fc1_act {name}", recipe, "long", partial(fc1_act_quantized.check, own), quick)
+
+    yield case("swiglu", quick=True)
+    yield case("gpt_oss", options=GPT_OSS, bias=True, quick=True)
+    yield case("gpt_oss biases scattered", options=GPT_OSS, bias=True, biases="scattered misaligned", F=384)
+    yield case("bias without probs", bias=True, probs=False)
+    yield case("geglu clamped", activation="geglu", options={"limit": 0.5, "linear_offset": 1.0}, bias=True)
+    yield case("geglu_tanh", activation="geglu_tanh")
+    yield case("gelu", activation="gelu", bias=True, F=384)  # one and a half tiles
+    yield case("relu2 without probs", activation="relu2", bias=True, probs=False)
+    yield case("deep", F=384, H=672)  # more steps than stages, and several tiles a program
     for load in ("few", "empty", "one", "many", "even"):
         yield case(load, load)
 
