@@ -183,6 +183,9 @@ def _fc1_act_quantized(recipe: Recipe) -> Iterator[Case]:
     yield case("gelu", activation="gelu", bias=True, F=384)  # one and a half tiles
     yield case("relu2 without probs", activation="relu2", bias=True, probs=False)
     yield case("deep", F=384, H=672)  # more steps than stages, and several tiles a program
+    if recipe == "mxfp8":  # no whole chunks
+        yield case("gpt_oss, blocks", options=GPT_OSS, bias=True, F=160, H=160)
+        yield case("gelu, blocks", activation="gelu", bias=True, F=288, H=32)
     for load in ("few", "empty", "one", "many", "even"):
         yield case(load, load)
 

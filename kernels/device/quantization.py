@@ -166,7 +166,7 @@ def store_row_copy(copy_ptr, scales_ptr, x_MN, row_M, tile, first, rows, column,
     copy, exponent = along_columns(x_MN, RECIPE)
     copy_M1 = copy_ptr + (first + row_M[:, None]).to(tl.int64) * num_columns
     store_rows(None, copy_M1, first, rows, row_M[:, None] < rows, column, num_columns, copy)
-    chunk_ptr = _chunk(scales_ptr, tile, column, num_columns)
+    chunk_ptr = chunk_of_scales(scales_ptr, tile, column, num_columns)
     block_1B = column % CHUNK // BLOCK + tl.arange(0, N // BLOCK)[None, :]
     store_scales(chunk_ptr, exponent, row_M[:, None], block_1B, RECIPE)
 
@@ -193,12 +193,12 @@ def store_token_copy(copy_ptr, scales_ptr, x_MN, tile, column, num_columns, RECI
     else:
         place = (tile.to(tl.int64) * num_columns + column_N)[:, None] * CHUNK + row_M[None, :]
         tl.store(copy_ptr + place, tl.trans(copy), mask=mask_N[:, None])
-    chunk_ptr = _chunk(scales_ptr, tile, column, num_columns)
+    chunk_ptr = chunk_of_scales(scales_ptr, tile, column, num_columns)
     store_scales(chunk_ptr, exponent, (column_N % CHUNK)[None, :], tl.arange(0, BLOCKS)[:, None], RECIPE)
 
 
 @triton.jit
-def _chunk(scales_ptr, tile, column, num_columns):
+def chunk_of_scales(scales_ptr, tile, column, num_columns):
     """Where the 512 bytes of scales of a tile and a chunk are: fp32 or bytes."""
     ELEMENTS: tl.constexpr = 4096 // scales_ptr.dtype.element_ty.primitive_bitwidth
     return scales_ptr + (tile.to(tl.int64) * tl.cdiv(num_columns, CHUNK) + column // CHUNK) * ELEMENTS

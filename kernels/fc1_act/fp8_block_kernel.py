@@ -11,7 +11,7 @@ there is no room for more.
 from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device import activation
-from ..device.quantization import exponent_of_zeros, in_whole_rows, power_of_2
+from ..device.quantization import chunk_of_scales, exponent_of_zeros, in_whole_rows, store_scales
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
 from ..device.tiles import column_subtiles, expert_base, paired, round_to, side_by_side
 from ..warp_specialized.fp8_block import BLOCK, load_operands, operands, product
@@ -38,7 +38,10 @@ def _store_h(h_MG, h_desc, place, half: gl.constexpr, column, buffer, HALVES: gl
 
 @gluon.jit
 def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.constexpr, CONSUMER: gl.constexpr):
-    """Multiply a block of the activation by `probs`, round it as `h`, quantize it, and store it with its scales."""
+    """Multiply a block of the activation by `probs`, round it as `h`, quantize it, and store it with its scales.
+
+    A bias makes values of rows past the expert's end, which are not stored. Their scales are those of zeros.
+    """
     probs_ptr, a_desc, a_scales_ptr, F = outputs
     _, first, rows = tile
     wrap, end, row = place
@@ -49,10 +52,8 @@ def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.c
     tma_store(a_desc, [wrap, end, row, column], buffer)
     if column < F:
         row_M = row_numbers(a_MF, CONSUMER * ROWS)
-        scales_ptr = a_scales_ptr + (m_tile * (F // BLOCK) + column // BLOCK).to(gl.int64) * (2 * ROWS)
-        # A bias makes values of rows past the expert's end, which are not stored. Their scales are those of zeros.
         exponent_M = gl.where(row_M < rows, exponent_M, exponent_of_zeros("fp8_block"))
-        gl.store(scales_ptr + row_M, power_of_2(exponent_M))
+        store_scales(chunk_of_scales(a_scales_ptr, m_tile, column, F), exponent_M, row_M, 0, "fp8_block")
 
 
 @gluon.jit

@@ -1,4 +1,6 @@
-"""Launch pass (1) of 8-bit operands, fc1 with the activation and its quantization: see `fp8_block_kernel.py`."""
+"""Launch pass (1) of 8-bit operands, fc1 with the activation and its quantization: see `fp8_block_kernel.py` and
+`mxfp8_kernel.py`.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def grouped_fc1_act_quantized_(
         return
     chosen = eight_bit("fc1_act", recipe, target, gluon_missing())
     tile = chosen.tile
-    rows, width = target.consumer_rows(chosen.path, tile), tile.BLOCK_N // tile.SUBTILES
+    rows = target.consumer_rows(chosen.path, tile)
+    # fp8_block: a block of `a` at a time; mxfp8: as many columns as of each half of `h`, whose channels may alternate.
+    width_h, width_a = tile.BLOCK_N // tile.SUBTILES, CHUNK
+    if recipe == "mxfp8":
+        width_h, width_a = width_h * act.CHANNEL_STEP, width_h
     arguments = {
         "x_desc": descriptors.ragged_rows(x_RH.elements, rows, tile.BLOCK_K),
         "x_scales_desc": descriptors.scale_chunks(x_RH.scales),
@@ -56,8 +62,8 @@ def grouped_fc1_act_quantized_(
         **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,
         "h_ptr": h_RG,
-        "h_desc": descriptors.ragged_rows(h_RG, rows, width, halves=halves, apart=True),
-        "a_desc": descriptors.ragged_rows(a_rows.elements, rows, CHUNK),
+        "h_desc": descriptors.ragged_rows(h_RG, rows, width_h, halves=halves, apart=True),
+        "a_desc": descriptors.ragged_rows(a_rows.elements, rows, width_a),
         "a_scales_ptr": a_rows.scales,
         "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
         "H": H,
@@ -77,8 +83,13 @@ def grouped_fc1_act_quantized_(
         bias=bias,
         probs=itemsize(probs_R),
     )
-    from .fp8_block_kernel import grouped_fc1_act_fp8_block_kernel as kernel
+    if recipe == "fp8_block":
+        from .fp8_block_kernel import grouped_fc1_act_fp8_block_kernel as kernel
 
-    arguments["w_scales_ptr"] = w_EGH.scales
+        arguments["w_scales_ptr"] = w_EGH.scales
+    else:
+        from .mxfp8_kernel import grouped_fc1_act_mxfp8_kernel as kernel
+
+        arguments["w_scales_desc"] = descriptors.scale_chunks(w_EGH.scales, tile.BLOCK_N // CHUNK, halves)
     descriptors.check_fit(arguments)
     builder.launch(kernel, grid, arguments, chosen, costs)

@@ -6,44 +6,11 @@ from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device.tile_order import load_tile, tile_at
 from ..warp_specialized.blackwell import ROWS, read_subtiles, wait_for_accumulator
-from ..warp_specialized.gluon_compat import gl, gluon, tma_load, tma_store_wait
-from ..warp_specialized.mxfp8 import CHUNK, LINES, multiply_tile, operands, scales_in_tensor_memory
+from ..warp_specialized.gluon_compat import gl, gluon, tma_store_wait
+from ..warp_specialized.mxfp8 import CHUNK, load_operands, multiply_tiles, operands, scales_in_tensor_memory
 from ..warp_specialized.partitions import worker_registers, worker_warps
-from ..warp_specialized.ring import begin_loads, shared_tiles
+from ..warp_specialized.ring import shared_tiles
 from .gluon_kernel import BUFFERS, store_rest, store_subtile
-
-
-@gluon.jit
-def _load(arguments, N, K, num_m, num_n, operands, TILE: gl.constexpr):
-    """Partition of the producer: for each step, load rows of `x`, columns of `w`, and the scales of both."""
-    x_desc, x_scales_desc, w_desc, w_scales_desc, tiles_ptr = arguments
-    x, w, x_scales, w_scales, full, empty, _accumulators = operands
-    CHUNKS: gl.constexpr = TILE.BLOCK_N // CHUNK
-    BYTES: gl.constexpr = (ROWS + TILE.BLOCK_N) * CHUNK + 512 * (1 + CHUNKS)
-    num_steps, num_chunks = gl.cdiv(K, CHUNK), gl.cdiv(N, CHUNK)
-    i = 0
-    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
-        wrap, end, row = to_ragged_indices(first, rows, 0)
-        for step in range(0, num_steps):
-            stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
-            i += 1
-            arrived = full.index(stage)
-            tma_load(x_desc, [wrap, end, row, step * CHUNK], arrived, x.index(stage))
-            tma_load(w_desc, [expert, n_tile * TILE.BLOCK_N, step * CHUNK], arrived, w.index(stage))
-            tma_load(x_scales_desc, [(m_tile * num_steps + step) * LINES, 0], arrived, x_scales.index(stage))
-            # Past the last column, scales of the next step or expert: columns that are not stored.
-            chunk = (expert * num_steps + step) * num_chunks + n_tile * CHUNKS
-            tma_load(w_scales_desc, [chunk * LINES, 0], arrived, w_scales.index(stage))
-
-
-@gluon.jit
-def _multiply(K, num_m, num_n, operands, scales, TILE: gl.constexpr):
-    """Partition of the warp that multiplies; `K > 0`."""
-    i = 0
-    for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
-        i = multiply_tile(j, i, gl.cdiv(K, CHUNK), operands, scales, False, TILE.num_stages)
 
 
 @gluon.jit
@@ -100,8 +67,8 @@ def grouped_gemm_mxfp8_kernel(
     gl.warp_specialize(
         [
             (_consume, (arguments, num_m, num_n, staged[6], out, TILE)),
-            (_multiply, (K, num_m, num_n, staged, scales, TILE)),
-            (_load, (loads, N, K, num_m, num_n, staged, TILE)),
+            (multiply_tiles, (K, num_m, num_n, staged, scales, TILE)),
+            (load_operands, (loads, N, K, num_m, num_n, staged, TILE)),
         ],
         worker_warps(CONSUMERS),
         worker_registers(CONSUMERS),

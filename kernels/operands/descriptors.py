@@ -84,12 +84,17 @@ def ragged_rows(
     return Descriptor(array_RN, shape, strides, block)
 
 
-def scale_chunks(scales: Array, count: int = 1) -> Descriptor:
+def scale_chunks(scales: Array, count: int = 1, halves: int = 1) -> Descriptor:
     """Describe scales of copies (`operands/quantized.py`), of which a tile is `count` chunks of 512 bytes: 128 fp32, or
     two lines of 256 bytes, the longest that TMA moves.
+
+    With two `halves` of the rows of weights, scales of mxfp8, a tile has half of its chunks from each.
     """
     size = prod(scales.shape)
     shape, block = ((size // 256, 256), (2 * count, 256)) if scales.dtype == torch.uint8 else ((size,), (128 * count,))
+    if halves == 2:
+        num_experts, steps, chunks = scales.shape[:3]
+        shape, block = (num_experts * steps, 2, chunks, 256), (1, 2, count, 256)
     strides = contiguous_strides(shape)
     return Descriptor(scales.at(0, shape, strides), shape, strides, block)
 

@@ -73,6 +73,7 @@ sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 1
 sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1
 sm_90                           fc1_act   warp_specialized fp8_block long  128 256 128   4   4   4   8   1
 sm_90                           gemm      warp_specialized fp8_block long  128 256 128   4   4   4   8   1
+sm_100                          fc1_act   warp_specialized mxfp8     long  128 256 128   8   3   4   8   1
 sm_100                          gemm      warp_specialized mxfp8     long  128 256 128   8   3   4   8   1
 sm_100                          gemm      warp_specialized bf16,fp16 long  128 256  64   8   4   4   8   1
 sm_90                           dgrad_act warp_specialized bf16,fp16 long  128 256  64   4   3   8   8   1

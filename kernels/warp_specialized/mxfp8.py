@@ -13,6 +13,9 @@ Stages of M-ragged passes are `[rows, 128]` and `[columns, 128]`. In wgrad opera
 `[128, columns]`.
 """
 
+from triton.tools.ragged_tma import to_ragged_indices
+
+from ..device.tile_order import load_tile, tile_at
 from .blackwell import ROWS, tile_accumulators, wait_until_free
 from .gluon_compat import (
     TensorMemoryScalesLayout,
@@ -23,8 +26,9 @@ from .gluon_compat import (
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma_scaled,
+    tma_load,
 )
-from .ring import mbarriers, shared_tiles, wait_for_operands
+from .ring import begin_loads, mbarriers, shared_tiles, wait_for_operands
 
 CHUNK = gl.constexpr(128)  # elements of a step; rows or columns that share 512 bytes of scales
 LINES = gl.constexpr(2)  # of 256 bytes, the longest that TMA moves, in 512 bytes of scales
@@ -100,3 +104,46 @@ def multiply_tile(j, i, steps, operands, scales, MN_MAJOR: gl.constexpr, STAGES:
         i += 1
     tcgen05_commit(done.index(at))
     return i
+
+
+@gluon.jit
+def load_operands(arguments, N, K, num_m, num_n, operands, TILE: gl.constexpr, HALVES: gl.constexpr = 1):
+    """Partition of the producer in an M-ragged pass: for each step, load rows of `x`, columns of `w` or as many of each
+    half of `w`, and the scales of both.
+    """
+    x_desc, x_scales_desc, w_desc, w_scales_desc, tiles_ptr = arguments
+    x, w, x_scales, w_scales, full, empty, _accumulators = operands
+    CHUNKS: gl.constexpr = TILE.BLOCK_N // CHUNK
+    BYTES: gl.constexpr = (ROWS + TILE.BLOCK_N) * CHUNK + 512 * (1 + CHUNKS)
+    num_steps, num_chunks = gl.cdiv(K, CHUNK), gl.cdiv(N, CHUNK)
+    i = 0
+    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        wrap, end, row = to_ragged_indices(first, rows, 0)
+        for step in range(0, num_steps):
+            stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
+            i += 1
+            arrived = full.index(stage)
+            tma_load(x_desc, [wrap, end, row, step * CHUNK], arrived, x.index(stage))
+            if HALVES == 2:
+                n = n_tile * (TILE.BLOCK_N // 2)
+                tma_load(w_desc, [expert, 0, n, step * CHUNK], arrived, w.index(stage))
+            else:
+                tma_load(w_desc, [expert, n_tile * TILE.BLOCK_N, step * CHUNK], arrived, w.index(stage))
+            tma_load(x_scales_desc, [(m_tile * num_steps + step) * LINES, 0], arrived, x_scales.index(stage))
+            if HALVES == 2:
+                line = n_tile * (CHUNKS // 2 * LINES)
+                tma_load(w_scales_desc, [expert * num_steps + step, 0, line, 0], arrived, w_scales.index(stage))
+            else:
+                # Past the last column, scales of the next step or expert: columns that are not stored.
+                chunk = (expert * num_steps + step) * num_chunks + n_tile * CHUNKS
+                tma_load(w_scales_desc, [chunk * LINES, 0], arrived, w_scales.index(stage))
+
+
+@gluon.jit
+def multiply_tiles(K, num_m, num_n, operands, scales, TILE: gl.constexpr):
+    """Partition of the warp that multiplies in an M-ragged pass; `K > 0`."""
+    i = 0
+    for j in range(0, gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))):
+        i = multiply_tile(j, i, gl.cdiv(K, CHUNK), operands, scales, False, TILE.num_stages)
