@@ -4,6 +4,7 @@ from .act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quanti
 from .device.activation import Options
 from .dgrad_act.launch import grouped_dgrad_act_
 from .fc1_act.launch import grouped_fc1_act_
+from .fc1_act.quantized_launch import grouped_fc1_act_quantized_
 from .gemm.launch import grouped_gemm_, grouped_gemm_quantized_
 from .operands.expert_tensors import ExpertTensors
 from .operands.quantized import Quantized
@@ -25,6 +26,7 @@ __all__ = [
     "grouped_dgrad_act_",
     "grouped_dgrad_act_quantize_",
     "grouped_fc1_act_",
+    "grouped_fc1_act_quantized_",
     "grouped_gemm_",
     "grouped_gemm_quantized_",
     "grouped_quantize_",

@@ -28,10 +28,15 @@ from fusedmlp.recipe import BLOCKS
 
 _BF16, _FP32, _FP8 = 2, 4, 1  # bytes
 SPEED = 2  # products of 8 bits in the time of one of bf16, by the datasheets of H100, H200 and B200
+# Their tiles have all of the accumulator's columns. fc1 stores these and, for two of them, an e4m3.
+_GEMM = model.KERNELS["gemm"]
+_ABOUT = {"gemm": _GEMM, "fc1_act": _GEMM._replace(stored=2.5), "wgrad": model.KERNELS["wgrad"]}
 
 
 class Pass(NamedTuple):
-    """One launch. `kernel`: "gemm" or "wgrad", of `[R, K] @ [K, N]` or `[N, R] @ [R, K]`; "" for other launches."""
+    """One launch. `kernel`: "gemm", "fc1_act" or "wgrad", of `[R, K] @ [K, N]` or `[N, R] @ [R, K]`; "" for other
+    launches.
+    """
 
     cost: Cost
     kernel: str = ""
@@ -55,8 +60,7 @@ def passes(shape: Shape, rows: list[int], recipe: Recipe) -> dict[str, Pass]:
     return {
         "quantize x": Pass(cost.quantize(rows, H, _BF16, token_copy=False)),
         "quantize fc1": weights(G, H, True),
-        "fc1": gemm(G, H),
-        "act_quantize": Pass(cost.act_quantize(rows, F, _BF16)),
+        "fc1": Pass(cost.fc1_act_quantized(rows, H, F, recipe, _BF16), "fc1_act", G, H),
         "quantize fc2": weights(H, F, True),
         "fc2": gemm(H, F),
         "quantize dy": Pass(cost.quantize(rows, H, _BF16)),
@@ -71,7 +75,7 @@ def passes(shape: Shape, rows: list[int], recipe: Recipe) -> dict[str, Pass]:
     }
 
 
-FORWARD = ("quantize x", "quantize fc1", "fc1", "act_quantize", "quantize fc2", "fc2")
+FORWARD = ("quantize x", "quantize fc1", "fc1", "quantize fc2", "fc2")
 
 
 def recipe_of(architecture: str) -> Recipe | None:
@@ -111,7 +115,8 @@ def times(
             tile = table.TABLES[gpu.architecture][_key(each.kernel, recipe)]
             fact = by[f"{each.kernel}_{recipe}"]
             of_tile = tile_cost(each.kernel, fact, tile, rate, overlapped=overlapped)
-            steps = model.tile_steps(each.kernel, tile, rows, each.N, each.K)
+            loop = "wgrad" if each.kernel == "wgrad" else "gemm"
+            steps = model.tile_steps(loop, tile, rows, each.N, each.K)
             persistent = each.kernel != "wgrad" or _dealt_out(tile, each, gpu)
             compute = model.cycles(of_tile, steps, tile, gpu.processors, persistent=persistent) / rate.clock
         found[name] = Time(1e6 * max(compute, memory), "memory" if memory > compute else of_tile.bound, of_tile)
@@ -124,12 +129,12 @@ def _dealt_out(tile: Tile, each: Pass, gpu: GPU) -> bool:
 
 def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates, *, overlapped: bool) -> model.Cost:
     """Cost of a tile. With two consumers (sm_90), each waits for its own products before it adds them."""
-    name = kernel + model.WARP_SPECIALIZED
-    apart = model.tile_cost(name, fact, tile, rate, itemsize=_FP8)
+    name, about = kernel + model.WARP_SPECIALIZED, _ABOUT[kernel]
+    apart = model.tile_cost(name, fact, tile, rate, itemsize=_FP8, about=about)
     if fact.mma_in_flight != 0 or not overlapped:
         return apart
     # The other consumer multiplies meanwhile: a step takes half of its products, and one consumer's instructions.
-    running = model.tile_cost(name, fact._replace(mma_in_flight=1), tile, rate, itemsize=_FP8)
+    running = model.tile_cost(name, fact._replace(mma_in_flight=1), tile, rate, itemsize=_FP8, about=about)
     rows, columns = (tile.BLOCK_N, tile.BLOCK_K) if kernel == "wgrad" else (tile.BLOCK_M, tile.BLOCK_N)
     depth = tile.BLOCK_M if kernel == "wgrad" else tile.BLOCK_K
     products = cost.product_flops(rows, columns, depth) / (SPEED * rate.tensor)

@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
     """Facts of a kernel that neither the table nor a tile has."""
 
     widths: int  # the accumulator's width, in widths of the tile
-    stored: int  # bytes stored for each element of the accumulator
+    stored: float  # bytes stored for each element of the accumulator
     trips: int  # loads from L2, one after another, before a tile's first operands can be loaded
     joined: bool  # whether steps and tiles are one loop, for tables that are older than that column
 
@@ -83,13 +83,15 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
     return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
 
 
-def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates, itemsize: int = _BF16) -> Cost:
-    """Cost of a tile of one kernel; `itemsize`: bytes of an operand's element.
+def tile_cost(
+    kernel: str, fact: MainLoop, tile: Tile, rate: Rates, itemsize: int = _BF16, about: Kernel | None = None
+) -> Cost:
+    """Cost of a tile of one kernel; `itemsize`: bytes of an operand's element; `about`: in place of that of KERNELS.
 
     In a warp-specialized kernel two warpgroups multiply, or one warp does and others store.
     """
     kernel, warp_specialized, _ = kernel.partition(WARP_SPECIALIZED)
-    about = KERNELS[kernel]
+    about = about or KERNELS[kernel]
     rows, columns, depth = tile.BLOCK_M, about.widths * tile.BLOCK_N, tile.BLOCK_K
     if kernel == "wgrad":
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M

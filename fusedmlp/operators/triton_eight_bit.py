@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from fusedmlp.kernels.act_quantize.launch import grouped_dgrad_act_quantize_
+from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.device.activation import Options
 from fusedmlp.kernels.dgrad_act.launch import plan_bias_dprobs
-from fusedmlp.kernels.fc1_act.quantized_launch import grouped_fc1_act_quantized_
+from fusedmlp.kernels.fc1_act.quantized_launch import grouped_fc1_act_quantized_, has_kernel
 from fusedmlp.kernels.gemm.dprobs import Dprobs
 from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
@@ -115,14 +115,19 @@ class _Call:
         grouped_gemm_quantized_.plan(self.builder, y_RN, x, w, self.schedule, self.recipe, **epilogue)
         return y_RN
 
-    def product_with_activation(
-        self, x: Quantized, w_EGH: ExpertTensors, act: Options, **epilogue: Any
+    def activation(
+        self, x: Quantized, w_EGH: ExpertTensors, bias_EG: ExpertTensors | None, probs_R: Array | None, act: Options
     ) -> tuple[Array, Quantized]:
-        """`h = x @ w^T` in bf16, and a row copy of `act(h) * probs`. The weights are quantized for it."""
-        w, (num_rows, G) = self.weights(w_EGH, True), (self.schedule.num_rows, w_EGH.base.shape[-2])
-        h_RG = self.builder.empty((num_rows, G), torch.bfloat16)
-        a = self.row_copy(G // 2 if act.GATED else G)
-        grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, w, self.schedule, act, self.recipe, **epilogue)
+        """`h = x @ w^T + bias` in bf16, and a row copy of `act(h) * probs`. The weights are quantized for it."""
+        G, schedule = w_EGH.base.shape[-2], self.schedule
+        F = G // 2 if act.GATED else G
+        if not has_kernel(self.builder.target, self.recipe, act, F):
+            h_RG, a = self.product(x, w_EGH, True, bias_EN=bias_EG), self.row_copy(F)
+            grouped_act_quantize_.plan(self.builder, a, h_RG, schedule, act, self.recipe, probs_R=probs_R)
+            return h_RG, a
+        h_RG, a, w = self.builder.empty((schedule.num_rows, G), torch.bfloat16), self.row_copy(F), self.weights(w_EGH, True)
+        epilogue: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
+        grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, w, schedule, act, self.recipe, **epilogue)
         return h_RG, a
 
     def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:
@@ -152,8 +157,7 @@ def plan_grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     call = _Call(builder, recipe, rows.schedule)
-    x, epilogue = call.rows_of(x_RH, rows.tokens), {"bias_EG": bias1_EG, "probs_R": rows.probs}
-    h_RG, a = call.product_with_activation(x, weights.fc1, act, **epilogue)
+    h_RG, a = call.activation(call.rows_of(x_RH, rows.tokens), weights.fc1, bias1_EG, rows.probs, act)
     scale_R = rows.probs if weights.bias2 else None
     y_RH = call.product(a, weights.fc2, True, bias_EN=weights.bias2, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]

@@ -16,9 +16,18 @@ from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import CHUNK, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
-from ..tiles.select import eight_bit
-from ..tiles.table import Recipe
+from ..tiles.select import Target, eight_bit
+from ..tiles.table import Key, Recipe
 from ..warp_specialized import gluon_missing
+
+
+def has_kernel(target: Target, recipe: Recipe, act: activation.Options, F: int) -> bool:
+    """Whether `grouped_fc1_act_quantized_` can be launched: if not, two launches compute the same.
+
+    Scales of weights for mxfp8 are loaded by chunks of 128 rows, and linear channels begin at row F.
+    """
+    whole_chunks = activation.halves(act) == 1 or F % CHUNK == 0
+    return whole_chunks and Key("fc1_act", "warp_specialized", recipe, "long") in target.tiles
 
 
 @Launcher
@@ -38,7 +47,7 @@ def grouped_fc1_act_quantized_(
     """Writes all of `h`, zeros at padding rows, and all that experts own of the row copy of `a = act(h) * probs`.
 
     `h` and the copy have the bits that `grouped_gemm_quantized_` and then `grouped_act_quantize_` make of a row copy of
-    `x` and of weights in 8 bits. For a row of swiglu this reads 4 F bytes less: `h`.
+    `x` and of weights in 8 bits. For a row of swiglu this reads 4 F bytes less: `h`. F: see `has_kernel`.
 
     Raises:
         NotImplementedError: the target has no kernel for the recipe.
