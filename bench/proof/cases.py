@@ -101,10 +101,10 @@ def _offsets(counts: tuple[int, ...]) -> Tensor:
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
 
 
-def _linear(biases: bool, dtype: torch.dtype) -> Calls:
+def _linear(biases: bool, dtype: torch.dtype, recipe: str = "") -> Calls:
     x, w = torch.empty(100, 256, dtype=dtype), torch.empty(3, 128, 256, dtype=dtype)
     bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
-    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)), "")
+    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)), recipe)
     grads, dy = ([torch.empty_like(w)], [torch.empty_like(b) for b in bias]), torch.empty(100, 128, dtype=dtype)
     yield triton_impl.wgrad_of_segments_, (*grads, (dy,), (x,), (_offsets((40, 60, 0)),), (), (), False, "")
 
@@ -265,10 +265,12 @@ def eight_bit(recipe: str) -> Cases:
     layers: Cases = {
         "main_grad": Layer(recipe=own),
         "gathered, gpt-oss, biases, experts apart": demanding,
+        "gelu": Layer(Activation("gelu"), recipe=own),
         "geglu, first micro-batch": Layer(Activation("geglu", limit=7.0), add=False, recipe=own),
         "in_out, reversed, no probs": Layer(in_out=True, experts="reversed", probs=False, recipe=own),
         "main_grad of the weight's dtype": Layer(grad_dtype=None, recipe=own),
         "wgrad in bf16": Layer(recipe=f"{recipe}/bf16"),
+        "linear, bias": partial(_linear, True, recipe=own),
         "several micro-batches": partial(_microbatches, True, False, recipe=own),
     }
     return {f"{recipe}, {name}": calls for name, calls in layers.items()}

@@ -8,6 +8,7 @@ from support.eight_bit_layer import COUNTS, LAYERS, F, H, Layer
 from torch.nn import Parameter
 
 import fusedmlp
+from fusedmlp.kernels.fc1_act import quantized_launch
 from fusedmlp.kernels.gemm import launch
 
 RECIPES = {"fp8_block": "sm_90", "mxfp8": "sm_100"}
@@ -36,7 +37,9 @@ def test_layer(recipe, wgrad, kind):
     layer = Layer(**LAYERS[kind])
     with emulated(RECIPES[recipe]) as launched:
         got = layer.results(recipe=recipe, impl="triton", wgrad=wgrad)
-    assert {"quantize", "quantize_weights", "act_quantize", "dgrad_act_quantize"} <= names(launched)
+    own = {"quantize", "quantize_weights", "dgrad_act_quantize", f"grouped_fc1_act_{recipe}", f"grouped_gemm_{recipe}"}
+    assert own <= names(launched)
+    assert "act_quantize" not in names(launched)
     assert any(name.startswith("grouped_wgrad_") and recipe in name for name in names(launched)) == (wgrad == "recipe")
     if layer.biases[0] is None:
         compare(got, layer.results(recipe=recipe, impl="torch", wgrad=wgrad))
@@ -44,6 +47,16 @@ def test_layer(recipe, wgrad, kind):
         compare(got, layer.expected(recipe, wgrad, fused_bias=True), dict.fromkeys(ALLOWED, 1e-4))
     assert not got["y"][sum(COUNTS) :].any()
     assert not got["dfc1"][1].any()  # no rows
+
+
+def test_linear_channels_within_a_chunk_of_scales():
+    """fc1 stores `h`, which another launch reads."""
+    layer = Layer(F=96)
+    with emulated("sm_100") as launched:
+        got = layer.results(recipe="mxfp8", impl="triton")
+    assert "act_quantize" in names(launched)
+    assert "grouped_fc1_act_mxfp8" not in names(launched)
+    compare(got, layer.results(recipe="mxfp8", impl="torch"))
 
 
 @pytest.mark.parametrize("wgrad", ["at once", "delayed", "fused"])
@@ -135,7 +148,8 @@ def test_no_rows_at_all(recipe):
 
 
 def test_refused_by_a_triton_without_gluon(monkeypatch):
-    monkeypatch.setattr(launch, "gluon_missing", lambda: "Triton 9.9 has no Gluon that fits: no tma")
+    for module in (launch, quantized_launch):
+        monkeypatch.setattr(module, "gluon_missing", lambda: "Triton 9.9 has no Gluon that fits: no tma")
     with (
         emulated("sm_90") as launched,
         pytest.raises(NotImplementedError, match=r"Triton 9\.9 has no Gluon"),

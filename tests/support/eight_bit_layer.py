@@ -24,7 +24,15 @@ class Layer:
     """Experts and a batch in bf16, of magnitudes that differ by `spread`; padding rows hold NaN."""
 
     def __init__(
-        self, activation="swiglu", packed=True, layout="out_in", probs=True, bias=False, dtype=torch.bfloat16, spread=12
+        self,
+        activation="swiglu",
+        packed=True,
+        layout="out_in",
+        probs=True,
+        bias=False,
+        dtype=torch.bfloat16,
+        spread=12,
+        F=F,
     ):
         generator = torch.Generator().manual_seed(0)
 
