@@ -12,7 +12,17 @@ from functools import partial
 
 import torch
 
-from bench.cases import dgrad_act, factory, fc1_act, fc1_act_quantized, gemm, gemm_quantized, moe, wgrad, wgrad_quantized
+from bench.cases import (
+    dgrad_act,
+    factory,
+    fc1_act,
+    fc1_act_quantized,
+    gemm,
+    gemm_quantized,
+    moe,
+    wgrad,
+    wgrad_quantized,
+)
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance

@@ -121,13 +121,14 @@ class _Call:
         """`h = x @ w^T + bias` in bf16, and a row copy of `act(h) * probs`. The weights are quantized for it."""
         G, schedule = w_EGH.base.shape[-2], self.schedule
         F = G // 2 if act.GATED else G
-        if not has_kernel(self.builder.target, self.recipe, act, F):
-            h_RG, a = self.product(x, w_EGH, True, bias_EN=bias_EG), self.row_copy(F)
-            grouped_act_quantize_.plan(self.builder, a, h_RG, schedule, act, self.recipe, probs_R=probs_R)
-            return h_RG, a
-        h_RG, a, w = self.builder.empty((schedule.num_rows, G), torch.bfloat16), self.row_copy(F), self.weights(w_EGH, True)
-        epilogue: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
-        grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, w, schedule, act, self.recipe, **epilogue)
+        a, own = self.row_copy(F), (schedule, act, self.recipe)
+        if has_kernel(self.builder.target, self.recipe, act, F):
+            w, h_RG = self.weights(w_EGH, True), self.builder.empty((schedule.num_rows, G), torch.bfloat16)
+            epilogue: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
+            grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, w, *own, **epilogue)
+        else:
+            h_RG = self.product(x, w_EGH, True, bias_EN=bias_EG)
+            grouped_act_quantize_.plan(self.builder, a, h_RG, *own, probs_R=probs_R)
         return h_RG, a
 
     def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:

@@ -58,7 +58,15 @@ def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.c
 
 @gluon.jit
 def _consume(
-    arguments, w_scales_ptr, outputs, pipeline, h_out, a_out, CONSUMER: gl.constexpr, ACT: gl.constexpr, TILE: gl.constexpr
+    arguments,
+    w_scales_ptr,
+    outputs,
+    pipeline,
+    h_out,
+    a_out,
+    CONSUMER: gl.constexpr,
+    ACT: gl.constexpr,
+    TILE: gl.constexpr,
 ):
     """Partition of a consumer; `h_out`, `a_out`: its buffers for stores."""
     bias_ptr, bias_table_ptr, stride_bias_e, h_desc, tiles_ptr, H = arguments

@@ -41,9 +41,7 @@ def _store_activation(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE:
 
 
 @gluon.jit
-def _consume(
-    arguments, outputs, num_m, num_n, accumulators, h_out, a_out, ACT: gl.constexpr, TILE: gl.constexpr
-):
+def _consume(arguments, outputs, num_m, num_n, accumulators, h_out, a_out, ACT: gl.constexpr, TILE: gl.constexpr):
     """Partition of the consumer; `h_out`, `a_out`: its buffers for stores."""
     bias_ptr, bias_table_ptr, stride_bias_e, h_desc, tiles_ptr = arguments
     HALVES: gl.constexpr = activation.halves(ACT)

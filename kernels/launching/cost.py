@@ -90,8 +90,9 @@ def fc1_act_quantized(
     bias: int = 0,
     probs: int = _FP32,
 ) -> Cost:
-    """`gemm_quantized` of x `[R, H]` and fc1 `[E, G, H]`, and `act_quantize` without reading h. Only FLOPs of the product
-    are counted. `h`, `bias`: bytes of an element.
+    """`gemm_quantized` of x `[R, H]` and fc1 `[E, G, H]`, which also writes a row copy of the activation, `[R, F]`.
+
+    Only FLOPs of the product are counted. `h`, `bias`: bytes of an element.
     """
     product = gemm_quantized(rows, _channels(F, gated), H, recipe, h, bias=bias, scale=probs)
     return Cost("fc1_act", product.flops, product.bytes + _copies(rows, F, True, False)[1])

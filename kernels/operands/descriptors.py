@@ -91,7 +91,8 @@ def scale_chunks(scales: Array, count: int = 1, halves: int = 1) -> Descriptor:
     With two `halves` of the rows of weights, scales of mxfp8, a tile has half of its chunks from each.
     """
     size = prod(scales.shape)
-    shape, block = ((size // 256, 256), (2 * count, 256)) if scales.dtype == torch.uint8 else ((size,), (128 * count,))
+    shape: tuple[int, ...] = (size // 256, 256) if scales.dtype == torch.uint8 else (size,)
+    block: tuple[int, ...] = (2 * count, 256) if scales.dtype == torch.uint8 else (128 * count,)
     if halves == 2:
         num_experts, steps, chunks = scales.shape[:3]
         shape, block = (num_experts * steps, 2, chunks, 256), (1, 2, count, 256)

@@ -205,8 +205,10 @@ SUBJECTS = {
         )
         for target, kernel, name, recipe in (
             ("sm_90", "gemm", "deep", "fp8_block"),
+            ("sm_90", "fc1_act", "deep", "fp8_block"),
             ("sm_90", "wgrad", "deep", "fp8_block"),
             ("sm_100", "gemm", "deep", "mxfp8"),
+            ("sm_100", "fc1_act", "deep", "mxfp8"),
             ("sm_100", "wgrad", "many", "mxfp8"),
         )
     },

@@ -8,10 +8,11 @@ from support.grids import is_quick
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-FP8_BLOCK = ("gemm_fp8_block", "wgrad_fp8_block")
+FP8_BLOCK = ("gemm_fp8_block", "fc1_act_fp8_block", "wgrad_fp8_block")
 BEGUN_ANEW = "tcgen05 sum begun anew or not"
 SM_100_WARP_SPECIALIZED = (
-    *("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered", "gemm_mxfp8", "wgrad_mxfp8"),
+    *("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered"),
+    *("gemm_mxfp8", "fc1_act_mxfp8", "wgrad_mxfp8"),
 )
 MOST = 3  # places of a kind in a kernel: the first, the last and some between
 # The number of places whose change leaves nothing wrong, or nothing that a late order shows.

@@ -238,6 +238,7 @@ def test_tables_before_the_column_that_says_what_is_joined(tmp_path):
         "dgrad_act": False,
         "wgrad": False,
         **{f"{kernel}_warp_specialized": True for kernel in model.KERNELS},
+        "fc1_act_fp8_block": True,
         "gemm_fp8_block": True,
         "wgrad_fp8_block": True,
     }
