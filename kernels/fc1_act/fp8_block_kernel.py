@@ -18,18 +18,29 @@ from ..warp_specialized.fp8_block import BLOCK, load_operands, operands, product
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
 from ..warp_specialized.hopper import ROWS
 from ..warp_specialized.partitions import worker_registers, worker_warps
-from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, row_numbers, shared_tiles, whole_rows
+from ..warp_specialized.ring import (
+    column_numbers,
+    load_for_rows,
+    overwrite,
+    row_numbers,
+    shared_tiles,
+    whole_rows,
+    write,
+)
 from .epilogue import activate, pre_activation
 
 
 @gluon.jit
-def _store_h(h_MG, h_desc, place, half: gl.constexpr, column, buffer, HALVES: gl.constexpr):
-    """Store a part of `h` through the consumer's buffer, some columns at a time."""
+def _store_h(h_MG, h_desc, place, half: gl.constexpr, column, buffer, HALVES: gl.constexpr, RUNNING: gl.constexpr):
+    """Store a part of `h` through the consumer's buffer, some columns at a time.
+
+    RUNNING: stores since the last one from this buffer, which may still read.
+    """
     wrap, end, row = place
     WIDTH: gl.constexpr = buffer.shape[1]
     pieces = column_subtiles(h_MG, BLOCK // WIDTH)
     for s in gl.static_range(BLOCK // WIDTH):
-        overwrite(buffer, pieces[s], 0)
+        overwrite(buffer, pieces[s], RUNNING if s == 0 else 0)
         if HALVES == 2:
             tma_store(h_desc, [wrap, end, row, half, column + s * WIDTH], buffer)
         else:
@@ -40,7 +51,8 @@ def _store_h(h_MG, h_desc, place, half: gl.constexpr, column, buffer, HALVES: gl
 def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.constexpr, CONSUMER: gl.constexpr):
     """Multiply a block of the activation by `probs`, round it as `h`, quantize it, and store it with its scales.
 
-    A bias makes values of rows past the expert's end, which are not stored. Their scales are those of zeros.
+    The last store of `h` has waited for the one before from this buffer. A bias makes values of rows past the expert's
+    end, which are not stored: their scales are those of zeros.
     """
     probs_ptr, a_desc, a_scales_ptr, F = outputs
     _, first, rows = tile
@@ -48,7 +60,7 @@ def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.c
     if probs_ptr is not None:
         a_MF *= load_for_rows(probs_ptr + first, a_MF, CONSUMER * ROWS, rows)
     copy, exponent_M = in_whole_rows(paired(round_to(a_MF, DTYPE)).to(gl.float32), "fp8_block")
-    overwrite(buffer, copy, 2)  # at least two stores of `h` lie between
+    write(buffer, copy)
     tma_store(a_desc, [wrap, end, row, column], buffer)
     if column < F:
         row_M = row_numbers(a_MF, CONSUMER * ROWS)
@@ -88,25 +100,23 @@ def _consume(
         if HALVES == 2:
             column_1G = column_numbers(parts[0], column)
             h_MG, l_MF = pre_activation(parts[0], parts[1], bias, column_1G, num_gates, ACT, DTYPE)
-            _store_h(h_MG, h_desc, place, 0, column, h_buffer, HALVES)
+            _store_h(h_MG, h_desc, place, 0, column, h_buffer, HALVES, 1)
+            _store_h(l_MF, h_desc, place, 1, column, h_buffer, HALVES, 0)
             a_MF = activate(h_MG, l_MF, ACT)
-            _store_h(l_MF, h_desc, place, 1, column, h_buffer, HALVES)
             _store_block(a_MF, outputs, m_tile, tile, place, column, a_buffer, DTYPE, CONSUMER)
         else:
             left, _ = pre_activation(parts[0], parts[0], bias, column_numbers(parts[0], column), num_gates, ACT, DTYPE)
-            _store_h(left, h_desc, place, 0, column, h_buffer, HALVES)
+            _store_h(left, h_desc, place, 0, column, h_buffer, HALVES, 1)
             a_MF = activate(left, left, ACT)
             if STEP == 1:
                 _store_block(a_MF, outputs, m_tile, tile, place, column, a_buffer, DTYPE, CONSUMER)
             column_1G = column_numbers(parts[1], column + BLOCK)
             right, _ = pre_activation(parts[1], parts[1], bias, column_1G, num_gates, ACT, DTYPE)
-            _store_h(right, h_desc, place, 0, column + BLOCK, h_buffer, HALVES)
+            _store_h(right, h_desc, place, 0, column + BLOCK, h_buffer, HALVES, 2 - STEP)
             right = activate(right, right, ACT)
-            if STEP == 1:
-                _store_block(right, outputs, m_tile, tile, place, column + BLOCK, a_buffer, DTYPE, CONSUMER)
-            else:
-                a_MF = side_by_side(a_MF, right)
-                _store_block(a_MF, outputs, m_tile, tile, place, column // STEP, a_buffer, DTYPE, CONSUMER)
+            a_MF = side_by_side(a_MF, right) if STEP == 2 else right
+            a_column = column // 2 if STEP == 2 else column + BLOCK
+            _store_block(a_MF, outputs, m_tile, tile, place, a_column, a_buffer, DTYPE, CONSUMER)
     tma_store_wait(0)
 
 

@@ -113,6 +113,12 @@ def overwrite(buffer, tile, RUNNING: gl.constexpr):
     """
     tma_store_wait(RUNNING)
     barrier()  # for all threads, as only those that store have waited
+    write(buffer, tile)
+
+
+@gluon.jit
+def write(buffer, tile):
+    """Write a buffer that no store reads any more, from which TMA may store."""
     buffer.store(tile)
     fence_async_shared()
     barrier()
