@@ -32,34 +32,64 @@ from .epilogue import activate, pre_activation
 
 @gluon.jit
 def _store_h(h_MG, h_desc, place, half: gl.constexpr, column, buffer, HALVES: gl.constexpr, RUNNING: gl.constexpr):
-    """Store a part of `h` through the consumer's buffer, some columns at a time.
-
-    RUNNING: stores since the last one from this buffer, which may still read.
+    """Store columns of `h` through the consumer's buffer. RUNNING: stores since the last one from it, which may still
+    read.
     """
     wrap, end, row = place
-    WIDTH: gl.constexpr = buffer.shape[1]
-    pieces = column_subtiles(h_MG, BLOCK // WIDTH)
-    for s in gl.static_range(BLOCK // WIDTH):
-        overwrite(buffer, pieces[s], RUNNING if s == 0 else 0)
-        if HALVES == 2:
-            tma_store(h_desc, [wrap, end, row, half, column + s * WIDTH], buffer)
-        else:
-            tma_store(h_desc, [wrap, end, row, column + s * WIDTH], buffer)
+    overwrite(buffer, h_MG, RUNNING)
+    if HALVES == 2:
+        tma_store(h_desc, [wrap, end, row, half, column], buffer)
+    else:
+        tma_store(h_desc, [wrap, end, row, column], buffer)
 
 
 @gluon.jit
-def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.constexpr, CONSUMER: gl.constexpr):
-    """Multiply a block of the activation by `probs`, round it as `h`, quantize it, and store it with its scales.
+def _half_of_block(
+    parts,
+    probs_M1,
+    arguments,
+    expert,
+    place,
+    column,
+    buffer,
+    B: gl.constexpr,
+    S: gl.constexpr,
+    ACT: gl.constexpr,
+):
+    """Half S of the activation's block B, times `probs` and rounded as `h`, of which its columns are stored."""
+    bias_ptr, bias_table_ptr, stride_bias_e, h_desc, F = arguments
+    HALVES: gl.constexpr = activation.halves(ACT)
+    # The first store of a block follows one of the activation.
+    RUNNING: gl.constexpr = 1 if S == 0 else 0
+    bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, expert) if bias_ptr is not None else None
+    h_MG = parts[S] if ACT.CHANNEL_STEP == 2 else column_subtiles(parts[B], 2)[S]
+    l_MF = column_subtiles(parts[1], 2)[S] if HALVES == 2 else h_MG
+    num_gates = F * ACT.CHANNEL_STEP
+    h_MG, l_MF = pre_activation(h_MG, l_MF, bias, column_numbers(h_MG, column), num_gates, ACT, buffer.dtype)
+    if ACT.CHANNEL_STEP == 2:
+        left, right = column_subtiles(h_MG, 2)
+        _store_h(left, h_desc, place, 0, column, buffer, HALVES, RUNNING)
+        _store_h(right, h_desc, place, 0, column + buffer.shape[1], buffer, HALVES, 0)
+    else:
+        _store_h(h_MG, h_desc, place, 0, column, buffer, HALVES, RUNNING)
+        if HALVES == 2:
+            _store_h(l_MF, h_desc, place, 1, column, buffer, HALVES, 0)
+    a_MF = activate(h_MG, l_MF, ACT)
+    if probs_M1 is not None:
+        a_MF *= gl.convert_layout(probs_M1, a_MF.type.layout)
+    return paired(round_to(a_MF, buffer.dtype))
+
+
+@gluon.jit
+def _store_block(a_MF, outputs, m_tile, rows, place, column, buffer, CONSUMER: gl.constexpr):
+    """Quantize a block of the activation, and store it with its scales.
 
     The last store of `h` has waited for the one before from this buffer. A bias makes values of rows past the expert's
     end, which are not stored: their scales are those of zeros.
     """
-    probs_ptr, a_desc, a_scales_ptr, F = outputs
-    _, first, rows = tile
+    a_desc, a_scales_ptr, F = outputs
     wrap, end, row = place
-    if probs_ptr is not None:
-        a_MF *= load_for_rows(probs_ptr + first, a_MF, CONSUMER * ROWS, rows)
-    copy, exponent_M = in_whole_rows(paired(round_to(a_MF, DTYPE)).to(gl.float32), "fp8_block")
+    copy, exponent_M = in_whole_rows(a_MF.to(gl.float32), "fp8_block")
     write(buffer, copy)
     tma_store(a_desc, [wrap, end, row, column], buffer)
     if column < F:
@@ -71,52 +101,37 @@ def _store_block(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE: gl.c
 @gluon.jit
 def _consume(
     arguments,
-    w_scales_ptr,
+    inputs,
     outputs,
     pipeline,
-    h_out,
-    a_out,
+    buffers,
     CONSUMER: gl.constexpr,
     ACT: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Partition of a consumer; `h_out`, `a_out`: its buffers for stores."""
-    bias_ptr, bias_table_ptr, stride_bias_e, h_desc, tiles_ptr, H = arguments
-    F = outputs[3]
+    """Partition of a consumer; `buffers`: for stores of `h` and of the activation, of both consumers."""
+    w_scales_ptr, probs_ptr, tiles_ptr, H, F = inputs
+    h_buffer, a_buffer = buffers[0].index(CONSUMER), buffers[1].index(CONSUMER)
     HALVES: gl.constexpr = activation.halves(ACT)
     STEP: gl.constexpr = ACT.CHANNEL_STEP
-    DTYPE: gl.constexpr = h_out.dtype
+    BLOCKS: gl.constexpr = TILE.BLOCK_N // (HALVES * STEP * BLOCK)  # of the activation, in a tile
     num_m, num_n = pipeline[0], pipeline[1]
-    num_gates = F * STEP
-    h_buffer, a_buffer = h_out.index(CONSUMER), a_out.index(CONSUMER)
     i = 0
     for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
-        tile = load_tile(tiles_ptr, m_tile)
-        place = to_ragged_indices(tile[1], tile[2], CONSUMER * ROWS)
-        parts, i = product(i, tile[0], n_tile, HALVES * num_gates, H, w_scales_ptr, pipeline, CONSUMER, TILE, HALVES)
-        bias = expert_base(bias_ptr, bias_table_ptr, stride_bias_e, tile[0]) if bias_ptr is not None else None
-        column = n_tile * (TILE.BLOCK_N // HALVES)
-        if HALVES == 2:
-            column_1G = column_numbers(parts[0], column)
-            h_MG, l_MF = pre_activation(parts[0], parts[1], bias, column_1G, num_gates, ACT, DTYPE)
-            _store_h(h_MG, h_desc, place, 0, column, h_buffer, HALVES, 1)
-            _store_h(l_MF, h_desc, place, 1, column, h_buffer, HALVES, 0)
-            a_MF = activate(h_MG, l_MF, ACT)
-            _store_block(a_MF, outputs, m_tile, tile, place, column, a_buffer, DTYPE, CONSUMER)
-        else:
-            left, _ = pre_activation(parts[0], parts[0], bias, column_numbers(parts[0], column), num_gates, ACT, DTYPE)
-            _store_h(left, h_desc, place, 0, column, h_buffer, HALVES, 1)
-            a_MF = activate(left, left, ACT)
-            if STEP == 1:
-                _store_block(a_MF, outputs, m_tile, tile, place, column, a_buffer, DTYPE, CONSUMER)
-            column_1G = column_numbers(parts[1], column + BLOCK)
-            right, _ = pre_activation(parts[1], parts[1], bias, column_1G, num_gates, ACT, DTYPE)
-            _store_h(right, h_desc, place, 0, column + BLOCK, h_buffer, HALVES, 2 - STEP)
-            right = activate(right, right, ACT)
-            a_MF = side_by_side(a_MF, right) if STEP == 2 else right
-            a_column = column // 2 if STEP == 2 else column + BLOCK
-            _store_block(a_MF, outputs, m_tile, tile, place, a_column, a_buffer, DTYPE, CONSUMER)
+        expert, first, rows = load_tile(tiles_ptr, m_tile)
+        place = to_ragged_indices(first, rows, CONSUMER * ROWS)
+        parts, i = product(i, expert, n_tile, HALVES * STEP * F, H, w_scales_ptr, pipeline, CONSUMER, TILE, HALVES)
+        probs_M1 = None
+        if probs_ptr is not None:
+            probs_M1 = load_for_rows(probs_ptr + first, parts[0], CONSUMER * ROWS, rows)
+        for b in gl.static_range(BLOCKS):
+            column = (n_tile * BLOCKS + b) * BLOCK
+            h_column = column * STEP
+            left = _half_of_block(parts, probs_M1, arguments, expert, place, h_column, h_buffer, b, 0, ACT)
+            h_column += BLOCK // 2 * STEP
+            right = _half_of_block(parts, probs_M1, arguments, expert, place, h_column, h_buffer, b, 1, ACT)
+            _store_block(side_by_side(left, right), outputs, m_tile, rows, place, column, a_buffer, CONSUMER)
     tma_store_wait(0)
 
 
@@ -150,14 +165,14 @@ def grouped_fc1_act_fp8_block_kernel(
     x, w, scales, full, empty = operands(x_desc.dtype, TILE)
     pipeline = (gl.load(tiles_ptr), gl.cdiv(HALVES * num_gates, TILE.BLOCK_N), x, w, scales, full, empty)
     h_out = shared_tiles(h_desc.dtype, CONSUMERS, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
-    a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, BLOCK)
-    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, h_desc, tiles_ptr, H)
-    outputs = (probs_ptr, a_desc, a_scales_ptr, F)
+    buffers = (h_out, shared_tiles(a_desc.dtype, CONSUMERS, ROWS, BLOCK))
+    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, h_desc, F)
+    inputs, outputs = (w_scales_ptr, probs_ptr, tiles_ptr, H, F), (a_desc, a_scales_ptr, F)
     loads = (x_desc, x_scales_desc, w_desc, tiles_ptr)
     gl.warp_specialize(
         [
-            (_consume, (arguments, w_scales_ptr, outputs, pipeline, h_out, a_out, gl.constexpr(0), ACT, TILE)),
-            (_consume, (arguments, w_scales_ptr, outputs, pipeline, h_out, a_out, gl.constexpr(1), ACT, TILE)),
+            (_consume, (arguments, inputs, outputs, pipeline, buffers, gl.constexpr(0), ACT, TILE)),
+            (_consume, (arguments, inputs, outputs, pipeline, buffers, gl.constexpr(1), ACT, TILE)),
             (load_operands, (loads, H, pipeline, TILE, HALVES)),
         ],
         worker_warps(CONSUMERS),
