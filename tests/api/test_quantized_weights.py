@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.kernels.operands import quantized
-from fusedmlp.operators import ops
+from fusedmlp.operators import ops, torch_products, torch_quantize
 from fusedmlp.recipe import BLOCKS
 
 RECIPES = pytest.mark.parametrize("recipe", BLOCKS)
@@ -42,12 +42,13 @@ def same(got, want):
 @RECIPES
 @pytest.mark.parametrize("wgrad", ["recipe", "bf16"])
 @pytest.mark.parametrize("kind", LAYERS)
-def test_bits_are_those_of_a_layer_that_quantizes(kind, wgrad, recipe, made):
+def test_bits_are_those_of_a_layer_that_quantizes(kind, wgrad, recipe, made, monkeypatch):
     fresh, given, kept = (Layer(**LAYERS[kind]) for _ in range(3))
     want = fresh.results(recipe=recipe, wgrad=wgrad)
     assert not made
     same(given.results(recipe=recipe, wgrad=wgrad, quantized_weights=copies(given, recipe)), want)
     assert made == [recipe] * 2
+    monkeypatch.delattr(torch_products, "rounded_weights")  # which quantizes for one product
     same(kept.results(recipe=recipe, wgrad=wgrad, is_first_microbatch=True), want)
     assert made == [recipe] * 4
 
@@ -76,6 +77,16 @@ def test_layout_is_that_of_kernels(packed, recipe):
             amax = block.abs().max().float()
             assert 224 < amax / scale <= 448
             assert (elements[e, m, c].float() * scale - lines[e, m, c]).abs() <= amax / 16
+
+
+@RECIPES
+def test_float32_is_rounded_to_bfloat16_first(recipe):
+    w = torch.randn(1, 128, 256, generator=torch.Generator().manual_seed(0))
+    got, rounded = (ops.quantize_weights([t], recipe, "torch") for t in (w, w.bfloat16()))
+    for mine, right in zip(got, rounded, strict=True):
+        assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
+    block = (128, 128) if recipe == "fp8_block" else (1, 32)
+    assert not torch.equal(got[0].float(), torch_quantize.quantize(w, recipe, block).elements.float())
 
 
 def test_past_the_ends_are_scales_of_zeros():
@@ -176,6 +187,21 @@ def test_few_rows_multiply_weights_in_16_bits(recipe, made):
     assert not made
 
 
+def test_kept_copies_are_of_one_format():
+    """Also where a layer of few rows casts what others quantize."""
+    layer, few = Layer(dtype=torch.float32), torch.randn(9, H).bfloat16()
+    x, results = torch.nan_to_num(layer.x), []
+    with torch.no_grad():
+        for first in (None, False):
+            for recipe in (*BLOCKS, "bf16", *BLOCKS):
+                for rows, counts in ((x, list(COUNTS)), (few, [3, 0, 2, 1, 3])):
+                    options = {"recipe": recipe, "is_first_microbatch": first}
+                    results.append(fusedmlp.grouped_mlp(rows, *weights(layer), counts, **options))
+    half = len(results) // 2
+    for got, want in zip(results[half:], results[:half], strict=True):
+        assert torch.equal(got, want)
+
+
 @RECIPES
 @pytest.mark.parametrize("what", ["delayed", "checkpoint", "compiled", "inference"])
 def test_in_other_surroundings(what, recipe):
@@ -224,9 +250,11 @@ def test_tokens(recipe):
 
 @RECIPES
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_copies_of_one_linear_layer_are_kept(layout, recipe, made):
+def test_copies_of_one_linear_layer_are_kept(layout, recipe, made, monkeypatch):
     results = []
     for first in (None, True):
+        if first:
+            monkeypatch.delattr(torch_products, "rounded_weights")  # which quantizes for one product
         layer = Layer(layout=layout)
         (weight,), x = layer.params[0], layer.x.clone().requires_grad_()
         weight.main_grad = torch.zeros(weight.shape)
