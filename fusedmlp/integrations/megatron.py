@@ -32,6 +32,7 @@ from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config
 from fusedmlp.integrations.megatron_fsdp import keep_what_fsdp_adds_up
 from fusedmlp.integrations.megatron_linear import ExpertLinear
+from fusedmlp.integrations.transformer_engine import plain_rows
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
 from fusedmlp.recipe import BLOCKS, LEAST_ROWS
 
@@ -85,8 +86,11 @@ class FusedGroupedMLP(TEGroupedMLP):
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`."""
-        x: Tensor = permuted_local_hidden_states
+        """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`.
+
+        Rows may be a `Float8BlockwiseQTensor`: see `transformer_engine.py`.
+        """
+        x = plain_rows(permuted_local_hidden_states)
         # float64 with moe_router_dtype="fp64"; autograd casts the gradient back to float64.
         probs: Tensor | None = permuted_probs.float() if permuted_probs.dtype == torch.float64 else permuted_probs
         linears = (self.linear_fc1, self.linear_fc2)

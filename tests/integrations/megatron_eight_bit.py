@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import token_dispatcher
 from support import eight_bit, megatron_experts
+from support.blockwise_rows import Rows
 from support.eight_bit import magnitudes
 from support.grids import part
 from support.megatron_experts import Cell, batch, landed, reduced, run_cells
@@ -159,6 +160,25 @@ def kept_copies():
                     weight.data.mul_(-0.75)
             found[how] = quantize.call_count, grads
     return found
+
+
+def rows_in_8_bits():
+    """Whether experts make the same of rows that arrive in 8 bits as of the values in them: y, dx, main_grad."""
+    megatron_world.model_parallel()
+    cell, results = EightBitCell(), []
+    torch.manual_seed(0)
+    model = megatron_experts.Model(config_of(cell), cell)
+    x, probs, dy = (t.bfloat16() for t in batch(cell, 0, 0))
+    values = eight_bit.dequantized(x, "fp8_block", (1, 128)).bfloat16()
+    for given in (values.requires_grad_(), Rows(x).requires_grad_()):
+        for param in model.experts.parameters():
+            param.main_grad = torch.zeros(param.shape)
+        y, _ = model.experts(given, torch.tensor(cell.counts), probs)
+        (dx,) = torch.autograd.grad(y, given, dy, retain_graph=True)
+        y.backward(dy)
+        results.append([y.detach(), dx, *(param.main_grad for param in model.experts.parameters())])
+    assert all(result.any() for result in results[0][:3])
+    return [torch.equal(*pair) for pair in zip(*results, strict=True)]
 
 
 def make_config(**options):

@@ -108,6 +108,11 @@ def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
     assert all(other == grads[0] for other in grads[1:])
 
 
+def test_rows_arrive_in_8_bits(tmp_path):
+    (found,) = launch("integrations.megatron_eight_bit:rows_in_8_bits", 1, tmp_path)
+    assert found == [True] * 10
+
+
 @WORLDS
 def test_layers_of_eight_bits(world_size, tmp_path):
     """Whole layers, with and without Megatron's padding of what is routed to an expert."""
