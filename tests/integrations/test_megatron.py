@@ -108,6 +108,13 @@ def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
     assert all(other == grads[0] for other in grads[1:])
 
 
+@WORLDS
+def test_eight_bits_under_fsdp(world_size, tmp_path):
+    for found in launch("integrations.megatron_eight_bit:under_fsdp", world_size, tmp_path):
+        assert len(found) == (4 if metadata.version("megatron-core") >= "0.17" else {1: 1, 2: 3}[world_size])
+        assert max(found.values()) < 5e-4, found  # megatron_eight_bit.ALLOWED
+
+
 def test_rows_arrive_in_8_bits(tmp_path):
     (found,) = launch("integrations.megatron_eight_bit:rows_in_8_bits", 1, tmp_path)
     assert found == [True] * 10
