@@ -12,7 +12,7 @@ import support.megatron_world as megatron_world  # before Megatron asks for a GP
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from integrations import megatron_fsdp, megatron_layers
+from integrations import megatron_layers
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import token_dispatcher
@@ -179,41 +179,6 @@ def rows_in_8_bits():
         results.append([y.detach(), dx, *(param.main_grad for param in model.experts.parameters())])
     assert all(result.any() for result in results[0][:3])
     return [torch.equal(*pair) for pair in zip(*results, strict=True)]
-
-
-@dataclass(frozen=True)
-class EightBitFsdpCell(EightBitCell, megatron_fsdp.FsdpCell):
-    """One configuration with fp8="e4m3" under Megatron-FSDP."""
-
-
-def under_fsdp():
-    """Largest error of a gradient, by strategy, over two steps; weights are gathered anew for each micro-batch."""
-    megatron_world.model_parallel()
-    found = {}
-    for strategy in megatron_fsdp.STRATEGIES:
-        cell = EightBitFsdpCell(strategy=strategy, microbatches=2, unit="layer")
-        if megatron_fsdp.refusal(cell) is not None:
-            continue
-        torch.manual_seed(0)
-        layers = megatron_fsdp.Layers(config := config_of(cell), cell)
-        model = layers.layer.mlp
-        with torch.no_grad():
-            for weight in [param for param in model.parameters() if param.dim() == 2]:
-                weight.mul_(magnitudes(weight.shape, cell.spread))
-            dist.broadcast(model.dense.weight, 0)
-        weights = {name: w.clone() for name, w in megatron_experts.weights_of(model).items()}
-        experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
-        fsdp, errors = megatron_fsdp.wrap(config, cell, layers), []
-        for _ in range(2):
-            fsdp.set_is_first_microbatch()
-            megatron_fsdp.train_step(fsdp, cell)
-            want = reduced(expected_grads(weights, cell, *cell.formats), experts, cell)
-            got = megatron_fsdp.landed(fsdp, cell)
-            errors += [float((got[name] - grad).norm() / grad.norm()) for name, grad in want.items() if grad.any()]
-            megatron_fsdp.step(fsdp)
-            weights = {name: w - megatron_fsdp.LEARNING_RATE * got[name] for name, w in weights.items()}
-        found[strategy] = max(errors)
-    return found
 
 
 def make_config(**options):

@@ -110,7 +110,7 @@ def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
 
 @WORLDS
 def test_eight_bits_under_fsdp(world_size, tmp_path):
-    for found in launch("integrations.megatron_eight_bit:under_fsdp", world_size, tmp_path):
+    for found in launch("integrations.megatron_eight_bit_fsdp:under_fsdp", world_size, tmp_path):
         assert len(found) == (4 if metadata.version("megatron-core") >= "0.17" else {1: 1, 2: 3}[world_size])
         assert max(found.values()) < 5e-4, found  # megatron_eight_bit.ALLOWED
 
