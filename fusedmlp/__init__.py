@@ -9,6 +9,7 @@ from fusedmlp.contract.buffer import MainGradBuffer  # noqa: E402
 from fusedmlp.contract.queue import WgradQueue  # noqa: E402
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts  # noqa: E402
 from fusedmlp.module import GroupedLinear, GroupedMLP  # noqa: E402
+from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights  # noqa: E402
 from fusedmlp.version import __version__  # noqa: E402
 
 __all__ = [
@@ -16,9 +17,11 @@ __all__ = [
     "GroupedLinear",
     "GroupedMLP",
     "MainGradBuffer",
+    "QuantizedWeights",
     "WgradQueue",
     "__version__",
     "grouped_linear",
     "grouped_mlp",
     "moe_experts",
+    "quantize_weights",
 ]

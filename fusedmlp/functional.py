@@ -25,6 +25,7 @@ from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import Routing
+from fusedmlp.quantized_weights import QuantizedWeights, copies_of
 from fusedmlp.recipe import NAMES, check_blocks, formats
 from fusedmlp.validate import Experts, Input, Options
 
@@ -46,6 +47,7 @@ def grouped_mlp(
     impl: str = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
+    quantized_weights: QuantizedWeights | None = None,
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
 
@@ -70,8 +72,8 @@ def grouped_mlp(
         wgrad_queue: delay the weight gradients until `wgrad_queue.run()`. A gradient that must be returned
             (`torch.autograd.grad`, a weight that is not a leaf) is not delayed.
         is_first_microbatch: True: begin a step: `main_grad` becomes stale, and the first gradient to arrive, whichever
-            micro-batch it is of, overwrites it. Leave it out of evaluation. False: float32 weights have not changed
-            since then, and are not cast again.
+            micro-batch it is of, overwrites it. Leave it out of evaluation. False: weights have not changed since then,
+            and are not cast or quantized again.
         impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU. "torch" rounds a bfloat16
             or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`, if there is no recipe.
         recipe: "bf16" or "fp16": compute in these 16 bits, to which float32 x and weights are cast (weights for each
@@ -80,16 +82,21 @@ def grouped_mlp(
             average; see docs/eight_bit.md. None: compute in the dtype of x, which weights share; under `torch.autocast`
             to 16 bits, float32 and its dtype are as with its recipe.
         wgrad: "recipe", or "bf16": with an 8-bit recipe, compute weight gradients from bf16 operands.
+        quantized_weights: copies of the weights from `quantize_weights` with the same recipe, to multiply in place of
+            new ones. The weights still get the gradients.
 
     Returns:
         `[R, H]`, dtype of x.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
-        RuntimeError: gradient fusion requested where it is impossible; no triton, or no GPU for it.
+        RuntimeError: gradient fusion requested where it is impossible; no triton, or no GPU for it; weights that were
+            written after `quantized_weights` were made.
         NotImplementedError: an 8-bit recipe on a GPU without kernels for it.
     """
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
+    options = Options(
+        weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights
+    ).check()
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
@@ -98,7 +105,7 @@ def grouped_mlp(
     call = _prepare(source, weights, biases, options, x.shape[0], kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     rest = [source.computed(), _offsets(counts, x, call.impl), probs, None, None, None]
-    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch).to(x.dtype)
+    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(x.dtype)
 
 
 def moe_experts(
@@ -118,6 +125,7 @@ def moe_experts(
     impl: str = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
+    quantized_weights: QuantizedWeights | None = None,
 ) -> Tensor:
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
 
@@ -134,7 +142,7 @@ def moe_experts(
         top_k_index: `[T, K]`, of any integer dtype, on the device of hidden_states. `T * K` is below `2**31`.
         top_k_weights: `[T, K]`, any of the dtypes of hidden_states. Gets a gradient.
         fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
-        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad: as in `grouped_mlp`.
+        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights: as in `grouped_mlp`.
 
     Returns:
         `[T, H]`, dtype of hidden_states.
@@ -142,7 +150,9 @@ def moe_experts(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
+    options = Options(
+        weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights
+    ).check()
     source = validate.rows("hidden_states", hidden_states, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
@@ -153,7 +163,7 @@ def moe_experts(
     routed = probs if torch.compiler.is_exporting() else probs.detach()
     order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
     rest = [source.computed(), order.plan, probs, order.tokens, order.rows, order.probs]
-    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], is_first_microbatch).to(hidden_states.dtype)
+    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(hidden_states.dtype)
 
 
 def grouped_linear(
@@ -175,14 +185,9 @@ def grouped_linear(
     Args:
         x: `[R, in]`, float32, bfloat16 or float16; rows of expert 0 first, then expert 1, ...
         weight: `[E, out, in]`, or a sequence of E tensors `[out, in]`, dtype of x.
-        tokens_per_expert: as in `grouped_mlp`.
         bias: `[E, out]`, or a sequence of E tensors `[out]`.
         weight_layout: "in_out": the weight is `[E, in, out]`.
-        accumulate_wgrad: as in `grouped_mlp`.
-        wgrad_queue: as in `grouped_mlp`.
-        is_first_microbatch: as in `grouped_mlp`.
-        impl: as in `grouped_mlp`.
-        recipe, wgrad: as in `grouped_mlp`.
+        tokens_per_expert, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad: as in `grouped_mlp`.
 
     Returns:
         `[R, out]`, dtype of x; zero at padding rows.
@@ -198,7 +203,7 @@ def grouped_linear(
     counts = validate.counts(tokens_per_expert, experts.num_experts, source)
     call = _prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
     tensors = [*experts.tensors, *biases[0], source.computed(), _offsets(counts, x, call.impl)]
-    return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, is_first_microbatch).to(x.dtype)
+    return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, options).to(x.dtype)
 
 
 def _mlp_arguments(
@@ -237,11 +242,13 @@ def _run(
     call: Call,
     weights: dict[str, Experts],
     tensors: Sequence[Tensor | None],
-    is_first_microbatch: bool | None,
+    options: Options,
 ) -> Tensor:
     """Run forward; once it has succeeded, begin a step if `is_first_microbatch`."""
+    is_first_microbatch = options.is_first_microbatch
     if torch.compiler.is_compiling():
-        return compiled.run(call, weights, tensors, bool(is_first_microbatch))
+        copies = copies_of(call, weights, options)
+        return compiled.run(call, weights, [*tensors, *copies], bool(is_first_microbatch))
     # Not earlier: where the compiler leaves the layer to eager code, the code above may have run in a graph.
     for name, experts in weights.items():
         enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
@@ -250,7 +257,7 @@ def _run(
             weight_copies.forget(experts.tensors)
         if inside_backward():
             call = replace(call, recomputes_first_microbatch=True)
-    y: Tensor = function.apply(call, *tensors)
+    y: Tensor = function.apply(call, *tensors, *copies_of(call, weights, options))
     if is_first_microbatch:
         for experts in weights.values():
             expect_overwrite(experts.tensors, call.mode, call.recomputes_first_microbatch)
@@ -266,7 +273,7 @@ def _prepare(
     activation: str,
 ) -> Call:
     """The call's constants, with `impl` and `recipe` resolved."""
-    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad = options
+    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad, _ = options
     impl = validate.implementation(impl, x.tensor.device)
     encoded, dtype = "", x.dtypes[0]
     if recipe is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,11 +44,12 @@ class Options(NamedTuple):
     impl: str
     recipe: str | None
     wgrad: str
+    quantized_weights: Any = None  # QuantizedWeights
 
     def check(self) -> Options:
         """Raise for a wrong one; return self."""
-        _one_of("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
-        _one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
+        one_of("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
+        one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
         if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
             raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(self.wgrad_queue)}")
         recipe(self.recipe, self.wgrad)
@@ -76,8 +77,8 @@ class Input(NamedTuple):
 def recipe(recipe: str | None, wgrad: str, also: Sequence[str] = ()) -> None:
     """Check `recipe` and `wgrad`; messages list `also`, other names that the caller has translated."""
     if recipe is not None and recipe not in DTYPES:
-        _one_of("recipe", recipe, [*DTYPES, *also])
-    _one_of("wgrad", wgrad, WGRADS)
+        one_of("recipe", recipe, [*DTYPES, *also])
+    one_of("wgrad", wgrad, WGRADS)
     if wgrad == "bf16" and DTYPES.get(recipe or "") is not torch.bfloat16:
         raise ValueError(f'wgrad="bf16": expected a recipe that computes in bfloat16; got recipe={recipe!r}')
 
@@ -116,6 +117,11 @@ def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
     if weight_layout == "in_out":
         out_features, in_features = in_features, out_features
     return Experts(tensors, count, out_features, in_features)
+
+
+def first_tensor(name: str, weight: object) -> Tensor:
+    """The packed tensor, or that of the first expert."""
+    return _group(name, weight)[0][0]
 
 
 def biases(name: str, bias: object, weight: Experts, x: Input) -> list[Tensor]:
@@ -220,7 +226,7 @@ def _same_device(name: str, tensor: Tensor, x: Input) -> None:
 
 def implementation(impl: str, device: torch.device) -> str:
     """Resolve `impl` to "triton" or "torch" for tensors on `device`."""
-    _one_of("impl", impl, IMPLS)
+    one_of("impl", impl, IMPLS)
     if impl == "auto":
         impl = "torch" if device.type == "cpu" else "triton"
     if impl == "triton":
@@ -234,7 +240,8 @@ def implementation(impl: str, device: torch.device) -> str:
     return impl
 
 
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+def one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+    """Check an argument that is one of several names."""
     if value not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, allowed))}; got {value!r}")
 

@@ -42,7 +42,7 @@ class Call:
     impl: str
     activation: str = ""
     recipe: str = ""  # recipe.Formats.encoded
-    keeps_copies: bool = False  # of float32 weights, from one micro-batch to the next
+    keeps_copies: bool = False  # of weights, from one micro-batch to the next
     traced: Any = None  # compiled.Traced, inside a graph
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
@@ -57,9 +57,9 @@ class Call:
         """`[out, in]` views of weights, or of the outputs of their gradients."""
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
-    def computed(self, weights: list[Tensor], x: Tensor) -> list[Tensor]:
-        """Weights as `logical`, in the dtype of x or dy."""
-        return self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
+    def computed(self, weights: list[Tensor], x: Tensor, copy: Sequence[Tensor] = ()) -> list[Tensor]:
+        """A weight as GEMMs take it: its 8-bit copy, or else as `logical`, in the dtype of x or dy."""
+        return [*copy] or self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
 
     def enter_backward(self, dy: Tensor) -> None:
         """Run first in backward; does nothing outside of graphs, where `route` decides."""
@@ -147,17 +147,18 @@ def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`apply(call, *weight, *bias, x, offsets) -> y`."""
+    """`apply(call, *weight, *bias, x, offsets, *copies) -> y`; `copies`: none, or the weight's of `WeightCopies`."""
 
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
         """Run the GEMM; save its inputs."""
-        weight, bias, (x, offsets) = call.split(tensors)
+        weight, bias, (x, offsets, *copies) = call.split(tensors)
         ctx.save_for_backward(*tensors)
         ctx.call = call
-        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.impl)
+        w = call.computed(weight, x, copies[:2])
+        y: Tensor = ops.grouped_gemm(x, w, bias, offsets, call.recipe, call.impl)
         return y
 
     @staticmethod
@@ -165,23 +166,23 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        weight, bias, (x, offsets) = call.split(saved)
-        weight_nodes, bias_nodes, (x_node, _) = call.edges(ctx)
+        weight, bias, (x, offsets, *copies) = call.split(saved)
+        weight_nodes, bias_nodes, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
         route = call.route("weight", weight, weight_nodes, ctx, routes)
         db = _bias_grads(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
-        w = call.computed(weight, dy) if need_dx else []
+        w = call.computed(weight, dy, copies[2:]) if need_dx else []
         dx = operators.linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
-        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
+        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None, *[None] * len(copies))
 
 
 class GroupedMLP(torch.autograd.Function):
-    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, tokens, rows, row_probs) -> y`.
+    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, tokens, rows, row_probs, *copies) -> y`.
 
-    With the last three (of `types.Routing`), x, y and probs are per token: `[T, H]`, `[T, H]` and `[T, K]`. If they are
-    None, x, y and probs are per row.
+    With tokens, rows and row_probs (of `types.Routing`), x, y and probs are per token: `[T, H]`, `[T, H]` and `[T, K]`.
+    If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2 (`WeightCopies`).
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -189,12 +190,12 @@ class GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
-        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs) = call.split(tensors)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, *copies) = call.split(tensors)
         out = MLPOutput(
             *ops.grouped_mlp(
                 x,
-                call.computed(fc1, x),
-                call.computed(fc2, x),
+                call.computed(fc1, x, copies[:2]),
+                call.computed(fc2, x, copies[4:6]),
                 bias1,
                 bias2,
                 offsets,
@@ -216,7 +217,7 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, h) = call.split(saved)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, *copies, h) = call.split(saved)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
@@ -234,8 +235,8 @@ class GroupedMLP(torch.autograd.Function):
                 dy,
                 x,
                 h,
-                call.computed(fc1, dy) if need_dx else call.logical(fc1),
-                call.computed(fc2, dy),
+                call.computed(fc1, dy, copies[2:4]) if need_dx else call.logical(fc1),
+                call.computed(fc2, dy, copies[6:]),
                 bias2,
                 offsets,
                 tokens,
@@ -259,7 +260,7 @@ class GroupedMLP(torch.autograd.Function):
         dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
         dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)
         db = _returned(db1, bias1) + _returned(db2, bias2)
-        return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None)
+        return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None, *[None] * len(copies))
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:

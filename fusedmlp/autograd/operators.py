@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fusedmlp.autograd.first_order import refuse_second_order
+from fusedmlp.kernels.operands.quantized import is_quantized
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads
 
@@ -75,16 +76,29 @@ def linear_backward(
     recipe: str,
     impl: str,
 ) -> Tensor | None:
-    """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
-    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, impl) if need_dx else None
+    """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped. `w`:
+    weights, or the copy by out features.
+    """
+    dx = None
+    if need_dx:
+        dx = ops.grouped_gemm(dy, w if is_quantized(w) else [t.mT for t in w], [], offsets, recipe, impl)
     if dw or db:
         ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, recipe, impl)
     return dx
 
 
+def _refuse_copies(w: list[Tensor]) -> None:
+    if any(t.dtype is torch.float8_e4m3fn for t in w):
+        raise RuntimeError(
+            "an operator of torch.ops.fusedmlp: expected weights, as a copy of them in 8 bits serves one direction; got"
+            " float8_e4m3fn, whose output cannot be differentiated"
+        )
+
+
 @_first_order_only
 def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
     x, w, bias, offsets, recipe, impl = _inputs(ctx, saved)
+    _refuse_copies(w)
     needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
     dy = dy.contiguous()
     dw, db = _outputs(w, needs_w), _outputs(bias, needs_bias)
@@ -96,6 +110,7 @@ def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
 def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     *inputs, h = saved
     x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, recipe, impl = _inputs(ctx, inputs)
+    _refuse_copies(fc1 + fc2)
     needs_x, *needs = ctx.needs_input_grad
     dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
     # dy is per row, so x has to be, too.

@@ -1,21 +1,28 @@
-"""Copies of float32 weights in the 16 bits that a layer computes in."""
+"""Copies of weights in the format that GEMMs take: float32 weights in 16 bits, and any weights in 8 bits.
+
+A copy is made for one call, or kept for the micro-batches of a step. Address and version of a weight show most changes
+of it, but not those through `.data`, nor a new gather of FSDP2 or ZeRO-3 at the same address: only a caller that knows
+when a step begins may keep copies, and `forget` drops them then.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedmlp.contract.parameter_state import find_state, state_of
+from fusedmlp.operators import ops
 
 
 class WeightCopy(NamedTuple):
     """A copy that is kept for the micro-batches of a step."""
 
-    packed: Tensor
+    format: torch.dtype | str  # a dtype or an 8-bit recipe
     of: tuple[tuple[int, int], ...]  # address and version of each weight that it is a copy of
+    tensors: list[Tensor]
 
 
 def computed(weights: list[Tensor], dtype: torch.dtype, keep: bool) -> list[Tensor]:
@@ -24,20 +31,26 @@ def computed(weights: list[Tensor], dtype: torch.dtype, keep: bool) -> list[Tens
     Args:
         weights: one packed tensor, or one for each expert.
         dtype: that the layer computes in.
-        keep: return the copy that an earlier call kept, or make one and keep it until `forget`. Address and version
-            of a weight show most changes of it, but not those through `.data`, nor a new gather of FSDP2 or ZeRO-3 at
-            the same address: only a caller that knows when a step begins may keep copies.
+        keep: return the copy that an earlier call kept, or make one and keep it until `forget`.
     """
     if weights[0].dtype == dtype:
         return weights
-    if not keep or torch.compiler.is_compiling() or any(w.is_inference() or not w.is_leaf for w in weights):
-        return [_copy(weights, dtype)]
-    of = tuple((w.data_ptr(), w._version) for w in weights)
-    state = state_of(weights[0])
-    kept: WeightCopy | None = state.copy
-    if kept is None or kept.of != of or kept.packed.dtype != dtype:
-        kept = state.copy = WeightCopy(_copy(weights, dtype), of)
-    return [kept.packed]
+    if keep and (kept := _kept(weights, dtype, lambda: [_copy(weights, dtype)])):
+        return kept
+    return [_copy(weights, dtype)]
+
+
+def quantized(weights: list[Tensor], logical: list[Tensor], recipe: str, impl: str) -> list[Tensor]:
+    """The kept copies of `ops.quantize_weights`; empty if none can be kept, as inside a graph. `logical`: `[out, in]`
+    views of the weights.
+    """
+    return _kept(weights, recipe, lambda: quantize(logical, recipe, impl)) or []
+
+
+def quantize(logical: Sequence[Tensor], recipe: str, impl: str) -> list[Tensor]:
+    """Elements and scales for products over in features, then those for products over out features."""
+    with torch.no_grad():
+        return [*ops.quantize_weights([*logical], recipe, impl)]
 
 
 def forget(weights: Sequence[Tensor]) -> None:
@@ -45,6 +58,18 @@ def forget(weights: Sequence[Tensor]) -> None:
     state = find_state(weights[0])
     if state is not None:
         state.copy = None
+
+
+def _kept(weights: list[Tensor], format: torch.dtype | str, make: Callable[[], list[Tensor]]) -> list[Tensor] | None:
+    """The kept copy in this format, made if there is none; None if none can be kept."""
+    if torch.compiler.is_compiling() or any(w.is_inference() or not w.is_leaf for w in weights):
+        return None
+    of = tuple((w.data_ptr(), w._version) for w in weights)
+    state = state_of(weights[0])
+    kept: WeightCopy | None = state.copy
+    if kept is None or kept.of != of or kept.format != format:
+        kept = state.copy = WeightCopy(format, of, make())
+    return kept.tensors
 
 
 def _copy(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,9 @@ from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config
 from fusedmlp.integrations.megatron_fsdp import keep_what_fsdp_adds_up
 from fusedmlp.integrations.megatron_linear import ExpertLinear
+from fusedmlp.integrations.transformer_engine import plain_rows
+from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
+from fusedmlp.recipe import BLOCKS, LEAST_ROWS
 
 
 class FusedGroupedMLP(TEGroupedMLP):
@@ -76,12 +79,18 @@ class FusedGroupedMLP(TEGroupedMLP):
         self.linear_fc1 = ExpertLinear(num_local_experts, hidden, fc1_size, "column", config, fc1, groups)
         self.linear_fc2 = ExpertLinear(num_local_experts, ffn, hidden, "row", config, fc2, groups)
         self._queue = WgradQueue(fuse_microbatches=fuse_microbatches) if config.delay_wgrad_compute else None
+        # True from Megatron's `set_is_first_microbatch` until a forward; None until Megatron calls that.
+        self.is_first_microbatch: bool | None = None
+        self._quantized: QuantizedWeights | None = None
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], permuted_probs: Tensor
     ) -> tuple[Tensor, None]:
-        """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`."""
-        x: Tensor = permuted_local_hidden_states
+        """Rows `[R, H]` sorted by expert, counts `[E]` and probabilities `[R]` to `([R, H], None)`.
+
+        Rows may be a `Float8BlockwiseQTensor`: see `transformer_engine.py`.
+        """
+        x = plain_rows(permuted_local_hidden_states)
         # float64 with moe_router_dtype="fp64"; autograd casts the gradient back to float64.
         probs: Tensor | None = permuted_probs.float() if permuted_probs.dtype == torch.float64 else permuted_probs
         linears = (self.linear_fc1, self.linear_fc2)
@@ -111,10 +120,26 @@ class FusedGroupedMLP(TEGroupedMLP):
             wgrad_queue=self._queue,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            quantized_weights=None if under_fsdp else self._copies(weights, x.shape[0]),
         )
         if under_fsdp and y.requires_grad:
             y.register_hook(lambda _: keep_what_fsdp_adds_up(weights))
         return y, None
+
+    def _copies(self, weights: list[Tensor], num_rows: int) -> QuantizedWeights | None:
+        """8-bit copies of the weights, made by the first micro-batch of a step for all, as TransformerEngine's layers
+        make theirs. None if every call makes its own.
+        """
+        parts = self.num_local_experts
+        if self.is_first_microbatch is None or self.recipe not in BLOCKS or num_rows < LEAST_ROWS * parts:
+            return None
+        if getattr(self.config, "disable_parameter_transpose_cache", False):
+            return None
+        if self.is_first_microbatch or self._quantized is None or not self._quantized.are_of(weights):
+            self._quantized = None  # frees the old copies first
+            self._quantized = quantize_weights(weights[:parts], weights[parts:], self.recipe)
+        self.is_first_microbatch = False
+        return self._quantized
 
     def backward_dw(self) -> None:
         """Compute the delayed weight gradients of the oldest backward, then fire DDP's hooks; fc2 before fc1.

@@ -1,10 +1,10 @@
 """The operators, registered with `torch.library`: schemas, which mark mutated arguments, and fake implementations.
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
-likewise). `offsets` comes from `expert_offsets` or `route`, or is `[E + 1]` int32 first rows; `activation` is
-`Activation.encoded`, `recipe` is `recipe.Formats.encoded`, or "" for operands as they come, and `impl` names the module
-that runs: `torch_impl` or `triton_impl`. An empty list or a tensor without elements stands for "none". Nothing is
-validated here (see `validate.py`).
+likewise), or the elements and scales of an 8-bit copy (`types.WeightCopies`). `offsets` comes from `expert_offsets` or
+`route`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is `recipe.Formats.encoded`,
+or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or
+a tensor without elements stands for "none". Nothing is validated here (see `validate.py`).
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
 rows are valid, and are not used.
@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp.operators import flops, torch_impl
+from fusedmlp.kernels.operands.quantized import is_quantized
+from fusedmlp.operators import flops, torch_impl, torch_quantize
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 
 library = torch.library.Library("fusedmlp", "DEF")
@@ -141,11 +142,12 @@ def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
     _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _, _ = args
     num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
+    F = fc2[0].shape[-2 if is_quantized(fc2) else -1]
     return MLPGrads(
         x.new_empty(num_rows, x.shape[1]) if need_dx else x.new_empty(0),
         x.new_empty(0) if probs is None else probs.new_empty(num_rows),
         torch.empty_like(h) if keep else h.new_empty(0),
-        h.new_empty(num_rows, fc2[0].shape[-1]) if keep else h.new_empty(0),
+        h.new_empty(num_rows, F) if keep else h.new_empty(0),
     )
 
 
@@ -167,6 +169,11 @@ route = _register(
 combine = _register(
     "combine(Tensor y, Tensor rows, SymInt num_tokens, str impl) -> Tensor",
     lambda y, _, num_tokens, *__: y.new_empty(num_tokens, y.shape[1]),
+)
+# w: weights alone, float32 or bfloat16, rounded to bfloat16 first -> WeightCopies; `recipe` is an 8-bit recipe's name.
+quantize_weights = _register(
+    "quantize_weights(Tensor[] w, str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda w, recipe, _: torch_quantize.empty_weight_copies(w, recipe),
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
 grouped_gemm = _register(

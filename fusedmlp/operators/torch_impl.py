@@ -16,6 +16,7 @@ from torch import Tensor
 from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation
 from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
+from fusedmlp.operators.torch_quantize import quantize_weights as quantize_weights
 from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
 from fusedmlp.recipe import Formats
 
@@ -83,7 +84,7 @@ def grouped_mlp(
     h_RG = rows.product(rows.gather(x_RH, tokens_R), fc1, transposed=True, recipe=gemms)
     if bias1:
         rows.add_bias_(h_RG, bias1)
-    a_RF = x_RH.new_empty(rows.number, fc2[0].shape[-1])
+    a_RF = x_RH.new_empty(rows.number, h_RG.shape[1] // (2 if kind.gated else 1))
     for block in rows.blocks(h_RG.shape[1]):
         a_nF = wide.out("a", a_RF[block])
         torch_activation.forward(kind, wide.copy("h", h_RG[block]), a_nF)

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedmlp.operators.torch_quantize import rounded, rounded_weights
+from fusedmlp.kernels.operands.quantized import is_quantized
+from fusedmlp.operators.torch_quantize import dequantized_weights, rounded, rounded_weights
 from fusedmlp.recipe import BLOCKS
 
 # Elements that fit the caches of two cores: of weight gradients in the rows' dtype before they are added to an fp32
@@ -67,10 +68,15 @@ class Rows:
     def product(self, x_RK: Tensor, w: Sequence[Tensor], *, transposed: bool, recipe: str = "") -> Tensor:
         """`[R, N]`: `x @ w[e]`, or `x @ w[e]^T`; zero in padding. (Autocast would change products without an `out`.)
 
-        An 8-bit `recipe` quantizes both operands in blocks along what is contracted.
+        An 8-bit `recipe` quantizes both operands in blocks along what is contracted, or takes a quantized copy of the
+        weights, in which that is the last dimension.
         """
         if recipe:
-            x_RK, w = rounded(x_RK, recipe, (1, BLOCKS[recipe])), rounded_weights(w, recipe, transposed)
+            x_RK = rounded(x_RK, recipe, (1, BLOCKS[recipe]))
+            if is_quantized(w):
+                w, transposed = [dequantized_weights(w, recipe)], True
+            else:
+                w = rounded_weights(w, recipe, transposed)
         w_EKN = _each(w, 2)
         if isinstance(w_EKN, Tensor):
             w_EKN = w_EKN.mT if transposed else w_EKN

@@ -16,14 +16,20 @@ common/util/ptx.cuh (`exp2f_rcp`), of August 2026; OCP Microscaling Formats 1.0 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fusedmlp.kernels.operands import quantized
+from fusedmlp.operators.types import WeightCopies
 from fusedmlp.recipe import BLOCKS
 
+if TYPE_CHECKING:
+    from fusedmlp.kernels.tiles.table import Recipe
+
+_WEIGHT_BLOCKS = {"fp8_block": (128, 128), "mxfp8": (1, 32)}  # of a copy, with what is contracted last
 MAX = 448.0  # the largest finite e4m3
 _EXPONENT = 0x7F800000  # of float32
 _NAN = 0x7F  # of e4m3
@@ -71,6 +77,51 @@ def rounded_weights(w: Sequence[Tensor], recipe: str, transposed: bool) -> list[
     size = BLOCKS[recipe]
     along = (1, size) if transposed else (size, 1)
     return [rounded(each, recipe, (size, size) if recipe == "fp8_block" else along) for each in w]
+
+
+def empty_weight_copies(w: Sequence[Tensor], recipe: Recipe) -> WeightCopies:
+    """Uninitialised copies of weights, one packed tensor `[E, N, K]` or E of `[N, K]`."""
+    N, K = w[0].shape[-2:]
+    num_experts = w[0].shape[0] if w[0].dim() == 3 else len(w)
+    made = []
+    for shape in ((num_experts, N, K), (num_experts, K, N)):
+        scales = quantized.weight_scales_shape(*shape, recipe)
+        made.append(w[0].new_empty(shape, dtype=torch.float8_e4m3fn))
+        made.append(w[0].new_empty(scales, dtype=quantized.SCALE_DTYPES[recipe]))
+    return WeightCopies(*made)
+
+
+def quantize_weights(w: Sequence[Tensor], recipe: Recipe) -> WeightCopies:
+    """Copies of weights, rounded to bfloat16 first."""
+    made, experts = empty_weight_copies(w, recipe), w[0].unbind() if w[0].dim() == 3 else w
+    by_in, by_out = (made.by_in, made.by_in_scales), (made.by_out, made.by_out_scales)
+    for i, w_NK in enumerate(experts):
+        for (elements, scales), lines in ((by_in, w_NK), (by_out, w_NK.mT)):
+            own = quantize(lines.bfloat16(), recipe, _WEIGHT_BLOCKS[recipe])
+            elements[i].copy_(own.elements)
+            scales[i].copy_(_tiled(own.scales) if recipe == "mxfp8" else own.scales)
+    return made
+
+
+def dequantized_weights(copy: Sequence[Tensor], recipe: str) -> Tensor:
+    """Values of a copy, `[E, M, C]` bfloat16."""
+    elements, scales = copy
+    if recipe == "mxfp8":
+        scales = _untiled(scales)[..., : elements.shape[-2], :].view(torch.float8_e8m0fnu)
+    return Quantized(elements, scales).dequantize(_WEIGHT_BLOCKS[recipe], torch.bfloat16)
+
+
+def _tiled(scales_MB: Tensor) -> Tensor:
+    """Scales by line and block in the order of kernels/operands/quantized.py: `[C / 128, M / 128, 32, 4, 4]`."""
+    M, B = scales_MB.shape
+    padded = F.pad(scales_MB.view(torch.uint8), (0, -B % 4, 0, -M % 128))
+    return padded.view(-(-M // 128), 4, 32, -1, 4).permute(3, 0, 2, 1, 4)
+
+
+def _untiled(scales: Tensor) -> Tensor:
+    """The inverse of `_tiled`, for all experts and with its padding: `[E, lines, blocks]`."""
+    E, steps, lines = scales.shape[:3]
+    return scales.permute(0, 2, 4, 3, 1, 5).reshape(E, lines * 128, steps * 4)
 
 
 def _of_fp8_block(amax: Tensor) -> tuple[Tensor, Tensor]:

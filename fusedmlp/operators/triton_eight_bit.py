@@ -1,7 +1,7 @@
 """Plans of the `triton` implementation for 8-bit recipes: operands are quantized on the way from GEMM to GEMM.
 
 Quantization follows `torch_impl`: what it rounds to bf16 before it quantizes (x, dy, act * probs, the gradient of that,
-dh) is bf16 here, too. Copies of weights live for one call. Docs: docs/eight_bit.md.
+dh) is bf16 here, too. Weights that come as they are get a copy for this call. Docs: docs/eight_bit.md.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
-from fusedmlp.operators.types import MLPGrads, MLPOutput
+from fusedmlp.operators.types import MLPGrads, MLPOutput, WeightCopies
 from fusedmlp.recipe import Formats
 
 
 class Weights(NamedTuple):
-    """Operands that are parameters."""
+    """Operands that are parameters; fc1 and fc2 may be copies, by in features in forward, by out in backward."""
 
-    fc1: ExpertTensors
-    fc2: ExpertTensors
+    fc1: ExpertTensors | Quantized
+    fc2: ExpertTensors | Quantized
     bias2: ExpertTensors | None
 
 
@@ -72,9 +72,18 @@ def _empty(builder: Builder, shape: tuple[int, ...], scales: tuple[int, ...], re
     return Quantized(elements, builder.empty(scales, quantized.SCALE_DTYPES[recipe]))
 
 
+def _empty_weights(builder: Builder, shape: tuple[int, int, int], recipe: Recipe) -> Quantized:
+    return _empty(builder, shape, quantized.weight_scales_shape(*shape, recipe), recipe)
+
+
 def _empty_token_copy(builder: Builder, num_tiles: int, C: int, recipe: Recipe) -> Quantized:
     scales = quantized.scales_shape(num_tiles, C, recipe)
     return _empty(builder, quantized.token_copy_shape(num_tiles, C, recipe), scales, recipe)
+
+
+def _width(G: int, act: Options) -> int:
+    """Columns of the activation of G channels."""
+    return G // 2 if act.GATED else G
 
 
 class _Call:
@@ -99,35 +108,42 @@ class _Call:
         grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, rows_R=rows_R)
         return made
 
-    def weights(self, w_ENK: ExpertTensors, forward: bool) -> Quantized:
-        """`w` quantized for `x @ w^T`, forward, or for `x @ w`."""
-        N, K = w_ENK.base.shape[-2:]
-        shape = (w_ENK.num_experts, *((N, K) if forward else (K, N)))
-        made = _empty(self.builder, shape, quantized.weight_scales_shape(*shape, self.recipe), self.recipe)
+    def copy(self, w: ExpertTensors | Quantized, forward: bool) -> Quantized:
+        """Weights quantized along in features, forward, or along out features, unless they are already."""
+        if isinstance(w, Quantized):
+            return w
+        (N, K), E = w.base.shape[-2:], w.num_experts
+        made = _empty_weights(self.builder, (E, N, K) if forward else (E, K, N), self.recipe)
         copies = (made, None) if forward else (None, made)
-        grouped_quantize_weights_.plan(self.builder, *copies, w_ENK, self.recipe)
+        grouped_quantize_weights_.plan(self.builder, *copies, w, self.recipe)
         return made
 
-    def product(self, x: Quantized, w_ENK: ExpertTensors, forward: bool, **epilogue: Any) -> Array:
-        """`x @ w^T`, forward, or `x @ w`: `[R, N]` or `[R, K]` in bf16. The weights are quantized for it."""
-        w = self.weights(w_ENK, forward)
-        y_RN = self.builder.empty((self.schedule.num_rows, w.elements.shape[1]), torch.bfloat16)
-        grouped_gemm_quantized_.plan(self.builder, y_RN, x, w, self.schedule, self.recipe, **epilogue)
+    def product(self, x: Quantized, w: ExpertTensors | Quantized, forward: bool, **epilogue: Any) -> Array:
+        """`x @ w^T`, forward, or `x @ w`: `[R, N]` or `[R, K]` in bf16."""
+        copy = self.copy(w, forward)
+        y_RN = self.builder.empty((self.schedule.num_rows, copy.elements.shape[1]), torch.bfloat16)
+        grouped_gemm_quantized_.plan(self.builder, y_RN, x, copy, self.schedule, self.recipe, **epilogue)
         return y_RN
 
     def activation(
-        self, x: Quantized, w_EGH: ExpertTensors, bias_EG: ExpertTensors | None, probs_R: Array | None, act: Options
+        self,
+        x: Quantized,
+        w: ExpertTensors | Quantized,
+        bias_EG: ExpertTensors | None,
+        probs_R: Array | None,
+        act: Options,
     ) -> tuple[Array, Quantized]:
-        """`h = x @ w^T + bias` in bf16, and a row copy of `act(h) * probs`. The weights are quantized for it."""
-        G, schedule = w_EGH.base.shape[-2], self.schedule
-        F = G // 2 if act.GATED else G
+        """`h = x @ w^T + bias` in bf16, and a row copy of `act(h) * probs`."""
+        copy, schedule = self.copy(w, True), self.schedule
+        G = copy.elements.shape[1]
+        F = _width(G, act)
         a, own = self.row_copy(F), (schedule, act, self.recipe)
         if has_kernel(self.builder.target, self.recipe, act, F):
-            w, h_RG = self.weights(w_EGH, True), self.builder.empty((schedule.num_rows, G), torch.bfloat16)
+            h_RG = self.builder.empty((schedule.num_rows, G), torch.bfloat16)
             epilogue: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
-            grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, w, *own, **epilogue)
+            grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, copy, *own, **epilogue)
         else:
-            h_RG = self.product(x, w_EGH, True, bias_EN=bias_EG)
+            h_RG = self.product(x, copy, True, bias_EN=bias_EG)
             grouped_act_quantize_.plan(self.builder, a, h_RG, *own, probs_R=probs_R)
         return h_RG, a
 
@@ -139,12 +155,25 @@ class _Call:
         grouped_wgrad_quantized_.plan(self.builder, dw_ENK, dy, x, offsets, tiles, self.recipe, **own)
 
 
+def plan_quantize_weights(builder: Builder, w_ENK: ExpertTensors, recipe: str) -> WeightCopies:
+    """Both copies of weights, which are read once."""
+    (N, K), E, kind = w_ENK.base.shape[-2:], w_ENK.num_experts, cast(Recipe, recipe)
+    by_in, by_out = (_empty_weights(builder, shape, kind) for shape in ((E, N, K), (E, K, N)))
+    grouped_quantize_weights_.plan(builder, by_in, by_out, w_ENK, kind)
+    return WeightCopies(*by_in, *by_out)
+
+
 def plan_grouped_gemm(
-    builder: Builder, x_RK: Array, w_ENK: ExpertTensors, bias_EN: ExpertTensors | None, schedule: Schedule, recipe: str
+    builder: Builder,
+    x_RK: Array,
+    w: ExpertTensors | Quantized,
+    bias_EN: ExpertTensors | None,
+    schedule: Schedule,
+    recipe: str,
 ) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     call = _Call(builder, recipe, schedule)
-    return call.product(call.rows_of(x_RK, None), w_ENK, True, bias_EN=bias_EN)
+    return call.product(call.rows_of(x_RK, None), w, True, bias_EN=bias_EN)
 
 
 def plan_grouped_mlp(
@@ -177,7 +206,7 @@ def plan_grouped_mlp_backward_(
     formats: Formats,
 ) -> MLPGrads:
     """Passes (3) to (6), as in `triton_impl`. `dh` and act * probs are in bf16, too, where something reads them."""
-    call, (num_rows, G), F = _Call(builder, formats.gemms, rows.schedule), h_RG.shape, weights.fc2.base.shape[-1]
+    call, (num_rows, G), F = _Call(builder, formats.gemms, rows.schedule), h_RG.shape, _width(h_RG.shape[1], act)
     in_8_bits = formats.wgrad == formats.gemms
     quantize1, quantize2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
     dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if quantize2 else None

@@ -24,6 +24,7 @@ from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.operands.arrays import Array, contiguous_strides
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.routing import order, plan
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
@@ -32,11 +33,13 @@ from fusedmlp.kernels.tiles.select import Settings
 from fusedmlp.kernels.tiles.table import Key, Tile
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators import triton_eight_bit as eight_bit
-from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
+from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing, WeightCopies
 from fusedmlp.recipe import BLOCKS, Formats
 
 # A weight or bias as a plan sees it: `ExpertTensors` for a list of tensors, or a list of one packed array, or of none.
 Experts = ExpertTensors | list[Array]
+# A weight for a GEMM: also a quantized copy.
+Weight = Experts | Quantized
 
 
 def _tuned_tiles() -> dict[Key, Tile]:
@@ -54,12 +57,18 @@ def _tuned_tiles() -> dict[Key, Tile]:
 SETTINGS = Settings(environment.warp_specialized(), _tuned_tiles())
 
 
-def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts, offsets: Array, recipe: str) -> Array:
+def _plan_quantize_weights(builder: Builder, w: Experts, recipe: str) -> WeightCopies:
+    """Both 8-bit copies of weights, read once."""
+    return eight_bit.plan_quantize_weights(builder, _experts(w, 2), recipe)
+
+
+def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Weight, bias: Experts, offsets: Array, recipe: str) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
-    w_ENK, num_rows = _experts(w, 2), x_RK.shape[0]
-    schedule, bias_EN = Schedule.planned(builder, offsets, num_rows, w_ENK.num_experts), _optional(bias, 1)
+    weight, num_rows = _weight(w), x_RK.shape[0]
+    schedule, bias_EN = Schedule.planned(builder, offsets, num_rows, weight.num_experts), _optional(bias, 1)
     if num_rows and (gemms := Formats.decode(recipe).gemms):
-        return eight_bit.plan_grouped_gemm(builder, x_RK, w_ENK, bias_EN, schedule, gemms)
+        return eight_bit.plan_grouped_gemm(builder, x_RK, weight, bias_EN, schedule, gemms)
+    w_ENK = _experts(w, 2)
     y_RN = builder.empty((num_rows, w_ENK.base.shape[-2]), x_RK.dtype)
     grouped_gemm_.plan(builder, y_RN, x_RK, w_ENK, schedule, bias_EN=bias_EN)
     return y_RN
@@ -68,8 +77,8 @@ def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Experts, bias: Experts,
 def _plan_grouped_mlp(
     builder: Builder,
     x_RH: Array,
-    fc1: Experts,
-    fc2: Experts,
+    fc1: Weight,
+    fc2: Weight,
     bias1: Experts,
     bias2: Experts,
     offsets: Array,
@@ -80,13 +89,13 @@ def _plan_grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     num_rows, dtype = (x_RH if tokens_R is None else tokens_R).shape[0], x_RH.dtype
-    fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
-    schedule = Schedule.planned(builder, offsets, num_rows, fc1_EGH.num_experts)
+    weights = eight_bit.Weights(_weight(fc1), _weight(fc2), _optional(bias2, 1))
+    schedule = Schedule.planned(builder, offsets, num_rows, weights.fc1.num_experts)
     act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
     if num_rows and (gemms := Formats.decode(recipe).gemms):
-        weights = eight_bit.Weights(fc1_EGH, fc2_EHF, bias2_EH)
         rows = eight_bit.RowsOf(schedule, tokens_R, None, probs_R)
         return eight_bit.plan_grouped_mlp(builder, x_RH, weights, bias1_EG, rows, act, gemms)
+    fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
@@ -107,8 +116,8 @@ def _plan_grouped_mlp_backward_(
     dy_RH: Array,
     x_RH: Array,
     h_RG: Array,
-    fc1: Experts,
-    fc2: Experts,
+    fc1: Weight,
+    fc2: Weight,
     bias2: Experts,
     offsets: Array,
     tokens_R: Array | None,
@@ -125,17 +134,17 @@ def _plan_grouped_mlp_backward_(
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
     if num_rows > 1 and h_RG.strides != contiguous_strides(h_RG.shape):
         raise ValueError(f"h: expected contiguous rows, strides {(G, 1)}; got {h_RG.strides}")
-    fc2_EHF, formats = _experts(fc2, 2), Formats.decode(recipe)
-    schedule = Schedule.planned(builder, offsets, num_rows, fc2_EHF.num_experts)
+    weights, formats = eight_bit.Weights(_weight(fc1), _weight(fc2), _optional(bias2, 1)), Formats.decode(recipe)
+    schedule = Schedule.planned(builder, offsets, num_rows, weights.fc2.num_experts)
     act = act_options(activation)
     if num_rows and formats.gemms:
         grads = eight_bit.Grads(*(_optional(dw, 2) for dw in (dw1, dw2)), *(_optional(db, 1) for db in (db1, db2)))
-        weights = eight_bit.Weights(_experts(fc1, 2), fc2_EHF, _optional(bias2, 1))
         rows_of = eight_bit.RowsOf(schedule, tokens_R, rows_R, probs_R)
         wanted = eight_bit.Wanted(accumulate1, accumulate2, need_dx, keep)
         return eight_bit.plan_grouped_mlp_backward_(
             builder, grads, dy_RH, x_RH, h_RG, weights, rows_of, act, wanted, formats
         )
+    fc2_EHF = _experts(fc2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(bias2, 1) if probs_R is not None else None
     partial = grouped_dgrad_act_.plan(
@@ -197,7 +206,13 @@ def _plan_route(builder: Builder, top_k_index: Array, probs: Array, num_experts:
     return Routing(*order.route.plan(builder, top_k_index, probs, num_experts))
 
 
-def _experts(seen: Experts, dim: int) -> ExpertTensors:
+def _weight(seen: Weight) -> ExpertTensors | Quantized:
+    return seen if isinstance(seen, Quantized) else _experts(seen, 2)
+
+
+def _experts(seen: Weight, dim: int) -> ExpertTensors:
+    if isinstance(seen, Quantized):
+        raise TypeError("experts: expected weights, without a recipe or without rows; got an 8-bit copy of them")
     if not isinstance(seen, list):
         return seen
     if len(seen) != 1:
@@ -217,6 +232,7 @@ def act_options(encoded: str) -> Options:
     return Options(act.gated, step, act.curve, float(act.sigmoid_alpha), limit, float(act.linear_offset))
 
 
+quantize_weights = Operator(_plan_quantize_weights, SETTINGS)
 route = Operator(_plan_route, SETTINGS)
 combine = Operator(_plan_combine, SETTINGS)
 grouped_gemm = Operator(_plan_grouped_gemm, SETTINGS)

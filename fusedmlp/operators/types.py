@@ -16,6 +16,18 @@ class Routing(NamedTuple):
     probs: Tensor  # [R]: of every row
 
 
+class WeightCopies(NamedTuple):
+    """8-bit copies of weights `[E, N, K]`, laid out as in kernels/operands/quantized.py. Operators take one of them, as
+    `[elements, scales]`, in place of the weights: for products over in features in forward, over out features in
+    backward.
+    """
+
+    by_in: Tensor  # [E, N, K] float8_e4m3fn
+    by_in_scales: Tensor
+    by_out: Tensor  # [E, K, N] float8_e4m3fn
+    by_out_scales: Tensor
+
+
 class MLPOutput(NamedTuple):
     """Forward: the output `[R, H]` and the pre-activation `[R, F1]` that backward needs."""
 

@@ -1,4 +1,8 @@
-"""Arguments of operators and launchers, as plans see them: arrays in place of tensors."""
+"""Arguments of operators and launchers, as plans see them: arrays in place of tensors.
+
+An operator takes tensors, lists of all experts' tensors, the elements and scales of a quantized copy as a list of two
+(`Quantized`), tuples of segments' tensors, and constants.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,14 @@ from torch import Tensor
 
 from ..operands.arrays import Array, kind_of
 from ..operands.expert_tensors import ExpertTensors
+from ..operands.quantized import Quantized, is_quantized
 
 _TENSORS = (Tensor, torch.nn.Parameter)
 _CONSTANTS = (type(None), bool, int, str)
 
 
 class Arguments(NamedTuple):
-    """Arguments of an operator: tensors, lists of all experts' tensors, tuples of segments' tensors, constants."""
+    """Arguments of an operator."""
 
     kinds: tuple[Any, ...]  # for each argument, all that a plan sees of it
     tensors: list[Tensor]  # the sources of a program, in its order
@@ -52,8 +57,11 @@ class Arguments(NamedTuple):
 
 
 def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
-    """One kind for a list of several experts' tensors; a kind for each tensor of a tuple of segments."""
-    if type(arg) is list:
+    """One kind for a list of several experts' tensors; a kind for each tensor of a copy or of a tuple of segments."""
+    kinds: tuple[Any, ...]
+    if is_quantized(arg):
+        own, kinds = [*arg], tuple(map(kind_of, arg))
+    elif type(arg) is list:
         experts = ExpertTensors.of(arg, arg[0].dim())
         base, table, *rest = experts
         own = [base] if table is None else [base, table]
@@ -84,6 +92,8 @@ def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             found.append([array(kind)])
         elif isinstance(arg, Tensor):
             found.append(array(kind))
+        elif is_quantized(arg):
+            found.append(Quantized(*map(array, kind)))
         elif type(arg) is list and arg:
             base, table, *rest = kind
             base = array(base)

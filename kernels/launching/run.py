@@ -80,7 +80,7 @@ class Operator:
     def run(self, args: Sequence[Any], settings: Settings) -> Any:
         """Run with these settings in place of the operator's own."""
         multiplied = args[self._multiplied]
-        if type(multiplied) is tuple:
+        if type(multiplied) in (tuple, list):
             (multiplied, *_) = multiplied
         device = multiplied.device
         if device.type != "cpu" and device.index != torch.get_device_module(device).current_device():

@@ -49,6 +49,16 @@ class Quantized(NamedTuple):
     elements: Any  # float8_e4m3fn
     scales: Any  # of `SCALE_DTYPES`
 
+    @property
+    def num_experts(self) -> int:
+        """`E` of a copy of weights."""
+        return int(self.elements.shape[0])
+
+
+def is_quantized(value: Any) -> bool:
+    """Whether a list of tensors is the elements and scales of one copy, rather than tensors of experts."""
+    return type(value) is list and len(value) == 2 and value[0].dtype is torch.float8_e4m3fn
+
 
 def token_copy_shape(num_tiles: int, C: int, recipe: Recipe) -> tuple[int, ...]:
     """Shape of the elements of a token copy."""

@@ -6,6 +6,7 @@ from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp.kernels.operands.quantized import is_quantized
 
 pytestmark = pytest.mark.sparse
 
@@ -56,13 +57,35 @@ def of_tokens(impl, grad):
     yield OPS.combine.default, (y, rows, T, impl)
 
 
+def of_copies(impl, grad):
+    w, x = torch.randn(2, 64, 32), torch.randn(140, 32).bfloat16().requires_grad_(grad)
+    yield OPS.quantize_weights.default, ([w], "mxfp8", impl)
+    yield OPS.quantize_weights.default, ([*w], "fp8_block", impl)
+    if impl == "torch" and not grad:  # their outputs are differentiated by layers alone
+        by_in, by_out = (copies := OPS.quantize_weights([w], "mxfp8", impl))[:2], copies[2:]
+        offsets = torch.tensor([0, 70, 139], dtype=torch.int32)
+        yield OPS.grouped_gemm.default, (x, [*by_in], [], offsets, "mxfp8/mxfp8", impl)
+        fc2 = OPS.quantize_weights([torch.randn(2, 32, 64)], "mxfp8", impl)
+        relu = fusedmlp.Activation("relu").encoded
+        given = x, [*by_in], [*fc2[:2]], [], [], offsets, None, None, relu, "mxfp8/mxfp8", impl
+        yield OPS.grouped_mlp.default, given
+        h, dw = OPS.grouped_mlp(*given)[1], [torch.empty(2, 64, 32)]
+        operands = torch.randn_like(x), x, h, [*by_out], [*fc2[2:]], [], offsets, None, None, None, relu
+        yield (
+            OPS.grouped_mlp_backward_.default,
+            (dw, [], [], [], *operands, False, False, True, True, "mxfp8/mxfp8", impl),
+        )
+
+
 @pytest.mark.usefixtures("poison")  # opcheck also compares what a plan leaves unwritten
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("calls", [of_linear, of_mlp, of_tokens], ids=lambda calls: calls.__name__)
+@pytest.mark.parametrize("calls", [of_linear, of_mlp, of_tokens, of_copies], ids=lambda calls: calls.__name__)
 def test_every_operator_as_torch_library_sees_it(calls, grad, impl):
     for operator, arguments in calls(impl, grad):
-        checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+        checks = ["test_autograd_registration", "test_faketensor"]
+        if not any(is_quantized(arg) for arg in arguments):  # PyTorch's check multiplies them
+            checks += ["test_schema"]
         if operator is not OPS.route.default or not grad:  # opcheck sums outputs in the dtype of the first, int32
             checks += ["test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
         found = opcheck(operator, arguments, test_utils=checks, raise_exception=False)

@@ -59,6 +59,28 @@ def test_linear_channels_within_a_chunk_of_scales():
     compare(got, layer.results(recipe="mxfp8", impl="torch"))
 
 
+@pytest.mark.parametrize("kind", ["swiglu", "list of experts", "in_out", "float32 weights"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_kept_copies_of_weights(recipe, kind):
+    """Both copies are made in one launch a weight, with the bits of the CPU, and give a layer the bits of its own."""
+    fresh, kept = Layer(**LAYERS[kind]), Layer(**LAYERS[kind])
+    with emulated(RECIPES[recipe]) as launched:
+        want = fresh.results(recipe=recipe, impl="triton")
+        assert sum("quantize_weights" in each.kernel for each in launched) == 4
+        launched.clear()
+        got = kept.results(recipe=recipe, impl="triton", is_first_microbatch=True)
+        again = kept(recipe=recipe, impl="triton", is_first_microbatch=False)
+        assert sum("quantize_weights" in each.kernel for each in launched) == 2
+        weights = [group[0] if kept.packed else group for group in kept.params]
+        compiled = fusedmlp.quantize_weights(*weights, recipe, weight_layout=kept.layout, impl="triton")
+    for name, t in got.items():
+        assert torch.equal(t, want[name]), name
+    assert torch.equal(again.double(), got["y"])
+    reference = fusedmlp.quantize_weights(*weights, recipe, weight_layout=kept.layout, impl="torch")
+    for mine, right in zip((*compiled.fc1, *compiled.fc2), (*reference.fc1, *reference.fc2), strict=True):
+        assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
+
+
 @pytest.mark.parametrize("wgrad", ["at once", "delayed", "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_microbatches(recipe, wgrad):

@@ -155,23 +155,28 @@ def cells(quick):
 
 
 def kept_copies():
-    """Experts after training in bf16, whose weights are cast once a step ("once"), or for every use, `{name: numbers}`.
+    """Experts after training in 16 and 8 bits, whose weights are cast or quantized once a step ("once"), or for every
+    use: `{recipe: {name: numbers}}`.
 
     FSDP2 gathers the weights of a new step to the addresses of the old one, and keeps their versions.
     """
-    results = {}
-    for reshard, how in itertools.product((True, False), ("once", "for every use")):
-        experts = initial(True, "grad").experts
-        experts.recipe = "bf16"
+    results = {"bf16": {}, "mxfp8": {}}
+    ways = itertools.product(results, (True, False), ("once", "for every use"))
+    for recipe, reshard, how in ways:
+        torch.manual_seed(3)
+        experts = fusedmlp.GroupedMLP(2, 64, 32, recipe=recipe, accumulate_wgrad="grad")
         fully_shard(experts, reshard_after_forward=reshard)
         optimizer = torch.optim.SGD(experts.parameters(), lr=0.5)
         for step, micro_batch in itertools.product(range(STEPS), range(MICRO_BATCHES)):
-            x, counts, probs, dy = batch(dist.get_rank(), step, micro_batch)
-            experts(x, counts, probs, is_first_microbatch=micro_batch == 0 if how == "once" else None).backward(dy)
+            generator = torch.Generator().manual_seed(100 * dist.get_rank() + 10 * step + micro_batch)
+            x, dy = torch.randn(160, 64, generator=generator), torch.randn(160, 64, generator=generator)
+            first = micro_batch == 0 if how == "once" else None
+            experts(x, [90, 61], is_first_microbatch=first).backward(dy)
             if micro_batch == MICRO_BATCHES - 1:
                 optimizer.step()
                 optimizer.zero_grad()
-        results[f"{how}, reshard={reshard}"] = [p.detach().full_tensor().tolist() for p in experts.parameters()]
+        numbers = [p.detach().full_tensor().tolist() for p in experts.parameters()]
+        results[recipe][f"{how}, reshard={reshard}"] = numbers
     return results
 
 

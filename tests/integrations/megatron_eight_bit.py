@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 from unittest import mock
@@ -12,14 +13,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from integrations import megatron_layers
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import transformer_config
 from megatron.core.transformer.moe import token_dispatcher
 from support import eight_bit, megatron_experts
+from support.blockwise_rows import Rows
 from support.eight_bit import magnitudes
 from support.grids import part
 from support.megatron_experts import Cell, batch, landed, reduced, run_cells
 
+import fusedmlp
 from fusedmlp import Activation
+from fusedmlp.integrations import megatron
 
 RECIPES = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}  # Megatron's name -> ours
 # Another order of summation rounds the odd value of h or dh the other way, by an eighth of it where 8 bits follow: one
@@ -120,6 +125,60 @@ def gradients(fp8_recipe, quick):
     every = list(cells(dist.get_world_size(), fp8_recipe))
     run = lambda cell: megatron_experts.run_cell(cell, config_of(cell), check)  # noqa: E731
     return run_cells(part(every) if quick else every, run)
+
+
+def kept_copies():
+    """Gradients of two steps, between which weights change through `.data`, and how often weights were quantized."""
+    megatron_world.model_parallel()
+    cell, found = EightBitCell(microbatches=3), {}
+    for how in ("as Megatron's schedules", "without a word", "no cache", "a write within a step"):
+        torch.manual_seed(0)
+        config = config_of(cell)
+        config.disable_parameter_transpose_cache = how == "no cache"
+        model = megatron_experts.Model(config, cell)
+        weights = [param for name, param in model.experts.named_parameters() if "weight" in name]
+        with torch.no_grad():
+            for weight in weights:
+                weight.mul_(magnitudes(weight.shape))
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(True), model)
+        grads = []
+        with mock.patch.object(megatron, "quantize_weights", side_effect=fusedmlp.quantize_weights) as quantize:
+            for _ in range(2):
+                ddp.zero_grad_buffer()
+                for i in range(cell.microbatches):
+                    if i == 0 and how != "without a word":
+                        ddp.set_is_first_microbatch()
+                    x, probs, dy = batch(cell, i, dist.get_rank())
+                    with nullcontext() if i == cell.microbatches - 1 else ddp.no_sync():
+                        ddp(x, probs).backward(dy)
+                    if how == "a write within a step":
+                        with torch.no_grad():
+                            weights[0].mul_(1.0)
+                ddp.finish_grad_sync()
+                grads.append([weight.main_grad.tolist() for weight in weights])
+                for weight in weights:
+                    weight.data.mul_(-0.75)
+            found[how] = quantize.call_count, grads
+    return found
+
+
+def rows_in_8_bits():
+    """Whether experts make the same of rows that arrive in 8 bits as of the values in them: y, dx, main_grad."""
+    megatron_world.model_parallel()
+    cell, results = EightBitCell(), []
+    torch.manual_seed(0)
+    model = megatron_experts.Model(config_of(cell), cell)
+    x, probs, dy = (t.bfloat16() for t in batch(cell, 0, 0))
+    values = eight_bit.dequantized(x, "fp8_block", (1, 128)).bfloat16()
+    for given in (values.requires_grad_(), Rows(x).requires_grad_()):
+        for param in model.experts.parameters():
+            param.main_grad = torch.zeros(param.shape)
+        y, _ = model.experts(given, torch.tensor(cell.counts), probs)
+        (dx,) = torch.autograd.grad(y, given, dy, retain_graph=True)
+        y.backward(dy)
+        results.append([y.detach(), dx, *(param.main_grad for param in model.experts.parameters())])
+    assert all(result.any() for result in results[0][:3])
+    return [torch.equal(*pair) for pair in zip(*results, strict=True)]
 
 
 def make_config(**options):

@@ -99,6 +99,27 @@ def test_main_grad_of_eight_bits_in_every_cell(world_size, fp8_recipe, tmp_path)
         assert count == (17 if is_quick() else {1: 34, 2: 50}[world_size])
 
 
+def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
+    (found,) = launch("integrations.megatron_eight_bit:kept_copies", 1, tmp_path)
+    counts = {how: count for how, (count, _) in found.items()}
+    assert counts == {"as Megatron's schedules": 2, "without a word": 0, "no cache": 0, "a write within a step": 6}
+    grads = [grads for _, grads in found.values()]
+    assert grads[0][0] != grads[0][1]
+    assert all(other == grads[0] for other in grads[1:])
+
+
+@WORLDS
+def test_eight_bits_under_fsdp(world_size, tmp_path):
+    for found in launch("integrations.megatron_eight_bit_fsdp:under_fsdp", world_size, tmp_path):
+        assert len(found) == (4 if metadata.version("megatron-core") >= "0.17" else {1: 1, 2: 3}[world_size])
+        assert max(found.values()) < 5e-4, found  # megatron_eight_bit.ALLOWED
+
+
+def test_rows_arrive_in_8_bits(tmp_path):
+    (found,) = launch("integrations.megatron_eight_bit:rows_in_8_bits", 1, tmp_path)
+    assert found == [True] * 10
+
+
 @WORLDS
 def test_layers_of_eight_bits(world_size, tmp_path):
     """Whole layers, with and without Megatron's padding of what is routed to an expert."""

@@ -52,10 +52,14 @@ def test_rows_of_the_model_add_up():
     assert ("mxfp8", "gpt-oss-20b") in shapes
     assert ("fp8_block", "gpt-oss-20b") not in shapes  # 2880 is no multiple of 128
     own = {row["pass"]: row for row in rows if (row["gpu"], row["shape"]) == ("H100 SXM", "sonic-c")}
-    launches = [name for name in own if name not in model.TOTALS]
+    launches = [name for name in own if name not in (*model.TOTALS, eight_bit.KEPT)]
     for column in ("us", "us_apart"):
         assert sum(own[name][column] for name in launches) == pytest.approx(own["both"][column])
         assert own["forward"][column] + own["backward"][column] == pytest.approx(own["both"][column])
+    of_weights = [name for name in launches if name.startswith("quantize fc")]
+    assert len(of_weights) == 4
+    spared = sum(own[name]["us"] for name in of_weights)
+    assert own[eight_bit.KEPT]["us"] + spared == pytest.approx(own["both"]["us"])
     assert own["both"]["us"] < own["both"]["us_apart"]
     assert own["both"]["tflops"] == pytest.approx(own["both"]["faster"] * own["both"]["bf16_tflops"])
 
