@@ -67,7 +67,7 @@ _LINES = """
 # architectures                 pass      path             formats   load    M   N   K warps stages SUBTILES GROUP SM
 # Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each 64 of a tile's rows
 # (`warp_specialized/hopper.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
-# eight write (`warp_specialized/blackwell.py`). Of fc1 in 8 bits, N are channels of both halves together.
+# eight write (`warp_specialized/blackwell.py`). In fc1 of 8 bits, N are channels of both halves together.
 sm_90                           fc1_act   warp_specialized bf16,fp16 long  128 128  64   4   3   2   8   1
 sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 128  64   8   4   4   8   1
 sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1

@@ -35,6 +35,10 @@ NAMES = (
     *("wgrad tall gathered x", "wgrad tall gathered dy bias", "wgrad many gathered x overwrite"),
     *("wgrad deep", "wgrad tall", "wgrad many overwrite bias", "wgrad deep segments overwrite", "wgrad scattered"),
 )
+IN_8_BITS = (
+    *("gemm deep", "gemm few", "fc1_act deep", "fc1_act few", "fc1_act gpt_oss", "fc1_act gelu"),
+    *("wgrad deep", "wgrad many", "wgrad segments overwrite"),
+)
 QUICK = "gemm few"
 TARGETS = ("sm_90", "sm_100")
 CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-bf16")}
@@ -56,7 +60,7 @@ def test_the_same_bits_in_many_orders(target, name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gemm deep", "gemm few", "wgrad deep", "wgrad many", "wgrad segments overwrite"])
+@pytest.mark.parametrize("name", IN_8_BITS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_same_bits_in_many_orders_in_8_bits(target, name):
     (case,) = (case for case in cases.of_recipes(target) if case.name == name)
