@@ -15,12 +15,27 @@ from .epilogue import add_to_pointers
 
 
 @triton.jit
-def _load_columns(copy, t, column, num_columns, BLOCK: tl.constexpr):
-    """`(elements [128, BLOCK], scales [BLOCK, 4])` of a token copy's tile t, from a column on."""
+def _load_columns(copy, t, column, num_columns, BLOCK: tl.constexpr, BY_WORDS: tl.constexpr):
+    """`(elements [BLOCK, 128], scales [BLOCK, 4])` of a token copy's tile t, transposed, from a column on.
+
+    `mma.sync` takes four tokens of a column as one word of a register. Nothing transposes bytes on their way from shared
+    memory, so words are put together BY_WORDS before that, from loads of every fourth token; else Triton reads bytes
+    one by one. MFMA's come transposed by `ds_read_b64_tr_b8`.
+    """
     elements_ptr, scales_ptr = copy
-    row_R1 = (t.to(tl.int64) * CHUNK + tl.arange(0, CHUNK))[:, None]
-    column_1C = (column + tl.arange(0, BLOCK))[None, :]
-    elements = tl.load(elements_ptr + row_R1 * num_columns + column_1C, mask=column_1C < num_columns, other=0.0)
+    column_C1 = (column + tl.arange(0, BLOCK))[:, None]
+    mask_C1 = column_C1 < num_columns
+    elements_C1 = elements_ptr + t.to(tl.int64) * CHUNK * num_columns + column_C1
+    if BY_WORDS:
+        at_C1 = elements_C1 + 4 * tl.arange(0, CHUNK // 4)[None, :] * num_columns
+        token_0 = tl.load(at_C1, mask=mask_C1, other=0.0)
+        token_1 = tl.load(at_C1 + num_columns, mask=mask_C1, other=0.0)
+        token_2 = tl.load(at_C1 + 2 * num_columns, mask=mask_C1, other=0.0)
+        token_3 = tl.load(at_C1 + 3 * num_columns, mask=mask_C1, other=0.0)
+        words = tl.join(tl.join(token_0, token_2), tl.join(token_1, token_3))
+        elements = tl.reshape(words, (BLOCK, CHUNK))
+    else:
+        elements = tl.load(elements_C1 + tl.arange(0, CHUNK)[None, :] * num_columns, mask=mask_C1, other=0.0)
     chunk = t * tl.cdiv(num_columns, CHUNK) + column // CHUNK
     return elements, load_scales(scales_ptr, chunk, column % CHUNK, BLOCK)
 
@@ -43,6 +58,7 @@ def _grouped_wgrad_mxfp8_triton_kernel(
     stride_dw_k,
     ACCUMULATE: tl.constexpr,
     DW_ALIGNED: tl.constexpr,  # every expert's address is a multiple of 16 bytes
+    BY_WORDS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """`left` `[tiles, 128, N]` and `right` `[tiles, 128, K]` e4m3; scales E8M0, `[tiles, ceil(N / 128), 512]` and
@@ -68,9 +84,9 @@ def _grouped_wgrad_mxfp8_triton_kernel(
         acc_NK = zeros(BLOCK_N, BLOCK_K, steps, False)
         t = tl.load(tile_ptr)  # read one step ahead: loads that give addresses are not pipelined
         for step in range(0, steps):
-            left_RN, left_scales = _load_columns(left, t, n, N, BLOCK_N)
-            right_RK, right_scales = _load_columns(right, t, k, K, BLOCK_K)
-            acc_NK = dot_scaled(tl.trans(left_RN), left_scales, right_RK, right_scales, acc_NK)
+            left_NR, left_scales = _load_columns(left, t, n, N, BLOCK_N, BY_WORDS)
+            right_KR, right_scales = _load_columns(right, t, k, K, BLOCK_K, BY_WORDS)
+            acc_NK = dot_scaled(left_NR, left_scales, tl.trans(right_KR), right_scales, acc_NK)
             t = tl.load(tile_ptr + tl.minimum(step + 1, steps - 1))
         dw = expert_base(dw_ptr, dw_table_ptr, stride_dw_e, expert, DW_ALIGNED)
         add_to_pointers(dw, n, k, acc_NK, N, K, stride_dw_n, stride_dw_k, ACCUMULATE, TILE.SUBTILES)
