@@ -63,13 +63,14 @@ def _grouped_gemm_mxfp8_triton_kernel(
     tl.static_assert(TILE.BLOCK_K == CHUNK)
     tl.static_assert(CHUNK % TILE.BLOCK_N == 0)
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, TILE.BLOCK_N)
+    row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
     bias, y = (bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr), (y_ptr, None, stride_y_r)
     for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile, n = load_tile(tiles_ptr, m_tile), n_tile * TILE.BLOCK_N
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, False)
         acc = _product(acc, (x_ptr, x_scales_ptr), (w_ptr, w_scales_ptr), m_tile, tile, n, N, K)
-        store_tile(acc, bias, y, tile, n, N, TILE.SUBTILES)
+        store_tile(acc, bias, y, tile, row_M1, row_M1 < tile[2], n, N, TILE.SUBTILES)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, TILE.BLOCK_N // TILE.SUBTILES)
     if partial_ptr is not None:

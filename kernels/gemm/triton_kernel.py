@@ -17,8 +17,9 @@ from .epilogue import add_bias
 
 
 @triton.jit
-def store_tile(acc, bias, y, tile, n, N, SUBTILES: tl.constexpr):
-    """Store a finished tile in `y` at columns from `n` on, with the bias, in column subtiles.
+def store_tile(acc, bias, y, tile, row_M1, mask_M1, n, N, SUBTILES: tl.constexpr):
+    """Store a finished tile in `y`, at its rows where `mask_M1` and at columns from `n` on, with the bias, in column
+    subtiles.
 
     `bias`: `(pointer, table, expert stride, scale pointer)`; `y`: `(pointer, descriptor, row stride)`; `tile`:
     `(expert, first row, rows)`.
@@ -27,8 +28,6 @@ def store_tile(acc, bias, y, tile, n, N, SUBTILES: tl.constexpr):
     y_ptr, y_desc, stride_y_r = y
     expert, first, rows = tile
     WIDTH: tl.constexpr = acc.shape[1] // SUBTILES
-    row_M1 = tl.arange(0, acc.shape[0])[:, None]
-    mask_M1 = row_M1 < rows
     y_M1 = y_ptr + (first + row_M1).to(tl.int64) * stride_y_r
     subtiles = column_subtiles(acc, SUBTILES)
     for s in tl.static_range(SUBTILES):
@@ -86,6 +85,7 @@ def _grouped_gemm_kernel(
     num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, TILE.BLOCK_N)
     tl.assume(K > 0)
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
+    row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
     x = (x_ptr, x_desc, None, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k)
     bias, y = (bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr), (y_ptr, y_desc, stride_y_r)
@@ -93,10 +93,10 @@ def _grouped_gemm_kernel(
     for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
-        n = n_tile * TILE.BLOCK_N
+        n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < tile[2]
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         acc = product(acc, x, w, tile, n, N, K, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
-        store_tile(acc, bias, y, tile, n, N, SUBTILES)
+        store_tile(acc, bias, y, tile, row_M1, mask_M1, n, N, SUBTILES)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)
     if partial_ptr is not None:
