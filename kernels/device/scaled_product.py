@@ -15,12 +15,12 @@ BLOCK = tl.constexpr(32)  # elements that share a scale
 
 
 @triton.jit
-def load_scales(scales_ptr, chunk, line, SIZE: tl.constexpr):
-    """Scales of 128 elements along what is contracted, `[SIZE, 4]`: those of SIZE lines of a chunk of 512 bytes, from
-    `line` on, where a line is a row of a row copy or of weights, or a column of a token copy.
+def load_scales(scales_ptr, chunk):
+    """Scales of 128 elements along what is contracted, `[128, 4]`, of a chunk's 128 lines: rows of a row copy or of
+    weights, or columns of a token copy.
     """
-    lines = (line + tl.arange(0, SIZE))[:, None]
-    place = lines % 32 * 16 + lines // 32 * 4 + tl.arange(0, CHUNK // BLOCK)[None, :]
+    line, block = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK // BLOCK)[None, :]
+    place = line % 32 * 16 + line // 32 * 4 + block
     return tl.load(scales_ptr + chunk.to(tl.int64) * (CHUNK * CHUNK // BLOCK) + place)
 
 

@@ -13,23 +13,21 @@ from .triton_kernel import store_tile
 
 
 @triton.jit
-def _product(acc, x, w, m_tile, tile, n, N, K):
-    """`acc + x @ w[expert, n:, :]^T` in fp32, for the rows of a tile, `(expert, first row, rows)`."""
+def _product(acc, x, w, m_tile, n_tile, tile, N, K):
+    """`acc + x @ w[expert, 128 * n_tile:, :]^T` in fp32, for the rows of a tile, `(expert, first row, rows)`."""
     x_ptr, x_scales_ptr = x
     w_ptr, w_scales_ptr = w
     expert, first, rows = tile
     num_steps, num_chunks = tl.cdiv(K, CHUNK), tl.cdiv(N, CHUNK)
-    BLOCK_N: tl.constexpr = acc.shape[1]
     row_M1 = tl.arange(0, CHUNK)[:, None]
     x_M1 = x_ptr + (first + row_M1).to(tl.int64) * K
     w_ptr += expert.to(tl.int64) * N * K
     for step in range(0, num_steps):
         k = step * CHUNK
         x_MK = load_rows(None, x_M1, first, rows, row_M1 < rows, k, K, CHUNK)
-        w_KN = load_weight(None, w_ptr, expert, n, k, N, K, K, 1, BLOCK_N, CHUNK, True)
-        x_scales = load_scales(x_scales_ptr, m_tile * num_steps + step, 0, CHUNK)
-        chunk = (expert * num_steps + step) * num_chunks + n // CHUNK
-        w_scales = load_scales(w_scales_ptr, chunk, n % CHUNK, BLOCK_N)
+        w_KN = load_weight(None, w_ptr, expert, n_tile * CHUNK, k, N, K, K, 1, CHUNK, CHUNK, True)
+        x_scales = load_scales(x_scales_ptr, m_tile * num_steps + step)
+        w_scales = load_scales(w_scales_ptr, (expert * num_steps + step) * num_chunks + n_tile)
         acc = dot_scaled(x_MK, x_scales, w_KN, w_scales, acc)
     return acc
 
@@ -59,19 +57,19 @@ def _grouped_gemm_mxfp8_triton_kernel(
     """`x` `[R, K]` and `w` `[E, N, K]` e4m3; scales E8M0, `[tiles, ceil(K / 128), 512]` of `x` and `[E, ceil(K / 128),
     ceil(N / 128), 512]` of `w`; other arguments as in the kernel of 16 bits.
     """
-    tl.static_assert(TILE.BLOCK_M == CHUNK)  # tiles are those of the copies
+    # Tiles and steps are the chunks that share 512 bytes of scales.
+    tl.static_assert(TILE.BLOCK_M == CHUNK)
+    tl.static_assert(TILE.BLOCK_N == CHUNK)
     tl.static_assert(TILE.BLOCK_K == CHUNK)
-    tl.static_assert(CHUNK % TILE.BLOCK_N == 0)
-    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, TILE.BLOCK_N)
-    row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
+    num_m, num_n = tl.load(tiles_ptr), tl.cdiv(N, CHUNK)
+    row_M1 = tl.arange(0, CHUNK)[:, None]
     bias, y = (bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr), (y_ptr, None, stride_y_r)
     for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0)):
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
-        tile, n = load_tile(tiles_ptr, m_tile), n_tile * TILE.BLOCK_N
-        acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, False)
-        acc = _product(acc, (x_ptr, x_scales_ptr), (w_ptr, w_scales_ptr), m_tile, tile, n, N, K)
-        store_tile(acc, bias, y, tile, row_M1, row_M1 < tile[2], n, N, TILE.SUBTILES)
+        tile, acc = load_tile(tiles_ptr, m_tile), zeros(CHUNK, CHUNK, num_m, False)
+        acc = _product(acc, (x_ptr, x_scales_ptr), (w_ptr, w_scales_ptr), m_tile, n_tile, tile, N, K)
+        store_tile(acc, bias, y, tile, row_M1, row_M1 < tile[2], n_tile * CHUNK, N, TILE.SUBTILES)
 
-    zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, TILE.BLOCK_N // TILE.SUBTILES)
+    zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, CHUNK, CHUNK // TILE.SUBTILES)
     if partial_ptr is not None:
         sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, tl.arange(0, 256))
