@@ -182,6 +182,7 @@ def _wgrad_quantized(recipe: Recipe, path: Path) -> Iterator[Case]:
     yield case("scattered", place="scattered", quick=True)
     yield case("of bf16", dtype=torch.bfloat16)
     yield case("of bf16, overwrite", dtype=torch.bfloat16, accumulate=False)
+    yield case("one full tile", segments=((128,),), padding=0)  # nothing lies behind its last column
     yield case("deep", segments=((700, 0, 131),))
     yield case("tall", N=1152, K=32)
     segments = ((70, 0, 150, 1, 33), (0, 0, 0, 0, 0), (1, 0, 128, 0, 300))
