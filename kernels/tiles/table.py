@@ -144,9 +144,9 @@ sm_100                          wgrad     pointer          fp32      any    32 1
 sm_120                          wgrad     pointer          fp32      any    16  32  64   4   3   4   8   4
 gfx942,gfx950                   wgrad     pointer          fp32      any    32  64  64   4   2   2   8   4
 # Recipe mxfp8 without tensor memory. Tiles have the 128 rows of a copy's, and steps the 128 elements of 512 bytes of
-# scales. So 128 x 128 accumulators get 128 FLOPs for each byte of operands, twice as many as those of 16 bits. sm_120:
-# 8 warps, as 4 spill; wgrad has most registers of a multiprocessor. gfx950: 4 warps, since waves of 64 x 64 read 16
-# tiles of LDS for 8 products, and those of 64 x 32 read 12 for 4.
+# scales. A byte of operands serves 128 FLOPs, twice as many as in 16 bits. sm_120: 8 warps, as 4 spill; one program
+# takes most registers of a multiprocessor. gfx950: 4 warps, since a wave of 64 x 64 reads LDS 16 times for 8 MFMAs, and
+# one of 64 x 32 12 times for 4.
 sm_120                          gemm      pointer          mxfp8     long  128 128 128   8   3   2   8   0
 gfx950                          gemm      pointer          mxfp8     long  128 128 128   4   2   2   8   0
 sm_120                          wgrad     pointer          mxfp8     long  128 128 128   8   2   4   8   1

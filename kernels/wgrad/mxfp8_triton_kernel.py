@@ -1,5 +1,5 @@
-"""wgrad of token copies in 8 bits (recipe mxfp8) by pointers, where Triton has `tl.dot_scaled` by `mma.sync` or MFMA: the
-tiles of `triton_kernel.py`, in the same order, added to `dw` in the same way.
+"""wgrad of token copies in 8 bits (recipe mxfp8) by pointers, where `tl.dot_scaled` is `mma.sync` or MFMA: the tiles of
+`triton_kernel.py`, in the same order, added to `dw` in the same way.
 
 A step is a tile of 128 tokens of one expert, `[tiles, 128, C]`; after the last token of an expert they are zeros. Each
 column of an operand has a scale for 32 tokens.

@@ -1,5 +1,5 @@
-"""Kernels of recipe mxfp8 in plain Triton, as compiled for sm_120, in three orders; and for sm_100, with the same tiles:
-there Triton makes `tcgen05` of `tl.dot_scaled`, by other passes of the compiler.
+"""Kernels of recipe mxfp8 in plain Triton, as compiled for sm_120, in three orders; and for sm_100, with the same
+tiles: there Triton makes `tcgen05` of `tl.dot_scaled`, by other passes of the compiler.
 """
 
 import pytest

@@ -6,7 +6,6 @@ and the proof sees that compiled kernels multiply by instructions that take scal
 """
 
 import pytest
-import torch
 from support.eight_bit import distances
 from support.eight_bit_layer import COUNTS, LAYERS, Layer
 
@@ -16,11 +15,15 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table
 
 TARGETS = ("sm_120", "gfx950")
-CELLS = [pytest.param(name, case, id=f"{name}-{case.id}") for name in TARGETS for case in cases.of_recipes(name)]
+CELLS = [
+    pytest.param(name, case, id=f"{name}-{case.id}", marks=[] if case.quick else [pytest.mark.exhaustive])
+    for name in TARGETS
+    for case in cases.of_recipes(name)
+]
 KERNELS = {"grouped_gemm_mxfp8_triton", "grouped_wgrad_mxfp8_triton"}
 # Norms of differences: sums are added in another order, and then few values of h, y, dx and dh are rounded another way.
 ALLOWED = {"y": 1e-4, "dx": 1e-4, "dprobs": 1e-4, "dfc1": 1e-6, "dfc2": 1e-6}
-pytestmark = pytest.mark.usefixtures("poison")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.sparse]
 
 
 def planned_for(target):
@@ -81,7 +84,20 @@ def test_two_microbatches(target, wgrad):
     compare(got, run("torch"))
 
 
+def test_needs_no_gluon():
+    on = {name: select.Target(name, 3, table.TABLES[name]) for name in ("sm_100", "sm_120", "gfx942", "gfx950")}
+    for kernel in ("gemm", "wgrad"):
+        for name in TARGETS:
+            assert select.eight_bit(kernel, "mxfp8", on[name], "no Gluon").path == "pointer"
+        with pytest.raises(NotImplementedError, match="recipe='mxfp8': no Gluon"):
+            select.eight_bit(kernel, "mxfp8", on["sm_100"], "no Gluon")
+        with pytest.raises(NotImplementedError, match=r"recipe='mxfp8': expected a GPU with kernels .*; got gfx942"):
+            select.eight_bit(kernel, "mxfp8", on["gfx942"], "")
+        with pytest.raises(NotImplementedError, match=r"recipe='fp8_block': expected a GPU with kernels .*; got sm_120"):
+            select.eight_bit(kernel, "fp8_block", on["sm_120"], "")
+
+
 def test_refused_where_there_are_no_kernels():
-    x, message = torch.ones(340, 256).bfloat16(), "recipe='mxfp8': expected a GPU with kernels .*; got gfx942"
+    message = "recipe='mxfp8': expected a GPU with kernels .*; got gfx942"
     with planned_for("gfx942"), pytest.raises(NotImplementedError, match=message):
-        Layer()(x, recipe="mxfp8", impl="triton")
+        Layer()(recipe="mxfp8", impl="triton")
