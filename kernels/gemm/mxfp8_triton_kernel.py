@@ -1,4 +1,5 @@
-"""Passes (2) and (4) of 8-bit operands (recipe mxfp8) by pointers, where `tl.dot_scaled` is `mma.sync` or MFMA: the tiles of `triton_kernel.py`, in the same order, with the same epilogue.
+"""Passes (2) and (4) of 8-bit operands (recipe mxfp8) by pointers, where `tl.dot_scaled` is `mma.sync` or MFMA: the
+tiles of `triton_kernel.py`, in the same order, with the same epilogue.
 """
 
 import triton
