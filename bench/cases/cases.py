@@ -26,7 +26,7 @@ from bench.cases import (
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
-from fusedmlp.kernels.tiles.table import Recipe
+from fusedmlp.kernels.tiles.table import Path, Recipe
 
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
@@ -82,11 +82,12 @@ def cases() -> list[Case]:
 
 def of_recipes(architecture: str) -> list[Case]:
     """Cases of kernels that multiply in 8 bits, on a GPU that has them."""
-    recipes: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8"}
+    recipes: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8", "sm_120": "mxfp8", "gfx950": "mxfp8"}
     if architecture not in recipes:
         return []
-    recipe = recipes[architecture]
-    return [*_gemm_quantized(recipe), *_fc1_act_quantized(recipe), *_wgrad_quantized(recipe)]
+    recipe, path = recipes[architecture], "warp_specialized" if architecture in ("sm_90", "sm_100") else "pointer"
+    fused = _fc1_act_quantized(recipe) if path == "warp_specialized" else ()
+    return [*_gemm_quantized(recipe, path), *fused, *_wgrad_quantized(recipe, path)]
 
 
 def _grid(
@@ -160,10 +161,10 @@ def _gemm() -> Iterator[Case]:
         yield from _grid(f"gemm {load}", case(load))
 
 
-def _gemm_quantized(recipe: Recipe) -> Iterator[Case]:
+def _gemm_quantized(recipe: Recipe, path: Path) -> Iterator[Case]:
     def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
         counts, padding = LOADS[load]
-        own = gemm_quantized.Case(recipe, counts, padding, **options)
+        own = gemm_quantized.Case(recipe, counts, padding, path=path, **options)
         return Case(f"gemm {name}", recipe, "long", partial(gemm_quantized.check, own), quick)
 
     yield case("packed", bias=True, quick=True)
@@ -200,10 +201,10 @@ def _fc1_act_quantized(recipe: Recipe) -> Iterator[Case]:
         yield case(load, load)
 
 
-def _wgrad_quantized(recipe: Recipe) -> Iterator[Case]:
+def _wgrad_quantized(recipe: Recipe, path: Path) -> Iterator[Case]:
     def case(name: str, load: str = "uneven", *, quick: bool = False, **options: object) -> Case:
         counts, padding = LOADS[load]
-        own = wgrad_quantized.Case(**{"recipe": recipe, "segments": (counts,), "padding": padding, **options})
+        own = wgrad_quantized.Case(recipe, path=path, **{"segments": (counts,), "padding": padding, **options})
         return Case(f"wgrad {name}", recipe, "long", partial(wgrad_quantized.check, own), quick)
 
     yield case("packed", quick=True)
@@ -214,6 +215,7 @@ def _wgrad_quantized(recipe: Recipe) -> Iterator[Case]:
     yield case("scattered", place="scattered", quick=True)
     yield case("of bf16", dtype=torch.bfloat16)
     yield case("of bf16, overwrite", dtype=torch.bfloat16, accumulate=False)
+    yield case("one full tile", segments=((128,),), padding=0)  # nothing lies behind its last column
     yield case("deep", segments=((700, 0, 131),))
     yield case("tall", N=1152, K=32)
     segments = ((70, 0, 150, 1, 33), (0, 0, 0, 0, 0), (1, 0, 128, 0, 300))

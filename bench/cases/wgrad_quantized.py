@@ -11,7 +11,7 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized
 from fusedmlp.kernels.routing.plan import max_tiles
-from fusedmlp.kernels.tiles.table import Recipe
+from fusedmlp.kernels.tiles.table import Path, Recipe
 from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
 from fusedmlp.operators import torch_quantize
 from fusedmlp.recipe import BLOCKS
@@ -27,6 +27,7 @@ class Case:
     accumulate: bool = True
     place: str = "packed"  # of `wgrad.PLACES`
     dtype: torch.dtype = torch.float32  # of main_grad
+    path: Path = "warp_specialized"
 
 
 def _operand(case, C, generator):
@@ -75,7 +76,8 @@ def check(case):
         dw_ENK = ExpertTensors.of(group, 2)
         grouped_wgrad_quantized_(dw_ENK, *operands, offsets, tiles, case.recipe, accumulate=case.accumulate)
     launches = [launch for launch in log if launch.chosen]
-    assert [(launch.name, launch.path) for launch in launches] == [(f"grouped_wgrad_{case.recipe}", "warp_specialized")]
+    suffix = "_triton" if case.path == "pointer" else ""
+    assert [(launch.name, launch.path) for launch in launches] == [(f"grouped_wgrad_{case.recipe}{suffix}", case.path)]
     initial = wgrad.UNTOUCHED if case.accumulate else 0.0
     for e, (dw, left, right) in enumerate(zip(experts, dy_values, x_values, strict=True)):
         want, terms = initial + left.T @ right, left.abs().T @ right.abs()

@@ -222,6 +222,8 @@ def _row(made: Compiled, case: str, task: Task, loop: MainLoop | None) -> Row:
     found += problems(
         used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm, spills_allowed=spills_allowed
     )
+    if launch.chosen and launch.chosen.key.format == "mxfp8":
+        found += problems_of_mxfp8(used)
     return Row(
         launch.name,
         config,
@@ -260,6 +262,13 @@ def problems(
         yield "a 16-bit GEMM without wgmma"
     if path in table.BY_DESCRIPTORS and target.has_tma and not used.tma:
         yield "descriptors without TMA instructions"
+
+
+def problems_of_mxfp8(used: resources.Resources) -> Iterator[str]:
+    """Triton compiles `tl.dot_scaled` to products of bf16 where it knows no instruction that takes scales."""
+    others = sum(used.tensor_core.values()) - used.scaled
+    if others:
+        yield f"{others} tensor-core instructions without scales"
 
 
 def default_jobs() -> int:

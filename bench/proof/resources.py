@@ -14,6 +14,8 @@ _TENSOR_CORE = {
     "mma.sync": re.compile(r"(?<![.\w])mma\.sync\."),
     "mfma": re.compile(r"\bv_s?mf(?:ma|mac)_"),
 }
+# Those that take a scale for each block of 32 elements of their operands.
+_SCALED = re.compile(r"\b(?:mma\.sync|tcgen05\.mma)\.[^\n]*\.block_scale\b|\bv_mfma_scale_")
 _TMA = re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.")
 
 
@@ -26,6 +28,7 @@ class Resources(NamedTuple):
     tensor_memory: int  # columns of Blackwell's tensor memory, of which a multiprocessor has 512
     tensor_core: dict[str, int]  # instructions by kind
     tma: int  # instructions
+    scaled: int = 0  # those of `tensor_core` that take scales
 
 
 def source(compiled: Any) -> tuple[str, bool]:
@@ -46,6 +49,7 @@ def of(compiled: Any) -> Resources:
         getattr(compiled.metadata, "tmem_size", None) or 0,
         {kind: count for kind, count in found.items() if count},
         len(_TMA.findall(assembly)),
+        len(_SCALED.findall(assembly)),
     )
 
 

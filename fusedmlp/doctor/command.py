@@ -51,7 +51,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     print(f"\nKernels for a layer of {sizes}, on {architecture}{here}:")
     print(f"  none shown: {why_no_passes}" if why_no_passes else "\n".join(_pass_lines(passes)))
     rows = layer["R"] / layer["E"]
-    print("\n8-bit recipes: kernels for sm_90 (fp8_block) and sm_100 (mxfp8); both on the CPU.")
+    print("\n8-bit recipes: kernels for sm_90 (fp8_block), and sm_100, sm_120 and gfx950 (mxfp8); both on the CPU.")
     print(f"This layer, with {rows:g} rows an expert on average:")
     print("\n".join(f"  {recipe:<11}{computed}" for recipe, computed in recipes.items()))
     print("\nIntegrations:")

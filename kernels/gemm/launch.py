@@ -120,7 +120,7 @@ def grouped_gemm_quantized_(
 ) -> None:
     """`grouped_gemm_` of a row copy of `x` and of weights in 8 bits, both quantized for `recipe`; `y` has 16 bits.
 
-    See `fp8_block_kernel.py` and `mxfp8_kernel.py`.
+    See `fp8_block_kernel.py`, `mxfp8_kernel.py` and `mxfp8_triton_kernel.py`.
 
     Raises:
         NotImplementedError: the target has no kernel for the recipe.
@@ -131,28 +131,34 @@ def grouped_gemm_quantized_(
         return
     chosen = eight_bit("gemm", recipe, target, gluon_missing())
     tile = chosen.tile
-    rows = target.consumer_rows(chosen.path, tile)
-    arguments = {
-        "x_desc": descriptors.ragged_rows(x_RK.elements, rows, tile.BLOCK_K),
-        "x_scales_desc": descriptors.scale_chunks(x_RK.scales),
-        "w_desc": descriptors.of_matrices(w_ENK.elements, tile.BLOCK_N, tile.BLOCK_K, True),
-        "y_desc": descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES),
-        **_arguments(builder, y_RN, K, schedule, tile, bias_EN, scale_R, dprobs),
-    }
+    arguments = _arguments(builder, y_RN, K, schedule, tile, bias_EN, scale_R, dprobs)
+    if chosen.path == "pointer":
+        from .mxfp8_triton_kernel import _grouped_gemm_mxfp8_triton_kernel as kernel
+
+        pointers = {"x_ptr": x_RK.elements, "x_scales_ptr": x_RK.scales}
+        arguments |= {**pointers, "w_ptr": w_ENK.elements, "w_scales_ptr": w_ENK.scales}
+    else:
+        rows = target.consumer_rows(chosen.path, tile)
+        arguments |= {
+            "x_desc": descriptors.ragged_rows(x_RK.elements, rows, tile.BLOCK_K),
+            "x_scales_desc": descriptors.scale_chunks(x_RK.scales),
+            "w_desc": descriptors.of_matrices(w_ENK.elements, tile.BLOCK_N, tile.BLOCK_K, True),
+            "y_desc": descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES),
+        }
+        if recipe == "fp8_block":
+            from .fp8_block_kernel import grouped_gemm_fp8_block_kernel as kernel
+
+            arguments["w_scales_ptr"] = w_ENK.scales
+        else:
+            from .mxfp8_kernel import grouped_gemm_mxfp8_kernel as kernel
+
+            arguments["w_scales_desc"] = descriptors.scale_chunks(w_ENK.scales, tile.BLOCK_N // CHUNK)
+        descriptors.check_fit(arguments)
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
     bias = itemsize(bias_EN and bias_EN.base)
     costs = partial(
         cost.gemm_quantized, N=N, K=K, recipe=recipe, y=y_RN.dtype.itemsize, bias=bias, scale=itemsize(scale_R)
     )
-    if recipe == "fp8_block":
-        from .fp8_block_kernel import grouped_gemm_fp8_block_kernel as kernel
-
-        arguments["w_scales_ptr"] = w_ENK.scales
-    else:
-        from .mxfp8_kernel import grouped_gemm_mxfp8_kernel as kernel
-
-        arguments["w_scales_desc"] = descriptors.scale_chunks(w_ENK.scales, tile.BLOCK_N // CHUNK)
-    descriptors.check_fit(arguments)
     builder.launch(kernel, grid, arguments, chosen, costs)
 
 

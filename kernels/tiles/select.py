@@ -135,17 +135,19 @@ def choices(
 
 
 def eight_bit(kernel: str, recipe: Recipe, target: Target, missing: str) -> Chosen:
-    """The tile of a GEMM of 8-bit operands, for loads of any length; `missing`: why its kernels cannot be compiled."""
-    key = Key(kernel, "warp_specialized", recipe, "long")
-    tile = target.tiles.get(key)
-    if missing:
+    """The tile of a GEMM of 8-bit operands, for loads of any length; `missing`: why warp-specialized kernels cannot be
+    compiled.
+    """
+    paths: tuple[Path, ...] = ("warp_specialized", "pointer")
+    keys = [key for path in paths if (key := Key(kernel, path, recipe, "long")) in target.tiles]
+    if missing and (not keys or keys[0].path == "warp_specialized"):
         raise NotImplementedError(f"recipe={recipe!r}: {missing}")
-    if tile is None:
+    if not keys:
         raise NotImplementedError(
-            f"recipe={recipe!r}: expected a GPU with kernels for it (fp8_block: sm_90, mxfp8: sm_100), or the CPU with "
-            f'impl="torch"; got {target.architecture}'
+            f"recipe={recipe!r}: expected a GPU with kernels for it (fp8_block: sm_90; mxfp8: sm_100, sm_120, gfx950), "
+            f'or the CPU with impl="torch"; got {target.architecture}'
         )
-    return Chosen(key, tile)
+    return Chosen(keys[0], target.tiles[keys[0]])
 
 
 def choose(

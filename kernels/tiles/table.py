@@ -145,6 +145,14 @@ sm_90                           wgrad     pointer          fp32      any    16  
 sm_100                          wgrad     pointer          fp32      any    32 128 128   8   3   8   8   2
 sm_120                          wgrad     pointer          fp32      any    16  32  64   4   3   4   8   4
 gfx942,gfx950                   wgrad     pointer          fp32      any    32  64  64   4   2   2   8   4
+# Recipe mxfp8 without tensor memory. Tiles have the 128 rows of a copy's, and steps the 128 elements of 512 bytes of
+# scales. A byte of operands serves 128 FLOPs, twice as many as in 16 bits. sm_120: 8 warps, as 4 spill; one program
+# takes most registers of a multiprocessor. gfx950: 4 warps, since a wave of 64 x 64 reads LDS 16 times for 8 MFMAs, and
+# one of 64 x 32 12 times for 4.
+sm_120                          gemm      pointer          mxfp8     long  128 128 128   8   3   2   8   0
+gfx950                          gemm      pointer          mxfp8     long  128 128 128   4   2   2   8   0
+sm_120                          wgrad     pointer          mxfp8     long  128 128 128   8   2   4   8   1
+gfx950                          wgrad     pointer          mxfp8     long  128 128 128   4   2   2   8   2
 # An address for each element that a thread loads: small tiles, for many threads.
 all                             fc1_act   unaligned        bf16,fp16 any    64  64  32   8   2   4   8   0
 sm_80                           fc1_act   unaligned        fp32      any    32  32  16   4   2   4   8   0

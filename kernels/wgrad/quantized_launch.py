@@ -1,4 +1,6 @@
-"""Launch wgrad of token copies in 8 bits: see `fp8_block_kernel.py` and `mxfp8_kernel.py`."""
+"""Launch wgrad of token copies in 8 bits: see `fp8_block_kernel.py`, `mxfp8_kernel.py`
+and `mxfp8_triton_kernel.py`.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +52,11 @@ def grouped_wgrad_quantized_(
     left, right = dy, x
     if dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, dw_ENK, N, K = x, dy, dw_ENK.T, K, N
-    rows = tile.BLOCK_N // target.consumers
-    dw_desc = None if accumulate and tma_rounds_twice(dw_ENK) else describe_dw(dw_ENK, (N, K), rows, tile)
     token_tiles = plan_token_tiles(builder, offsets, max_tiles, num_experts, order)
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
     programs = target.num_programs(tile, num_experts * tiles)
     arguments = {
-        "left_desc": _columns(left.elements, rows, transposed),
-        "left_scales_desc": descriptors.scale_chunks(left.scales),
-        "right_desc": _columns(right.elements, tile.BLOCK_K, transposed),
-        "right_scales_desc": descriptors.scale_chunks(right.scales, 1 if transposed else tile.BLOCK_K // CHUNK),
         **expert_tensors.arguments("dw", dw_ENK),
-        "dw_ptr": dw_ENK.base if dw_desc is None else None,
-        "dw_desc": dw_desc,
         "steps_ptr": token_tiles.steps,
         "order_ptr": token_tiles.order,
         "num_experts": num_experts,
@@ -71,14 +65,32 @@ def grouped_wgrad_quantized_(
         "stride_dw_n": dw_ENK.strides[0],
         "stride_dw_k": dw_ENK.strides[1],
         "ACCUMULATE": accumulate,
-        "REVERSED": dw_ENK.stride_e < 0,
         "DW_ALIGNED": dw_ENK.aligned,
     }
-    if recipe == "fp8_block":
-        from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel as kernel
+    if chosen.path == "pointer":
+        from .mxfp8_triton_kernel import _grouped_wgrad_mxfp8_triton_kernel as kernel
+
+        arguments |= {"left_ptr": left.elements, "left_scales_ptr": left.scales}
+        arguments |= {"right_ptr": right.elements, "right_scales_ptr": right.scales}
+        arguments["BY_WORDS"] = target.architecture.startswith("sm_")
     else:
-        from .mxfp8_kernel import grouped_wgrad_mxfp8_kernel as kernel
-    descriptors.check_fit(arguments)
+        rows = tile.BLOCK_N // target.consumers
+        dw_desc = None if accumulate and tma_rounds_twice(dw_ENK) else describe_dw(dw_ENK, (N, K), rows, tile)
+        arguments |= {
+            "left_desc": _columns(left.elements, rows, transposed),
+            "left_scales_desc": descriptors.scale_chunks(left.scales),
+            "right_desc": _columns(right.elements, tile.BLOCK_K, transposed),
+            "right_scales_desc": descriptors.scale_chunks(right.scales, 1 if transposed else tile.BLOCK_K // CHUNK),
+            "dw_desc": dw_desc,
+            "REVERSED": dw_ENK.stride_e < 0,
+        }
+        if dw_desc is not None:
+            arguments["dw_ptr"] = None
+        if recipe == "fp8_block":
+            from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel as kernel
+        else:
+            from .mxfp8_kernel import grouped_wgrad_mxfp8_kernel as kernel
+        descriptors.check_fit(arguments)
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     builder.launch(kernel, grid, arguments, chosen, costs)
 

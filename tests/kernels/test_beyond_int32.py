@@ -11,6 +11,7 @@ from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
+from fusedmlp.kernels.gemm.mxfp8_triton_kernel import _grouped_gemm_mxfp8_triton_kernel
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
@@ -21,7 +22,9 @@ from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import sizes_of_plan
+from fusedmlp.kernels.tiles import table
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
+from fusedmlp.kernels.wgrad.mxfp8_triton_kernel import _grouped_wgrad_mxfp8_triton_kernel
 from fusedmlp.operators import torch_quantize
 from fusedmlp.operators.triton_impl import act_options
 
@@ -235,6 +238,39 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         for scales, of in ((in_scales, of_in), (out_scales, of_out)):
             bits = of.scales.view(scales.dtype).flatten()
             assert scales.flatten()[-1] == bits[-1]
+
+    def test_a_product_of_8_bits_far_out(memory):
+        """Rows behind 3 * 2**30 elements of x, and weights behind as many."""
+        N, K, far = 128, 4096, 3 * 2**30
+        first, expert = far // K, far // (N * K)
+        x = memory[:far].view(torch.float8_e4m3fn).view(-1, K)
+        w = memory[far:].view(torch.float8_e4m3fn)[: far + N * K].view(-1, N, K)
+        values = torch.randn(2, N, K).to(torch.float8_e4m3fn)
+        x[first : first + 128], w[expert] = values
+        x_scales, w_scales = (torch.full((n + 1, K // 128, 512), 127, dtype=torch.uint8) for n in (0, expert))
+        y = torch.zeros(first + 128, N, dtype=DTYPE)
+        tiles = torch.tensor([[1, 1, 0], [expert, first, first + 128]], dtype=torch.int32)
+        places = x, x_scales, w, w_scales, None, None, None, y, None, None, None, tiles
+        tile = table.TABLES["sm_120"]["gemm", "pointer", "mxfp8", "long"]
+        _grouped_gemm_mxfp8_triton_kernel[(1,)](*places, 0, len(y), N, K, 0, N, tile)
+        torch.testing.assert_close(y[first:].float(), values[0].float() @ values[1].float().T, rtol=2**-8, atol=1e-3)
+
+    @pytest.mark.parametrize("by_words", [False, True])
+    def test_tokens_of_8_bits_far_out(memory, by_words):
+        """A tile behind 3 * 2**30 elements of a token copy."""
+        N, K, far = 2**15, 128, 3 * 2**30
+        t = far // (128 * N)
+        left = memory.view(torch.float8_e4m3fn)[: far + 128 * N].view(-1, 128, N)
+        right = torch.zeros(t + 1, 128, K, dtype=torch.float8_e4m3fn)
+        right[t] = torch.randn(128, K)
+        left[t] = torch.randn(128, N)
+        left_scales, right_scales = (torch.full((t + 1, C // 128, 512), 127, dtype=torch.uint8) for C in (N, K))
+        dw, places = torch.zeros(1, N, K), (left, left_scales, right, right_scales)
+        steps, order = torch.tensor([0, 1, t, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
+        tile = table.TABLES["sm_120"]["wgrad", "pointer", "mxfp8", "long"]
+        constants = True, True, by_words, tile
+        _grouped_wgrad_mxfp8_triton_kernel[(1,)](*places, dw, None, steps, order, 1, N, K, N * K, K, 1, *constants)
+        torch.testing.assert_close(dw[0], left[t].float().T @ right[t].float())
 
     def test_a_block_of_routing_far_out(memory, monkeypatch):
         """A block after 2**30 positions (8 GB of ids) counts its ids, and places rows behind all earlier ones."""

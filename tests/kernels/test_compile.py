@@ -139,6 +139,22 @@ def test_what_is_wrong_with_a_kernel(changes, path, dtype, problem):
         assert any(problem in text for text in found)
 
 
+@pytest.mark.parametrize(
+    ("line", "scaled"),
+    [
+        ("mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0 {", 1),
+        ("@%p1 tcgen05.mma.cta_group::1.kind::mxf8f6f4.block_scale.scale_vec::1X [ %r1 + 0 ], %rd1,", 1),
+        ("\tv_mfma_scale_f32_32x32x64_f8f6f4 v[2:17], v[100:107], v[92:99], v[2:17], v121, v120", 1),
+        ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {", 0),
+        ("\tv_mfma_f32_32x32x16_bf16 v[2:17], v[100:103], v[92:95], v[2:17]", 0),
+    ],
+)
+def test_products_that_take_scales(line, scaled):
+    assert len(resources._SCALED.findall(line)) == scaled
+    used = resources.Resources(100, 0, 1000, 0, {"any": 1}, 0, scaled)
+    assert list(proof.problems_of_mxfp8(used)) == ([] if scaled else ["1 tensor-core instructions without scales"])
+
+
 _SPILLING = """
 import json, torch
 from bench.proof import assembly, cases, compiling, loops, main_loop, proof

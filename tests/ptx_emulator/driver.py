@@ -26,7 +26,7 @@ from triton.backends.nvidia import driver as nvidia_driver
 from triton.runtime import driver
 
 # Bytes of shared memory that a block may have, by GPU.
-SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "sm_120": 99 * 1024}
 MULTIPROCESSORS = 3  # few, so that persistent programs get several tiles
 ORDERS = (
     Order("early"),

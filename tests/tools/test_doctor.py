@@ -180,7 +180,7 @@ def test_what_a_layer_computes_with_8_bit_recipes(sizes, rows, fp8_block, mxfp8,
     monkeypatch.setattr(facts, "_INTEGRATIONS", ())
     command.run(LAYER | sizes, None, as_json=False)
     printed = capsys.readouterr().out
-    assert "8-bit recipes: kernels for sm_90 (fp8_block) and sm_100 (mxfp8); both on the CPU." in printed
+    assert "kernels for sm_90 (fp8_block), and sm_100, sm_120 and gfx950 (mxfp8); both on the CPU." in printed
     assert f"This layer, with {rows} rows an expert on average:" in printed
     command.run(LAYER | sizes, None, as_json=True)
     found = json.loads(capsys.readouterr().out)["eight_bit"]
