@@ -1,6 +1,6 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
-# `make emulate` executes the compiled kernels of sm_80, sm_90 and sm_100, instruction by instruction, on the CPU.
+# `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on the CPU.
 # `make kernels` compiles every kernel for every GPU with the Triton of .venv and each of TRITONS; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make hashes` writes the table of code hashes anew, with which `make kernels` compares.
@@ -24,7 +24,7 @@ PART ?= 1/1
 ALSO := plan routing tile_order beyond_int32 fused_microbatches quantize quantize_weights act_quantize
 # Emulated with every Triton.
 OTHERS := (warp_specialized and bf16 and not moe and not apart) or (test_kernels and (fp8_block or mxfp8)) \
-  or (test_layer and swiglu)
+  or (test_layer and swiglu) or (test_case and sm_120)
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -53,7 +53,8 @@ emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
 	for triton in $(TRITONS:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal \
-	    tests/emulation/test_kernels.py tests/emulation/test_eight_bit.py -k '$(OTHERS)' || exit 1; \
+	    tests/emulation/test_kernels.py tests/emulation/test_eight_bit.py tests/emulation/test_mxfp8_triton.py \
+	    -k '$(OTHERS)' || exit 1; \
 	done
 
 lint: $(READY)
