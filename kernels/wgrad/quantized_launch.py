@@ -1,6 +1,4 @@
-"""Launch wgrad of token copies in 8 bits: see `fp8_block_kernel.py`, `mxfp8_kernel.py`
-and `mxfp8_triton_kernel.py`.
-"""
+"""Launch wgrad of token copies in 8 bits: see `fp8_block_kernel.py`, `mxfp8_kernel.py` and `mxfp8_triton_kernel.py`."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from support.eight_bit_layer import COUNTS, LAYERS, F, H, Layer
+from support.weight_changes import in_place, moved, through_data, unseen
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -113,25 +114,6 @@ def test_weights_are_quantized_once_a_step(recipe, made):
                 for param in (mine, other):
                     param.sub_(param.main_grad)
     assert len(made) == 4
-
-
-def unseen(weight):
-    """Change a weight as FSDP2 does when it gathers it anew: at the same address, without a new version."""
-    with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
-        weight.mul_(2)
-
-
-def through_data(weight):
-    weight.data.mul_(2)
-
-
-def in_place(weight):
-    with torch.no_grad():
-        weight.mul_(2)
-
-
-def moved(weight):
-    weight.data = weight.data * 2
 
 
 @pytest.mark.parametrize("change", [unseen, through_data, in_place, moved])

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.weight_changes import in_place, moved, through_data, unseen
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
@@ -281,25 +282,6 @@ def test_weights_are_cast_once_a_step_with_is_first_microbatch(packed, casts):
     assert len(casts) == 2 + 2 * 3  # both weights in each forward, fc2 in its backward, as x needs no gradient
     for got, want in zip(layer.grads("main_grad"), plain.grads("main_grad"), strict=True):
         assert torch.equal(got, want)
-
-
-def unseen(weight):
-    """Change a weight as FSDP2 does when it gathers it anew: at the same address, without a new version."""
-    with torch.autograd._unsafe_preserve_version_counter(weight), torch.no_grad():
-        weight.mul_(2)
-
-
-def through_data(weight):
-    weight.data.mul_(2)
-
-
-def in_place(weight):
-    with torch.no_grad():
-        weight.mul_(2)
-
-
-def moved(weight):
-    weight.data = weight.data * 2
 
 
 @pytest.mark.parametrize("change", [unseen, through_data, in_place, moved])
