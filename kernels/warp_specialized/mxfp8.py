@@ -4,8 +4,9 @@ Warps share the work as in `blackwell.py`. A step is 128 elements along what is 
 operand and of a tile's columns of the right one. TMA loads their scales with them: 512 bytes for 128 rows or columns,
 in the order that `tcgen05.cp` takes. The warp that multiplies copies these to tensor memory, where `tcgen05.mma` needs
 them. There is one set of scales, and nothing waits for a copy: PTX orders a copy before the MMAs that the same thread
-issues later. That it also orders MMAs before a later copy is an assumption: PTX does not list that pair. CUTLASS relies
-on it, too (`sm100_blockscaled_mma_array_warpspecialized.hpp`).
+issues later. That it also orders MMAs before a later copy is an assumption: PTX does not list that pair. A tutorial of
+Triton's says so (`python/tutorials/gluon/06-tcgen05.py`), and CUTLASS relies on it
+(`sm100_blockscaled_mma_array_warpspecialized.hpp`).
 
 An accumulator of 256 columns leaves no room in tensor memory for a second one beside the scales.
 
