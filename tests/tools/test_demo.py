@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 
 import pytest
 import torch
@@ -148,13 +149,26 @@ def test_the_columns_of_a_recipe_compute_in_its_format(with_recipe):
 
 
 def test_experts_of_a_recipe_quantize_every_operand(monkeypatch):
-    """Rows (matrices) along features and along tokens, weights along both of their features."""
-    blocks, quantize = set(), torch_quantize.quantize
-    monkeypatch.setattr(torch_quantize, "quantize", lambda x, *a: (blocks.add((x.dim(), a[1])), quantize(x, *a))[1])
+    """Rows along features and along tokens; weights along both of their features, once for all micro-batches."""
+    found, quantize = Counter(), torch_quantize.quantize
+
+    def counted(x, recipe, block):
+        found[tuple(x.shape), block] += 1
+        return quantize(x, recipe, block)
+
+    monkeypatch.setattr(torch_quantize, "quantize", counted)
     Trainer(SMALL, "bf16").step()
-    assert not blocks
-    Trainer(SMALL, "mxfp8").step()
-    assert blocks == {(dims, block) for dims in (2, 3) for block in ((1, 32), (32, 1))}
+    assert not found
+    trainer = Trainer(SMALL, "mxfp8")
+    trainer.step()
+    expected = Counter()
+    for weight in trainer.model.expert_weights():
+        num_experts, N, K = weight.shape
+        for shape in ((N, K), (K, N)):
+            expected[shape, (1, 32)] += num_experts
+    assert {key: count for key, count in found.items() if key in expected} == expected
+    rows = {block for (shape, block) in found if (shape, (1, 32)) not in expected}
+    assert rows == {(1, 32), (32, 1)}
 
 
 def test_eight_bits_run_on_the_cpu_if_nothing_else_is_asked_for(monkeypatch, results, tmp_path):
