@@ -31,7 +31,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
 }
 TENSOR_MEMORY_COLUMNS = 512
 # Bytes of a thread that a kernel may spill, as they are read once a tile, not in a step: a test reads the SASS.
-SPILLS_OUTSIDE_OF_STEPS = {"grouped_wgrad_fp8_block": 8}
+# fc1_act spills in the epilogue of gelu, which has 6,000 instructions, as Triton 3.8.0 compiles it.
+SPILLS_OUTSIDE_OF_STEPS = {"grouped_wgrad_fp8_block": 8, "grouped_fc1_act_fp8_block": 16}
 # The number of variants that stand for all of a configuration; for fp16, which needs what bf16 needs, of a kernel.
 _VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 

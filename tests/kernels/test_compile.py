@@ -161,7 +161,7 @@ from bench.proof import assembly, cases, compiling, loops, main_loop, proof
 from fusedmlp.doctor.targets import TARGETS
 target, found = TARGETS["sm_90"], {}
 with compiling.compiling_for(target):
-    calls = cases.eight_bit("fp8_block")["fp8_block, main_grad"](torch.bfloat16)
+    calls = cases.eight_bit("fp8_block")["fp8_block, gelu"](torch.bfloat16)
     for launch in cases.launches(calls, target.planned_for("long")):
         if launch.name in proof.SPILLS_OUTSIDE_OF_STEPS:
             cubin = compiling.compiled(launch).kernel.asm["cubin"]
@@ -179,8 +179,9 @@ def test_registers_are_not_spilled_in_a_step():
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert set(found) == set(proof.SPILLS_OUTSIDE_OF_STEPS)
-    for everywhere, in_steps in found.values():
-        assert sorted(everywhere) == ["LDL", "STL"]
+    assert sorted(found["grouped_wgrad_fp8_block"][0]) == ["LDL", "STL"]
+    for name, (everywhere, in_steps) in found.items():
+        assert 4 * everywhere.count("STL") <= proof.SPILLS_OUTSIDE_OF_STEPS[name]
         assert in_steps == []
 
 
