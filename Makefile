@@ -1,6 +1,7 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
-# `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on the CPU.
+# `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on
+# the CPU.
 # `make kernels` compiles every kernel for every GPU with the Triton of .venv and each of TRITONS; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make hashes` writes the table of code hashes anew, with which `make kernels` compares.

@@ -20,14 +20,18 @@ class QuantizedWeights(NamedTuple):
     """8-bit copies of both weights of an MLP, from `quantize_weights`: for each weight, two bytes and their scales."""
 
     recipe: str
+    weight_layout: str
     fc1: WeightCopies
     fc2: WeightCopies
-    versions: tuple[int, ...]  # of the weights when they were quantized
+    of: tuple[tuple[int, int], ...]  # address and version of every weight when it was quantized
 
-    def check(self, weights: dict[str, Experts], recipe: str | None) -> None:
-        """Raise unless these are copies of the weights as they are now, in this recipe."""
-        if recipe != self.recipe:
-            raise ValueError(f"quantized_weights: expected recipe={self.recipe!r}, theirs; got recipe={recipe!r}")
+    def check(self, weights: dict[str, Experts], recipe: str | None, weight_layout: str) -> None:
+        """Raise unless these are copies of the weights as they are now, in this recipe and layout."""
+        if (recipe, weight_layout) != (self.recipe, self.weight_layout):
+            raise ValueError(
+                f"quantized_weights: expected recipe={self.recipe!r} and weight_layout={self.weight_layout!r}, as they "
+                f"were made with; got {recipe!r} and {weight_layout!r}"
+            )
         for (name, weight), copies in zip(weights.items(), (self.fc1, self.fc2), strict=True):
             expected = weight.num_experts, weight.out_features, weight.in_features
             if copies.by_in.shape != expected or copies.by_in.device != weight.tensors[0].device:
@@ -37,13 +41,13 @@ class QuantizedWeights(NamedTuple):
                 )
         if not torch.compiler.is_compiling() and not self.are_of(_tensors(weights)):
             raise RuntimeError(
-                "quantized_weights: expected copies of the weights as they are; got weights that were written since "
-                "(call quantize_weights after every step of the optimizer)"
+                "quantized_weights: expected copies of these weights as they are; got copies of others, or of these "
+                "before they were written or moved (call quantize_weights after every step of the optimizer)"
             )
 
     def are_of(self, weights: Sequence[Tensor]) -> bool:
-        """Whether no write to the weights, of fc1 and then fc2, was counted since these copies of them were made."""
-        return _versions(weights) == self.versions
+        """Compare address and version of the weights, of fc1 and then fc2, with those that were quantized."""
+        return weight_copies.origin(weights) == self.of
 
 
 def quantize_weights(
@@ -67,10 +71,10 @@ def quantize_weights(
         weight_layout, impl: as in `grouped_mlp`.
 
     Returns:
-        `quantized_weights` for `grouped_mlp` and `moe_experts`, beside the weights, which get the gradients, and with
-        which a layer computes when experts have fewer than 64 rows on average. A write to a weight that PyTorch counts
-        makes the copies unusable (RuntimeError); a write through `.data`, and FSDP2's or ZeRO-3's gathers, are not
-        counted: quantize again after each.
+        The argument `quantized_weights` of `grouped_mlp` and `moe_experts`. They take the weights as well, which get
+        the gradients, and with which they compute where experts have fewer than 64 rows on average. They raise
+        RuntimeError once a weight was written or has another address. They cannot see a write through `.data`, nor a
+        gather of FSDP2 or ZeRO-3 to the same address: quantize again after these.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, dtype, rank, size or device.
@@ -88,22 +92,23 @@ def quantize_weights(
         logical = [w.mT for w in weight.tensors] if weight_layout == "in_out" else weight.tensors
         copies.append(WeightCopies(*weight_copies.quantize(logical, recipe, impl)))
     fc1, fc2 = copies
-    return QuantizedWeights(recipe, fc1, fc2, _versions(_tensors(weights)))
+    return QuantizedWeights(recipe, weight_layout, fc1, fc2, weight_copies.origin(_tensors(weights)))
 
 
 def copies_of(call: Call, weights: dict[str, Experts], options: Options) -> list[Tensor]:
     """8-bit copies of the weights that a call need not make, as `autograd/layers.py` takes them: of all, or none."""
-    recipe, given = Formats.decode(call.recipe).gemms, options.quantized_weights
+    given = options.quantized_weights
     if given is not None:
         if not isinstance(given, QuantizedWeights):
             raise TypeError(f"quantized_weights: expected None or QuantizedWeights; got {type(given).__name__}")
-        given.check(weights, options.recipe)
-    if not recipe:
+        given.check(weights, options.recipe, options.weight_layout)
+    elif options.recipe not in BLOCKS or not call.keeps_copies:
+        return []
+    recipe = Formats.decode(call.recipe).gemms
+    if not recipe:  # few rows
         return []
     if given is not None:
         return [*given.fc1, *given.fc2]
-    if not call.keeps_copies:
-        return []
     tensors = (experts.tensors for experts in weights.values())
     kept = [weight_copies.quantized(group, call.logical(group), recipe, call.impl) for group in tensors]
     return [copy for copies in kept for copy in copies] if all(kept) else []
@@ -111,7 +116,3 @@ def copies_of(call: Call, weights: dict[str, Experts], options: Options) -> list
 
 def _tensors(weights: dict[str, Experts]) -> list[Tensor]:
     return [w for experts in weights.values() for w in experts.tensors]
-
-
-def _versions(weights: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(0 if w.is_inference() else w._version for w in weights)

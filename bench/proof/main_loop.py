@@ -50,6 +50,19 @@ def of(compiled: Sequence[Any]) -> list[MainLoop | None]:
     return [read(assembly.sass(listing[i]), source) if i in listing else None for i, source in sources.items()]
 
 
+def sass_of(compiled: Any) -> list[Instruction]:
+    """The SASS of one `CompiledKernel`."""
+    return assembly.sass(disassemblies([compiled.asm["cubin"]], compiled.metadata.target.arch)[0])
+
+
+def spills_in_a_step(code: Sequence[Instruction]) -> bool:
+    """Look for loads and stores of spilled registers in a step of the loop that multiplies; True if there is no such
+    loop.
+    """
+    loop = loops.multiplying(code)
+    return loop is None or any(code[i].opcode.startswith(("LDL", "STL")) for i in loops.steady(code, loop))
+
+
 def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = ()) -> MainLoop | None:
     """Read the costs from AMD's assembly, or from the SASS that was made of `ptx`."""
     loop = loops.multiplying(code)

@@ -30,8 +30,8 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "tf32": torch.float32,  # as torch's global setting allows on NVIDIA GPUs
 }
 TENSOR_MEMORY_COLUMNS = 512
-# Bytes of a thread that a kernel may spill, as they are read once a tile, not in a step: a test reads the SASS.
-# fc1_act spills in the epilogue of gelu, which has 6,000 instructions, as Triton 3.8.0 compiles it.
+# Bytes of a thread that a kernel may spill where no step of its main loop touches them. fc1_act spills in the
+# epilogue of gelu, which has 6,000 instructions, as Triton 3.8.0 compiles it.
 SPILLS_OUTSIDE_OF_STEPS = {"grouped_wgrad_fp8_block": 8, "grouped_fc1_act_fp8_block": 16}
 # The number of variants that stand for all of a configuration; for fp16, which needs what bf16 needs, of a kernel.
 _VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
@@ -223,6 +223,8 @@ def _row(made: Compiled, case: str, task: Task, loop: MainLoop | None) -> Row:
     found += problems(
         used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm, spills_allowed=spills_allowed
     )
+    if used.spill and spills_allowed and main_loop.spills_in_a_step(main_loop.sass_of(kernel)):
+        found.append("spills in a step")
     if launch.chosen and launch.chosen.key.format == "mxfp8":
         found += problems_of_mxfp8(used)
     return Row(

@@ -21,7 +21,7 @@ class WeightCopy(NamedTuple):
     """A copy that is kept for the micro-batches of a step."""
 
     format: torch.dtype | str  # a dtype or an 8-bit recipe
-    of: tuple[tuple[int, int], ...]  # address and version of each weight that it is a copy of
+    of: tuple[tuple[int, int], ...]  # `origin` of the weights that it is a copy of
     tensors: list[Tensor]
 
 
@@ -60,11 +60,16 @@ def forget(weights: Sequence[Tensor]) -> None:
         state.copy = None
 
 
+def origin(weights: Sequence[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Address and version of each weight: they tell a copy's weights from others, and from what these become."""
+    return tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for w in weights)
+
+
 def _kept(weights: list[Tensor], format: torch.dtype | str, make: Callable[[], list[Tensor]]) -> list[Tensor] | None:
     """The kept copy in this format, made if there is none; None if none can be kept."""
     if torch.compiler.is_compiling() or any(w.is_inference() or not w.is_leaf for w in weights):
         return None
-    of = tuple((w.data_ptr(), w._version) for w in weights)
+    of = origin(weights)
     state = state_of(weights[0])
     kept: WeightCopy | None = state.copy
     if kept is None or kept.of != of or kept.format != format:

@@ -24,17 +24,18 @@ def plain_rows(x: Tensor) -> Tensor:
             multiple of 4]` float32, `_fp8_dtype` and `_is_2D_scaled`.
 
     Raises:
-        TypeError: elements that are not e4m3, blocks of 128 x 128, or no copy along rows.
+        TypeError: elements that are not e4m3, blocks of 128 x 128, no copy along rows, or an `MXFP8Tensor`.
         ValueError: a width that is no multiple of 128, or scales of another shape.
     """
     own: Any = x
     if not hasattr(own, "_rowwise_scale_inv"):
         return x
     data, scales = own._rowwise_data, own._rowwise_scale_inv
-    if data is None or own._is_2D_scaled or "E4M3" not in str(own._fp8_dtype):
+    of_blocks = getattr(own, "_is_2D_scaled", None)  # None: another kind of 8-bit tensor
+    if data is None or of_blocks is not False or "E4M3" not in str(own._fp8_dtype):
         raise TypeError(
-            "Float8BlockwiseQTensor: expected a copy along rows, e4m3, in blocks of 1 x 128; got "
-            f"{'columns alone' if data is None else str(own._fp8_dtype)}, _is_2D_scaled={own._is_2D_scaled}"
+            "x: expected a plain tensor, or a Float8BlockwiseQTensor with rows of e4m3 in blocks of 1 x 128; got a "
+            f"{type(x).__name__} of {'columns alone' if data is None else own._fp8_dtype}, _is_2D_scaled={of_blocks}"
         )
     num_rows, width = data.shape
     if width % BLOCK or scales.shape[0] != width // BLOCK or scales.shape[1] < num_rows:

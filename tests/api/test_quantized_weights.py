@@ -143,18 +143,32 @@ def test_a_change_that_shows_within_a_step_is_seen(recipe, change):
     assert torch.equal(layer(x, recipe=recipe, is_first_microbatch=False), 2 * before)
 
 
+@pytest.mark.parametrize("change", [in_place, moved])
 @RECIPES
-def test_copies_of_weights_that_were_written_are_refused(recipe):
+def test_copies_of_weights_that_were_written_are_refused(recipe, change):
     layer = Layer()
     held = copies(layer, recipe)
     y = layer(recipe=recipe, quantized_weights=held)
-    moved(layer.params[0][0])  # another address, as of a gather
-    layer(recipe=recipe, quantized_weights=held)
-    in_place(layer.params[1][0])
-    with pytest.raises(RuntimeError, match=r"expected copies of the weights as they are; .* \(call quantize_weights"):
+    change(layer.params[1][0])
+    with pytest.raises(RuntimeError, match=r"expected copies of these weights as they are; .* \(call quantize_weights"):
         layer(recipe=recipe, quantized_weights=held)
-    held = copies(layer, recipe)
-    assert torch.equal(layer(recipe=recipe, quantized_weights=held)[: sum(COUNTS)] / 2 != 0, y[: sum(COUNTS)] != 0)
+    rows = slice(sum(COUNTS))
+    assert torch.equal(layer(recipe=recipe, quantized_weights=copies(layer, recipe))[rows], 2 * y[rows])
+
+
+@RECIPES
+def test_copies_of_other_weights_are_refused(recipe):
+    """Of another layer; and, where sizes do not tell them apart, of weights that lie the other way."""
+    layer, other = Layer(), Layer()
+    with pytest.raises(RuntimeError, match="got copies of others"):
+        layer(recipe=recipe, quantized_weights=copies(other, recipe))
+    square = [Parameter(torch.randn(2, 128, 128)) for _ in range(2)]
+    held = fusedmlp.quantize_weights(*square, recipe)
+    options = {"recipe": recipe, "quantized_weights": held, "activation": "gelu"}
+    x = torch.randn(140, 128)
+    fusedmlp.grouped_mlp(x, *square, [70, 70], **options)
+    with pytest.raises(ValueError, match=r"weight_layout='out_in', as they were made with; got .* and 'in_out'"):
+        fusedmlp.grouped_mlp(x, *square, [70, 70], weight_layout="in_out", **options)
 
 
 @RECIPES
@@ -253,9 +267,9 @@ def test_errors():
     layer = Layer()
     fc1, fc2 = weights(layer)
     held = fusedmlp.quantize_weights(fc1, fc2, "mxfp8")
-    with pytest.raises(ValueError, match=r"expected recipe='mxfp8', theirs; got recipe='fp8_block'"):
+    with pytest.raises(ValueError, match=r"expected recipe='mxfp8' and .*; got 'fp8_block' and"):
         layer(recipe="fp8_block", quantized_weights=held)
-    with pytest.raises(ValueError, match=r"expected recipe='mxfp8', theirs; got recipe=None"):
+    with pytest.raises(ValueError, match=r"expected recipe='mxfp8' and .*; got None and"):
         layer(quantized_weights=held)
     with pytest.raises(TypeError, match="quantized_weights: expected None or QuantizedWeights; got tuple"):
         layer(recipe="mxfp8", quantized_weights=(*held.fc1, *held.fc2))

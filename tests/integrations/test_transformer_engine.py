@@ -52,9 +52,10 @@ def test_a_layer_multiplies_them_unrounded():
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"_fp8_dtype": "DType.kFloat8E5M2"}, TypeError, r"expected .* e4m3.*; got DType\.kFloat8E5M2"),
+        ({"_fp8_dtype": "DType.kFloat8E5M2"}, TypeError, r"expected .* e4m3.*; got a Rows of DType\.kFloat8E5M2"),
         ({"_is_2D_scaled": True}, TypeError, "_is_2D_scaled=True"),
-        ({"_rowwise_data": None}, TypeError, "got columns alone"),
+        ({"_is_2D_scaled": None}, TypeError, "_is_2D_scaled=None"),  # as of an MXFP8Tensor, without it
+        ({"_rowwise_data": None}, TypeError, "got a Rows of columns alone"),
         ({"_rowwise_scale_inv": torch.ones(3, R)}, ValueError, rf"got \({R}, {H}\), and scales \(3, {R}\)"),
         ({"_rowwise_scale_inv": torch.ones(2, R - 1)}, ValueError, rf"at least {R}\]"),
         ({"_rowwise_data": torch.zeros(R, 200).byte()}, ValueError, "multiple of 128"),

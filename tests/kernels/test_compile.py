@@ -155,36 +155,6 @@ def test_products_that_take_scales(line, scaled):
     assert list(proof.problems_of_mxfp8(used)) == ([] if scaled else ["1 tensor-core instructions without scales"])
 
 
-_SPILLING = """
-import json, torch
-from bench.proof import assembly, cases, compiling, loops, main_loop, proof
-from fusedmlp.doctor.targets import TARGETS
-target, found = TARGETS["sm_90"], {}
-with compiling.compiling_for(target):
-    calls = cases.eight_bit("fp8_block")["fp8_block, gelu"](torch.bfloat16)
-    for launch in cases.launches(calls, target.planned_for("long")):
-        if launch.name in proof.SPILLS_OUTSIDE_OF_STEPS:
-            cubin = compiling.compiled(launch).kernel.asm["cubin"]
-            code = assembly.sass(main_loop.disassemblies([cubin], 90)[0])
-            step = loops.steady(code, loops.multiplying(code))
-            found[launch.name] = [[code[i].opcode for i in where if code[i].opcode[:3] in ("LDL", "STL")]
-                                  for where in (range(len(code)), step)]
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.exhaustive
-def test_registers_are_not_spilled_in_a_step():
-    done = forked.run("-c", _SPILLING)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert set(found) == set(proof.SPILLS_OUTSIDE_OF_STEPS)
-    assert sorted(found["grouped_wgrad_fp8_block"][0]) == ["LDL", "STL"]
-    for name, (everywhere, in_steps) in found.items():
-        assert 4 * everywhere.count("STL") <= proof.SPILLS_OUTSIDE_OF_STEPS[name]
-        assert in_steps == []
-
-
 def test_stack_and_local_memory_count_as_spilled():
     report = " Function _k:\n  REG:255 STACK:32 SHARED:1024 LOCAL:8 CONSTANT[0]:664 TEXTURE:0"
     assert resources.parse_res_usage(report) == (255, 40)

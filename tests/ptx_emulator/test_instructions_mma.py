@@ -136,7 +136,7 @@ def test_bytes_that_are_not_numbers():
 @pytest.mark.parametrize("kind_b", BYTES)
 @pytest.mark.parametrize("kind", BYTES)
 def test_scaled_product(kind, kind_b, bytes_of_scales):
-    """Of each four lanes the first two have factors of rows of A, and the first that of a column of B; others NaN."""
+    """Lanes 0 and 1 of every four have factors of rows of A, and lane 0 that of a column of B; all others have NaN."""
     rng = np.random.default_rng(0)
     a, b = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((16, 32), (32, 8)))
     c = rng.integers(-9, 10, (16, 8)).astype(np.float32)

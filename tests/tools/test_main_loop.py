@@ -224,3 +224,19 @@ def test_code_that_multiplies_in_no_loop_has_none():
 def test_kinds_of_sass(line, kind):
     (found,) = sass(f"@!P0 {line}")
     assert found.kind == kind
+
+
+@pytest.mark.parametrize("listing", [FLATTENED, NESTED])
+@pytest.mark.parametrize("spill", ["LDL R9, [R1+0x8]", "STL.64 [R1+0x8], R9"])
+def test_spills_in_a_step(listing, spill):
+    """In a step they cost time in every step; before the loop, beside the steps of a tile or after it, little."""
+    before, inside, between, after = (
+        f"{spill}\n{listing}",
+        listing.replace("arrived:", f"arrived: {spill}\n"),
+        listing.replace("@UP1 UTMASTG", f"{spill}\n@UP1 UTMASTG").replace("STG.E.128", f"{spill}\nSTG.E.128"),
+        listing.replace("    EXIT", f"    {spill}\n    EXIT"),
+    )
+    assert [main_loop.spills_in_a_step(sass(text)) for text in (before, inside, between, after)] == [
+        *(False, True, False, False)
+    ]
+    assert main_loop.spills_in_a_step(sass("EXIT"))
