@@ -201,6 +201,15 @@ def _add_bench(commands: Commands) -> None:
     parser.add_argument(
         "--eight-bit", action="store_true", help="for --roofline and --model: layers with 8-bit recipes, beside bf16"
     )
+    parser.add_argument(
+        "--published", action="store_true", help="for --model: its errors at measurements that others published"
+    )
+    parser.add_argument(
+        "--cublas",
+        type=_positive,
+        metavar="TFLOPS",
+        help="for --model: what cuBLAS reaches at 8192 x 8192 x 8192 in 16 bits on your machine, which sets the clock",
+    )
     parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
     parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
@@ -220,8 +229,14 @@ def _bench(args: argparse.Namespace) -> int:
         return status
     command = import_module("bench.limits.command")
 
-    if args.model:
-        command.run("model", args.json, args.budgets, args.warp_specialized, args.eight_bit)
+    if args.model and args.published:
+        command.run_published(args.json)
+    elif args.model:
+        try:
+            command.run("model", args.json, args.budgets, args.warp_specialized, args.eight_bit, args.cublas)
+        except ValueError as error:
+            print(f"--cublas: {error}", file=sys.stderr)
+            return 2
     else:
         command.run("roofline" if args.roofline else "schedule", args.json, eight_bit=args.eight_bit and args.roofline)
     return 0

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from bench.limits import measure, roofline
+from bench.limits import measure, rates, roofline
 from bench.limits.gpus import GPUS
 
 
@@ -19,11 +19,16 @@ def run(
     before: Path | None = None,
     warp_specialized: bool = False,
     eight_bit: bool = False,
+    cublas: float | None = None,
 ) -> None:
     """Print the rows of one report.
 
     For the model, `before` is an older table of budgets to compare with; `warp_specialized`: model those,
-    and compare with the default kernels. `eight_bit`: the model or the roofline of layers with 8-bit recipes.
+    and compare with the default kernels; `cublas`: TFLOP/s of cuBLAS at 8192 cubed on the machine that is meant.
+    `eight_bit`: the model or the roofline of layers with 8-bit recipes.
+
+    Raises:
+        ValueError: no GPU that the model knows reaches that.
     """
     if eight_bit:
         from bench.limits import eight_bit as layers  # needs Triton
@@ -37,9 +42,11 @@ def run(
     elif what == "model":
         from bench.limits import model  # needs Triton
 
-        rows, text = list(model.rows(before, warp_specialized)), model_line
+        rows, text = list(model.rows(before, warp_specialized, cublas)), model_line
+        if not rows:
+            raise ValueError(_no_such_machine(cublas))
         compared = str(before) if before else "the default kernels" if warp_specialized else ""
-        header = "\n".join(_about_model(rows, compared))
+        header = "\n".join(_about_model(rows, compared, cublas))
     elif what == "schedule":
         from bench.limits import balance  # needs Triton
 
@@ -63,19 +70,69 @@ _EIGHT_BIT_MODEL = (
 )
 
 
-def _model_within(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+def _model_within(rows: Iterable[dict[str, Any]], cublas: float | None = None) -> Iterator[str]:
     within = {row["gpu"]: row["within"] for row in rows}
     shares = ", ".join(f"{gpu} {share:.0%}" for gpu, share in within.items())
-    yield f"A model, not a measurement; by the uncertainty of its constants alone, times may be off by: {shares}"
+    yield f"A model, not a measurement; nine of ten published figures that it had not seen are within: {shares}"
     for gpu in GPUS:
         if gpu.name not in within:
-            yield f"{gpu.name} is left out: no facts of such kernels for {gpu.architecture}"
+            known = cublas and gpu.architecture in rates.RATES
+            why = f"no cuBLAS of {cublas:g} TFLOP/s" if known else f"no facts of such kernels for {gpu.architecture}"
+            yield f"{gpu.name} is left out: {why}"
 
 
-def _about_model(rows: Iterable[dict[str, Any]], before: str) -> Iterator[str]:
-    yield from _model_within(rows)
-    columns = "us, TFLOP/s, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
+def _about_model(rows: Sequence[dict[str, Any]], before: str, cublas: float | None) -> Iterator[str]:
+    yield from _model_within(rows, cublas)
+    machines = "" if cublas else ", of the slowest and the fastest known machine"
+    columns = (
+        f"us, TFLOP/s{machines}, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
+    )
     yield f"shape, load, pass, GPU: {columns}" + (f"; us by {before}, times faster now" if before else "")
+
+
+def _no_such_machine(cublas: float | None) -> str:
+    expected = (
+        f"about {rates.CUBLAS[name] * slowest:.0f} to {rates.CUBLAS[name] * fastest:.0f} for {name}"
+        for name, (slowest, fastest) in rates.MACHINES.items()
+    )
+    return f"expected TFLOP/s of cuBLAS, {' or '.join(expected)}; got {cublas:g}"
+
+
+def run_published(as_json: bool) -> None:
+    """Print the model's errors at published points."""
+    from bench.limits.published import table  # needs Triton
+
+    rows = table.rows()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    kinds = {kind: [row for row in rows if row["row"] == kind] for kind in ("family", "step", "held out")}
+    print_rows(
+        "GPU, machine, kernel: points, TFLOP/s measured, by the model, mean error, largest",
+        kinds["family"],
+        family_line,
+    )
+    print_rows("\nStep of a design, GPU, M x N x K: times faster as measured, by the model", kinds["step"], step_line)
+    title = "\nErrors of points by constants fitted to the other half, GPU, half: points, median, nine of ten"
+    print_rows(title, kinds["held out"], held_out_line)
+
+
+def family_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['gpu']:<7}{row['machine']:<14}{row['family']:<36}"
+    figures = f"{row['points']:4} {row['measured']:8.1f} {row['predicted']:8.1f}"
+    return f"{name}{figures} {row['error']:+7.1%} {row['largest']:+7.1%}"
+
+
+def step_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    size = f"{row['M']} x {row['N']} x {row['K']}"
+    return f"{row['title']:<42}{row['gpu']:<7}{size:<22}{1 + row['measured']:6.3f} {1 + row['predicted']:6.3f}"
+
+
+def held_out_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    return f"{row['gpu']:<7}{row['tested']:<6}{row['points']:4} {row['median']:6.1%} {row['ninety']:6.1%}"
 
 
 def print_rows(header: str, rows: Iterable[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
@@ -118,7 +175,8 @@ def schedule_line(row: dict[str, Any]) -> str:
 def model_line(row: dict[str, Any]) -> str:
     """One row as text."""
     name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
-    line = f"{name}{row['us']:9.1f} {row['tflops']:7.1f} {row['of_limit']:6.1%}"
+    machines = "".join(f" {each:7.1f}" for each in row["machines"])
+    line = f"{name}{row['us']:9.1f} {row['tflops']:7.1f}{machines} {row['of_limit']:6.1%}"
     tile = f" {row['step_cycles']:7.0f} {row['bubble_cycles']:7.0f} {row['bound']:<7}" if "bound" in row else " " * 24
     before = f" {row['us_before']:9.1f} {row['us_before'] / row['us']:6.2f}" if "us_before" in row else ""
     return (line + tile + before).rstrip()

@@ -29,8 +29,7 @@ from fusedmlp.recipe import BLOCKS
 _BF16, _FP32, _FP8 = 2, 4, 1  # bytes
 SPEED = 2  # products of 8 bits in the time of one of bf16, by the datasheets of H100, H200 and B200
 # Their tiles have all of the accumulator's columns. fc1 stores these and, for two of them, an e4m3.
-_GEMM = model.KERNELS["gemm"]
-_ABOUT = {"gemm": _GEMM, "fc1_act": _GEMM._replace(stored=2.5), "wgrad": model.KERNELS["wgrad"]}
+_STORED = {"gemm": 2, "fc1_act": 2.5, "wgrad": 4}
 
 
 class Pass(NamedTuple):
@@ -112,7 +111,7 @@ def times(
     found = {}
     for name, each in passes(shape, rows, recipe).items():
         memory = each.cost.bytes / (gpu.bandwidth * rate.memory)
-        compute, of_tile = 0.0, model.Cost(0.0, "memory", 0.0, 0.0)
+        compute, of_tile = 0.0, model.Cost(0.0, 0.0, "memory", 0.0, 0.0)
         if each.kernel:
             tile = table.TABLES[gpu.architecture][_key(each.kernel, recipe)]
             fact = by[f"{each.kernel}_{recipe}"]
@@ -120,7 +119,9 @@ def times(
             loop = "wgrad" if each.kernel == "wgrad" else "gemm"
             steps = model.tile_steps(loop, tile, rows, each.N, each.K)
             persistent = each.kernel != "wgrad" or _dealt_out(tile, each, gpu)
-            compute = model.cycles(of_tile, steps, tile, gpu.processors, persistent=persistent) / rate.clock
+            programs = max(tile.PER_SM, 1)
+            taken = model.cycles(of_tile, steps, gpu.processors, rate.launch, programs, persistent=persistent)
+            compute = model.seconds(taken, each.cost.flops, gpu.processors, rate, _FP8)
         found[name] = Time(1e6 * max(compute, memory), "memory" if memory > compute else of_tile.bound, of_tile)
     return found
 
@@ -131,15 +132,15 @@ def _dealt_out(tile: Tile, each: Pass, gpu: GPU) -> bool:
 
 def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates, *, overlapped: bool) -> model.Cost:
     """Cost of a tile. With two consumers (sm_90), each waits for its own products before it adds them."""
-    name, about = kernel + model.WARP_SPECIALIZED, _ABOUT[kernel]
-    apart = model.tile_cost(name, fact, tile, rate, itemsize=_FP8, about=about)
+    as_bf16 = "wgrad" if kernel == "wgrad" else "gemm"
+    about = model.kernel_of(as_bf16 + model.WARP_SPECIALIZED, fact, tile)
+    about = about._replace(itemsize=_FP8, stored=_STORED[kernel])
+    apart = model.tile_cost(about, rate)
     if fact.mma_in_flight != 0 or not overlapped:
         return apart
     # The other consumer multiplies meanwhile: a step takes half of its products, and one consumer's instructions.
-    running = model.tile_cost(name, fact._replace(mma_in_flight=1), tile, rate, itemsize=_FP8, about=about)
-    rows, columns = (tile.BLOCK_N, tile.BLOCK_K) if kernel == "wgrad" else (tile.BLOCK_M, tile.BLOCK_N)
-    depth = tile.BLOCK_M if kernel == "wgrad" else tile.BLOCK_K
-    products = cost.product_flops(rows, columns, depth) / (SPEED * rate.tensor)
+    running = model.tile_cost(about._replace(order="ring"), rate)
+    products = cost.product_flops(about.rows, about.columns, about.depth) / (SPEED * rate.tensor)
     alone = fact.instructions * tile.num_warps / (4 * rate.issue)
     turn = products / 2 + alone + fact.waits * rate.wait + fact.barriers * rate.barrier
     return running if running.step >= turn else running._replace(step=turn, bound="turns")
@@ -152,7 +153,7 @@ def model_rows() -> Iterator[dict[str, Any]]:
     `us`: additions overlapped; `us_apart`: not. bf16: the faster of the default and the warp-specialized kernels.
     """
     for gpu in model.modelled():
-        by, rate, within = model.facts(gpu.architecture), rates.of(gpu.architecture), model.uncertainty(gpu)
+        by, rate, within = model.facts(gpu.architecture), rates.of(gpu.architecture), rates.WITHIN[gpu.architecture]
         for recipe, shape, load, rows in layers(gpu.architecture):
             fast, slow = (times(gpu, shape, rows, by, rate, overlapped=on) for on in (True, False))
             backward = tuple(name for name in fast if name not in FORWARD)

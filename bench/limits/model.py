@@ -1,17 +1,19 @@
 """Time of every pass by a model of its compiled code, beside its limit: the worth of a change of a kernel.
 
 It rests on the table of `proof.budgets` (a row is a kernel's `MainLoop`), on the tiles of `kernels/tiles/table.py` and
-on the constants of `rates`. The time of a tile is
+on the constants of `rates`. `bench.limits.published` compares it with measurements that others published. The time of
+a tile is
 
-    steps * max(tensor cores, L2, issue, arrival of loads) + bubble
+    steps * max(tensor cores, shared memory, L2, issue, arrival of operands) + bubble
 
-Issue is the time of a step's instructions, of all warps on four schedulers, with its waits and barriers; where no MMA
-is left in flight, the tensor cores' time is added, as they are idle meanwhile. The bubble is the time of a tile beside
-its steps: instructions, stores and waits for them, barriers, and, unless steps and tiles are one loop, the time until
-its first operands arrive. Multiprocessors take tiles as in `balance`. No pass is faster than its bytes go through
-memory.
+Arrival is the time of a load and of its product, as far as the buffers and the kernel's order leave one waiting for the
+other. Issue is the time of a step's instructions, of all warps on four schedulers, with its waits and barriers. The
+bubble is the time of a tile beside its steps: instructions, stores and waits for them, barriers, and, unless steps and
+tiles are one loop, the time until its first operands arrive. Multiprocessors take tiles as in `balance`. The clock
+falls with the share of cycles in which tensor cores multiply. No pass is faster than its bytes go through memory.
 
-Not modelled: launches, power, bank conflicts of shared memory, misses of L2, misses of the instruction cache.
+Not modelled: loads by pointers and gathers, whose kernels get no figure; bank conflicts of shared memory, misses of L2,
+misses of the instruction cache, memory and products that wait for each other.
 """
 
 from __future__ import annotations
@@ -19,36 +21,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bench.limits import balance, rates, roofline
 from bench.limits.gpus import GPU, GPUS, limit_ms
 from bench.limits.rates import Rates
-from bench.limits.shapes import LOADS, SHAPES, Shape, even
+from bench.limits.shapes import LOADS, SHAPES, Shape
 from bench.proof import budgets
 from bench.proof.main_loop import MainLoop
 from fusedmlp.kernels.launching.cost import product_flops
 from fusedmlp.kernels.tiles.table import Tile
 
-_BF16 = 2  # bytes
-
-
-class Kernel(NamedTuple):
-    """Facts of a kernel that neither the table nor a tile has."""
-
-    widths: int  # the accumulator's width, in widths of the tile
-    stored: float  # bytes stored for each element of the accumulator
-    trips: int  # loads from L2, one after another, before a tile's first operands can be loaded
-    joined: bool  # whether steps and tiles are one loop, for tables that are older than that column
-
-
-KERNELS = {
-    "fc1_act": Kernel(widths=2, stored=3, trips=1, joined=True),  # gate and linear part; for two of them an activation
-    "gemm": Kernel(widths=1, stored=2, trips=1, joined=True),
-    "dgrad_act": Kernel(widths=1, stored=6, trips=1, joined=False),  # two gradients and an activation
-    "wgrad": Kernel(widths=1, stored=4, trips=2, joined=False),  # the expert of a tile, its rows
-}
-WARP_SPECIALIZED = "_warp_specialized"  # what the table adds to the name of a warp-specialized kernel
+# How loads and products of a kernel wait for each other. ring: a buffer is loaded as soon as its product is done;
+# drains: a warp waits for its last product before it issues the next; serial: it waits for a product once it is issued.
+Order = Literal["ring", "drains", "serial"]
 TOTALS = {
     "forward": roofline.FORWARD,
     "backward": roofline.BACKWARD,
@@ -56,10 +42,47 @@ TOTALS = {
 }
 
 
+class Kernel(NamedTuple):
+    """A compiled kernel, as far as its time depends on it."""
+
+    loop: MainLoop
+    rows: int  # of the accumulator
+    columns: int
+    depth: int  # of the reduction, in a step
+    warps: int  # that execute a step's instructions
+    buffers: int  # steps whose operands shared memory holds
+    stored: float  # bytes for each element of the accumulator
+    order: Order = "ring"
+    itemsize: int = 2  # bytes of an operand's element
+    trips: int = 1  # loads from L2, one after another, before a tile's first operands can be loaded
+    programs: int = 1  # on one multiprocessor
+    loads: float = 1  # share of the columns' operand that a block loads; the rest comes from its cluster
+    holds: float = 1  # share of it in the block's shared memory; tensor cores read the rest from the other block's
+    last_store_waits: bool = False  # the next tile's products wait until a tile's last store has read its buffer
+
+
+class _Pass(NamedTuple):
+    """What a kernel of this library has beside its tile."""
+
+    widths: int  # the accumulator's width, in widths of the tile
+    stored: float
+    trips: int = 1
+
+
+PASSES = {
+    "fc1_act": _Pass(widths=2, stored=3),  # gate and linear part; for two of them an activation
+    "gemm": _Pass(widths=1, stored=2),
+    "dgrad_act": _Pass(widths=1, stored=6),  # two gradients and an activation
+    "wgrad": _Pass(widths=1, stored=4, trips=2),  # the expert of a tile, its rows
+}
+WARP_SPECIALIZED = "_warp_specialized"  # what the table adds to the name of a warp-specialized kernel
+
+
 class Cost(NamedTuple):
     """Cycles of a tile that has its multiprocessor for itself."""
 
     step: float
+    busy: float  # cycles of a step in which a resource of the multiprocessor is taken
     bound: str  # what bounds a step
     bubble: float
     start: float  # until a program's first step, where it is no part of the bubble
@@ -78,43 +101,82 @@ def facts(architecture: str, table: Path = budgets.TABLE) -> dict[str, MainLoop]
     """`MainLoop` of each kernel with its tiles for long loads; empty if the table has no rows of that architecture."""
     found: dict[str, dict[str, Any]] = budgets.allowed(architecture, table)
     for kernel, costs in found.items():
-        if costs["joined"] is None:  # others than those of KERNELS are warp-specialized
-            costs["joined"] = kernel not in KERNELS or KERNELS[kernel].joined
+        if costs["joined"] is None:  # a table from before that column
+            costs["joined"] = kernel not in ("dgrad_act", "wgrad")
     return {kernel: MainLoop(**costs) for kernel, costs in found.items()}
 
 
-def tile_cost(
-    kernel: str, fact: MainLoop, tile: Tile, rate: Rates, itemsize: int = _BF16, about: Kernel | None = None
-) -> Cost:
-    """Cost of a tile of one kernel; `itemsize`: bytes of an operand's element; `about`: in place of that of KERNELS.
+def kernel_of(name: str, loop: MainLoop, tile: Tile) -> Kernel:
+    """A kernel of this library, by its name in the table of budgets, with bf16 operands.
 
-    In a warp-specialized kernel two warpgroups multiply, or one warp does and others store.
+    In a warp-specialized one two warpgroups multiply, or one warp does and others store.
     """
-    kernel, warp_specialized, _ = kernel.partition(WARP_SPECIALIZED)
-    about = about or KERNELS[kernel]
+    name, warp_specialized, _ = name.partition(WARP_SPECIALIZED)
+    about = PASSES[name]
     rows, columns, depth = tile.BLOCK_M, about.widths * tile.BLOCK_N, tile.BLOCK_K
-    if kernel == "wgrad":
+    if name == "wgrad":
         rows, columns, depth = tile.BLOCK_N, tile.BLOCK_K, tile.BLOCK_M
-    warps = 2 * tile.num_warps if warp_specialized and fact.joined != 2 else tile.num_warps
-    cycles = warps / (4 * rate.issue)  # for an instruction of every warp
-    tensor = product_flops(rows, columns, depth) / (rate.tensor * _BF16 / itemsize)
-    issue = fact.instructions * cycles + fact.waits * rate.wait + fact.barriers * rate.barrier
-    ahead = tile.num_stages - 1 if fact.loads_in_flight is None else fact.loads_in_flight
-    ways = {
-        "tensor": tensor,
-        "L2": itemsize * (rows + columns) * depth / rate.l2,
-        "issue": issue + (tensor if fact.mma_in_flight == 0 else 0),
-        "arrival": rate.first_load / ahead if ahead else rate.first_load + issue + tensor,
+    warps = 2 * tile.num_warps if warp_specialized and loop.joined != 2 else tile.num_warps
+    order: Order = "serial" if loop.mma_in_flight == 0 else "ring"
+    return Kernel(
+        loop,
+        rows,
+        columns,
+        depth,
+        warps,
+        tile.num_stages,
+        about.stored,
+        order,
+        trips=about.trips,
+        programs=max(tile.PER_SM, 1),
+    )
+
+
+def tile_cost(kernel: Kernel, rate: Rates) -> Cost:
+    """Cost of a tile of one kernel.
+
+    Raises:
+        ValueError: the kernel loads by pointers, which the model predicts badly.
+    """
+    loop = kernel.loop
+    if loop.loads_in_flight is not None:
+        raise ValueError("expected a kernel that loads by TMA; got cp.async, for which the model has no figure")
+    cycles = kernel.warps / (4 * rate.issue)  # for an instruction of every warp
+    issue = loop.instructions * cycles + loop.waits * rate.wait + loop.barriers * rate.barrier
+    product = product_flops(kernel.rows, kernel.columns, kernel.depth) / (rate.tensor * 2 / kernel.itemsize)
+    of_rows, of_columns = (kernel.itemsize * kernel.depth * width for width in (kernel.rows, kernel.columns))
+    written = of_rows + of_columns * kernel.holds
+    reads = of_rows + of_columns * kernel.holds * math.ceil(kernel.rows / rate.tensor_rows)
+    load = rate.latency + written / rate.port
+    alone = max(product, reads / rate.shared)  # of a product while nothing is loaded
+    busy = {
+        "tensor": product,
+        "shared": (written + reads) / rate.shared,
+        "L2": (of_rows + of_columns * kernel.loads) / rate.l2,
+        "issue": issue,
     }
+    ways = busy | {"arrival": _arrival(kernel, load, alone, issue, rate)}
+    if kernel.order == "serial":
+        ways["issue"] += alone
     bound = max(ways, key=lambda way: ways[way])
-    # A store waits until the one before has left its buffer, as fast as L2 takes it; nothing waits for the last.
-    waited = about.stored * rows * columns * (1 - 1 / max(fact.tile_stores, 1))
-    bubble = fact.tile_instructions * cycles + waited / rate.l2
-    bubble += fact.tile_stores * rate.store + fact.tile_waits * rate.store_wait + fact.tile_barriers * rate.barrier
-    start = about.trips * rate.trip + rate.first_load
-    if fact.joined:
-        return Cost(ways[bound], bound, bubble, start, fact.joined == 2)
-    return Cost(ways[bound], bound, bubble + start, 0.0)
+    # A store waits until the one before has left its buffer, as fast as L2 takes it.
+    stores = max(loop.tile_stores, 1)
+    waited = kernel.stored * kernel.rows * kernel.columns * (1 - (not kernel.last_store_waits) / stores)
+    bubble = rate.tile + loop.tile_instructions * cycles + waited / rate.l2
+    bubble += loop.tile_stores * rate.store + loop.tile_waits * rate.store_wait + loop.tile_barriers * rate.barrier
+    start = kernel.trips * rate.trip + load
+    if loop.joined:
+        return Cost(ways[bound], max(busy.values()), bound, bubble, start, loop.joined == 2)
+    return Cost(ways[bound], max(busy.values()), bound, bubble + start, 0.0)
+
+
+def _arrival(kernel: Kernel, load: float, product: float, issue: float, rate: Rates) -> float:
+    """Cycles of a step by its load and its product alone."""
+    if kernel.buffers == 1:
+        return load + product + issue
+    if kernel.order == "drains":
+        return max(product + rate.gap, load / (kernel.buffers - 1))
+    return (load + product) / kernel.buffers
 
 
 def tile_steps(kernel: str, tile: Tile, rows: Sequence[int], N: int, K: int) -> list[tuple[int, int]]:
@@ -123,25 +185,30 @@ def tile_steps(kernel: str, tile: Tile, rows: Sequence[int], N: int, K: int) -> 
         per_expert = -(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K)
         return [(-(-n // tile.BLOCK_M), per_expert) for n in sorted(rows, reverse=True) if n]
     num_tiles = sum(-(-n // tile.BLOCK_M) for n in rows) * -(-N // tile.BLOCK_N)
-    return [(-(-K // (KERNELS[kernel].widths * tile.BLOCK_K)), num_tiles)]
+    return [(-(-K // (PASSES[kernel].widths * tile.BLOCK_K)), num_tiles)]
 
 
 def cycles(
-    cost: Cost, steps: Sequence[tuple[int, int]], tile: Tile, processors: int, *, persistent: bool = True
+    cost: Cost, steps: Sequence[tuple[int, int]], processors: int, launch: float, programs: int = 1, *, persistent: bool
 ) -> float:
     """Cycles until the last multiprocessor is done.
 
-    Programs that share a multiprocessor multiply during each other's bubbles. One that is not `persistent` has one
-    tile.
+    `programs` that share a multiprocessor work during each other's waits and bubbles, as far as its resources are free.
+    One that is not `persistent` has one tile. `launch`: cycles until a block's first instruction.
     """
-    programs = max(tile.PER_SM, 1)
     costs: list[float] = []
     for n, count in steps:
-        stepping = n * cost.step
-        whole = max(stepping, cost.bubble) if cost.apart and persistent else stepping + cost.bubble
-        costs += [max(stepping, (whole if persistent else whole + cost.start) / programs)] * count
+        own = max(n * cost.step, cost.bubble) if cost.apart and persistent else n * cost.step + cost.bubble
+        own += 0 if persistent else cost.start + launch
+        costs += [max(n * cost.busy, own / programs)] * count
     busy = sum(costs) / (processors * (1 - balance.idle_share(costs, processors, persistent)))
-    return busy + cost.start if persistent else busy
+    return busy + cost.start + launch if persistent else busy
+
+
+def seconds(cycles: float, flops: float, processors: int, rate: Rates, itemsize: int = 2) -> float:
+    """Time of that many cycles with `flops` in them, at the clock that power allows."""
+    used = flops / (cycles * processors * rate.tensor * 2 / itemsize)
+    return cycles / min(rate.clock_most, rate.clock * used**-rate.clock_falls) if used else cycles / rate.clock_most
 
 
 def passes(
@@ -152,28 +219,14 @@ def passes(
     for name, (kernel, N, K) in balance.passes(shape).items():
         tile = balance.tile_of(kernel, rows, gpu.architecture, warp_specialized)
         variant = kernel + WARP_SPECIALIZED if warp_specialized and kernel + WARP_SPECIALIZED in by else kernel
-        cost = tile_cost(variant, by[variant], tile, rate)
-        steps = tile_steps(kernel, tile, rows, N, K)
+        about = kernel_of(variant, by[variant], tile)
+        cost, steps = tile_cost(about, rate), tile_steps(kernel, tile, rows, N, K)
         persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, warp_specialized)
-        compute = cycles(cost, steps, tile, gpu.processors, persistent=persistent) / rate.clock
+        taken = cycles(cost, steps, gpu.processors, rate.launch, about.programs, persistent=persistent)
+        compute = seconds(taken, least[name].flops, gpu.processors, rate)
         memory = least[name].bytes / (gpu.bandwidth * rate.memory)
         times[name] = Time(1e6 * max(compute, memory), "memory" if memory > compute else cost.bound, cost)
     return times
-
-
-def uncertainty(gpu: GPU) -> float:
-    """Uncertainty of the time of all passes of all shapes with even loads, as a share of it.
-
-    It follows from the uncertainties of `rates`, taken as independent.
-    """
-    by = facts(gpu.architecture)
-
-    def total(off: str | None) -> float:
-        rate = rates.of(gpu.architecture, off)
-        return sum(time.us for shape in SHAPES for time in passes(gpu, shape, even(shape), by, rate).values())
-
-    base = total(None)
-    return math.hypot(*(total(name) / base - 1 for name in Rates._fields))
 
 
 def modelled() -> list[GPU]:
@@ -181,24 +234,29 @@ def modelled() -> list[GPU]:
     return [gpu for gpu in GPUS if facts(gpu.architecture) and gpu.architecture in rates.RATES]
 
 
-def rows(before: Path | None = None, warp_specialized: bool = False) -> Iterator[dict[str, Any]]:
+def rows(
+    before: Path | None = None, warp_specialized: bool = False, cublas: float | None = None
+) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
 
-    `warp_specialized`: warp-specialized kernels, of GPUs that have them, compared with the default ones.
+    `warp_specialized`: warp-specialized kernels, of GPUs that have them, compared with the default ones. `cublas`:
+    TFLOP/s of cuBLAS at 8192 cubed on the machine that is meant; GPUs that cannot reach it are left out. Without it,
+    rows have the figures of the slowest and the fastest machine that is known, too.
     """
     for gpu in modelled():
-        by, rate, within = facts(gpu.architecture), rates.of(gpu.architecture), uncertainty(gpu)
-        if warp_specialized and not any(name.endswith(WARP_SPECIALIZED) for name in by):
+        by, machines = facts(gpu.architecture), rates.anchored(gpu.architecture, cublas)
+        if not machines or (warp_specialized and not any(name.endswith(WARP_SPECIALIZED) for name in by)):
             continue
         old = facts(gpu.architecture, before) if before else by if warp_specialized else {}
         for shape in SHAPES:
             for load, count in LOADS.items():
                 loads = count(shape)
-                least, times = roofline.passes(shape, loads), passes(gpu, shape, loads, by, rate, warp_specialized)
-                times_before = passes(gpu, shape, loads, old, rate) if old else {}
-                for name, parts in ({name: (name,) for name in times} | TOTALS).items():
+                least = roofline.passes(shape, loads)
+                by_machine = [passes(gpu, shape, loads, by, rate, warp_specialized) for rate in machines]
+                times_before = passes(gpu, shape, loads, old, machines[0]) if old else {}
+                for name, parts in ({name: (name,) for name in by_machine[0]} | TOTALS).items():
                     flops = sum(least[part].flops for part in parts)
-                    us = sum(times[part].us for part in parts)
+                    us, *others = (sum(times[part].us for part in parts) for times in by_machine)
                     limits = (limit_ms(least[p].flops, least[p].bytes, gpu.bf16_flops, gpu.bandwidth) for p in parts)
                     limit_us = 1e3 * sum(limits)
                     row = {
@@ -207,14 +265,15 @@ def rows(before: Path | None = None, warp_specialized: bool = False) -> Iterator
                         "load": load,
                         "pass": name,
                         "us": us,
-                        "within": within,
+                        "within": rates.WITHIN[gpu.architecture],
                         "tflops": flops / us / 1e6,
+                        "machines": [flops / other / 1e6 for other in others],
                         "limit_us": limit_us,
                         "of_limit": limit_us / us,
                     }
-                    if name in times:
-                        cost = times[name].cost
-                        row |= {"bound": times[name].bound, "step_cycles": cost.step, "bubble_cycles": cost.bubble}
+                    if name in by_machine[0]:
+                        time = by_machine[0][name]
+                        row |= {"bound": time.bound, "step_cycles": time.cost.step, "bubble_cycles": time.cost.bubble}
                     if times_before:
                         row["us_before"] = sum(times_before[part].us for part in parts)
                     yield row

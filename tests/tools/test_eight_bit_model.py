@@ -40,7 +40,7 @@ def test_a_step_is_faster_than_two_of_16_bits(architecture, kernel):
     tile, wide = (tiles[table.Key(kernel, "warp_specialized", of, "long")] for of in (recipe, "bf16"))
     fact = by[f"{kernel}_{recipe}"]
     overlapped, apart = (eight_bit.tile_cost(kernel, fact, tile, rate, overlapped=on) for on in (True, False))
-    of_bf16 = model.tile_cost(name, by[name], wide, rate)
+    of_bf16 = model.tile_cost(model.kernel_of(name, by[name], wide), rate)
     assert 0.45 < overlapped.step / (2 * of_bf16.step) < 0.75
     assert (overlapped.step < apart.step) == (architecture == "sm_90")
 
