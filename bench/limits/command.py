@@ -106,13 +106,17 @@ def run_published(as_json: bool) -> None:
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    kinds = {kind: [row for row in rows if row["row"] == kind] for kind in ("family", "step", "held out")}
+    names = ("family", "step", "layer", "backward", "held out")
+    kinds = {kind: [row for row in rows if row["row"] == kind] for kind in names}
     print_rows(
         "GPU, machine, kernel: points, TFLOP/s measured, by the model, mean error, largest",
         kinds["family"],
         family_line,
     )
     print_rows("\nStep of a design, GPU, M x N x K: times faster as measured, by the model", kinds["step"], step_line)
+    title = "\nLayers of SonicMoE on an H100, hidden, ffn, experts, top-k: TFLOP/s measured, by the model, error"
+    print_rows(title, kinds["layer"], layer_line)
+    print_rows(_COMPARED, kinds["backward"], compared_line)
     title = "\nErrors of points by constants fitted to the other half, GPU, half: points, median, nine of ten"
     print_rows(title, kinds["held out"], held_out_line)
 
@@ -128,6 +132,26 @@ def step_line(row: dict[str, Any]) -> str:
     """One row as text."""
     size = f"{row['M']} x {row['N']} x {row['K']}"
     return f"{row['title']:<42}{row['gpu']:<7}{size:<22}{1 + row['measured']:6.3f} {1 + row['predicted']:6.3f}"
+
+
+_COMPARED = (
+    "\nBackward on an H100, TFLOP/s of this library (adds to fp32) and of SonicMoE (writes bf16)\n"
+    "shape: passes alone on sorted rows, both by the model: ours, theirs (our kernels, which write bf16), ours / theirs;\n"
+    "  layers: theirs as published; the same with main_grad.add_; ours by the model's ratio to theirs, times faster"
+)
+
+
+def layer_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    name = f"{row['direction']:<10}{row['H']:6}{row['F']:6}{row['E']:5}{row['top_k']:4}"
+    return f"{name} {row['tflops']:7.0f} {row['predicted']:7.0f} {row['error']:+7.1%}"
+
+
+def compared_line(row: dict[str, Any]) -> str:
+    """One row as text."""
+    alone = f"{row['gemms']:7.0f} {row['gemms_of_theirs']:7.0f} {row['gemms'] / row['gemms_of_theirs']:6.2f}"
+    layers = f"{row['published']:7.0f} {row['published_and_added']:7.0f} {row['layer']:7.0f}"
+    return f"{row['shape']:<10}{alone}  {layers} {row['layer'] / row['published_and_added']:6.2f}"
 
 
 def held_out_line(row: dict[str, Any]) -> str:

@@ -6,9 +6,9 @@ import statistics
 import pytest
 from support import forked
 
-from bench.limits import model, rates, shapes
-from bench.limits.gpus import GPUS
-from bench.limits.published import fit, points, table
+from bench.limits import layer, model, rates, roofline, shapes
+from bench.limits.gpus import GPUS, limit_ms
+from bench.limits.published import fit, layers, points, table
 
 ARCHITECTURES = {"H100": "sm_90", "GB200": "sm_100"}
 BOUNDS = {"sm_90": (0.05, 0.16), "sm_100": (0.08, 0.16)}  # median and ninth decile of errors
@@ -118,13 +118,62 @@ def test_a_fit_finds_the_constants_that_made_its_points():
     assert after < 0.2 * before
 
 
+def test_layers_of_others():
+    """SonicMoE's, by a clock that is fitted to the other half of its layers."""
+    errors = [abs(each) for each in layers.held_out()]
+    found = table.summary(errors)
+    assert found.points == len(layers.published()) == 24
+    assert found.median <= 0.08
+    assert found.ninety <= 0.16
+    by_key = {(each.shape.F, each.top_k, each.shape.H, each.half) for each in layers.published()}
+    assert len(by_key) == 12  # a layer's forward and backward are in the same half
+
+
+def test_a_layer_is_its_passes_and_what_is_beside_them():
+    gpu, rate = GPUS[0], rates.of("sm_90")
+    (shape,) = (each for each in shapes.SHAPES if each.name == "sonic-c")
+    by, rows = model.facts("sm_90"), shapes.even(shape)
+    found = layer.times(gpu, shape, rows, by, rate, layer.ACCUMULATED)
+    passes = model.passes(gpu, shape, rows, by, rate, warp_specialized=True)
+    least = roofline.passes(shape, rows)
+    combine, route = (
+        1e3 * limit_ms(0, least[name].bytes, 1, gpu.bandwidth * rate.memory) for name in ("combine", "route")
+    )
+    forward, backward = (sum(passes[name].us for name in model.TOTALS[way]) for way in ("forward", "backward"))
+    assert found.forward == pytest.approx(forward + combine + route + 4 * layer.LAUNCH_US)
+    assert found.backward == pytest.approx(backward + combine + 5 * layer.LAUNCH_US)
+    assert found.backward_gemms == pytest.approx(backward)
+    # Gradients of half the size, written once, are faster, in backward alone.
+    written = layer.times(gpu, shape, rows, by, rate, layer.WRITTEN)
+    assert written.forward == found.forward
+    assert written.backward < found.backward
+    assert layer.flops(shape, "backward") == 2 * layer.flops(shape, "forward")
+    assert layer.flops(shape, "forward") == sum(least[name].flops for name in roofline.FORWARD)
+    assert layer.add_us(shape, gpu) == pytest.approx(1e6 * 10 * 3 * 64 * 4096 * 1024 / 3.35e12)
+
+
+def test_layers_are_compared_with_what_a_user_of_main_grad_runs():
+    rows = {row["shape"]: row for row in layers.compared()}
+    assert tuple(rows) == layers.COMPARED
+    row = rows["sonic-c"]
+    (shape,) = (each for each in shapes.SHAPES if each.name == "sonic-c")
+    flops = layer.flops(shape, "backward")
+    add = flops / row["published_and_added"] - flops / row["published"]
+    assert add == pytest.approx(1e6 * layer.add_us(shape, GPUS[0]))
+    for row in rows.values():
+        assert row["published_and_added"] < row["layer"] < row["published"]
+        assert row["gemms"] < row["gemms_of_theirs"]
+
+
 def test_the_command_prints_the_table():
     done = forked.run("-m", "fusedmlp", "bench", "--model", "--published")
     assert done.returncode == 0, done.stderr
-    families, steps, errors = done.stdout.split("\n\n")
+    families, steps, of_layers, backward, errors = done.stdout.split("\n\n")
     known = {(each.gpu, each.machine, each.family) for each in points.points() if each.use != "anchor"}
     assert len(families.splitlines()) == 1 + len(known)
     assert any(line.startswith("2 -> 3 stages ") and " 1.377 " in line for line in steps.splitlines())
+    assert len(of_layers.splitlines()) == 1 + 24
+    assert [line.split()[0] for line in backward.splitlines()[3:]] == list(layers.COMPARED)
     assert [line.split()[:3] for line in errors.splitlines()[1:]] == [
         ["H100", "a", "24"],
         ["H100", "b", "18"],
@@ -140,7 +189,7 @@ def test_rows_as_json(capsys):
 
     command.run_published(as_json=True)
     rows = json.loads(capsys.readouterr().out)
-    assert {row["row"] for row in rows} == {"point", "family", "step", "held out"}
+    assert {row["row"] for row in rows} == {"point", "family", "step", "layer", "backward", "held out"}
     row = next(row for row in rows if row["row"] == "point")
     assert row["error"] == pytest.approx(row["predicted"] / row["tflops"] - 1)
     family = next(row for row in rows if row["row"] == "family" and row["points"] > 1)

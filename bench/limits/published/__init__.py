@@ -8,4 +8,7 @@ kernels in place of one that was not compiled.
 `use` says what a point is for. fit: constants in `bench.limits.rates` are fitted to it; `half` then says to which half
 it belongs, and all sizes of a kernel are in the same half. other: another machine; its clock is set by what cuBLAS
 reached there. anchor: cuBLAS, whose kernels are not known; it says how fast a machine is.
+
+`layers.csv` has SonicMoE's layers on an H100, forward and backward, read off Figure 14 of its repository
+(Dao-AILab/sonic-moe, assets/tput.png at 8565e849) to 3 TFLOP/s.
 """

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from bench.limits import rates
-from bench.limits.published import fit
+from bench.limits.published import fit, layers
 from bench.limits.published.points import GPUS, Point, anchored, error, points, predicted
 from bench.limits.rates import Rates
 
@@ -129,6 +129,6 @@ def held_out_rows() -> Iterator[dict[str, Any]]:
 
 
 def rows() -> list[dict[str, Any]]:
-    """All rows: points, families, steps, errors held out."""
+    """All rows: points, families, steps, errors held out, layers, and layers with this library's beside them."""
     of = list(point_rows())
-    return [*of, *family_rows(of), *step_rows(of), *held_out_rows()]
+    return [*of, *family_rows(of), *step_rows(of), *held_out_rows(), *layers.rows(), *layers.compared()]
