@@ -1,7 +1,7 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
 # `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
 # `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on
-# the CPU.
+# the CPU; the warp-specialized kernels also as each Triton of EMULATED compiles them.
 # `make kernels` compiles every kernel for every GPU with the Triton of .venv and each of TRITONS; with
 # KERNELS=--all-variants in all variants, which takes about an hour.
 # `make hashes` writes the table of code hashes anew, with which `make kernels` compares.
@@ -13,6 +13,7 @@
 # `make versions` runs the tests of the contract and of compiled layers, and the doctor, with the torch of
 # tests/requirements-newest.txt and the last of TRITONS.
 TRITONS := 3.8.0 3.9.0
+EMULATED ?= $(TRITONS)
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' tests/requirements-newest.txt)
 NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITONS))
 MEGATRONS := 0.16.1 0.17.0 0.18.0
@@ -47,12 +48,12 @@ test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # First the emulator's own tests and the cases of kernels; then the tests of kernels in ALSO, which no case repeats;
-# then the warp-specialized kernels and a layer of each 8-bit recipe as each Triton of TRITONS compiles them, since names
+# then the warp-specialized kernels and a layer of each 8-bit recipe as each Triton of EMULATED compiles them, as names
 # of Gluon change between versions (not layers of tokens or of separate experts, which run other kernels, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulation tests/ptx_emulator
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
-	for triton in $(TRITONS:%=.triton/%); do \
+	for triton in $(EMULATED:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal \
 	    tests/emulation/test_kernels.py tests/emulation/test_eight_bit.py tests/emulation/test_mxfp8_triton.py \
 	    -k '$(OTHERS)' || exit 1; \

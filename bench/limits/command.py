@@ -136,7 +136,7 @@ def step_line(row: dict[str, Any]) -> str:
 
 _COMPARED = (
     "\nBackward on an H100, TFLOP/s of this library (adds to fp32) and of SonicMoE (writes bf16)\n"
-    "shape: passes alone on sorted rows, both by the model: ours, theirs (our kernels, which write bf16), ours / theirs;\n"
+    "shape: passes alone on sorted rows, both by the model: ours, theirs (our kernels, writing bf16), ours / theirs;\n"
     "  layers: theirs as published; the same with main_grad.add_; ours by the model's ratio to theirs, times faster"
 )
 
