@@ -21,14 +21,17 @@ LAUNCH_US = 2.0  # estimate: from the end of one kernel until the next has block
 _BF16, _FP32, _INT64 = 2, 4, 8  # bytes
 
 
-class Gradients(NamedTuple):
-    """What wgrad leaves: this library's adds to fp32; SonicMoE's is a gradient in bf16, which PyTorch then adds."""
+class Design(NamedTuple):
+    """What may differ between this library's layer and another."""
 
-    itemsize: int
-    accumulate: bool
+    grad: int  # bytes of a weight gradient's element
+    accumulate: bool  # wgrad adds to what is there
+    hidden: bool = False  # every epilogue runs under the next tile's products, whatever registers that takes
 
 
-ACCUMULATED, WRITTEN = Gradients(_FP32, True), Gradients(_BF16, False)
+OURS = Design(_FP32, True)
+WRITES = Design(_BF16, False)  # as SonicMoE's wgrad, to whose gradient PyTorch then adds
+HIDDEN = WRITES._replace(hidden=True)
 
 
 class Layer(NamedTuple):
@@ -39,16 +42,18 @@ class Layer(NamedTuple):
     backward_gemms: float  # its passes on sorted rows alone
 
 
-def times(gpu: GPU, shape: Shape, rows: list[int], by: dict[str, MainLoop], rate: Rates, gradients: Gradients) -> Layer:
+def times(gpu: GPU, shape: Shape, rows: list[int], by: dict[str, MainLoop], rate: Rates, design: Design) -> Layer:
     """Time of a layer of warp-specialized kernels; `by`: facts of the GPU's kernels."""
-    gathered, in_order = (_least(each, rows, gradients) for each in (shape, replace(shape, most=shape.R)))
+    gathered, in_order = (_least(each, rows, design) for each in (shape, replace(shape, most=shape.R)))
     layer, gemms = {}, {}
     for name, (kernel, N, K) in balance.passes(shape).items():
         tile = balance.tile_of(kernel, rows, gpu.architecture, warp_specialized=True)
         variant = kernel + model.WARP_SPECIALIZED
         about = model.kernel_of(variant, by[variant], tile)
         if kernel == "wgrad":
-            about = about._replace(stored=gradients.itemsize)
+            about = about._replace(stored=design.grad)
+        if design.hidden:
+            about = about._replace(loop=about.loop._replace(joined=2))
         of_tile, steps = model.tile_cost(about, rate), model.tile_steps(kernel, tile, rows, N, K)
         persistent = kernel != "wgrad" or balance.dealt_out(kernel, rows, N, K, gpu, warp_specialized=True)
         taken = model.cycles(of_tile, steps, gpu.processors, rate.launch, about.programs, persistent=persistent)
@@ -59,11 +64,11 @@ def times(gpu: GPU, shape: Shape, rows: list[int], by: dict[str, MainLoop], rate
     return Layer(route + forward + combine, backward + combine, sum(gemms[name] for name in BACKWARD))
 
 
-def _least(shape: Shape, rows: list[int], gradients: Gradients) -> dict[str, cost.Cost]:
+def _least(shape: Shape, rows: list[int], design: Design) -> dict[str, cost.Cost]:
     """Costs of the passes, of which those that can gather rows do, and of routing and combining."""
     H, F, G, T = shape.H, shape.F, 2 * shape.F, shape.most
     tokens = None if T == shape.R else T
-    grad, accumulate = gradients
+    grad, accumulate, _ = design
     return {
         "route": cost.route(shape.R, shape.E, _INT64, _FP32),
         "fc1_act": cost.fc1_act(rows, H, F, _BF16, tokens=tokens),

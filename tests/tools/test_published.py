@@ -133,7 +133,7 @@ def test_a_layer_is_its_passes_and_what_is_beside_them():
     gpu, rate = GPUS[0], rates.of("sm_90")
     (shape,) = (each for each in shapes.SHAPES if each.name == "sonic-c")
     by, rows = model.facts("sm_90"), shapes.even(shape)
-    found = layer.times(gpu, shape, rows, by, rate, layer.ACCUMULATED)
+    found = layer.times(gpu, shape, rows, by, rate, layer.OURS)
     passes = model.passes(gpu, shape, rows, by, rate, warp_specialized=True)
     least = roofline.passes(shape, rows)
     combine, route = (
@@ -144,7 +144,7 @@ def test_a_layer_is_its_passes_and_what_is_beside_them():
     assert found.backward == pytest.approx(backward + combine + 5 * layer.LAUNCH_US)
     assert found.backward_gemms == pytest.approx(backward)
     # Gradients of half the size, written once, are faster, in backward alone.
-    written = layer.times(gpu, shape, rows, by, rate, layer.WRITTEN)
+    written = layer.times(gpu, shape, rows, by, rate, layer.WRITES)
     assert written.forward == found.forward
     assert written.backward < found.backward
     assert layer.flops(shape, "backward") == 2 * layer.flops(shape, "forward")
@@ -162,7 +162,7 @@ def test_layers_are_compared_with_what_a_user_of_main_grad_runs():
     assert add == pytest.approx(1e6 * layer.add_us(shape, GPUS[0]))
     for row in rows.values():
         assert row["published_and_added"] < row["layer"] < row["published"]
-        assert row["gemms"] < row["gemms_of_theirs"]
+        assert row["gemms"] < row["gemms_writing"] < row["gemms_hidden"]
 
 
 def test_the_command_prints_the_table():
