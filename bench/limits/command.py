@@ -136,7 +136,7 @@ def step_line(row: dict[str, Any]) -> str:
 
 _COMPARED = (
     "\nBackward on an H100, TFLOP/s of this library (adds to fp32) and of SonicMoE (writes bf16)\n"
-    "shape: passes alone on sorted rows, by the model: ours; our kernels, writing bf16; those with all epilogues hidden;\n"
+    "shape: passes alone on sorted rows, by the model: ours; ours, writing bf16; those with all epilogues hidden;\n"
     "  layers: theirs as published; the same with main_grad.add_; ours by the model's ratio, times faster"
 )
 
