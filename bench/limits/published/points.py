@@ -73,7 +73,7 @@ def loops() -> dict[str, tuple[MainLoop, Order, bool]]:
 
 
 def _loop(row: dict[str, str]) -> tuple[MainLoop, Order, bool]:
-    costs: dict[str, Any] = {name: float(row[name]) if row[name] else None for name in MainLoop._fields}
+    costs: dict[str, Any] = {name: float(row[name]) if row.get(name) else None for name in MainLoop._fields}
     return MainLoop(**costs), cast(Order, row["order"]), row["last_store_waits"] == "1"
 
 
