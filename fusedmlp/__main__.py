@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedmlp import arguments, bench_command
 from fusedmlp.doctor.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
+    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune):
         add(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
@@ -40,7 +41,7 @@ def _add_demo(commands: Commands) -> None:
         "--recipe, on the CPU, also train with experts in bf16 and with that recipe, and compare their losses.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for loss.png and results.json")
-    parser.add_argument("--steps", type=_positive, help="optimizer steps per run")
+    parser.add_argument("--steps", type=arguments.positive, help="optimizer steps per run")
     parser.add_argument(
         "--recipe", choices=("fp8_block", "mxfp8"), help="also train with experts in bf16 and with this 8-bit recipe"
     )
@@ -84,7 +85,7 @@ def _add_doctor(commands: Commands) -> None:
         "integrations that can be imported, and a numerical self-test. Exit status 1 if a number is wrong, 2 if "
         "fusedmlp cannot run here as it should.",
     )
-    _add_layer(parser)
+    arguments.add_layer(parser)
     parser.add_argument(
         "--weights", choices=("packed", "separate", "megatron"), default="packed", help="how weights are stored"
     )
@@ -100,12 +101,6 @@ def _doctor(args: argparse.Namespace) -> int:
     return command.run(layer | {"dtype": args.dtype, "weights": args.weights}, args.target, args.json)
 
 
-def _add_layer(parser: argparse.ArgumentParser) -> None:
-    for name, default in (("experts", 128), ("hidden", 2048), ("ffn", 768), ("rows", 65536)):
-        parser.add_argument(f"--{name}", type=_positive, default=default, help=f"default: {default}")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-
-
 def _add_tune(commands: Commands) -> None:
     parser = commands.add_parser(
         "tune",
@@ -113,7 +108,7 @@ def _add_tune(commands: Commands) -> None:
         description="Time the kernels' tiles for one layer on this GPU, on scratch tensors, and keep the fastest for "
         "FUSEDMLP_TUNED=1. The shipped tiles need no tuning.",
     )
-    _add_layer(parser)
+    arguments.add_layer(parser)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON instead of a table")
     parser.set_defaults(run=_tune)
@@ -151,7 +146,7 @@ def _add_kernels(commands: Commands) -> None:
         action="store_true",
         help="with every combination of optional inputs, layouts and activations, not only the most demanding",
     )
-    parser.add_argument("--jobs", type=_positive, help="processes that compile; default: as many as there are cores")
+    parser.add_argument("--jobs", type=arguments.positive, help="processes that compile; default: one for each core")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument(
         "--hashes",
@@ -172,103 +167,13 @@ def _kernels(args: argparse.Namespace) -> int:
     if (args.write or args.table) and not args.hashes:
         print("kernels: --write and --table are for --hashes", file=sys.stderr)
         return 2
-    if not _has_bench("kernels"):
+    if not bench_command.in_clone("kernels"):
         return 2
     command = import_module("bench.proof.command")
 
     what = args.target, args.jobs, args.json, args.all_variants
     status: int = command.run_hashes(*what, args.write, args.table) if args.hashes else command.run(*what)
     return status
-
-
-def _add_bench(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "bench",
-        help="comparisons with peers, limit times and modelled times of every pass, and the balance of schedules",
-        description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
-        "measured in the same run. Or times by a model of the compiled kernels. Every shape comes with even loads, "
-        "Zipf-skewed ones and a quarter of the experts empty.",
-    )
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
-    what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
-    what.add_argument("--model", action="store_true", help="times of every pass by what its compiled code costs")
-    what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
-    parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
-    parser.add_argument(
-        "--warp-specialized", action="store_true", help="for --model: warp-specialized kernels, beside the others"
-    )
-    parser.add_argument(
-        "--eight-bit", action="store_true", help="for --roofline and --model: layers with 8-bit recipes, beside bf16"
-    )
-    parser.add_argument(
-        "--published", action="store_true", help="for --model: its errors at measurements that others published"
-    )
-    parser.add_argument(
-        "--cublas",
-        type=_positive,
-        metavar="TFLOPS",
-        help="for --model: what cuBLAS reaches at 8192 x 8192 x 8192 in 16 bits on your machine, which sets the clock",
-    )
-    parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
-    parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
-    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
-    parser.set_defaults(run=_bench)
-
-
-def _bench(args: argparse.Namespace) -> int:
-    if not _has_bench("bench"):
-        return 2
-    if args.report is not None:
-        try:
-            report = import_module("bench.report.command")
-        except ModuleNotFoundError as error:
-            print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
-            return 2
-        status: int = report.run(args.report, args.results, args.tiny, args.json)
-        return status
-    command = import_module("bench.limits.command")
-
-    if args.model and args.published:
-        command.run_published(args.json)
-    elif args.model:
-        try:
-            command.run("model", args.json, args.budgets, args.warp_specialized, args.eight_bit, args.cublas)
-        except ValueError as error:
-            print(f"--cublas: {error}", file=sys.stderr)
-            return 2
-    else:
-        command.run("roofline" if args.roofline else "schedule", args.json, eight_bit=args.eight_bit and args.roofline)
-    return 0
-
-
-def _has_bench(command: str) -> bool:
-    """Whether this is a clone of the repository, with `bench/`; makes that importable, or prints an error."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "bench" / "proof" / "command.py").is_file():
-        print(
-            f"{command}: expected a clone of fusedmlp's repository, whose bench/ it runs; got an installed package, in "
-            f"{root}. In a clone: python -m fusedmlp {command}",
-            file=sys.stderr,
-        )
-        return False
-    if str(root) not in sys.path:  # an editable install finds fusedmlp alone
-        sys.path.insert(0, str(root))
-    return True
-
-
-def _budgets(argument: str) -> Path:
-    path = Path(argument)
-    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("gpu,pass,"):
-        raise argparse.ArgumentTypeError(f"expected a table like bench/proof/budgets.csv; got {argument}")
-    return path
-
-
-def _positive(argument: str) -> int:
-    value = int(argument)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1; got {value}")
-    return value
 
 
 def _main_into_a_pipe() -> int:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from bench.limits.gpus import GPU, GPUS
-from bench.limits.shapes import LOADS, SHAPES, Shape
+from bench.limits import scope as scopes
+from bench.limits.gpus import GPU
+from bench.limits.scope import Scope
+from bench.limits.shapes import Shape
 from fusedmlp.kernels.device import tile_order
 from fusedmlp.kernels.launching.cost import product_flops
 from fusedmlp.kernels.tiles import select, table
@@ -93,11 +95,11 @@ def passes(shape: Shape) -> dict[str, tuple[str, int, int]]:
     }
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows(scope: Scope = scopes.ALL) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and pass."""
-    for gpu in GPUS:
-        for shape in SHAPES:
-            for load, count in LOADS.items():
+    for gpu in scope.gpus:
+        for shape in scope.shapes:
+            for load, count in scope.loads.items():
                 for name, (kernel, N, K) in passes(shape).items():
                     costs = tile_costs(kernel, count(shape), N, K, gpu)
                     in_turns = dealt_out(kernel, count(shape), N, K, gpu)

@@ -5,63 +5,93 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bench.limits import measure, rates, roofline
-from bench.limits.gpus import GPUS
+from bench.limits import lines, measure, rates, roofline
+from bench.limits import scope as scopes
+from bench.limits.scope import Scope
+
+Report = tuple[str, list[dict[str, Any]], Callable[[dict[str, Any]], str]]  # title, rows, a row as text
 
 
-def run(
-    what: Literal["roofline", "schedule", "model"],
-    as_json: bool,
-    before: Path | None = None,
-    warp_specialized: bool = False,
-    eight_bit: bool = False,
-    cublas: float | None = None,
-) -> None:
+class Options(NamedTuple):
+    """Options of a report; those of the model, but for the first two.
+
+    `scope`: layers, loads and GPUs. `eight_bit`: the model or the roofline of layers with 8-bit recipes. `before`: an
+    older table of budgets to compare with. `warp_specialized`: model those, and compare with the default kernels.
+    `cublas`: TFLOP/s of cuBLAS at 8192 cubed on the machine that is meant.
+    """
+
+    scope: Scope = scopes.ALL
+    eight_bit: bool = False
+    before: Path | None = None
+    warp_specialized: bool = False
+    cublas: float | None = None
+
+
+_DEFAULT = Options()
+
+
+def run(what: Literal["roofline", "schedule", "model"], as_json: bool, options: Options = _DEFAULT) -> None:
     """Print the rows of one report.
 
-    For the model, `before` is an older table of budgets to compare with; `warp_specialized`: model those,
-    and compare with the default kernels; `cublas`: TFLOP/s of cuBLAS at 8192 cubed on the machine that is meant.
-    `eight_bit`: the model or the roofline of layers with 8-bit recipes.
-
     Raises:
-        ValueError: no GPU that the model knows reaches that.
+        ValueError: no GPU or no layer of the scope has such a report.
     """
-    if eight_bit:
-        from bench.limits import eight_bit as layers  # needs Triton
-
-        if what == "model":
-            rows, text = list(layers.model_rows()), eight_bit_model_line
-            header = "\n".join((*_model_within(rows), _EIGHT_BIT_MODEL))
-        else:
-            rows, text = list(layers.roofline_rows(GPUS)), eight_bit_roofline_line
-            header = "shape, load, launch, GPU: GFLOP, MB, limit in ms"
-    elif what == "model":
-        from bench.limits import model  # needs Triton
-
-        rows, text = list(model.rows(before, warp_specialized, cublas)), model_line
-        if not rows:
-            raise ValueError(_no_such_machine(cublas))
-        compared = str(before) if before else "the default kernels" if warp_specialized else ""
-        header = "\n".join(_about_model(rows, compared, cublas))
-    elif what == "schedule":
-        from bench.limits import balance  # needs Triton
-
-        rows, text = list(balance.rows()), schedule_line
-        header = "shape, load, pass, GPU: tiles, tiles per multiprocessor, idle share of its time"
-    else:
-        rows, text = list(roofline.rows()), roofline_line
-        header = f"shape, load, pass: GFLOP, MB, limit in ms on {', '.join(gpu.name for gpu in GPUS)}"
-        if torch.cuda.is_available():
-            rows = list(measure.beside_limits(rows))
-            header += "; measured ms, and the share of the limit that this GPU's own ceilings set"
+    header, rows, text = _REPORTS[what](options)
     if as_json:
         print(json.dumps(rows, indent=1))
     else:
         print_rows(header, rows, text)
+
+
+def _roofline(options: Options) -> Report:
+    scope = options.scope
+    if options.eight_bit:
+        from bench.limits import eight_bit  # needs Triton
+
+        header = "shape, load, launch, GPU: GFLOP, MB, limit in ms"
+        return header, _found(list(eight_bit.roofline_rows(scope)), _NO_RECIPE), lines.eight_bit_roofline_line
+    rows = list(roofline.rows(scope))
+    header = f"shape, load, pass: GFLOP, MB, limit in ms on {', '.join(gpu.name for gpu in scope.gpus)}"
+    if torch.cuda.is_available():
+        rows = list(measure.beside_limits(rows, scope))
+        header += "; measured ms, and the share of the limit that this GPU's own ceilings set"
+    return header, rows, lines.roofline_line
+
+
+def _schedule(options: Options) -> Report:
+    from bench.limits import balance  # needs Triton
+
+    header = "shape, load, pass, GPU: tiles, tiles per multiprocessor, idle share of its time"
+    return header, list(balance.rows(options.scope)), lines.schedule_line
+
+
+def _model(options: Options) -> Report:
+    from bench.limits import model  # needs Triton
+
+    scope, before, cublas = options.scope, options.before, options.cublas
+    if options.eight_bit:
+        from bench.limits import eight_bit
+
+        rows = _found(list(eight_bit.model_rows(scope)), _NO_RECIPE)
+        return "\n".join((*_model_within(rows, scope), _EIGHT_BIT_MODEL)), rows, lines.eight_bit_model_line
+    if not (rows := list(model.rows(before, options.warp_specialized, cublas, scope))):
+        raise ValueError(_no_such_machine(cublas) if cublas else f"expected one of {', '.join(rates.RATES)}")
+    compared = str(before) if before else "the default kernels" if options.warp_specialized else ""
+    return "\n".join(_about_model(rows, compared, options)), rows, lines.model_line
+
+
+def _found(rows: list[dict[str, Any]], otherwise: str) -> list[dict[str, Any]]:
+    if not rows:
+        raise ValueError(otherwise)
+    return rows
+
+
+_REPORTS: dict[str, Callable[[Options], Report]] = {"roofline": _roofline, "schedule": _schedule, "model": _model}
+_NO_RECIPE = "expected a GPU with an 8-bit recipe, and sizes that are multiples of its blocks: 128, or 32 (mxfp8)"
 
 
 _EIGHT_BIT_MODEL = (
@@ -70,20 +100,20 @@ _EIGHT_BIT_MODEL = (
 )
 
 
-def _model_within(rows: Iterable[dict[str, Any]], cublas: float | None = None) -> Iterator[str]:
+def _model_within(rows: Iterable[dict[str, Any]], scope: Scope, cublas: float | None = None) -> Iterator[str]:
     within = {row["gpu"]: row["within"] for row in rows}
     shares = ", ".join(f"{gpu} {share:.0%}" for gpu, share in within.items())
     yield f"A model, not a measurement; nine of ten published figures that it had not seen are within: {shares}"
-    for gpu in GPUS:
+    for gpu in scope.gpus:
         if gpu.name not in within:
             known = cublas and gpu.architecture in rates.RATES
             why = f"no cuBLAS of {cublas:g} TFLOP/s" if known else f"no facts of such kernels for {gpu.architecture}"
             yield f"{gpu.name} is left out: {why}"
 
 
-def _about_model(rows: Sequence[dict[str, Any]], before: str, cublas: float | None) -> Iterator[str]:
-    yield from _model_within(rows, cublas)
-    machines = "" if cublas else ", of the slowest and the fastest known machine"
+def _about_model(rows: Sequence[dict[str, Any]], before: str, options: Options) -> Iterator[str]:
+    yield from _model_within(rows, options.scope, options.cublas)
+    machines = "" if options.cublas else ", of the slowest and the fastest known machine"
     columns = (
         f"us, TFLOP/s{machines}, share of the limit, cycles of a step and of a tile beside its steps, what bounds it"
     )
@@ -111,52 +141,15 @@ def run_published(as_json: bool) -> None:
     print_rows(
         "GPU, machine, kernel: points, TFLOP/s measured, by the model, mean error, largest",
         kinds["family"],
-        family_line,
+        lines.family_line,
     )
-    print_rows("\nStep of a design, GPU, M x N x K: times faster as measured, by the model", kinds["step"], step_line)
+    title = "\nStep of a design, GPU, M x N x K: times faster as measured, by the model"
+    print_rows(title, kinds["step"], lines.step_line)
     title = "\nLayers of SonicMoE on an H100, hidden, ffn, experts, top-k: TFLOP/s measured, by the model, error"
-    print_rows(title, kinds["layer"], layer_line)
-    print_rows(_COMPARED, kinds["backward"], compared_line)
+    print_rows(title, kinds["layer"], lines.layer_line)
+    print_rows(lines.COMPARED, kinds["backward"], lines.compared_line)
     title = "\nErrors of points by constants fitted to the other half, GPU, half: points, median, nine of ten"
-    print_rows(title, kinds["held out"], held_out_line)
-
-
-def family_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    name = f"{row['gpu']:<7}{row['machine']:<14}{row['family']:<36}"
-    figures = f"{row['points']:4} {row['measured']:8.1f} {row['predicted']:8.1f}"
-    return f"{name}{figures} {row['error']:+7.1%} {row['largest']:+7.1%}"
-
-
-def step_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    size = f"{row['M']} x {row['N']} x {row['K']}"
-    return f"{row['title']:<42}{row['gpu']:<7}{size:<22}{1 + row['measured']:6.3f} {1 + row['predicted']:6.3f}"
-
-
-_COMPARED = (
-    "\nBackward on an H100, TFLOP/s of this library (adds to fp32) and of SonicMoE (writes bf16)\n"
-    "shape: passes alone on sorted rows, by the model: ours; ours, writing bf16; those with all epilogues hidden;\n"
-    "  layers: theirs as published; the same with main_grad.add_; ours by the model's ratio, times faster"
-)
-
-
-def layer_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    name = f"{row['direction']:<10}{row['H']:6}{row['F']:6}{row['E']:5}{row['top_k']:4}"
-    return f"{name} {row['tflops']:7.0f} {row['predicted']:7.0f} {row['error']:+7.1%}"
-
-
-def compared_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    alone = " ".join(f"{row[name]:7.0f}" for name in ("gemms", "gemms_writing", "gemms_hidden"))
-    layers = f"{row['published']:7.0f} {row['published_and_added']:7.0f} {row['layer']:7.0f}"
-    return f"{row['shape']:<10}{alone}  {layers} {row['layer'] / row['published_and_added']:6.2f}"
-
-
-def held_out_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    return f"{row['gpu']:<7}{row['tested']:<6}{row['points']:4} {row['median']:6.1%} {row['ninety']:6.1%}"
+    print_rows(title, kinds["held out"], lines.held_out_line)
 
 
 def print_rows(header: str, rows: Iterable[dict[str, Any]], text: Callable[[dict[str, Any]], str]) -> None:
@@ -164,43 +157,3 @@ def print_rows(header: str, rows: Iterable[dict[str, Any]], text: Callable[[dict
     print(header)
     for row in rows:
         print(text(row))
-
-
-def roofline_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    limits = " ".join(f"{row['limit_ms'][gpu.name]:8.3f}" for gpu in GPUS)
-    measured = f"  {row['ms']:8.3f} {row['of_limit']:5.2f}" if "ms" in row else ""
-    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<21}"
-    return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {limits}{measured}"
-
-
-def eight_bit_model_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<23}{row['gpu']:<10}"
-    line = f"{name}{row['us']:9.1f} {row['us_apart']:9.1f}"
-    if "tflops" not in row:
-        return f"{line} {row['bound']}"
-    rates = f" {row['tflops']:7.1f} {row['tflops_apart']:7.1f} {row['bf16_tflops']:7.1f}"
-    return f"{line}{rates} {row['faster']:5.2f} {row['faster_apart']:5.2f}"
-
-
-def eight_bit_roofline_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<23}{row['gpu']:<10}"
-    return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {row['limit_ms']:8.3f}"
-
-
-def schedule_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
-    return f"{name}{row['tiles']:8} {row['tiles_per_processor']:8.1f} {row['idle']:6.1%}"
-
-
-def model_line(row: dict[str, Any]) -> str:
-    """One row as text."""
-    name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<11}{row['gpu']:<10}"
-    machines = "".join(f" {each:7.1f}" for each in row["machines"])
-    line = f"{name}{row['us']:9.1f} {row['tflops']:7.1f}{machines} {row['of_limit']:6.1%}"
-    tile = f" {row['step_cycles']:7.0f} {row['bubble_cycles']:7.0f} {row['bound']:<7}" if "bound" in row else " " * 24
-    before = f" {row['us_before']:9.1f} {row['us_before'] / row['us']:6.2f}" if "us_before" in row else ""
-    return (line + tile + before).rstrip()

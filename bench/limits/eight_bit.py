@@ -10,14 +10,16 @@ the hardware overlaps the two is not known, so there are two times: with all of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from bench.limits import model, rates, roofline
+from bench.limits import scope as scopes
 from bench.limits.gpus import GPU, limit_ms
 from bench.limits.model import Time
 from bench.limits.rates import Rates
-from bench.limits.shapes import LOADS, SHAPES, Shape
+from bench.limits.scope import Scope
+from bench.limits.shapes import Shape
 from bench.proof.main_loop import MainLoop
 from fusedmlp.kernels.device.tile_order import deals_out
 from fusedmlp.kernels.launching import cost
@@ -89,14 +91,14 @@ def _key(kernel: str, recipe: Recipe) -> table.Key:
     return table.Key(kernel, "warp_specialized", recipe, "long")
 
 
-def layers(architecture: str) -> Iterator[tuple[Recipe, Shape, str, list[int]]]:
+def layers(architecture: str, scope: Scope) -> Iterator[tuple[Recipe, Shape, str, list[int]]]:
     """Recipe, shape, load and rows of every expert, of the layers that the recipe's blocks fit."""
     recipe = recipe_of(architecture)
     if recipe is None:
         return
-    for shape in SHAPES:
+    for shape in scope.shapes:
         if shape.H % BLOCKS[recipe] == shape.F % BLOCKS[recipe] == 0:
-            for load, count in LOADS.items():
+            for load, count in scope.loads.items():
                 yield recipe, shape, load, count(shape)
 
 
@@ -146,15 +148,15 @@ def tile_cost(kernel: str, fact: MainLoop, tile: Tile, rate: Rates, *, overlappe
     return running if running.step >= turn else running._replace(step=turn, bound="turns")
 
 
-def model_rows() -> Iterator[dict[str, Any]]:
+def model_rows(scope: Scope = scopes.ALL) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and launch; and for forward, backward, both, and both without the quantization of
     weights, with those of bf16 beside them.
 
     `us`: additions overlapped; `us_apart`: not. bf16: the faster of the default and the warp-specialized kernels.
     """
-    for gpu in model.modelled():
+    for gpu in model.modelled(scope.gpus):
         by, rate, within = model.facts(gpu.architecture), rates.of(gpu.architecture), rates.WITHIN[gpu.architecture]
-        for recipe, shape, load, rows in layers(gpu.architecture):
+        for recipe, shape, load, rows in layers(gpu.architecture, scope):
             fast, slow = (times(gpu, shape, rows, by, rate, overlapped=on) for on in (True, False))
             backward = tuple(name for name in fast if name not in FORWARD)
             totals = {"forward": FORWARD, "backward": backward, "both": (*FORWARD, *backward)}
@@ -183,10 +185,10 @@ def model_rows() -> Iterator[dict[str, Any]]:
                 }
 
 
-def roofline_rows(gpus: Sequence[GPU]) -> Iterator[dict[str, Any]]:
+def roofline_rows(scope: Scope = scopes.ALL) -> Iterator[dict[str, Any]]:
     """One row per GPU with a recipe, shape, load and launch: FLOPs of products, bytes, limit time."""
-    for gpu in gpus:
-        for recipe, shape, load, rows in layers(gpu.architecture):
+    for gpu in scope.gpus:
+        for recipe, shape, load, rows in layers(gpu.architecture, scope):
             for name, each in passes(shape, rows, recipe).items():
                 flops = each.cost.flops if each.kernel else 0
                 limit = limit_ms(flops, each.cost.bytes, SPEED * gpu.bf16_flops, gpu.bandwidth)

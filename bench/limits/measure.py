@@ -15,7 +15,8 @@ from torch import Tensor, nn
 import fusedmlp
 from bench.limits import roofline
 from bench.limits.gpus import limit_ms
-from bench.limits.shapes import LOADS, SHAPES, Shape
+from bench.limits.scope import Scope
+from bench.limits.shapes import Shape
 from fusedmlp.kernels.launching.cost import product_flops
 
 STEP = (*roofline.FORWARD, *roofline.BACKWARD)  # kernels of a step in the order of their launches
@@ -134,15 +135,15 @@ def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, f
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def beside_limits(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def beside_limits(rows: Iterable[dict[str, Any]], scope: Scope) -> Iterator[dict[str, Any]]:
     """Rows of `roofline.rows` with `ms` and `of_limit`, the share of the limit by ceilings measured in this run.
 
     Rows of passes that `moe_experts` alone has are not measured, and stay as they are.
     """
     ceiling = ceilings()
-    shapes = {shape.name: shape for shape in SHAPES}
+    shapes = {shape.name: shape for shape in scope.shapes}
     for (shape, load), group in groupby(rows, lambda row: (row["shape"], row["load"])):
-        layer = Layer(shapes[shape], LOADS[load](shapes[shape]), "cuda")
+        layer = Layer(shapes[shape], scope.loads[load](shapes[shape]), "cuda")
         times = pass_times(layer.step)
         overwriting = pass_times(partial(layer.step, overwrite=True))
         times |= {f"{name}, overwrite": overwriting[name] for name in STEP if name.startswith("wgrad")}

@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from bench.limits import balance, rates, roofline
+from bench.limits import scope as scopes
 from bench.limits.gpus import GPU, GPUS, limit_ms
 from bench.limits.rates import Rates
-from bench.limits.shapes import LOADS, SHAPES, Shape
+from bench.limits.scope import Scope
+from bench.limits.shapes import Shape
 from bench.proof import budgets
 from bench.proof.main_loop import MainLoop
 from fusedmlp.kernels.launching.cost import product_flops
@@ -229,13 +231,16 @@ def passes(
     return times
 
 
-def modelled() -> list[GPU]:
+def modelled(gpus: Sequence[GPU] = GPUS) -> list[GPU]:
     """GPUs that have kernels in the table, and constants in `rates`."""
-    return [gpu for gpu in GPUS if facts(gpu.architecture) and gpu.architecture in rates.RATES]
+    return [gpu for gpu in gpus if facts(gpu.architecture) and gpu.architecture in rates.RATES]
 
 
 def rows(
-    before: Path | None = None, warp_specialized: bool = False, cublas: float | None = None
+    before: Path | None = None,
+    warp_specialized: bool = False,
+    cublas: float | None = None,
+    scope: Scope = scopes.ALL,
 ) -> Iterator[dict[str, Any]]:
     """One row per GPU, shape, load and pass, and for forward, backward and both; `before`: a table to compare with.
 
@@ -243,13 +248,13 @@ def rows(
     TFLOP/s of cuBLAS at 8192 cubed on the machine that is meant; GPUs that cannot reach it are left out. Without it,
     rows have the figures of the slowest and the fastest machine that is known, too.
     """
-    for gpu in modelled():
+    for gpu in modelled(scope.gpus):
         by, machines = facts(gpu.architecture), rates.anchored(gpu.architecture, cublas)
         if not machines or (warp_specialized and not any(name.endswith(WARP_SPECIALIZED) for name in by)):
             continue
         old = facts(gpu.architecture, before) if before else by if warp_specialized else {}
-        for shape in SHAPES:
-            for load, count in LOADS.items():
+        for shape in scope.shapes:
+            for load, count in scope.loads.items():
                 loads = count(shape)
                 least = roofline.passes(shape, loads)
                 by_machine = [passes(gpu, shape, loads, by, rate, warp_specialized) for rate in machines]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.limits.gpus import GPUS, limit_ms
-from bench.limits.shapes import LOADS, SHAPES, Shape
+from bench.limits import scope as scopes
+from bench.limits.gpus import limit_ms
+from bench.limits.scope import Scope
+from bench.limits.shapes import Shape
 from fusedmlp.kernels.launching import cost
 from fusedmlp.kernels.launching.cost import Cost
 
@@ -49,10 +51,10 @@ FORWARD = ("fc1_act", "fc2")
 BACKWARD = ("dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows(scope: Scope = scopes.ALL) -> Iterator[dict[str, Any]]:
     """One row per shape, load and pass; limits in ms by GPU."""
-    for shape in SHAPES:
-        for load, count in LOADS.items():
+    for shape in scope.shapes:
+        for load, count in scope.loads.items():
             for name, each in passes(shape, count(shape)).items():
                 yield {
                     "shape": shape.name,
@@ -61,6 +63,6 @@ def rows() -> Iterator[dict[str, Any]]:
                     "flops": each.flops,
                     "bytes": each.bytes,
                     "limit_ms": {
-                        gpu.name: limit_ms(each.flops, each.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in GPUS
+                        gpu.name: limit_ms(each.flops, each.bytes, gpu.bf16_flops, gpu.bandwidth) for gpu in scope.gpus
                     },
                 }

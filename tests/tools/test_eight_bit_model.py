@@ -5,6 +5,7 @@ import torch
 
 from bench.limits import command, eight_bit, model, rates
 from bench.limits.gpus import GPUS
+from bench.limits.scope import Scope
 from bench.limits.shapes import SHAPES, Shape, even
 from bench.proof import cases
 from fusedmlp.doctor.targets import TARGETS
@@ -69,7 +70,7 @@ def test_limits():
     (shape,) = (shape for shape in SHAPES if shape.name == "sonic-c")
     rows = {
         row["pass"]: row
-        for row in eight_bit.roofline_rows([gpu])
+        for row in eight_bit.roofline_rows(Scope(gpus=(gpu,)))
         if (row["shape"], row["load"]) == (shape.name, "even")
     }
     fc1 = rows["fc1"]
@@ -83,7 +84,7 @@ def test_limits():
 
 @pytest.mark.parametrize("what", ["model", "roofline"])
 def test_every_row_is_printed(what, capsys):
-    command.run(what, False, eight_bit=True)
+    command.run(what, False, command.Options(eight_bit=True))
     printed = capsys.readouterr().out
     assert "dgrad_act_quantize" in printed
     if what == "model":

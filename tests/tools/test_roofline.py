@@ -8,6 +8,7 @@ from support import forked
 
 from bench.limits import balance, measure, roofline, shapes
 from bench.limits.gpus import GPUS, limit_ms
+from fusedmlp.__main__ import main
 from fusedmlp.kernels.launching import cost
 
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
@@ -144,3 +145,51 @@ def test_passes_are_timed_one_by_one(monkeypatch):
     assert measure.pass_times(step, 3) == {name: i + 1.0 for i, name in enumerate(measure.STEP)}
     assert not knobs.runtime.launch_enter_hook.calls
     assert not knobs.runtime.launch_exit_hook.calls
+
+
+LAYER = ("--experts", "16", "--hidden", "1024", "--ffn", "512", "--rows", "8192")
+
+
+@pytest.mark.parametrize("report", ["--roofline", "--schedule", "--model"])
+def test_ones_own_layer(report):
+    done = forked.run("-m", "fusedmlp", "bench", report, *LAYER, "--target", "sm_90", "--json")
+    rows = json.loads(done.stdout)
+    assert {(row["shape"], row["load"]) for row in rows} == {("your layer", "even")}
+    gpus = {gpu for row in rows for gpu in row.get("limit_ms", {row.get("gpu"): 0})}
+    assert gpus == {"H100 SXM", "H200 SXM"}
+    fc1 = next(row for row in rows if row["pass"] == "fc1_act")
+    if report == "--roofline":
+        assert fc1["flops"] == 2 * 8192 * 1024 * 2 * 512
+    elif report == "--schedule":
+        assert fc1["tiles"] == 8192 // 128 * 512 // 128
+    else:
+        assert fc1["tflops"] * fc1["us"] * 1e6 == pytest.approx(2 * 8192 * 1024 * 2 * 512)
+        text = forked.run("-m", "fusedmlp", "bench", report, *LAYER, "--target", "sm_100").stdout.splitlines()
+        assert len(text) == 2 + 9  # a model's titles, six passes and three sums
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--roofline", "--budgets", "bench/proof/budgets.csv"),
+            "--roofline: expected no --budgets, which does nothing",
+        ),
+        (("--schedule", "--eight-bit"), "--schedule: expected no --eight-bit"),
+        (("--model", "--tiny"), "--model: expected no --tiny"),
+        (("--model", "--published", "--rows", "4"), "--published: expected no --rows"),
+        (("--model", "--eight-bit", "--cublas", "700"), "--eight-bit: expected no --cublas"),
+        (("--report", "nowhere", "--experts", "4", "--target", "sm_90"), "--report: expected no --experts, --target"),
+        (
+            ("--model", "--target", "gfx950"),
+            "--model: expected the architecture of a GPU whose ceilings are known (sm_90,",
+        ),
+        (("--model", "--target", "gfx942"), "--model: expected one of sm_90, sm_100"),
+        (("--model", "--eight-bit", "--hidden", "2880"), "--model: expected a GPU with an 8-bit recipe, and sizes"),
+    ],
+)
+def test_options_that_do_nothing_are_refused(arguments, message, capsys):
+    if arguments[-1] == "2880":
+        arguments = (*arguments, "--target", "sm_90")
+    assert main(["bench", *arguments]) == 2
+    assert f"bench {message}" in capsys.readouterr().err

@@ -1,0 +1,22 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+
+LAYER = {"experts": 128, "hidden": 2048, "ffn": 768, "rows": 65536}
+
+
+def add_layer(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of a layer, and its dtype."""
+    for name, default in LAYER.items():
+        parser.add_argument(f"--{name}", type=positive, default=default, help=f"default: {default}")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+
+
+def positive(argument: str) -> int:
+    """Read a number that is at least 1."""
+    value = int(argument)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1; got {value}")
+    return value

@@ -1,0 +1,122 @@
+"""`python -m fusedmlp bench`: its options, and which report has which."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fusedmlp import arguments
+from fusedmlp.doctor.targets import TARGETS
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add(commands: Commands) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "bench",
+        help="comparisons with peers, limit times and modelled times of every pass, and the balance of schedules",
+        description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
+        "measured in the same run. Or times by a model of the compiled kernels. Every shape comes with even loads, "
+        "Zipf-skewed ones and a quarter of the experts empty.",
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
+    what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
+    what.add_argument("--model", action="store_true", help="times of every pass by what its compiled code costs")
+    what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
+    parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
+    parser.add_argument(
+        "--warp-specialized", action="store_true", help="for --model: warp-specialized kernels, beside the others"
+    )
+    parser.add_argument(
+        "--eight-bit", action="store_true", help="for --roofline and --model: layers with 8-bit recipes, beside bf16"
+    )
+    parser.add_argument(
+        "--published", action="store_true", help="for --model: its errors at measurements that others published"
+    )
+    parser.add_argument(
+        "--cublas",
+        type=arguments.positive,
+        metavar="TFLOPS",
+        help="for --model: what cuBLAS reaches at 8192 x 8192 x 8192 in 16 bits on your machine, which sets the clock",
+    )
+    for name, default in arguments.LAYER.items():
+        parser.add_argument(
+            f"--{name}", type=arguments.positive, help=f"your layer, with even loads; default: {default}"
+        )
+    parser.add_argument("--target", choices=TARGETS, help="GPUs of this architecture alone; not for --report")
+    parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
+    parser.add_argument("--tiny", action="store_true", help="for --report: one tiny layer, to try it")
+    parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
+    parser.set_defaults(run=_bench)
+
+
+# Options that each report has; others would do nothing.
+_SCOPE = {*arguments.LAYER, "target"}
+_REPORTS = {
+    "roofline": {*_SCOPE, "eight_bit"},
+    "schedule": _SCOPE,
+    "model": {*_SCOPE, "eight_bit", "budgets", "warp_specialized", "published", "cublas"},
+    "report": {"results", "tiny"},
+}
+_ALONE = {"published": set[str](), "eight_bit": {*_SCOPE}, "cublas": {*_SCOPE, "budgets", "warp_specialized"}}
+
+
+def _bench(args: argparse.Namespace) -> int:
+    what = next(name for name in _REPORTS if getattr(args, name))
+    given = {name for names in _REPORTS.values() for name in names if getattr(args, name) not in (None, False)}
+    for option, allowed in ({what: _REPORTS[what]} | {name: _ALONE[name] for name in _ALONE if name in given}).items():
+        if unused := given - allowed - {option}:
+            named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+            print(f"bench --{option.replace('_', '-')}: expected no {named}, which does nothing here", file=sys.stderr)
+            return 2
+    if not in_clone("bench"):
+        return 2
+    if args.report is not None:
+        try:
+            report = import_module("bench.report.command")
+        except ModuleNotFoundError as error:
+            print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
+            return 2
+        status: int = report.run(args.report, args.results, args.tiny, args.json)
+        return status
+    command, scope = import_module("bench.limits.command"), import_module("bench.limits.scope")
+    if args.published:
+        command.run_published(args.json)
+        return 0
+    layer = tuple(getattr(args, name) or default for name, default in arguments.LAYER.items())
+    try:
+        of = scope.of(layer if given & {*arguments.LAYER} else None, args.target)
+        options = command.Options(of, args.eight_bit, args.budgets, args.warp_specialized, args.cublas)
+        command.run(what, args.json, options)
+    except ValueError as error:
+        print(f"bench --{what}: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def in_clone(command: str) -> bool:
+    """Whether this is a clone of the repository, with `bench/`; makes that importable, or prints an error."""
+    root = Path(__file__).resolve().parents[1]
+    if not (root / "bench" / "proof" / "command.py").is_file():
+        print(
+            f"{command}: expected a clone of fusedmlp's repository, whose bench/ it runs; got an installed package, in "
+            f"{root}. In a clone: python -m fusedmlp {command}",
+            file=sys.stderr,
+        )
+        return False
+    if str(root) not in sys.path:  # an editable install finds fusedmlp alone
+        sys.path.insert(0, str(root))
+    return True
+
+
+def _budgets(argument: str) -> Path:
+    path = Path(argument)
+    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("gpu,pass,"):
+        raise argparse.ArgumentTypeError(f"expected a table like bench/proof/budgets.csv; got {argument}")
+    return path
