@@ -104,10 +104,7 @@ def read(code: Sequence[Instruction], ptx: Sequence[Instruction] = (), steps: St
     path = [code[index] for index in indices]
     unrolled = _steps_of(code, path, steps)
     source = loops.multiplying(ptx)
-    # LLVM prints the end of some loops before their heads.
-    step = (
-        [ptx[index] for index in sorted(source.body, key=lambda index: (index < source.head, index))] if source else []
-    )
+    step = [ptx[index] for index in sorted(source.body)] if source else []
     is_tcgen05 = any(each.opcode.startswith("UTC") for each in path)
     joined = _joined(code, loop, path, is_tcgen05)
     tile = loops.beside(code, loop, indices, apart=joined == 2)
@@ -200,9 +197,6 @@ def _run_during_most(turn: Sequence[str]) -> bool:
     """
     states = [""]
     for event in (*turn, *turn):
-        if event == "mma":
-            states.append("issue" if states[-1] == "idle" else states[-1])
-        else:
-            states.append({"wait": "idle", "commit": "run"}.get(event, states[-1]))
+        states.append({"mma": "issue", "commit": "run", "wait": "idle"}.get(event, states[-1]))
     last = states[-len(turn) :]
     return last.count("run") > last.count("idle")

@@ -19,7 +19,6 @@ _OPERAND = re.compile(r"<(\d+)x(\d+)x[a-z]+(\d+)")  # rows, columns, bits of an 
 _ACCUMULATOR = re.compile(r"x[a-z]+\d+, (#(?:mma|tmem)\d*)\b")
 _LAYOUT = re.compile(r"^(#\w+) = #\w+\.(?:nvidia_mma|tensor_memory_encoding)<(.*)>", re.MULTILINE)
 _FIELD = re.compile(r"(\w+) = \[?(\d+(?:, \d+)*)")
-_BEGIN = re.compile(r"\{(?: loc\(.*\))?$")
 _LOOP = re.compile(r"\bscf\.(?:for|while)\b|^\} do \{")
 _DEPTH = 256  # bits of an operand along the reduction that an MMA multiplies: 16 elements of bf16
 _WORKERS, _NO_LOOP = -1, -2
@@ -49,7 +48,7 @@ def steps(asm: Mapping[str, str]) -> Steps:
             outer.update(loops[:-1])
             products.update(dict.fromkeys(loops, _mma(line, layouts)))
     mma = max((mma for loop, mma in products.items() if loop not in outer), default=0)
-    return Steps(mma, _on_one_accumulator(asm.get("ttir", asm["ttgir"])), len(products))
+    return Steps(mma, _on_one_accumulator(asm.get("ttir", asm["ttgir"])), len(+products))
 
 
 def _in_loops(source: str) -> Iterator[tuple[list[int], str]]:
@@ -60,7 +59,7 @@ def _in_loops(source: str) -> Iterator[tuple[list[int], str]]:
             yield loops, line
         if line.startswith("}") and regions:
             regions.pop()
-        if _BEGIN.search(line):
+        if line.endswith("{"):
             is_partition = line.startswith("partition")
             regions.append(number if _LOOP.search(line) else _WORKERS if is_partition else _NO_LOOP)
 
@@ -81,9 +80,11 @@ def _fields(layout: str) -> dict[str, list[int]]:
 
 
 def _mma(dot: str, layouts: dict[str, dict[str, list[int]]]) -> int:
-    """Instructions of each warp, or of the one that multiplies in tensor memory."""
+    """Instructions of each warp, or of the one that multiplies in tensor memory; none if a dot is made of FMAs."""
+    if not (accumulator := _ACCUMULATOR.findall(dot)):
+        return 0
     (rows, depth, bits), (_, columns, _) = (tuple(map(int, found)) for found in _OPERAND.findall(dot)[:2])
-    layout = layouts[_ACCUMULATOR.findall(dot)[-1]]
+    layout = layouts[accumulator[-1]]
     if "blockM" in layout:
         tile = (*layout["blockM"], *layout["blockN"])
     else:

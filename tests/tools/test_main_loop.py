@@ -268,6 +268,7 @@ TTGIR = f"""
         ("", (16, 1, 2)),  # 64 x 32 x 64 by 2 x 2 warps in MMAs of 16 x 8 x 16
         (f"%e = tt.dot %a, %b, %zeros, inputPrecision = tf32 : {TYPES} loc(#loc1)", (32, 1, 2)),
         (f"%e = tt.dot %a, %b, %d, inputPrecision = tf32 : {TYPES} loc(#loc1)", (32, 2, 2)),
+        (f"%e = tt.dot %a, %b, %o, inputPrecision = ieee : {TYPES.replace('#mma', '#blocked')}", (16, 1, 2)),
         (f"%e = tt.dot %a, %b, %d : {TYPES.replace('64xbf16', '64xf8E4M3FN')} loc(#loc1)", (24, 2, 2)),
     ],
 )
