@@ -15,8 +15,8 @@ from typing import NamedTuple
 # Results, then the first operands; the third is the accumulator.
 _DOT = re.compile(r"(?:(%\w+) = )?(?:tt\.dot(?:_scaled)?|ttng\.(?:warp_group_dot|tc_gen5_mma(?:_scaled)?)) (%.*)")
 _WAIT = re.compile(r"(%\w+)(:\d+)? = ttng\.warp_group_dot_wait (%[\w#]+)")
-_OPERAND = re.compile(r"<(\d+)x(\d+)x[a-z]+(\d+)")  # rows, columns, bits of an element
-_ACCUMULATOR = re.compile(r"x[a-z]+\d+, (#(?:mma|tmem)\d*)\b")
+_LEFT = re.compile(r"<\d+x(\d+)x[a-z]+(\d+)")  # columns, bits of an element
+_ACCUMULATOR = re.compile(r"<(\d+)x(\d+)x[a-z]+\d+, (#(?:mma|tmem)\d*)\b")
 _LAYOUT = re.compile(r"^(#\w+) = #\w+\.(?:nvidia_mma|tensor_memory_encoding)<(.*)>", re.MULTILINE)
 _FIELD = re.compile(r"(\w+) = \[?(\d+(?:, \d+)*)")
 _LOOP = re.compile(r"\bscf\.(?:for|while)\b|^\} do \{")
@@ -81,12 +81,13 @@ def _fields(layout: str) -> dict[str, list[int]]:
 
 def _mma(dot: str, layouts: dict[str, dict[str, list[int]]]) -> int:
     """Instructions of each warp, or of the one that multiplies in tensor memory; none if a dot is made of FMAs."""
-    if not (accumulator := _ACCUMULATOR.findall(dot)):
+    left, accumulators = _LEFT.search(dot), _ACCUMULATOR.findall(dot)
+    if not left or not accumulators:
         return 0
-    (rows, depth, bits), (_, columns, _) = (tuple(map(int, found)) for found in _OPERAND.findall(dot)[:2])
-    layout = layouts[accumulator[-1]]
+    rows, columns, name = accumulators[-1]
+    layout, sizes = layouts[name], (int(rows), int(columns), int(left[1]) * int(left[2]))
     if "blockM" in layout:
         tile = (*layout["blockM"], *layout["blockN"])
     else:
         tile = tuple(map(math.prod, zip(layout["instrShape"], layout["warpsPerCTA"], strict=False)))
-    return math.prod(-(-a // b) for a, b in zip((rows, columns, depth * bits), (*tile, _DEPTH), strict=True))
+    return math.prod(-(-a // b) for a, b in zip(sizes, (*tile, _DEPTH), strict=True))

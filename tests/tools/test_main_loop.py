@@ -286,6 +286,12 @@ def test_a_dot_in_parts_is_one_step():
     )
 
 
+def test_scales_of_a_dot_are_no_operand():
+    scaled = "tensor<64x64xf8E4M3FN, #a>, tensor<64x2xi8, #c> * tensor<64x32xf8E4M3FN, #b>, tensor<32x2xi8, #c> -> "
+    dot = f"%e = tt.dot_scaled %a scale %s, %b scale %t, %d lhs = e4m3 rhs = e4m3 : {scaled} tensor<64x32xf32, #mma>"
+    assert ttgir.steps({"ttgir": TTGIR.replace("SECOND", dot)}) == (24, 2, 2)
+
+
 @pytest.mark.parametrize(
     ("move", "dots"),
     [
