@@ -60,8 +60,8 @@ def _measure(
     costs: dict[str, Costs] = {}
     for name in (f"{name}{suffix}" for name in passes):
         loop = found[f"grouped_{name}"]
-        if loop is None:
-            raise RuntimeError(f"{name} for {target}: expected a loop that multiplies; found none")
+        if not isinstance(loop, main_loop.MainLoop):
+            raise RuntimeError(f"{name} for {target}: {loop or 'expected a loop that multiplies; found none'}")
         costs[name] = loop._asdict()
     return costs
 

@@ -83,6 +83,11 @@ def multiplying(code: Sequence[Instruction]) -> Loop | None:
     return max(innermost, key=lambda loop: (products[loop], -loop.head), default=None)
 
 
+def number_multiplying(code: Sequence[Instruction]) -> int:
+    """How many loops have MMAs in them: a loop over tiles and its steps are two."""
+    return sum(any(code[index].kind == "mma" for index in loop.body) for loop in loops(code))
+
+
 def steady(code: Sequence[Instruction], loop: Loop) -> list[int]:
     """Indices of the instructions of a step within a tile; empty if no path is found.
 

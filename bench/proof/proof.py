@@ -15,7 +15,7 @@ import torch
 
 from bench.proof import assembly, cases, cubin, main_loop, resources
 from bench.proof.compiling import Compiled, compiled, compiling_for
-from bench.proof.main_loop import MainLoop
+from bench.proof.main_loop import MainLoop, UnreadLoop
 from fusedmlp.doctor.targets import TARGETS, Target
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching.program import Launch
@@ -203,8 +203,9 @@ def judge(launches: Sequence[tuple[Compiled, str]], task: Task) -> list[Row]:
     return [_row(made, case, task, loops.get(id(made.kernel))) for made, case in launches]
 
 
-def _row(made: Compiled, case: str, task: Task, loop: MainLoop | None) -> Row:
+def _row(made: Compiled, case: str, task: Task, read: MainLoop | UnreadLoop | None) -> Row:
     launch, kernel = made.launch, made.kernel
+    loop = None if isinstance(read, UnreadLoop) else read
     config = f"{launch.path} {launch.sizes}; {case}"
     if isinstance(kernel, Exception):
         text = " ".join(f"{type(kernel).__name__}: {kernel}".split())
@@ -218,7 +219,7 @@ def _row(made: Compiled, case: str, task: Task, loop: MainLoop | None) -> Row:
     warnings = cubin.warnings(kernel, made.log)
     found = [f"{code}: wgmma serialized" for code in warnings]
     if is_gemm and used.tensor_core and loop is None:
-        found.append("no loop that multiplies")
+        found.append(str(read or "no loop that multiplies"))
     spills_allowed = SPILLS_OUTSIDE_OF_STEPS.get(launch.name, 0)
     found += problems(
         used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm, spills_allowed=spills_allowed

@@ -98,6 +98,7 @@ def found_in(name, target="sm_90"):
         pytest.param("too_much_shared", "sm_120", "shared memory", marks=pytest.mark.exhaustive),
         pytest.param("without_dot", "sm_90", "without tensor-core", marks=pytest.mark.exhaustive),
         ("without_tma", "sm_90", "without TMA"),
+        ("static", "sm_90", "a loop that multiplies; got 8 MMAs in no loop"),
         ("serialized", "sm_90", "C7511: wgmma serialized"),
         pytest.param("not_compiling", "sm_90", "does not compile", marks=pytest.mark.exhaustive),
     ],
