@@ -26,24 +26,27 @@ def round_to(value, DTYPE: tl.constexpr):
     return value.to(DTYPE)
 
 
+# PTX that makes fp32 of the two 16-bit values in one register.
+_UNPACK_BF16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+_UNPACK_FP16 = tl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
+
+
 @triton.jit
 def to_fp32(value):
-    """A float of at most 32 bits in fp32, exactly. The interpreter makes zeros of subnormal bfloat16, so there the bits
-    are moved.
+    """A float of at most 32 bits in fp32, exactly.
+
+    On NVIDIA, 16-bit values are taken in pairs: ptxas moves the upper bfloat16 down before it shifts it up, and LLVM
+    rounds in pairs only if both values of one are used together. The interpreter makes zeros of subnormal bfloat16, so
+    there the bits are moved.
     """
     if INTERPRETED and value.dtype == tl.bfloat16:
         value = (value.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif is_cuda() and value.dtype.primitive_bitwidth == 16:
+        UNPACK: tl.constexpr = _UNPACK_BF16 if value.dtype == tl.bfloat16 else _UNPACK_FP16
+        value = tl.inline_asm_elementwise(UNPACK, "=r,=r,r", [value], dtype=tl.float32, is_pure=True, pack=2)
     return value.to(tl.float32)
-
-
-@triton.jit
-def paired(value):
-    """Return `value`. On NVIDIA, LLVM then rounds 16-bit values in pairs; by itself it does so only for values that are
-    used once.
-    """
-    if is_cuda() and value.dtype.primitive_bitwidth == 16:
-        value = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=True, pack=2)
-    return value
 
 
 @triton.jit

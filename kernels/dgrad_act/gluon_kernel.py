@@ -3,17 +3,19 @@
 takes no registers before.
 
 One warp loads operands (TMA, `warp_specialized/ring.py`; four where rows are gathered), one loads `h`, subtile by
-subtile, into slots; others multiply (`warp_specialized/partitions.py`). The epilogue reads `h` from a slot, writes `dh`
-over it and `a` beside it, and TMA stores both from there: no barrier of the whole block.
+subtile, into slots; others multiply (`warp_specialized/partitions.py`). The epilogue reads `h` from a slot into
+registers and gives the slot back, so that the subtile after next arrives while this one and the next are computed. `dh`
+and `a` are stored by TMA from buffers of their own, which are read during the next subtile, or the next tile's MMAs. No
+barrier covers the whole block.
 
-Each slot of a consumer has two mbarriers, as a stage has: `full` (its `h` has arrived) and `empty` (stores have read
-it). A slot is given back with the next subtile, so there are at least two.
+Each slot of a consumer has two mbarriers, as a stage has: `full` (its `h` has arrived) and `empty` (it was read).
 """
 
 from triton.tools.ragged_tma import to_ragged_indices
 
 from ..device import activation
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..device.tiles import to_fp32
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import (
     barrier,
@@ -25,7 +27,15 @@ from ..warp_specialized.gluon_compat import (
     tma_store,
     tma_store_wait,
 )
-from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
+from ..warp_specialized.partitions import (
+    finished,
+    load_operands,
+    operands,
+    product,
+    subtile,
+    worker_registers,
+    worker_warps,
+)
 from ..warp_specialized.ring import load_for_rows, mbarriers, row_numbers, row_zeros, shared_tiles, whole_rows
 from .epilogue import backward
 
@@ -34,9 +44,9 @@ SLOTS = gl.constexpr(2)  # for each consumer
 
 @gluon.jit
 def _load_h(h_desc, tiles_ptr, pipeline, slots, ACT: gl.constexpr, TILE: gl.constexpr):
-    """Partition of the warp that loads `h`, for each consumer in turn; `slots`: `(h, a, full, empty)`."""
+    """Partition of the warp that loads `h`, for each consumer in turn; `slots`: `(h, full, empty)`."""
     num_m, num_f = pipeline[0], pipeline[1]
-    h, _, full, empty = slots
+    h, full, empty = slots
     HALVES: gl.constexpr = activation.halves(ACT)
     WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES * ACT.CHANNEL_STEP
     ROWS: gl.constexpr = h.shape[1]
@@ -66,27 +76,30 @@ def _consume(
     arguments,
     pipeline,
     slots,
+    out,
     CONSUMER: gl.constexpr,
     CONSUMERS: gl.constexpr,
     ACT: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Partition of a consumer; `slots` as in `_load_h`."""
+    """Partition of a consumer; `slots` as in `_load_h`; `out`: buffers for stores of both parts of `dh` and of `a`."""
     probs_ptr, dh_desc, a_desc, partial_ptr, tiles_ptr, num_rows, H = arguments
     num_m, num_f = pipeline[0], pipeline[1]
-    h, a, full, empty = slots
+    h, full, empty = slots
     SUBTILES: gl.constexpr = TILE.SUBTILES
     HALVES: gl.constexpr = activation.halves(ACT)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = TILE.BLOCK_N // SUBTILES
+    dg_out, dl_out, a_out = out[0].index(CONSUMER), out[1].index(CONSUMER), out[2].index(CONSUMER)
     i = 0
     j = 0
     for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        acc, i = product(i, H, pipeline, CONSUMER, K_CONTIGUOUS, TILE)
         m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         _expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
-        subtiles, i = product(i, H, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
+        subtiles = finished(acc, i, pipeline, SUBTILES, TILE)
         for s in gl.static_range(SUBTILES):
             da_MF, column = subtile(subtiles, s, SUBTILES, CONSUMERS), f_tile * TILE.BLOCK_N + s * WIDTH
             if probs_ptr is None:
@@ -95,39 +108,39 @@ def _consume(
                 row_M, dprobs_M = row_numbers(da_MF, CONSUMER * ROWS), row_zeros(da_MF)
                 probs_M1 = load_for_rows(probs_ptr + first, da_MF, CONSUMER * ROWS, rows)
             at = CONSUMER * SLOTS + j % SLOTS
-            # Buffers of `h`, then of `dh`; one buffer where there are no halves.
-            gates, linears = h.index(HALVES * at), h.index(HALVES * at + HALVES - 1)
             mbarrier.wait(full.index(at), j // SLOTS & 1)
             if ACT.CHANNEL_STEP == 2:
                 joined = gl.reshape(gl.join(da_MF, da_MF), (ROWS, 2 * WIDTH))  # for its layout alone
-                h_MG = gates.load(joined.type.layout).to(gl.float32)
-                g, l = gl.split(gl.reshape(h_MG, (ROWS, WIDTH, 2)))
+                g = h.index(at).load(joined.type.layout)
+                l = g
+            else:
+                g = h.index(HALVES * at).load(da_MF.type.layout)
+                l = h.index(HALVES * at + HALVES - 1).load(da_MF.type.layout)
+            mbarrier.arrive(empty.index(at), count=1)
+            j += 1
+            g, l = to_fp32(g), to_fp32(l)
+            if ACT.CHANNEL_STEP == 2:
+                g, l = gl.split(gl.reshape(g, (ROWS, WIDTH, 2)))
                 g = gl.convert_layout(g, da_MF.type.layout, assert_trivial=True)  # the same layout under another name
                 l = gl.convert_layout(l, da_MF.type.layout, assert_trivial=True)
-            else:
-                g = gates.load(da_MF.type.layout).to(gl.float32)
-                l = linears.load(da_MF.type.layout).to(gl.float32)
             da_MF, act, by_gate, by_linear, dprobs_M = backward(da_MF, g, l, dprobs_M, probs_M1, ACT)
+            dg_MF, dl_MF = da_MF * by_gate, da_MF * by_linear
             if ACT.CHANNEL_STEP == 2:
-                gates.store(gl.reshape(gl.join(da_MF * by_gate, da_MF * by_linear), (ROWS, 2 * WIDTH)).to(h.dtype))
-            else:
-                gates.store((da_MF * by_gate).to(h.dtype))
-                if ACT.GATED:
-                    linears.store((da_MF * by_linear).to(h.dtype))
-            a.index(at).store(act.to(a.dtype))
+                dg_MF = gl.reshape(gl.join(dg_MF, dl_MF), (ROWS, 2 * WIDTH))
+            tma_store_wait(0)
+            barrier()
+            dg_out.store(dg_MF.to(h.dtype))
+            if HALVES == 2:
+                dl_out.store(dl_MF.to(h.dtype))
+            a_out.store(act.to(a_out.dtype))
             fence_async_shared()
             barrier()
             if HALVES == 2:
-                tma_store(dh_desc, [wrap, end, row, 0, column], gates)
-                tma_store(dh_desc, [wrap, end, row, 1, column], linears)
+                tma_store(dh_desc, [wrap, end, row, 0, column], dg_out)
+                tma_store(dh_desc, [wrap, end, row, 1, column], dl_out)
             else:
-                tma_store(dh_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], gates)
-            tma_store(a_desc, [wrap, end, row, column], a.index(at))
-            # All stores but these have read their slots: give back that of the subtile before.
-            tma_store_wait(HALVES + 1)
-            barrier()
-            mbarrier.arrive(empty.index(CONSUMER * SLOTS + (j + SLOTS - 1) % SLOTS), count=1, pred=j > 0)
-            j += 1
+                tma_store(dh_desc, [wrap, end, row, column * ACT.CHANNEL_STEP], dg_out)
+            tma_store(a_desc, [wrap, end, row, column], a_out)
         if probs_ptr is not None:
             partial_M = partial_ptr + f_tile.to(gl.int64) * num_rows + first + row_M
             gl.store(partial_M, dprobs_M, mask=row_M < rows)
@@ -162,13 +175,15 @@ def grouped_dgrad_act_warp_specialized_kernel(
 ):
     """Pass (3); arguments as in the Triton kernel; the descriptors of `h` and `dh` move halves one by one."""
     gl.static_assert(TILE.BLOCK_M == 128)
-    gl.static_assert(SLOTS > 1)
     HALVES: gl.constexpr = activation.halves(ACT)
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
     WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES
     h = shared_tiles(h_desc.dtype, CONSUMERS * SLOTS * HALVES, ROWS, WIDTH * ACT.CHANNEL_STEP)
-    a = shared_tiles(a_desc.dtype, CONSUMERS * SLOTS, ROWS, WIDTH)
-    slots = (h, a, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
+    # Allocated apart: the compiler has a barrier between writes to two tiles of one allocation.
+    dg_out = shared_tiles(dh_desc.dtype, CONSUMERS, ROWS, WIDTH * ACT.CHANNEL_STEP)
+    dl_out = shared_tiles(dh_desc.dtype, CONSUMERS, ROWS, WIDTH) if HALVES == 2 else dg_out
+    out = (dg_out, dl_out, shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH))
+    slots = (h, mbarriers(CONSUMERS * SLOTS, 1), mbarriers(CONSUMERS * SLOTS, 1))
     dy, w, full, empty, accumulators = operands(dy_desc.dtype, CONSUMERS, TILE.BLOCK_N, K_CONTIGUOUS, TILE)
     pipeline = (gl.load(tiles_ptr), gl.cdiv(F, TILE.BLOCK_N), dy, w, full, empty, accumulators)
     GATHERED: gl.constexpr = row_ids_ptr is not None
@@ -176,8 +191,8 @@ def grouped_dgrad_act_warp_specialized_kernel(
     loads = (dy_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts)
     gl.warp_specialize(
         [
-            (_consume, (arguments, pipeline, slots, gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE)),
-            (_consume, (arguments, pipeline, slots, gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE))
+            (_consume, (arguments, pipeline, slots, out, gl.constexpr(0), CONSUMERS, ACT, K_CONTIGUOUS, TILE)),
+            (_consume, (arguments, pipeline, slots, out, gl.constexpr(1), CONSUMERS, ACT, K_CONTIGUOUS, TILE))
             if CONSUMERS == 2
             else (multiply_tiles, (H, pipeline, K_CONTIGUOUS, TILE)),
             (load_operands, (loads, H, pipeline, REVERSED, K_CONTIGUOUS, 1, TILE)),

@@ -23,7 +23,17 @@ import triton.language as tl
 from ..device import activation
 from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
-from ..device.tiles import column_subtiles, expert_base, load_bias, load_rows, round_to, store_halves, store_rows, zeros
+from ..device.tiles import (
+    column_subtiles,
+    expert_base,
+    load_bias,
+    load_rows,
+    round_to,
+    store_halves,
+    store_rows,
+    to_fp32,
+    zeros,
+)
 from .epilogue import backward
 
 
@@ -163,7 +173,7 @@ def _grouped_dgrad_act_kernel(
         for s in tl.static_range(SUBTILES):
             da_MF = subtiles[s]
             column = f + s * WIDTH
-            g, l = g_next.to(tl.float32), l_next.to(tl.float32)
+            g, l = to_fp32(g_next), to_fp32(l_next)
             if s + 1 < SUBTILES:
                 h_M1, l_M1, left = h_M1 + WIDTH_G, l_M1 + WIDTH, left - WIDTH
                 g_next, l_next = _load_h(h_M1, l_M1, mask_M1, left, WIDTH, ACT)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ..device import activation
-from ..device.tiles import load_bias, paired, round_to
+from ..device.tiles import load_bias, round_to, to_fp32
 
 
 @triton.jit
@@ -15,11 +15,11 @@ def pre_activation(h_MG, l_MF, bias, column_1G, num_gates, ACT: tl.constexpr, DT
     """
     if bias is not None:
         h_MG += load_bias(bias, column_1G, num_gates)
-    h_MG = paired(round_to(h_MG, DTYPE))
+    h_MG = round_to(h_MG, DTYPE)
     if activation.halves(ACT) == 2:
         if bias is not None:
             l_MF += load_bias(bias + num_gates, column_1G, num_gates)
-        l_MF = paired(round_to(l_MF, DTYPE))
+        l_MF = round_to(l_MF, DTYPE)
     else:
         l_MF = h_MG
     return h_MG, l_MF
@@ -28,7 +28,7 @@ def pre_activation(h_MG, l_MF, bias, column_1G, num_gates, ACT: tl.constexpr, DT
 @triton.jit
 def activate(h_MG, l_MF, ACT: tl.constexpr):
     """`act` in fp32 of the results of `pre_activation`."""
-    g, l = h_MG.to(tl.float32), l_MF.to(tl.float32)
+    g, l = to_fp32(h_MG), to_fp32(l_MF)
     if ACT.CHANNEL_STEP == 2:
         g, l = tl.split(tl.reshape(g, (g.shape[0], g.shape[1] // 2, 2)))
     a, _, _ = activation.activate(g, l, ACT)

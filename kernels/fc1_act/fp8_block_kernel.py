@@ -13,7 +13,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 from ..device import activation
 from ..device.quantization import chunk_of_scales, exponent_of_zeros, in_whole_rows, store_scales
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
-from ..device.tiles import column_subtiles, expert_base, paired, round_to, side_by_side
+from ..device.tiles import column_subtiles, expert_base, round_to, side_by_side, to_fp32
 from ..warp_specialized.fp8_block import BLOCK, load_operands, operands, product
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
 from ..warp_specialized.hopper import ROWS
@@ -77,7 +77,7 @@ def _half_of_block(
     a_MF = activate(h_MG, l_MF, ACT)
     if probs_M1 is not None:
         a_MF *= gl.convert_layout(probs_M1, a_MF.type.layout)
-    return paired(round_to(a_MF, buffer.dtype))
+    return round_to(a_MF, buffer.dtype)
 
 
 @gluon.jit
@@ -89,7 +89,7 @@ def _store_block(a_MF, outputs, m_tile, rows, place, column, buffer, CONSUMER: g
     """
     a_desc, a_scales_ptr, F = outputs
     wrap, end, row = place
-    copy, exponent_M = in_whole_rows(a_MF.to(gl.float32), "fp8_block")
+    copy, exponent_M = in_whole_rows(to_fp32(a_MF), "fp8_block")
     write(buffer, copy)
     tma_store(a_desc, [wrap, end, row, column], buffer)
     if column < F:

@@ -14,7 +14,15 @@ from ..device.tile_order import load_tile, tile_at, zero_padding_at
 from ..device.tiles import expert_base
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
-from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
+from ..warp_specialized.partitions import (
+    finished,
+    load_operands,
+    operands,
+    product,
+    subtile,
+    worker_registers,
+    worker_warps,
+)
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
 from .epilogue import activate, pre_activation
 
@@ -41,10 +49,11 @@ def _consume(
     num_m, num_f = pipeline[0], pipeline[1]
     i = 0
     for tile_index in range(gl.program_id(0), num_m * num_f, gl.num_programs(0)):
+        acc, i = product(i, H, pipeline, CONSUMER, K_CONTIGUOUS, TILE)
         m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         expert, first, rows = load_tile(tiles_ptr, m_tile)
         wrap, end, row = to_ragged_indices(first, rows, CONSUMER * ROWS)
-        subtiles, i = product(i, H, pipeline, CONSUMER, NUM_SUBTILES, K_CONTIGUOUS, TILE)
+        subtiles = finished(acc, i, pipeline, NUM_SUBTILES, TILE)
         for s in gl.static_range(SUBTILES):
             column = f_tile * TILE.BLOCK_N + s * WIDTH
             h_MG = subtile(subtiles, s, NUM_SUBTILES, CONSUMERS)

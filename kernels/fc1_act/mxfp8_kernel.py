@@ -10,7 +10,7 @@ from triton.tools.ragged_tma import to_ragged_indices
 from ..device import activation
 from ..device.quantization import along_columns, chunk_of_scales, exponent_of_zeros, store_scales
 from ..device.tile_order import load_tile, tile_at, zero_padding_at
-from ..device.tiles import expert_base, paired, round_to
+from ..device.tiles import expert_base, round_to, to_fp32
 from ..warp_specialized.blackwell import ROWS, read_subtiles, wait_for_accumulator
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
 from ..warp_specialized.mxfp8 import CHUNK, load_operands, multiply_tiles, operands, scales_in_tensor_memory
@@ -30,7 +30,7 @@ def _store_activation(a_MF, outputs, m_tile, tile, place, column, buffer, DTYPE:
     wrap, end, row = place
     if probs_ptr is not None:
         a_MF *= load_for_rows(probs_ptr + first, a_MF, 0, rows)
-    copy, exponent = along_columns(paired(round_to(a_MF, DTYPE)).to(gl.float32), "mxfp8")
+    copy, exponent = along_columns(to_fp32(round_to(a_MF, DTYPE)), "mxfp8")
     overwrite(buffer, copy, RUNNING)
     tma_store(a_desc, [wrap, end, row, column], buffer)
     if column < gl.cdiv(F, CHUNK) * CHUNK:

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..device import activation
 from ..device.product import product
 from ..device.tile_order import load_tile, tile_at, zero_padding
-from ..device.tiles import column_subtiles, expert_base, round_to, store_halves, store_rows
+from ..device.tiles import column_subtiles, expert_base, round_to, store_halves, store_rows, zeros
 from .epilogue import activate, pre_activation
 
 
@@ -77,7 +77,7 @@ def _grouped_fc1_act_kernel(
         tile = load_tile(tiles_ptr, m_tile)
         expert, first, num_rows = tile
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < num_rows
-        acc = tl.zeros((BLOCK_M, HALVES * TILE.BLOCK_N * STEP), dtype=tl.float32)
+        acc = zeros(BLOCK_M, HALVES * TILE.BLOCK_N * STEP, num_m, FLATTEN)
         acc = product(
             *(acc, x, w, tile, f, end_g, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION, HALVES, STEP)
         )

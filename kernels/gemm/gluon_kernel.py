@@ -12,7 +12,15 @@ from ..device.tile_order import load_tile, tile_at, zero_padding_at
 from ..device.tiles import expert_base, load_bias
 from ..warp_specialized.blackwell import multiply_tiles
 from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
-from ..warp_specialized.partitions import load_operands, operands, product, subtile, worker_registers, worker_warps
+from ..warp_specialized.partitions import (
+    finished,
+    load_operands,
+    operands,
+    product,
+    subtile,
+    worker_registers,
+    worker_warps,
+)
 from ..warp_specialized.ring import column_numbers, load_for_rows, overwrite, shared_tiles, whole_rows
 from .dprobs import sum_partials
 from .epilogue import add_bias
@@ -85,10 +93,11 @@ def _consume(
     num_m, num_n = pipeline[0], pipeline[1]
     i = 0
     for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
+        acc, i = product(i, K, pipeline, CONSUMER, K_CONTIGUOUS, TILE)
         m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
         place = to_ragged_indices(tile[1], tile[2], CONSUMER * ROWS)
-        subtiles, i = product(i, K, pipeline, CONSUMER, SUBTILES, K_CONTIGUOUS, TILE)
+        subtiles = finished(acc, i, pipeline, SUBTILES, TILE)
         for s in gl.static_range(SUBTILES):
             y_MN = subtile(subtiles, s, SUBTILES, CONSUMERS)
             store_subtile(y_MN, arguments, tile, place, n_tile, out, s, CONSUMER, ROWS, TILE)

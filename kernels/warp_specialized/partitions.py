@@ -118,26 +118,19 @@ def load_operands(
 
 
 @gluon.jit
-def product(
-    i,
-    K,
-    pipeline,
-    CONSUMER: gl.constexpr,
-    NUM_SUBTILES: gl.constexpr,
-    K_CONTIGUOUS: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """`(x @ w, next i)` for a consumer's rows of a tile, to be read by `subtile` in NUM_SUBTILES; `K > 0`.
+def product(i, K, pipeline, CONSUMER: gl.constexpr, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
+    """`(x @ w, next i)` for a consumer's rows of a tile, to be passed to `finished`; `K > 0`.
 
-    Two consumers multiply here, and i counts steps. A single one waits for its accumulator, and i counts tiles.
+    Two consumers multiply here, and i counts steps; the last step's MMAs still run, and hide what the caller computes
+    before it calls `finished`. For a single one i counts tiles, and names the tile in place of the product.
     """
-    _, _, x, w, full, empty, accumulators = pipeline
+    _, _, x, w, full, empty, _ = pipeline
     STAGES: gl.constexpr = TILE.num_stages
     CONSUMERS: gl.constexpr = x.shape[0] // STAGES
     if CONSUMERS == 1:
-        subtiles = blackwell.wait_for_accumulator(i, accumulators)
-        i += 1
+        acc, i = i, i + 1
     else:
+        gl.assume(K > 0)
         acc = hopper.accumulator(w.shape[1 if K_CONTIGUOUS else 2])
         for k in range(0, K, TILE.BLOCK_K):
             stage = wait_for_operands(i, full, STAGES)
@@ -146,13 +139,23 @@ def product(
                 w_KN = w_KN.permute((1, 0))
             acc = hopper.multiply(x.index(stage * CONSUMERS + CONSUMER), w_KN, acc, i, k == 0, empty, STAGES)
             i += 1
-        subtiles = column_subtiles(hopper.finish(acc, i, empty, STAGES), NUM_SUBTILES)
-    return subtiles, i
+    return acc, i
+
+
+@gluon.jit
+def finished(acc, i, pipeline, NUM_SUBTILES: gl.constexpr, TILE: gl.constexpr):
+    """Wait for the MMAs of a tile, and return it, to be read by `subtile` in NUM_SUBTILES; `acc, i` of `product`."""
+    _, _, x, _, _, empty, accumulators = pipeline
+    if x.shape[0] == TILE.num_stages:
+        subtiles = blackwell.wait_for_accumulator(acc, accumulators)
+    else:
+        subtiles = column_subtiles(hopper.finish(acc, i, empty, TILE.num_stages), NUM_SUBTILES)
+    return subtiles
 
 
 @gluon.jit
 def subtile(subtiles, S: gl.constexpr, NUM_SUBTILES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Subtile S (neighbouring columns) of a finished tile, of `product` or of wgrad. Read each once, and the last one
+    """Subtile S (neighbouring columns) of a finished tile, of `finished` or of wgrad. Read each once, and the last one
     last, which frees an accumulator in tensor memory.
     """
     return blackwell.read_subtile(subtiles, S, NUM_SUBTILES) if CONSUMERS == 1 else subtiles[S]

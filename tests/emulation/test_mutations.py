@@ -35,7 +35,7 @@ NEEDLESS = {
     # so late in this order that the accumulators have been read.
     ("sm_100_wgrad", "mbarrier wait for another stage"): 2,
     # Warp-specialized: after mbarriers are made, as a barrier of the block follows; before all partitions meet, or wait
-    # for operands; and in dgrad before a warp writes dh where it alone has read h.
+    # for operands; and after the last wait for stores.
     **{
         (f"sm_90_{name}_warp_specialized", "proxy fence removed"): 1
         for name in ("gemm", "fc1_act", "dgrad_act", "wgrad", *FP8_BLOCK)
