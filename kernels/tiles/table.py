@@ -67,7 +67,8 @@ _LINES = """
 # architectures                 pass      path             formats   load    M   N   K warps stages SUBTILES GROUP SM
 # Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each 64 of a tile's rows
 # (`warp_specialized/hopper.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
-# eight write (`warp_specialized/blackwell.py`). In fc1 of 8 bits, N are channels of both halves together.
+# eight write (`warp_specialized/blackwell.py`). Its dgrad_act and wgrad have narrow subtiles, whose buffers leave
+# shared memory for a fourth stage. In fc1 of 8 bits, N are channels of both halves together.
 sm_90                           fc1_act   warp_specialized bf16,fp16 long  128 128  64   4   3   2   8   1
 sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 128  64   8   4   4   8   1
 sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1
@@ -77,11 +78,11 @@ sm_100                          fc1_act   warp_specialized mxfp8     long  128 2
 sm_100                          gemm      warp_specialized mxfp8     long  128 256 128   8   3   4   8   1
 sm_100                          gemm      warp_specialized bf16,fp16 long  128 256  64   8   4   4   8   1
 sm_90                           dgrad_act warp_specialized bf16,fp16 long  128 256  64   4   3   8   8   1
-sm_100                          dgrad_act warp_specialized bf16,fp16 long  128 256  64   8   3   8   8   1
+sm_100                          dgrad_act warp_specialized bf16,fp16 long  128 256  64   8   4  16   8   1
 sm_90                           wgrad     warp_specialized bf16,fp16 long   64 128 256   4   3   4  16   1
 sm_90                           wgrad     warp_specialized fp8_block long  128 128 256   4   3   8  16   1
 sm_100                          wgrad     warp_specialized mxfp8     long  128 128 256   8   3   8  16   1
-sm_100                          wgrad     warp_specialized bf16,fp16 long   64 128 256   8   3   4  16   1
+sm_100                          wgrad     warp_specialized bf16,fp16 long   64 128 256   8   4   8  16   1
 # M-ragged passes have accumulators of 128 x 256 (fc1: 128 channels of each half), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than L2 delivers at full speed. Such programs fill a multiprocessor, so they
 # are persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the tile before.

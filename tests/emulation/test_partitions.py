@@ -69,8 +69,8 @@ def test_the_same_bits_in_many_orders_in_8_bits(target, name):
     assert any(case.precision in launch.kernel for launch in launched)
 
 
-# Rows of experts, with 64 rows a step and three stages: no step, one, as many as stages, one more.
-STEPS = ((1, 64, 65, 192, 193, 0, 256), 5)
+# Rows of experts, with 64 rows a step and three stages (sm_90) or four: no step, one, as many as stages, one more.
+STEPS = ((1, 64, 65, 192, 193, 0, 256, 257), 5)
 
 
 @pytest.mark.parametrize("target", TARGETS)
