@@ -234,6 +234,7 @@ def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
     yield from _grid(f"{name} in_out without probs", case(layout="in_out", probs=False))
     yield from _grid(f"{name} gpt_oss", case(**gpt_oss), (BF16, FP32), quick=name == "dgrad_act")
     yield from _grid(f"{name} gelu reversed", case(activation="gelu", where="reversed", bias=True))
+    yield from _grid(f"{name} clamped", case(**clamped), shapes=("long",))
     yield from _grid(f"{name} clamped scattered", case(where="scattered", **clamped))
     for activation, shape in (("geglu_tanh", "short"), ("relu2", "short"), ("reglu", "long")):
         yield from _grid(f"{name} {activation}", case(activation=activation), shapes=(shape,))

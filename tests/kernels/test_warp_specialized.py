@@ -6,6 +6,9 @@ import pytest
 import torch
 from support import forked
 
+from bench.proof import cases
+from fusedmlp.activation import Activation
+from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels import warp_specialized
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.table import Key
@@ -85,6 +88,23 @@ def test_tma_does_not_add_to_16_bits(dtype, accumulate, architecture):
     launch = triton_impl.wgrad_of_segments_.program(target(architecture), *arguments).launches[-1]
     assert launch.path == "warp_specialized"
     assert (launch.arguments["dw_desc"] is None) == (accumulate and dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize("name", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_dgrad_has_tiles_of_256_columns_for_every_activation(architecture, name, limit, interleaved):
+    """In more subtiles where it would spill: a clamped exact gelu with halves on Hopper."""
+    layer = cases.Layer(Activation(name, limit=limit, interleaved=interleaved))
+    planned = cases.launches(layer(torch.bfloat16), TARGETS[architecture].planned_for("long", warp_specialized=True))
+    (launch,) = (launch for launch in planned if "dgrad_act" in launch.name)
+    own = table.TABLES[architecture]["dgrad_act", "warp_specialized", "bf16", "long"]
+    spills = architecture == "sm_90" and name == "geglu" and limit is not None and not interleaved
+    assert launch.path == "warp_specialized"
+    assert own.BLOCK_N == 256
+    assert launch.chosen.tile == own._replace(SUBTILES=own.SUBTILES * (2 if spills else 1))
+    assert launch.arguments["h_desc"].block[-1] == 256 // launch.chosen.tile.SUBTILES * (2 if interleaved else 1)
 
 
 _MISSING = """

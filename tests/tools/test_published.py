@@ -125,6 +125,9 @@ def test_layers_of_others():
     assert found.points == len(layers.published()) == 24
     assert found.median <= 0.08
     assert found.ninety <= 0.16
+    a, b = ([each for each in layers.published() if each.half == half] for half in "ab")
+    assert layers.fit(a) != layers.fit(b)
+    assert layers.held_out() == layers.errors(a, layers.fit(b)) + layers.errors(b, layers.fit(a))
     by_key = {(each.shape.F, each.top_k, each.shape.H, each.half) for each in layers.published()}
     assert len(by_key) == 12  # a layer's forward and backward are in the same half
 
