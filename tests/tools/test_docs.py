@@ -12,8 +12,11 @@ from textwrap import dedent
 
 import pytest
 import torch
+from support import frameworks
 
 import fusedmlp
+from bench.cpu.layers import CPU_SHAPES
+from bench.limits.shapes import SHAPES
 from fusedmlp import environment
 from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
@@ -52,6 +55,15 @@ def blocks(page, language):
 
 # Code that a page presupposes, run before its first block; `folder` is an empty one.
 GIVEN = {
+    "deepspeed": """
+        import os
+        import deepspeed
+        import torch
+        deepspeed.ops.__compatible_ops__.clear()  # or it compiles an all-reduce of its own, for a minute
+        os.environ["LOCAL_RANK"] = "0"
+        store = "file://" + os.path.abspath("store")
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        """,
     "compile": """
         import warnings
         import torch
@@ -111,6 +123,8 @@ GIVEN = {
 }
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
+# Pages whose code needs the libraries of `make .frameworks/.ready`, each in a process of its own.
+NEED_LIBRARIES = {"deepspeed", "lightning"}
 EDITS = {
     "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would affect other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
@@ -119,7 +133,11 @@ EDITS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.stem not in NEED_LIBRARIES],
+    ids=lambda page: page.stem,
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Blocks of a page run one after the other, as a reader types them."""
     monkeypatch.chdir(tmp_path)
@@ -132,6 +150,17 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", sorted(NEED_LIBRARIES))
+def test_python_blocks_of_other_libraries_run(page, tmp_path):
+    assert frameworks.LIBRARIES.is_dir(), "run: make .frameworks/.ready"
+    script = tmp_path / "script.py"
+    script.write_text(dedent(GIVEN.get(page, "")) + "\n".join(blocks(ROOT / "docs" / f"{page}.md", "python")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(frameworks.LIBRARIES)])}
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -197,6 +226,12 @@ def test_files_of_recipes_exist():
             filled = {path.replace("<pass>", name) for path in paths for name in PASSES}
             missing |= {path for path in filled if not (ROOT / path).exists()}
     assert missing == set()
+
+
+def test_the_glossary_has_every_layer():
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| ([\w.-]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    assert found == [tuple(map(str, (s.name, s.E, s.H, s.F, s.R))) for s in (*SHAPES, *CPU_SHAPES)]
 
 
 def test_every_public_name_is_in_the_reference():
