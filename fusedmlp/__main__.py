@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.version import __version__
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
+    parser.add_argument("--version", action="version", version=f"fusedmlp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
         add(commands)
@@ -56,7 +58,7 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         from fusedmlp.demo import compare, report, train
     except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}: pip install 'fusedmlp[demo]'", file=sys.stderr)
+        print(f"the demo needs {error.name}: {_install(error.name, 'demo')}", file=sys.stderr)
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() and args.recipe is None else "cpu")
     settings = train.Settings(seed=args.seed, device=device)
@@ -223,7 +225,7 @@ def _bench(args: argparse.Namespace) -> int:
         try:
             report = import_module("bench.report.command")
         except ModuleNotFoundError as error:
-            print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
+            print(f"bench --report needs {error.name}: {_install(error.name, 'bench')}", file=sys.stderr)
             return 2
         status: int = report.run(args.report, args.results, args.tiny, args.json)
         return status
@@ -240,6 +242,10 @@ def _bench(args: argparse.Namespace) -> int:
     else:
         command.run("roofline" if args.roofline else "schedule", args.json, eight_bit=args.eight_bit and args.roofline)
     return 0
+
+
+def _install(package: str | None, extra: str) -> str:
+    return f"pip install {package}, or in a clone pip install -e '.[{extra}]'"
 
 
 def _has_bench(command: str) -> bool:
