@@ -295,6 +295,32 @@ def test_the_site_builds_strictly(site):
     assert "grad_added_to_main_grad" in reference
 
 
+def test_every_picture_opens_large(site):
+    pictures = 0
+    for page in PAGES:
+        shown = re.findall(r"^!\[.*\]\((pictures/.*)\)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        built = site / ("" if page.stem == "index" else page.stem) / "index.html"
+        up = "" if page.stem == "index" else "../"
+        for picture in shown:
+            assert re.search(
+                rf'<a href="{up}{picture}"><img [^>]*src="{up}{picture}"', built.read_text(encoding="utf-8")
+            )
+        pictures += len(shown)
+    assert pictures > 8
+
+
+def test_make_says_where_the_site_is():
+    done = subprocess.run(["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f'echo "docs: wrote {ROOT}/build/site;' in done.stdout
+
+
+def test_the_site_has_a_dark_mode(site):
+    start = (site / "index.html").read_text(encoding="utf-8")
+    assert 'data-md-color-media="(prefers-color-scheme: dark)" data-md-color-scheme="slate"' in start
+    assert 'href="site.css"' in start
+
+
 # A window of 1280 pixels has 656 pixels beside both columns of navigation, and a character takes 8.2.
 CODE_COLUMNS = 80
 
