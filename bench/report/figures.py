@@ -211,8 +211,9 @@ def render(page: str) -> str:
 
 def pictures() -> dict[str, str]:
     """SVG text by file name."""
-    table = _benchmarks().table
-    return {f"{name}.svg": draw(table) for name, draw in PICTURES.items()} | {"demo.svg": draw_demo(_load("demo"))}
+    found = _benchmarks()
+    drawn = {f"{name}.svg": draw(found.table, found.about["device"]) for name, draw in PICTURES.items()}
+    return drawn | {"demo.svg": draw_demo(_load("demo"))}
 
 
 if __name__ == "__main__":

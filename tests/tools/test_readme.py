@@ -45,3 +45,8 @@ def test_every_figure_comes_from_committed_results(page):
 def test_every_picture_comes_from_committed_results():
     for name, svg in figures.pictures().items():
         assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == svg + "\n", name
+
+
+def test_pictures_say_that_they_were_measured_on_a_cpu():
+    for name, svg in figures.pictures().items():
+        assert "Measured on a CPU: PyTorch's operators, not the kernels" in svg, name
