@@ -234,6 +234,20 @@ def test_the_glossary_has_every_layer():
     assert found == [tuple(map(str, (s.name, s.E, s.H, s.F, s.R))) for s in (*SHAPES, *CPU_SHAPES)]
 
 
+def test_every_cell_of_the_comparison_has_its_source():
+    page = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    tables, sources = page.split("\nSources, ")
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if re.match(r"\| \w", line)]
+    others = [row for row in rows if row[0] != "fusedmlp"]
+    assert len(others) == 2 * 9
+    for name, *cells in others:
+        for cell in cells:
+            assert re.search(r"\[\d+\]$", cell) or "not found" in cell, f"{name}: {cell}"
+    listed = re.findall(r"^(\d+)\. ", sources, re.MULTILINE)
+    assert listed == [str(number + 1) for number in range(len(listed))]
+    assert set(re.findall(r"\[(\d+)\]", tables)) == set(listed)
+
+
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in set(fusedmlp.__all__) - {"__version__"}:
