@@ -67,6 +67,7 @@ lint: $(READY)
 
 docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
+	@echo "docs: wrote $(CURDIR)/build/site; open it with: $(BIN)/python -m http.server -d build/site"
 
 # .venv has the oldest supported torch, with which every other target tests. Only warnings of fusedmlp itself are
 # errors: a newer torch also warns of changes to come in calls that PyTorch itself makes.

@@ -1,6 +1,7 @@
-"""What pages take from the source while the site is built, so that it cannot fall behind: the errors."""
+"""Changes to pages while the site is built: errors from the source, and pictures that open large."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -12,7 +13,7 @@ def on_page_markdown(markdown, page, config, files):
         markdown = markdown.replace("<!-- errors -->", errors())
     if "<!-- systems -->" in markdown:  # seven columns, which need the table of contents' room
         page.meta["hide"] = ["toc"]
-    return markdown
+    return re.sub(r"^(!\[.*\]\((pictures/[\w.]+)\))$", r"[\1](\2)", markdown, flags=re.MULTILINE)
 
 
 def errors():

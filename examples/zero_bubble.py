@@ -7,7 +7,7 @@ it would otherwise wait (`W`). PyTorch can split the graph itself. Here a `Wgrad
 gradients: `I` runs the layer's backward, which queues them, and `W` computes the oldest of them, into `main_grad`. For
 comparison, the same stages train in plain PyTorch, one expert at a time, with backward split by PyTorch.
 
-`--picture` draws the schedule as if forward, `I` and `W` took equally long; it needs matplotlib (`fusedmlp[demo]`).
+`--picture` draws the schedule as if forward, `I` and `W` took equally long; it needs matplotlib.
 
 Letters: `T` tokens, `K` experts per token, `H` hidden size.
 """

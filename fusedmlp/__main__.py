@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fusedmlp import arguments, bench_command
 from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.version import __version__
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
+    parser.add_argument("--version", action="version", version=f"fusedmlp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune):
         add(commands)
@@ -57,7 +59,7 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         from fusedmlp.demo import compare, report, train
     except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}: pip install 'fusedmlp[demo]'", file=sys.stderr)
+        print(f"the demo needs {error.name}: {_install(error.name, 'demo')}", file=sys.stderr)
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() and args.recipe is None else "cpu")
     settings = train.Settings(seed=args.seed, device=device)

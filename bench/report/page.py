@@ -41,7 +41,9 @@ def render(results: Results) -> str:
             "differ by tens of percent between runs on a shared machine.</p>"
         )
     for name, draw in PICTURES.items():
-        parts.append(f"<h2>{escape(_CAPTIONS[name].split('.')[0].split(':')[0])}</h2>{draw(results.table)}")
+        parts.append(
+            f"<h2>{escape(_CAPTIONS[name].split('.')[0].split(':')[0])}</h2>{draw(results.table, about['device'])}"
+        )
         parts.append(f"<p class='note'>{escape(_CAPTIONS[name])}</p>")
     if len(results.missing):
         parts.append(f"<h2>Peers that could not run here</h2>{results.missing.to_html(index=False, border=0)}")

@@ -33,7 +33,10 @@ def _layers(table: pd.DataFrame) -> pd.Series:
     )
 
 
-def _svg(figure: Figure) -> str:
+def _svg(figure: Figure, device: str) -> str:
+    """The figure with a line that says on which kind of device it was measured."""
+    where = "a CPU: PyTorch's operators, not the kernels" if device == "cpu" else "a GPU"
+    figure.suptitle(f"Measured on {where}", fontsize=9, color="#555555")
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fusedmlp", "svg.fonttype": "none"}):
         figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
@@ -46,7 +49,7 @@ def _axes(rows: int, columns: int = 1) -> tuple[Figure, list]:  # type: ignore[t
     return figure, list(axes)
 
 
-def speedups(table: pd.DataFrame) -> str:
+def speedups(table: pd.DataFrame, device: str) -> str:
     """How many times longer each peer's forward and backward take, by layer; right of 1 fusedmlp is faster."""
     rows = table[table.what.str.match("forward|backward") & ~table.who.isin(OURS)].assign(layer=_layers)
     layers = list(dict.fromkeys(rows.layer))[::-1]
@@ -62,10 +65,10 @@ def speedups(table: pd.DataFrame) -> str:
         axis.grid(axis="x", which="both", alpha=0.25)
         axis.set_yticks(range(len(layers)), layers)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return _svg(figure)
+    return _svg(figure, device)
 
 
-def shares_of_limit(table: pd.DataFrame) -> str:
+def shares_of_limit(table: pd.DataFrame, device: str) -> str:
     """The limit's share of the time of fusedmlp and the fastest peer."""
     rows = table[table.of_limit.notna() & ~table.what.str.contains("tokens")].assign(layer=_layers)
     layers = list(dict.fromkeys(rows.layer))[::-1]
@@ -82,10 +85,10 @@ def shares_of_limit(table: pd.DataFrame) -> str:
         axis.grid(axis="x", alpha=0.25)
         axis.set_yticks(places, layers)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return _svg(figure)
+    return _svg(figure, device)
 
 
-def memory(table: pd.DataFrame) -> str:
+def memory(table: pd.DataFrame, device: str) -> str:
     """Bytes per routed row: the most that backward allocates, and what forward saves for it, median over layers."""
     rows = table[table.what.str.startswith("backward")]
     peers = list(dict.fromkeys(rows.who))[::-1]
@@ -104,11 +107,11 @@ def memory(table: pd.DataFrame) -> str:
         axis.set(title=title, xlabel="KiB per routed row")
         axis.margins(x=0.3)
         axis.set_yticks(range(len(peers)), peers)
-    return _svg(figure)
+    return _svg(figure, device)
 
 
-def ideas(table: pd.DataFrame) -> str:
-    """The share of the time without an idea that it saves, one dot per layer; the bar is the median."""
+def ideas(table: pd.DataFrame, device: str) -> str:
+    """The share of the time without an idea that it saves, one dot per layer; the bar is the median of the layers."""
     rows = table[table.what.str.startswith("idea: ") & (table.who == "without")]
     rows = rows.assign(idea=rows.what.str.removeprefix("idea: "), saved=100 * (1 - 1 / rows.speedup))
     names = list(dict.fromkeys(rows.idea))[::-1]
@@ -117,13 +120,16 @@ def ideas(table: pd.DataFrame) -> str:
         saved = rows[rows.idea == name].saved
         axis.barh(place, saved.median(), 0.5, color="#7fbf7b")
         axis.scatter(saved, [place] * len(saved), s=16, color="#1b7837", alpha=0.6, zorder=3)
-        axis.annotate(f"{saved.median():.0f}%", (saved.median(), place + 0.32), fontsize=9, ha="center")
+        interval = f"{saved.min():.0f} to {saved.max():.0f}"
+        note = ", includes 0" if saved.min() <= 0 <= saved.max() else ""
+        text = f"{saved.median():.0f}% ({interval}{note})"
+        axis.annotate(text, (saved.median(), place + 0.32), fontsize=9, ha="center")
     axis.axvline(0, color="#444444", linewidth=1)
     axis.set(xlabel="time saved, % of the time without the idea")
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(-0.5, len(names) - 0.3)
     axis.grid(axis="x", alpha=0.25)
-    return _svg(figure)
+    return _svg(figure, device)
 
 
 def demo(results: dict[str, Any]) -> str:
@@ -146,10 +152,10 @@ def demo(results: dict[str, Any]) -> str:
     bars.margins(y=0.15)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    return _svg(figure)
+    return _svg(figure, results["settings"]["device"])
 
 
-PICTURES: dict[str, Callable[[pd.DataFrame], str]] = {
+PICTURES: dict[str, Callable[[pd.DataFrame, str], str]] = {
     "speedups": speedups,
     "shares_of_limit": shares_of_limit,
     "memory": memory,

@@ -77,8 +77,9 @@ def _passes(layer: dict[str, Any], target: str) -> tuple[list[dict[str, Any]], s
 
 
 def _machine_lines(machine: facts.Machine) -> list[str]:
+    commit = f" at {machine.commit}" if machine.commit else ""
     lines = [
-        f"fusedmlp {machine.fusedmlp}, Python {machine.python}, {machine.system}",
+        f"fusedmlp {machine.fusedmlp}{commit}, Python {machine.python}, {machine.system}",
         f"torch {machine.torch} (supported: {machine.supported['torch']})",
         f"triton {machine.triton or 'not installed'} (supported: {machine.supported['triton']})",
     ]

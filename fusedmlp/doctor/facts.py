@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import shutil
 import subprocess
 import warnings
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,7 @@ class Machine:
     """Versions, the GPU if there is one, and the problems with them (empty: none)."""
 
     fusedmlp: str
+    commit: str | None  # of a clone, with "-dirty" if files differ from it, or what pip installed from Git
     python: str
     system: str
     torch: str
@@ -59,6 +62,7 @@ def machine() -> Machine:
     implementation, why = _implementation(gpu)
     return Machine(
         __version__,
+        commit(Path(__file__).parents[2]),
         platform.python_version(),
         platform.platform(terse=True),
         torch.__version__,
@@ -75,6 +79,21 @@ def machine() -> Machine:
         switches,
         problems,
     )
+
+
+def commit(root: Path) -> str | None:
+    """The commit of a clone in `root`, else the commit from which pip installed fusedmlp; None if neither is known."""
+    if (root / ".git").exists() and shutil.which("git"):  # not of a repository that merely holds this environment
+        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude", "*"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    try:
+        origin = json.loads(distribution("fusedmlp").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        return None
+    found: str | None = origin.get("vcs_info", {}).get("commit_id")
+    return found
 
 
 def supported_versions() -> dict[str, str]:

@@ -12,8 +12,11 @@ from textwrap import dedent
 
 import pytest
 import torch
+from support import frameworks
 
 import fusedmlp
+from bench.cpu.layers import CPU_SHAPES
+from bench.limits.shapes import SHAPES
 from fusedmlp import environment
 from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
@@ -52,6 +55,15 @@ def blocks(page, language):
 
 # Code that a page presupposes, run before its first block; `folder` is an empty one.
 GIVEN = {
+    "deepspeed": """
+        import os
+        import deepspeed
+        import torch
+        deepspeed.ops.__compatible_ops__.clear()  # or it compiles an all-reduce of its own, for a minute
+        os.environ["LOCAL_RANK"] = "0"
+        store = "file://" + os.path.abspath("store")
+        torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+        """,
     "compile": """
         import warnings
         import torch
@@ -111,6 +123,8 @@ GIVEN = {
 }
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
+# Pages whose code needs the libraries of `make .frameworks/.ready`, each in a process of its own.
+NEED_LIBRARIES = {"deepspeed", "lightning"}
 EDITS = {
     "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would affect other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
@@ -119,7 +133,11 @@ EDITS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.stem not in NEED_LIBRARIES],
+    ids=lambda page: page.stem,
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Blocks of a page run one after the other, as a reader types them."""
     monkeypatch.chdir(tmp_path)
@@ -132,6 +150,17 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("page", sorted(NEED_LIBRARIES))
+def test_python_blocks_of_other_libraries_run(page, tmp_path):
+    assert frameworks.LIBRARIES.is_dir(), "run: make .frameworks/.ready"
+    script = tmp_path / "script.py"
+    script.write_text(dedent(GIVEN.get(page, "")) + "\n".join(blocks(ROOT / "docs" / f"{page}.md", "python")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(frameworks.LIBRARIES)])}
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture
@@ -199,6 +228,26 @@ def test_files_of_recipes_exist():
     assert missing == set()
 
 
+def test_the_glossary_has_every_layer():
+    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    found = re.findall(r"^\| ([\w.-]+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|", page, re.MULTILINE)
+    assert found == [tuple(map(str, (s.name, s.E, s.H, s.F, s.R))) for s in (*SHAPES, *CPU_SHAPES)]
+
+
+def test_every_cell_of_the_comparison_has_its_source():
+    page = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
+    tables, sources = page.split("\nSources, ")
+    rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if re.match(r"\| \w", line)]
+    others = [row for row in rows if row[0] != "fusedmlp"]
+    assert len(others) == 2 * 9
+    for name, *cells in others:
+        for cell in cells:
+            assert re.search(r"\[\d+\]$", cell) or "not found" in cell, f"{name}: {cell}"
+    listed = re.findall(r"^(\d+)\. ", sources, re.MULTILINE)
+    assert listed == [str(number + 1) for number in range(len(listed))]
+    assert set(re.findall(r"\[(\d+)\]", tables)) == set(listed)
+
+
 def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in set(fusedmlp.__all__) - {"__version__"}:
@@ -258,6 +307,32 @@ def test_the_site_builds_strictly(site):
     assert "FUSEDMLP_DENSE_DUMMY" in switches
     reference = (site / "api" / "index.html").read_text(encoding="utf-8")
     assert "grad_added_to_main_grad" in reference
+
+
+def test_every_picture_opens_large(site):
+    pictures = 0
+    for page in PAGES:
+        shown = re.findall(r"^!\[.*\]\((pictures/.*)\)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+        built = site / ("" if page.stem == "index" else page.stem) / "index.html"
+        up = "" if page.stem == "index" else "../"
+        for picture in shown:
+            assert re.search(
+                rf'<a href="{up}{picture}"><img [^>]*src="{up}{picture}"', built.read_text(encoding="utf-8")
+            )
+        pictures += len(shown)
+    assert pictures > 8
+
+
+def test_make_says_where_the_site_is():
+    done = subprocess.run(["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f'echo "docs: wrote {ROOT}/build/site;' in done.stdout
+
+
+def test_the_site_has_a_dark_mode(site):
+    start = (site / "index.html").read_text(encoding="utf-8")
+    assert 'data-md-color-media="(prefers-color-scheme: dark)" data-md-color-scheme="slate"' in start
+    assert 'href="site.css"' in start
 
 
 # A window of 1280 pixels has 656 pixels beside both columns of navigation, and a character takes 8.2.

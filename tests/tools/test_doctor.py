@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,33 @@ def test_the_report_as_json_and_its_exit_status():
     steps = [("float32", "plain"), ("float16", "plain"), ("float16", "checkpointed"), ("float16", "compiled")]
     assert [(check["dtype"], check["step"]) for check in checks if check["result"] == "dfc2"] == steps
     assert report["status"] == 0
+
+
+def _git(folder, *arguments):
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b.example"]
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_the_commit_is_that_of_the_clone_alone(tmp_path):
+    _git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("1")
+    _git(tmp_path, "add", "file")
+    _git(tmp_path, "commit", "-q", "-m", "first")
+    _git(tmp_path, "tag", "-a", "v1", "-m", "a tag")
+    commit = _git(tmp_path, "rev-parse", "HEAD")
+    assert commit.startswith(facts.commit(tmp_path))
+    assert len(facts.commit(tmp_path)) >= 7
+    (tmp_path / "file").write_text("2")
+    assert facts.commit(tmp_path).endswith("-dirty")
+    (tmp_path / "environment").mkdir()  # as of a virtual environment in somebody's repository
+    assert facts.commit(tmp_path / "environment") is None
+
+
+def test_the_commit_that_pip_installed(monkeypatch, tmp_path):
+    text = json.dumps({"url": "x", "vcs_info": {"vcs": "git", "commit_id": "0123abc"}})
+    monkeypatch.setattr(facts, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    assert facts.commit(tmp_path) == "0123abc"
 
 
 def test_a_wrong_switch_is_a_problem_with_its_own_exit_status():

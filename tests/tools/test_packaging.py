@@ -1,5 +1,6 @@
 """The archives that a user installs."""
 
+import email
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 import fusedmlp
 
@@ -50,6 +52,16 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(archives):
     kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
     rest = {"fusedmlp/py.typed", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
     assert names == _modules("fusedmlp") | kernels | rest
+
+
+def test_metadata_and_citation_agree(archives):
+    with zipfile.ZipFile(archives["wheel"]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(wheel.read(name))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert metadata["Version"] == citation["version"] == fusedmlp.__version__
+    assert metadata["License-Expression"] == citation["license"]
+    assert [metadata["Author"]] == [author["name"] for author in citation["authors"]]
 
 
 @pytest.mark.exhaustive
