@@ -59,7 +59,7 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         from fusedmlp.demo import compare, report, train
     except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}: {_install(error.name, 'demo')}", file=sys.stderr)
+        print(f"the demo needs {error.name}: {arguments.install(error.name, 'demo')}", file=sys.stderr)
         return 2
     device = args.device or ("cuda" if torch.cuda.is_available() and args.recipe is None else "cpu")
     settings = train.Settings(seed=args.seed, device=device)

@@ -20,3 +20,8 @@ def positive(argument: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1; got {value}")
     return value
+
+
+def install(package: str | None, extra: str) -> str:
+    """The command that installs a package that is missing, or in a clone all of an extra."""
+    return f"pip install {package}, or in a clone pip install -e '.[{extra}]'"

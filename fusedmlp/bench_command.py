@@ -81,7 +81,7 @@ def _bench(args: argparse.Namespace) -> int:
         try:
             report = import_module("bench.report.command")
         except ModuleNotFoundError as error:
-            print(f"bench --report needs {error.name}: pip install 'fusedmlp[bench]'", file=sys.stderr)
+            print(f"bench --report needs {error.name}: {arguments.install(error.name, 'bench')}", file=sys.stderr)
             return 2
         status: int = report.run(args.report, args.results, args.tiny, args.json)
         return status
