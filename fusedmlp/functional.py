@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fusedmlp import validate
+from fusedmlp import routing_arguments, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import compiled, layers, weight_copies
 from fusedmlp.autograd.layers import Call
@@ -59,8 +59,8 @@ def grouped_mlp(
         x: `[R, H]`, float32, bfloat16 or float16; rows of expert 0 first, then expert 1, ...
         fc1_weight: `[E, F1, H]`, or a sequence of E tensors `[F1, H]`, dtype of x; see also `recipe`.
         fc2_weight: `[E, H, F]`, or a sequence of E tensors `[H, F]`, dtype of x; see also `recipe`.
-        tokens_per_expert: `[E]` integers: a tensor on any device, or a list. Never read on the host if it is on
-            a GPU.
+        tokens_per_expert: `[E]` integers: a tensor on any device, a list, or a NumPy array. Never read on the host if
+            it is on a GPU.
         probs: `[R]` or `[R, 1]`, routing probability of each row, any of the dtypes of x.
         fc1_bias: `[E, F1]`, or a sequence of E tensors `[F1]`, of a dtype that weights may have.
         fc2_bias: `[E, H]`, or a sequence of E tensors `[H]`, likewise.
@@ -100,8 +100,8 @@ def grouped_mlp(
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
-    probs = validate.probabilities(probs, source)
-    counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
+    probs = routing_arguments.probabilities(probs, source)
+    counts = routing_arguments.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
     call = _prepare(source, weights, biases, options, x.shape[0], kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     rest = [source.computed(), _offsets(counts, x, call.impl), probs, None, None, None]
@@ -156,7 +156,7 @@ def moe_experts(
     source = validate.rows("hidden_states", hidden_states, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
-    ids, probs = validate.choices(top_k_index, top_k_weights, source)
+    ids, probs = routing_arguments.choices(top_k_index, top_k_weights, source)
     call = _prepare(source, weights, biases, options, ids.numel(), kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
@@ -200,7 +200,7 @@ def grouped_linear(
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
     biases = [validate.biases("bias", bias, experts, source)]
-    counts = validate.counts(tokens_per_expert, experts.num_experts, source)
+    counts = routing_arguments.counts(tokens_per_expert, experts.num_experts, source)
     call = _prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
     tensors = [*experts.tensors, *biases[0], source.computed(), _offsets(counts, x, call.impl)]
     return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, options).to(x.dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedmlp import module_arguments
 from fusedmlp.activation import Activation
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.queue import WgradQueue
@@ -30,6 +31,9 @@ class GroupedLinear(nn.Module):
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
+
+    Raises:
+        TypeError, ValueError: an argument with which every forward would raise.
     """
 
     def __init__(
@@ -49,6 +53,12 @@ class GroupedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        num_experts, in_features, out_features = module_arguments.sizes(
+            num_experts=num_experts, in_features=in_features, out_features=out_features
+        )
+        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
+        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        module_arguments.blocks(recipe, weight=(out_features, in_features))
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
         self.recipe, self.wgrad = recipe, wgrad
@@ -132,6 +142,9 @@ class GroupedMLP(nn.Module):
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
+
+    Raises:
+        TypeError, ValueError: an argument with which every forward would raise.
     """
 
     def __init__(
@@ -152,10 +165,17 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = Activation(activation) if isinstance(activation, str) else activation
+        num_experts, hidden_size, ffn_hidden_size = module_arguments.sizes(
+            num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
+        )
+        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
+        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        self.activation = module_arguments.activation(activation)
         self.accumulate_wgrad, self.impl, self.recipe, self.wgrad = accumulate_wgrad, impl, recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         fc1_size = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
+        shapes = {"fc1_weight": (fc1_size, hidden_size), "fc2_weight": (hidden_size, ffn_hidden_size)}
+        module_arguments.blocks(recipe, **shapes)
         options: dict[str, Any] = {"bias": bias, "packed": packed, "accumulate_wgrad": accumulate_wgrad, "impl": impl}
         options |= {"recipe": recipe, "wgrad": wgrad, "device": device, "dtype": dtype}
         self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, **options)

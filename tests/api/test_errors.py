@@ -1,5 +1,6 @@
 """Every error names the argument, what was expected and what came."""
 
+import math
 import subprocess
 import sys
 
@@ -214,6 +215,9 @@ def test_argument_of_moe_experts(case):
         ({"name": "relu", "linear_offset": 1.0}, "need a gated activation"),
         ({"name": "geglu", "alpha": 1.0}, "'geglu' has none; got alpha=1.0"),
         ({"name": "swiglu", "limit": 0.0}, "limit must be positive; got 0.0"),
+        ({"name": "swiglu", "limit": math.inf}, "expected a finite number as limit; got inf"),
+        ({"name": "swiglu", "alpha": "1.702"}, "expected a finite number as alpha; got '1.702'"),
+        ({"name": "swiglu", "interleaved": "yes"}, "expected True or False as interleaved; got 'yes'"),
     ],
 )
 def test_activation_options(options, message):
