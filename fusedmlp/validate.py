@@ -19,6 +19,7 @@ from fusedmlp.recipe import DTYPES, WGRADS, computed_dtypes
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WITHOUT_KERNELS = ("cpu", "meta")  # types of devices
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -92,7 +93,12 @@ def rows(name: str, x: object, recipe: str | None) -> Input:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name}: expected dtype {names(FLOAT_DTYPES)}; got {x.dtype}")
-    dtypes = computed_dtypes(x, recipe)
+    try:
+        dtypes = computed_dtypes(x, recipe)
+    except RuntimeError:
+        if x.is_meta:
+            raise _on_meta(name) from None
+        raise
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {names(dtypes)} for recipe={recipe!r}; got {x.dtype}")
     return Input(name, plain(name, x), dtypes)
@@ -164,7 +170,9 @@ def implementation(impl: str, device: torch.device) -> str:
     if impl == "triton":
         if not _HAS_TRITON:
             raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
-        if device.type == "cpu" and not environment.triton_interpret():
+        if device.type in _WITHOUT_KERNELS and not (device.type == "cpu" and environment.triton_interpret()):
+            if device.type == "meta":
+                raise _on_meta("impl")
             raise RuntimeError(
                 'impl="triton": expected tensors on a GPU, or TRITON_INTERPRET=1 in the environment before fusedmlp '
                 "is imported; got tensors on the CPU without it"
@@ -214,9 +222,18 @@ def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:
 
 def refuse_sparse(name: str, value: Tensor | Sequence[Tensor]) -> None:
     """Raise if an argument that could not be used is sparse: called after an error, as a check would take time."""
-    for tensor in _group(name, value)[0]:
+    tensors, _ = _group(name, value)
+    for i, tensor in enumerate(tensors):
         if tensor.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense tensor; got one in {tensor.layout}")
+            label = name if len(tensors) == 1 else f"{name}[{i}]"
+            raise TypeError(f"{label}: expected a dense tensor; got one in {tensor.layout}") from None
+
+
+def _on_meta(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: expected tensors on a GPU or the CPU; got them on meta, where they have no data (for shapes alone, "
+        "PyTorch has FakeTensorMode)"
+    )
 
 
 def plain(name: str, tensor: Tensor) -> Tensor:
