@@ -13,7 +13,7 @@ from fusedmlp import module_arguments
 from fusedmlp.activation import Activation
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.queue import WgradQueue
-from fusedmlp.functional import grouped_linear, grouped_mlp
+from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
 
 
 class GroupedLinear(nn.Module):
@@ -199,6 +199,39 @@ class GroupedMLP(nn.Module):
             fc2_weight,
             tokens_per_expert,
             probs=probs,
+            fc1_bias=self.fc1.tensors("bias"),
+            fc2_bias=self.fc2.tensors("bias"),
+            activation=self.activation,
+            accumulate_wgrad=self.accumulate_wgrad,
+            wgrad_queue=self.wgrad_queue,
+            is_first_microbatch=is_first_microbatch,
+            impl=self.impl,
+            recipe=self.recipe,
+            wgrad=self.wgrad,
+        )
+
+    def forward_tokens(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """`hidden_states [T, H]`, `top_k_index [T, K]`, `top_k_weights [T, K]` `-> [T, H]`; see `fusedmlp.moe_experts`.
+
+        For tokens as a router leaves them, in any order; `forward` takes rows that are sorted by expert. Hooks of this
+        module run for `forward` alone: if FSDP2 shards it by itself, `register_fsdp_forward_method` adds this method.
+        """
+        fc1_weight, fc2_weight = self.fc1.tensors("weight"), self.fc2.tensors("weight")
+        assert fc1_weight is not None
+        assert fc2_weight is not None
+        return moe_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            fc1_weight,
+            fc2_weight,
             fc1_bias=self.fc1.tensors("bias"),
             fc2_bias=self.fc2.tensors("bias"),
             activation=self.activation,
