@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.memory import command as memory
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -25,6 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
         add(commands)
+    memory.add(commands, _positive)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)
     return status
