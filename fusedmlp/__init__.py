@@ -1,12 +1,14 @@
 """Grouped (mixture-of-experts) MLP whose weight gradients accumulate straight into main_grad or .grad."""
 
-from fusedmlp import versions
+from fusedmlp import environment, versions
 
+environment.warn_of_unknown()
 versions.check()  # before the imports that an older torch fails
 
 from fusedmlp.activation import Activation  # noqa: E402
 from fusedmlp.contract.buffer import MainGradBuffer  # noqa: E402
 from fusedmlp.contract.queue import WgradQueue  # noqa: E402
+from fusedmlp.debug import install_if_set  # noqa: E402
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts  # noqa: E402
 from fusedmlp.module import GroupedLinear, GroupedMLP  # noqa: E402
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights  # noqa: E402
@@ -25,3 +27,5 @@ __all__ = [
     "moe_experts",
     "quantize_weights",
 ]
+
+install_if_set()

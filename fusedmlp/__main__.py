@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from fusedmlp import arguments, bench_command
 from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.memory import command as memory
 from fusedmlp.version import __version__
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     parser.add_argument("--version", action="version", version=f"fusedmlp {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune):
+    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune, memory.add):
         add(commands)
     parsed = parser.parse_args(arguments)
     status: int = parsed.run(parsed)

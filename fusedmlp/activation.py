@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
+from math import isfinite
+from numbers import Real
 from typing import NamedTuple
 
 from torch import Tensor
@@ -71,6 +73,11 @@ class Activation:
         if self.name not in _KINDS:
             raise ValueError(f"activation: expected one of {', '.join(_KINDS)}; got {self.name!r}")
         object.__setattr__(self, "gated", _KINDS[self.name].gated)
+        for name, number in (("limit", self.limit), ("alpha", self.alpha), ("linear_offset", self.linear_offset)):
+            if number is not None and number != 0 and not (isinstance(number, Real) and isfinite(number)):
+                raise ValueError(f"activation: expected a finite number as {name}; got {number!r}")
+        if self.interleaved not in (False, True):
+            raise ValueError(f"activation: expected True or False as interleaved; got {self.interleaved!r}")
         if not self.gated and (self.interleaved or self.limit is not None or self.linear_offset):
             raise ValueError(
                 f"activation: interleaved, limit and linear_offset need a gated activation; got {self.name!r}"

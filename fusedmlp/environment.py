@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import warnings
+from difflib import get_close_matches
 from pathlib import Path
 
 _FLAGS = (
@@ -10,6 +12,7 @@ _FLAGS = (
     "FUSEDMLP_WARP_SPECIALIZED",
     "FUSEDMLP_TUNED",
     "FUSEDMLP_UNSUPPORTED_VERSIONS",
+    "FUSEDMLP_DEBUG",
     "TRITON_INTERPRET",
 )
 
@@ -46,6 +49,11 @@ def unsupported_versions() -> bool:
     return _flag("FUSEDMLP_UNSUPPORTED_VERSIONS")
 
 
+def debug() -> bool:
+    """Whether counts, ids and gradients are checked on the host, which is slow."""
+    return _flag("FUSEDMLP_DEBUG")
+
+
 def triton_interpret() -> bool:
     """Whether Triton kernels run under the CPU interpreter."""
     return _flag("TRITON_INTERPRET")
@@ -56,3 +64,13 @@ def switches() -> dict[str, str]:
     for name in _FLAGS:
         _flag(name)
     return {name: os.environ[name] for name in (*_FLAGS, "FUSEDMLP_CACHE") if name in os.environ}
+
+
+def warn_of_unknown() -> None:
+    """Warn of variables that begin as switches do and are none: a misspelt one would have no effect."""
+    known = (*_FLAGS, "FUSEDMLP_CACHE")
+    for name in sorted(os.environ):
+        if name.startswith("FUSEDMLP_") and name not in known:
+            close = get_close_matches(name, known, n=1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            warnings.warn(f"{name}: expected a switch of docs/switches.md; got an unknown one{meant}", stacklevel=3)

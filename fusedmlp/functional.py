@@ -8,25 +8,19 @@ GEMM: `K` in, `N` out features.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fusedmlp import validate
+from fusedmlp import calls, routing_arguments, validate
 from fusedmlp.activation import Activation
-from fusedmlp.autograd import compiled, layers, weight_copies
-from fusedmlp.autograd.layers import Call
+from fusedmlp.autograd import layers
 from fusedmlp.contract.destination import Mode
-from fusedmlp.contract.engine import inside_backward
-from fusedmlp.contract.forward_checks import enter_forward
-from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import Routing
-from fusedmlp.quantized_weights import QuantizedWeights, copies_of
-from fusedmlp.recipe import NAMES, check_blocks, formats
+from fusedmlp.quantized_weights import QuantizedWeights
 from fusedmlp.validate import Experts, Input, Options
 
 
@@ -59,8 +53,8 @@ def grouped_mlp(
         x: `[R, H]`, float32, bfloat16 or float16; rows of expert 0 first, then expert 1, ...
         fc1_weight: `[E, F1, H]`, or a sequence of E tensors `[F1, H]`, dtype of x; see also `recipe`.
         fc2_weight: `[E, H, F]`, or a sequence of E tensors `[H, F]`, dtype of x; see also `recipe`.
-        tokens_per_expert: `[E]` integers: a tensor on any device, or a list. Never read on the host if it is on
-            a GPU.
+        tokens_per_expert: `[E]` integers: a tensor on any device, a list, or a NumPy array. Never read on the host if
+            it is on a GPU.
         probs: `[R]` or `[R, 1]`, routing probability of each row, any of the dtypes of x.
         fc1_bias: `[E, F1]`, or a sequence of E tensors `[F1]`, of a dtype that weights may have.
         fc2_bias: `[E, H]`, or a sequence of E tensors `[H]`, likewise.
@@ -100,12 +94,12 @@ def grouped_mlp(
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
-    probs = validate.probabilities(probs, source)
-    counts = validate.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
-    call = _prepare(source, weights, biases, options, x.shape[0], kind.encoded)
+    probs = routing_arguments.probabilities(probs, source)
+    counts = routing_arguments.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
+    call = calls.prepare(source, weights, biases, options, x.shape[0], kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
-    rest = [source.computed(), _offsets(counts, x, call.impl), probs, None, None, None]
-    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(x.dtype)
+    rest = [source.computed(), calls.offsets(counts, x, call.impl), probs, None, None, None]
+    return calls.run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(x.dtype)
 
 
 def moe_experts(
@@ -156,14 +150,14 @@ def moe_experts(
     source = validate.rows("hidden_states", hidden_states, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
-    ids, probs = validate.choices(top_k_index, top_k_weights, source)
-    call = _prepare(source, weights, biases, options, ids.numel(), kind.encoded)
+    ids, probs = routing_arguments.choices(top_k_index, top_k_weights, source)
+    call = calls.prepare(source, weights, biases, options, ids.numel(), kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
     routed = probs if torch.compiler.is_exporting() else probs.detach()
     order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
     rest = [source.computed(), order.plan, probs, order.tokens, order.rows, order.probs]
-    return _run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(hidden_states.dtype)
+    return calls.run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(hidden_states.dtype)
 
 
 def grouped_linear(
@@ -200,10 +194,10 @@ def grouped_linear(
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
     biases = [validate.biases("bias", bias, experts, source)]
-    counts = validate.counts(tokens_per_expert, experts.num_experts, source)
-    call = _prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
-    tensors = [*experts.tensors, *biases[0], source.computed(), _offsets(counts, x, call.impl)]
-    return _run(layers.GroupedLinear, call, {"weight": experts}, tensors, options).to(x.dtype)
+    counts = routing_arguments.counts(tokens_per_expert, experts.num_experts, source)
+    call = calls.prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
+    tensors = [*experts.tensors, *biases[0], source.computed(), calls.offsets(counts, x, call.impl)]
+    return calls.run(layers.GroupedLinear, call, {"weight": experts}, tensors, options).to(x.dtype)
 
 
 def _mlp_arguments(
@@ -237,64 +231,4 @@ def _mlp_arguments(
     return activation, {"fc1_weight": fc1, "fc2_weight": fc2}, biases
 
 
-def _run(
-    function: type[torch.autograd.Function],
-    call: Call,
-    weights: dict[str, Experts],
-    tensors: Sequence[Tensor | None],
-    options: Options,
-) -> Tensor:
-    """Run forward; once it has succeeded, begin a step if `is_first_microbatch`."""
-    is_first_microbatch = options.is_first_microbatch
-    if torch.compiler.is_compiling():
-        copies = copies_of(call, weights, options)
-        return compiled.run(call, weights, [*tensors, *copies], bool(is_first_microbatch))
-    # Not earlier: where the compiler leaves the layer to eager code, the code above may have run in a graph.
-    for name, experts in weights.items():
-        enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
-    if is_first_microbatch:
-        for experts in weights.values():
-            weight_copies.forget(experts.tensors)
-        if inside_backward():
-            call = replace(call, recomputes_first_microbatch=True)
-    y: Tensor = function.apply(call, *tensors, *copies_of(call, weights, options))
-    if is_first_microbatch:
-        for experts in weights.values():
-            expect_overwrite(experts.tensors, call.mode, call.recomputes_first_microbatch)
-    return y
-
-
-def _prepare(
-    x: Input,
-    weights: dict[str, Experts],
-    biases: list[list[Tensor]],
-    options: Options,
-    num_rows: int,
-    activation: str,
-) -> Call:
-    """The call's constants, with `impl` and `recipe` resolved."""
-    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad, _ = options
-    impl = validate.implementation(impl, x.tensor.device)
-    encoded, dtype = "", x.dtypes[0]
-    if recipe is not None:
-        for name, experts in weights.items():
-            check_blocks(recipe, name, experts.out_features, experts.in_features)
-        encoded = formats(recipe, wgrad, num_rows / experts.num_experts).encoded
-    elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
-        encoded = formats(NAMES[dtype], wgrad).encoded
-    lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
-    make = Call if torch.compiler.is_compiling() or queue is not None else _call
-    constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
-    return make(*constants, encoded, is_first_microbatch is not None)
-
-
-# Cached, as arguments are only numbers and names.
-_activation, _call = lru_cache(Activation), lru_cache(maxsize=1024)(Call)
-
-
-def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:
-    """First rows of the experts, `[E + 1]`, on the device of x."""
-    # Computed where the counts are: on the host their values are checked, on a GPU nothing waits.
-    counts_impl = "torch" if counts.device.type == "cpu" else impl
-    offsets: Tensor = ops.expert_offsets(counts, x.shape[0], counts_impl)
-    return offsets.to(x.device, non_blocking=True)
+_activation = lru_cache(Activation)

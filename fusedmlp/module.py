@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedmlp import module_arguments
 from fusedmlp.activation import Activation
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.queue import WgradQueue
-from fusedmlp.functional import grouped_linear, grouped_mlp
+from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
 
 
 class GroupedLinear(nn.Module):
@@ -30,6 +31,9 @@ class GroupedLinear(nn.Module):
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
+
+    Raises:
+        TypeError, ValueError: an argument with which every forward would raise.
     """
 
     def __init__(
@@ -49,6 +53,12 @@ class GroupedLinear(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        num_experts, in_features, out_features = module_arguments.sizes(
+            num_experts=num_experts, in_features=in_features, out_features=out_features
+        )
+        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
+        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        module_arguments.blocks(recipe, weight=(out_features, in_features))
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
         self.recipe, self.wgrad = recipe, wgrad
@@ -132,6 +142,9 @@ class GroupedMLP(nn.Module):
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
+
+    Raises:
+        TypeError, ValueError: an argument with which every forward would raise.
     """
 
     def __init__(
@@ -152,10 +165,17 @@ class GroupedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.activation = Activation(activation) if isinstance(activation, str) else activation
+        num_experts, hidden_size, ffn_hidden_size = module_arguments.sizes(
+            num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
+        )
+        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
+        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        self.activation = module_arguments.activation(activation)
         self.accumulate_wgrad, self.impl, self.recipe, self.wgrad = accumulate_wgrad, impl, recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         fc1_size = 2 * ffn_hidden_size if self.activation.gated else ffn_hidden_size
+        shapes = {"fc1_weight": (fc1_size, hidden_size), "fc2_weight": (hidden_size, ffn_hidden_size)}
+        module_arguments.blocks(recipe, **shapes)
         options: dict[str, Any] = {"bias": bias, "packed": packed, "accumulate_wgrad": accumulate_wgrad, "impl": impl}
         options |= {"recipe": recipe, "wgrad": wgrad, "device": device, "dtype": dtype}
         self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, **options)
@@ -179,6 +199,39 @@ class GroupedMLP(nn.Module):
             fc2_weight,
             tokens_per_expert,
             probs=probs,
+            fc1_bias=self.fc1.tensors("bias"),
+            fc2_bias=self.fc2.tensors("bias"),
+            activation=self.activation,
+            accumulate_wgrad=self.accumulate_wgrad,
+            wgrad_queue=self.wgrad_queue,
+            is_first_microbatch=is_first_microbatch,
+            impl=self.impl,
+            recipe=self.recipe,
+            wgrad=self.wgrad,
+        )
+
+    def forward_tokens(
+        self,
+        hidden_states: Tensor,
+        top_k_index: Tensor,
+        top_k_weights: Tensor,
+        *,
+        is_first_microbatch: bool | None = None,
+    ) -> Tensor:
+        """`hidden_states [T, H]`, `top_k_index [T, K]`, `top_k_weights [T, K]` `-> [T, H]`; see `fusedmlp.moe_experts`.
+
+        For tokens as a router leaves them, in any order; `forward` takes rows that are sorted by expert. Hooks of this
+        module run for `forward` alone: if FSDP2 shards it by itself, `register_fsdp_forward_method` adds this method.
+        """
+        fc1_weight, fc2_weight = self.fc1.tensors("weight"), self.fc2.tensors("weight")
+        assert fc1_weight is not None
+        assert fc2_weight is not None
+        return moe_experts(
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            fc1_weight,
+            fc2_weight,
             fc1_bias=self.fc1.tensors("bias"),
             fc2_bias=self.fc2.tensors("bias"),
             activation=self.activation,

@@ -18,11 +18,9 @@ from fusedmlp.recipe import DTYPES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_MAX_ROWS = 2**31 - 1  # kernels number rows in int32
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WITHOUT_KERNELS = ("cpu", "meta")  # types of devices
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-_WIDE_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # few operators take these
 
 
 class Experts(NamedTuple):
@@ -51,7 +49,7 @@ class Options(NamedTuple):
         one_of("weight_layout", self.weight_layout, WEIGHT_LAYOUTS)
         one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
         if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
-            raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {_kind(self.wgrad_queue)}")
+            raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {kind(self.wgrad_queue)}")
         recipe(self.recipe, self.wgrad)
         return self
 
@@ -67,11 +65,15 @@ class Input(NamedTuple):
         """`dtypes`, and the reason for them, for messages."""
         reason = "as the layer casts to the first" if len(self.dtypes) > 1 else f"that of {self.name}"
         advice = ' (recipe="bf16" or autocast casts float32)' if torch.float32 not in self.dtypes else ""
-        return f"{_names(self.dtypes)}, {reason}{advice}"
+        return f"{names(self.dtypes)}, {reason}{advice}"
 
     def computed(self) -> Tensor:
         """The input in the dtype that the layer computes in, contiguous."""
-        return self.tensor.to(self.dtypes[0]).contiguous()
+        try:
+            return self.tensor.to(self.dtypes[0]).contiguous()
+        except RuntimeError:
+            refuse_sparse(self.name, self.tensor)
+            raise
 
 
 def recipe(recipe: str | None, wgrad: str, also: Sequence[str] = ()) -> None:
@@ -86,15 +88,20 @@ def recipe(recipe: str | None, wgrad: str, also: Sequence[str] = ()) -> None:
 def rows(name: str, x: object, recipe: str | None) -> Input:
     """Check the layer's input: `[rows, in]`, of a supported dtype."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a tensor; got {_kind(x)}")
+        raise TypeError(f"{name}: expected a tensor; got {kind(x)}")
     if x.dim() != 2:
         raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
-    if x.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected dtype {_names(_DTYPES)}; got {x.dtype}")
-    dtypes = computed_dtypes(x, recipe)
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"{name}: expected dtype {names(FLOAT_DTYPES)}; got {x.dtype}")
+    try:
+        dtypes = computed_dtypes(x, recipe)
+    except RuntimeError:
+        if x.is_meta:
+            raise _on_meta(name) from None
+        raise
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {_names(dtypes)} for recipe={recipe!r}; got {x.dtype}")
-    return Input(name, _plain(name, x), dtypes)
+        raise TypeError(f"{name}: expected dtype {names(dtypes)} for recipe={recipe!r}; got {x.dtype}")
+    return Input(name, plain(name, x), dtypes)
 
 
 def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
@@ -136,7 +143,11 @@ def biases(name: str, bias: object, weight: Experts, x: Input) -> list[Tensor]:
             f"{name}: expected {weight.num_experts} experts of {weight.out_features} features; got {count} of "
             f"{tensors[0].shape[-1]}"
         )
-    return [tensor.contiguous() for tensor in tensors]
+    try:
+        return [tensor.contiguous() for tensor in tensors]
+    except RuntimeError:
+        refuse_sparse(name, tensors)
+        raise
 
 
 def size(name: str, what: str, expected: int, got: int) -> None:
@@ -145,81 +156,8 @@ def size(name: str, what: str, expected: int, got: int) -> None:
         raise ValueError(f"{name}: expected {what} = {expected}; got {got}")
 
 
-def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
-    """Check `tokens_per_expert`; return it as an integer tensor `[E]`. The operator checks its values."""
-    name = "tokens_per_expert"
-    if isinstance(tokens_per_expert, Tensor):
-        tensor = _integers(name, tokens_per_expert)
-    elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
-        tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
-    else:
-        raise TypeError(f"{name}: expected an integer tensor or a list of int; got {_kind(tokens_per_expert)}")
-    if tuple(tensor.shape) != (num_experts,):
-        raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
-    on_host = x.tensor.is_cuda and not tensor.is_cuda and not torch.compiler.is_compiling()
-    if on_host and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{name}: expected a tensor on {x.tensor.device} while a CUDA graph is captured, which would replay with "
-            "whatever the host's memory then holds; got counts on the host"
-        )
-    return tensor.contiguous()
-
-
-def probabilities(probs: object, x: Input) -> Tensor | None:
-    """Check `probs`; return it as `[R]`."""
-    if probs is None:
-        return None
-    if not isinstance(probs, Tensor):
-        raise TypeError(f"probs: expected a tensor or None; got {_kind(probs)}")
-    num_rows = x.tensor.shape[0]
-    if tuple(probs.shape) not in ((num_rows,), (num_rows, 1)):
-        raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}")
-    _floating("probs", probs, x)
-    _plain("probs", probs)
-    return (probs if probs.dim() == 1 else probs.reshape(-1)).contiguous()
-
-
-def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tensor, Tensor]:
-    """Check the expert ids and weights of every token, both `[T, K]`."""
-    if not isinstance(top_k_index, Tensor):
-        raise TypeError(f"top_k_index: expected a tensor; got {_kind(top_k_index)}")
-    if not isinstance(top_k_weights, Tensor):
-        raise TypeError(f"top_k_weights: expected a tensor; got {_kind(top_k_weights)}")
-    num_tokens = x.tensor.shape[0]
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != num_tokens or top_k_index.shape[1] == 0:
-        raise ValueError(
-            f"top_k_index: expected shape [T, K] with T = {num_tokens}, the tokens of {x.name}, and K > 0; got "
-            f"{tuple(top_k_index.shape)}"
-        )
-    if top_k_index.numel() > _MAX_ROWS:
-        raise ValueError(f"top_k_index: expected at most {_MAX_ROWS} ids; got {top_k_index.numel()}")
-    if top_k_weights.shape != top_k_index.shape:
-        raise ValueError(
-            f"top_k_weights: expected shape {tuple(top_k_index.shape)}, that of top_k_index; got "
-            f"{tuple(top_k_weights.shape)}"
-        )
-    ids = _integers("top_k_index", _plain("top_k_index", top_k_index))
-    _same_device("top_k_index", top_k_index, x)
-    _floating("top_k_weights", top_k_weights, x)
-    return ids.contiguous(), _plain("top_k_weights", top_k_weights).contiguous()
-
-
-def _integers(name: str, tensor: Tensor) -> Tensor:
-    """Check for integers; return them in a dtype that operators take."""
-    if tensor.dtype in _WIDE_UNSIGNED:
-        return tensor.long()
-    if tensor.dtype not in _INTEGER_DTYPES:
-        raise TypeError(f"{name}: expected an integer dtype; got {tensor.dtype}")
-    return tensor
-
-
-def _floating(name: str, tensor: Tensor, x: Input) -> None:
-    if tensor.dtype not in _DTYPES:
-        raise TypeError(f"{name}: expected dtype {_names(_DTYPES)}; got {tensor.dtype}")
-    _same_device(name, tensor, x)
-
-
-def _same_device(name: str, tensor: Tensor, x: Input) -> None:
+def same_device(name: str, tensor: Tensor, x: Input) -> None:
+    """Check that a tensor is on the device of x."""
     if tensor.device != x.tensor.device:
         raise ValueError(f"{name}: expected device {x.tensor.device}, that of {x.name}; got {tensor.device}")
 
@@ -232,7 +170,9 @@ def implementation(impl: str, device: torch.device) -> str:
     if impl == "triton":
         if not _HAS_TRITON:
             raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
-        if device.type == "cpu" and not environment.triton_interpret():
+        if device.type in _WITHOUT_KERNELS and not (device.type == "cpu" and environment.triton_interpret()):
+            if device.type == "meta":
+                raise _on_meta("impl")
             raise RuntimeError(
                 'impl="triton": expected tensors on a GPU, or TRITON_INTERPRET=1 in the environment before fusedmlp '
                 "is imported; got tensors on the CPU without it"
@@ -254,7 +194,7 @@ def _group(name: str, value: object) -> tuple[list[Tensor], bool]:
         tensors = list(value)
         if tensors and all(map(isinstance, tensors, repeat(Tensor))):
             return tensors, False
-    raise TypeError(f"{name}: expected a tensor or a sequence of one tensor per expert; got {_kind(value)}")
+    raise TypeError(f"{name}: expected a tensor or a sequence of one tensor per expert; got {kind(value)}")
 
 
 def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
@@ -266,12 +206,12 @@ def _same_kind(name: str, tensors: list[Tensor], x: Input, dim: int) -> None:
             raise ValueError(f"{label}: expected {dim} dimensions; got shape {tuple(tensor.shape)}")
         if tensor.shape != shape:
             raise ValueError(f"{label}: expected shape {tuple(shape)}, that of {name}[0]; got {tuple(tensor.shape)}")
-        _plain(label, tensor)
+        plain(label, tensor)
         if tensor.dtype not in x.dtypes:
             raise TypeError(f"{label}: expected dtype {x.expected_dtypes()}; got {tensor.dtype}")
         if tensor.dtype != tensors[0].dtype:
             raise TypeError(f"{label}: expected dtype {tensors[0].dtype}, that of {name}[0]; got {tensor.dtype}")
-        _same_device(label, tensor, x)
+        same_device(label, tensor, x)
 
 
 def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:
@@ -280,7 +220,24 @@ def _is_kind(tensor: Tensor, x: Input, dim: int) -> bool:
     return tensor.dim() == dim and is_plain(tensor) and tensor.dtype in x.dtypes and tensor.device == like.device
 
 
-def _plain(name: str, tensor: Tensor) -> Tensor:
+def refuse_sparse(name: str, value: Tensor | Sequence[Tensor]) -> None:
+    """Raise if an argument that could not be used is sparse: called after an error, as a check would take time."""
+    tensors, _ = _group(name, value)
+    for i, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            label = name if len(tensors) == 1 else f"{name}[{i}]"
+            raise TypeError(f"{label}: expected a dense tensor; got one in {tensor.layout}") from None
+
+
+def _on_meta(name: str) -> ValueError:
+    return ValueError(
+        f"{name}: expected tensors on a GPU or the CPU; got them on meta, where they have no data (for shapes alone, "
+        "PyTorch has FakeTensorMode)"
+    )
+
+
+def plain(name: str, tensor: Tensor) -> Tensor:
+    """Check that operators run once, on this tensor's own memory; return it."""
     if not is_plain(tensor):
         raise TypeError(
             f"{name}: expected a plain tensor; got a {type(tensor).__name__} (of a DTensor, pass .to_local(): its "
@@ -289,9 +246,11 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _kind(value: object) -> str:
+def kind(value: object) -> str:
+    """The type and the value, for messages."""
     return f"{type(value).__name__} {value!r}"[:120]
 
 
-def _names(dtypes: Sequence[torch.dtype]) -> str:
+def names(dtypes: Sequence[torch.dtype]) -> str:
+    """Dtypes, for messages."""
     return " or ".join(str(d) for d in dtypes)

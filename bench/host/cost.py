@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fusedmlp
 from bench.host import null_driver
-from fusedmlp import environment, functional
+from fusedmlp import calls, environment
 from fusedmlp.operators import ops
 
 H, F, T, K, DTYPE = 64, 64, 32, 2, torch.bfloat16
@@ -175,7 +175,7 @@ def as_on_a_gpu() -> Iterator[null_driver.Counters]:
     with ExitStack() as patches:
         for patch in (
             mock.patch.object(environment, "triton_interpret", _yes),  # lets impl="triton" take CPU tensors
-            mock.patch.object(functional, "_offsets", _offsets),
+            mock.patch.object(calls, "offsets", _offsets),
             mock.patch.object(torch, "empty", allocate),
         ):
             patches.enter_context(patch)
@@ -187,7 +187,7 @@ def _yes() -> bool:
 
 
 def _offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:
-    """Make offsets by kernels, as of counts on a GPU; `functional._offsets` would read CPU counts on the host."""
+    """Make offsets by kernels, as of counts on a GPU; `calls.offsets` would read CPU counts on the host."""
     return ops.expert_offsets(counts, x.shape[0], impl)  # type: ignore[no-any-return]
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedmlp.contract import buffer_checks, buffer_summary
 from fusedmlp.contract.destination import grad_dtype
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
-from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim, set_grad, was_edited
 from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
@@ -77,7 +77,8 @@ class MainGradBuffer:
     Raises:
         ValueError: no parameters, several devices, another dtype, a parameter given twice, or a parameter that is not a
             leaf, has a main_grad already, or is not in the optimizer.
-        TypeError: the optimizer is not one of `torch.optim`.
+        TypeError: a module, named parameters or a single parameter in place of parameters; or the optimizer is not one
+            of `torch.optim`.
     """
 
     def __init__(
@@ -88,10 +89,10 @@ class MainGradBuffer:
         dtype: torch.dtype = torch.float32,
         grad_added_to_main_grad: bool = True,
     ) -> None:
-        self.params = list(params)
+        self.params = buffer_checks.listed(params)
         self._lent = False  # True inside as_grad
         self._with_optimizer = optimizer is not None
-        self._check(dtype)
+        buffer_checks.check(self.params, dtype)
         if optimizer is not None:
             check_optimizer(optimizer, self.params)
         sizes = [-(-param.numel() // _ALIGNMENT) * _ALIGNMENT for param in self.params]
@@ -124,25 +125,10 @@ class MainGradBuffer:
         if rounded:
             self._hooks = StepHooks(optimizer, rounded)
 
-    def _check(self, dtype: torch.dtype) -> None:
-        if not self.params:
-            raise ValueError("params: expected at least one parameter; got none")
-        if len({id(param) for param in self.params}) < len(self.params):
-            raise ValueError("params: expected each parameter once; got one twice")
-        for i, param in enumerate(self.params):
-            if not param.is_leaf or not param.requires_grad:
-                raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {param.grad_fn or param}")
-            if not is_plain(param):
-                raise ValueError(
-                    f"params[{i}]: expected a plain tensor; got a {type(param).__name__} (FSDP2 reduces .grad: step "
-                    "from that, with accumulate_wgrad='grad' and fusedmlp.integrations.fsdp2.accumulate_in)"
-                )
-            if param.device != self.params[0].device:
-                raise ValueError(f"params[{i}]: expected device {self.params[0].device}; got {param.device}")
-            if dtype not in (torch.float32, param.dtype):
-                raise ValueError(f"dtype: expected torch.float32 or params[{i}]'s {param.dtype}; got {dtype}")
-            if getattr(param, "main_grad", None) is not None:
-                raise ValueError(f"params[{i}]: expected no main_grad yet; got one from another owner")
+    def __repr__(self) -> str:
+        """Size, the share of elements in parameters that fused layers use, and the state of the step."""
+        step = "inside as_grad()" if self._lent else buffer_summary.step(self.params, self._states)
+        return f"MainGradBuffer({buffer_summary.size(self.params, self._states, self._flat)}, {step})"
 
     def _each(self) -> Iterator[tuple[Tensor, Tensor, ParameterState]]:
         return zip(self.params, self._views, self._states, strict=True)
@@ -181,10 +167,19 @@ class MainGradBuffer:
         norm: Tensor = torch.linalg.vector_norm(self._flat, dtype=torch.float32)
         return norm
 
-    def clip_norm_(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that `norm()` is at most `max_norm`; return the norm before that, on the device."""
+    def clip_norm_(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that `norm()` is at most `max_norm`; return the norm before that, on the device.
+
+        Args:
+            max_norm: at least 0.
+            error_if_nonfinite: raise RuntimeError, before scaling, if the norm is not finite; waits for the device.
+        """
+        buffer_checks.check_max_norm(max_norm)
         norm = self.norm()
-        self._flat.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(f"clip_norm_: expected a finite norm of the gradients; got {norm.item()}")
+        # Not `_flat`, whose padding a NaN would turn into NaN for all later steps.
+        torch._foreach_mul_(self._views, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm
 
     @torch.no_grad()

@@ -149,8 +149,14 @@ def refuse_late_hooks(param: Tensor, place: Place) -> None:
 
 
 def _check(param: Tensor, target: Tensor, what: str, place: Place) -> None:
-    _check_kind(param, target, what, place)
-    _check_memory(target, what, place)
+    try:
+        _check_kind(param, target, what, place)
+        _check_memory(target, what, place)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        if not isinstance(target, Tensor):
+            got = f"{type(target).__name__} {target!r}"[:120]
+            raise TypeError(f"{label(place)}: expected {what} to be a tensor; got {got}") from None
+        raise
 
 
 def _check_kind(param: Tensor, target: Tensor, what: str, place: Place) -> None:
@@ -162,7 +168,8 @@ def _check_kind(param: Tensor, target: Tensor, what: str, place: Place) -> None:
     if target.layout != torch.strided:
         raise ValueError(f"{where}: expected {what} to be dense; got one in {target.layout}")
     if target.dtype not in (torch.float32, param.dtype):
-        raise ValueError(f"{where}: expected {what} in torch.float32 or {param.dtype}; got {target.dtype}")
+        allowed = " or ".join(map(str, dict.fromkeys((torch.float32, param.dtype))))
+        raise ValueError(f"{where}: expected {what} in {allowed}; got {target.dtype}")
     if not engine.is_plain(target):
         raise TypeError(f"{where}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
@@ -240,7 +247,7 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
             and len(set(map(Tensor.stride, tensors))) == 1
             and engine.have_one_dtype_and_device(tensors)
         )
-    except RuntimeError:  # sparse and opaque tensors have no strides
+    except (AttributeError, RuntimeError, TypeError):  # sparse and opaque tensors have no strides; no tensors at all
         return False
 
 

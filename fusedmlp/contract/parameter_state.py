@@ -88,6 +88,10 @@ class ParameterState:
         self.copy: Any = None  # autograd/weight_copies.py: a copy of the weight, and of other experts', in 16 bits
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
+    def is_fused(self) -> bool:
+        """Whether a fused layer that adds to `main_grad` has used the parameter."""
+        return self.entered in ("auto", "main_grad")
+
 
 _states: dict[int, ParameterState] = {}  # by id
 

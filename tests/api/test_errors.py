@@ -1,8 +1,10 @@
 """Every error names the argument, what was expected and what came."""
 
+import math
 import subprocess
 import sys
 
+import numpy
 import pytest
 import torch
 
@@ -214,6 +216,9 @@ def test_argument_of_moe_experts(case):
         ({"name": "relu", "linear_offset": 1.0}, "need a gated activation"),
         ({"name": "geglu", "alpha": 1.0}, "'geglu' has none; got alpha=1.0"),
         ({"name": "swiglu", "limit": 0.0}, "limit must be positive; got 0.0"),
+        ({"name": "swiglu", "limit": math.inf}, "expected a finite number as limit; got inf"),
+        ({"name": "swiglu", "alpha": "1.702"}, "expected a finite number as alpha; got '1.702'"),
+        ({"name": "swiglu", "interleaved": "yes"}, "expected True or False as interleaved; got 'yes'"),
     ],
 )
 def test_activation_options(options, message):
@@ -231,7 +236,7 @@ def bad_main_grad(main_grad):
     ("main_grad", "message"),
     [
         (torch.zeros(2, 10, 3), r"expected main_grad of shape \(2, 10, 4\); got \(2, 10, 3\)"),
-        (torch.zeros(2, 10, 4, dtype=torch.float16), r"in torch.float32 or torch.float32; got torch.float16"),
+        (torch.zeros(2, 10, 4, dtype=torch.float16), r"in torch.float32; got torch.float16"),
         (torch.zeros(2, 10, 4, device=META), r"expected main_grad on cpu; got meta"),
         (torch.zeros(2, 10, 4, requires_grad=True), r"with requires_grad=False; got True"),
         (torch.zeros(()).expand(2, 10, 4), r"expected a writable main_grad; got an expanded one"),
@@ -243,6 +248,78 @@ def test_main_grad(main_grad, message):
     y = grouped_mlp(X, bad_main_grad(main_grad), FC2, COUNTS)  # "auto" finds out in backward
     with pytest.raises(ValueError, match="fc1_weight: .*" + message):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    ("main_grad", "error", "message"),
+    [
+        ("yes", TypeError, "expected main_grad to be a tensor; got str 'yes'"),
+        (1.0, TypeError, "expected main_grad to be a tensor; got float 1.0"),
+        ([FC1], TypeError, r"expected main_grad to be a tensor; got list \[tensor"),
+        (numpy.zeros((2, 10, 4)), TypeError, "expected main_grad to be a tensor; got ndarray"),
+        (
+            torch.zeros(2, 10, 4, dtype=torch.float64),
+            ValueError,
+            "expected main_grad in torch.float32; got torch.float64",
+        ),
+        (torch.zeros(2, 10, 4).to_sparse(), ValueError, "expected main_grad to be dense; got one in torch.sparse_coo"),
+    ],
+    ids=["str", "float", "list", "ndarray", "float64", "sparse"],
+)
+@pytest.mark.parametrize("mode", ["main_grad", "auto"])
+def test_what_is_no_main_grad(mode, main_grad, error, message, packed):
+    fc1 = bad_main_grad(main_grad) if packed else [torch.nn.Parameter(w.clone()) for w in FC1]
+    for i, expert in enumerate([] if packed else fc1):
+        expert.main_grad = main_grad if isinstance(main_grad, str | float | list) else main_grad[i]
+    name = "fc1_weight" if packed else r"fc1_weight\[0\]"
+    with pytest.raises(error, match=f"^{name}: {message}"):
+        grouped_mlp(X, fc1, FC2, COUNTS, accumulate_wgrad=mode).sum().backward()
+
+
+def sparse(name, layout):
+    arguments = {"hidden_states": X, "top_k_index": IDS, "top_k_weights": TOP_K_WEIGHTS, "x": X}
+    arguments |= {"fc1_weight": FC1, "fc2_weight": FC2, "tokens_per_expert": torch.tensor(COUNTS), "probs": X[:, 0]}
+    arguments |= {"fc1_bias": FC1[..., 0], "fc2_bias": FC2[..., 0]}
+    return arguments[name].to_sparse(layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (grouped_mlp, ["x", "fc1_weight", "fc2_weight", "tokens_per_expert", "probs", "fc1_bias", "fc2_bias"]),
+        (fusedmlp.moe_experts, ["hidden_states", "top_k_index", "top_k_weights", "fc1_weight", "fc2_bias"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_arguments(function, names, layout):
+    rows = {"hidden_states": X, "top_k_index": IDS, "top_k_weights": TOP_K_WEIGHTS}
+    given = {"x": X, "tokens_per_expert": COUNTS} if function is grouped_mlp else rows
+    for name in names:
+        if layout is torch.sparse_csr and name in ("tokens_per_expert", "probs", "fc1_weight", "fc2_weight"):
+            continue  # the first two have one dimension; PyTorch's products take the weights, and are right
+        wrong = {name: sparse(name, layout)}
+        with pytest.raises(TypeError, match=f"^{name}: expected a dense tensor; got one in {layout}$"):
+            function(**{"fc1_weight": FC1, "fc2_weight": FC2} | given | wrong)
+
+
+def test_sparse_weights_of_experts():
+    fc1 = [w.to_sparse() for w in FC1]
+    with pytest.raises(TypeError, match=r"^fc1_weight\[0\]: expected a dense tensor; got one in torch\.sparse_coo$"):
+        grouped_mlp(X, fc1, FC2, COUNTS)
+
+
+@pytest.mark.parametrize("options", [{}, {"impl": "torch"}, {"impl": "triton"}, {"recipe": "bf16"}], ids=str)
+def test_tensors_on_meta(options):
+    module = GroupedMLP(2, 4, 5, device="meta", **options)
+    what = "expected tensors on a GPU or the CPU; got them on meta"
+    with pytest.raises(ValueError, match=f"^{'impl' if 'recipe' in options else 'x'}: {what}"):
+        module(X.to(META), COUNTS)
+    weights = module.fc1.weight, module.fc2.weight
+    name = "impl" if "recipe" in options else "hidden_states"
+    with pytest.raises(ValueError, match=f"^{name}: {what}"):
+        fusedmlp.moe_experts(X.to(META), IDS.to(META), TOP_K_WEIGHTS.to(META), *weights, **options)
 
 
 def test_fusion_that_cannot_be_had():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fusedmlp import Activation, GroupedLinear, GroupedMLP
+from fusedmlp import Activation, GroupedLinear, GroupedMLP, MainGradBuffer, moe_experts
 
 
 def make(packed, **options):
@@ -104,3 +104,82 @@ def test_dtype_and_device(dtype):
     module = GroupedMLP(2, 4, 5, dtype=dtype, device="cpu")
     assert module(torch.randn(3, 4, dtype=dtype), [1, 2]).dtype == dtype
     assert GroupedMLP(2, 4, 5, device="meta").fc1.weight.is_meta
+
+
+IDS = torch.tensor([[0, 2], [1, 1], [2, 0], [3, 1], [0, 1], [2, -1]])  # 3 and -1 are another rank's
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation": Activation("swiglu", interleaved=True, limit=0.5)},
+        {"activation": "gelu", "delay_wgrad": True},
+        {"recipe": "bf16", "wgrad": "bf16"},
+        {"accumulate_wgrad": "main_grad"},
+    ],
+    ids=str,
+)
+def test_forward_tokens(options, packed):
+    """Output and gradients are those of `moe_experts`, and of `forward` for the same rows in order."""
+    module, sorted_rows = make(packed, **options), make(packed, **options)
+    for each in (module, sorted_rows):
+        if "accumulate_wgrad" in options:
+            MainGradBuffer(each.parameters())
+    tokens, weights, dy = torch.randn(6, 4, requires_grad=True), torch.rand(6, 2, requires_grad=True), torch.randn(6, 4)
+    y = module.forward_tokens(tokens, IDS, weights)
+    given = [[*m.parameters()] for m in (module.fc1, module.fc2)]
+    fc1, fc2 = ((g[0], g[1]) if packed else (g[:3], g[3:]) for g in given)
+    function = {name: options[name] for name in ("activation", "recipe", "wgrad") if name in options}
+    expected = moe_experts(tokens, IDS, weights, fc1[0], fc2[0], fc1_bias=fc1[1], fc2_bias=fc2[1], **function)
+    assert torch.equal(y, expected)
+    y.backward(dy)
+    first = module.fc1.weight if packed else module.fc1.weight0
+    assert (first.grad is None) is ("delay_wgrad" in options)
+    module.backward_dw()
+
+    ids = IDS.flatten()
+    own = ((ids >= 0) & (ids < 3)).nonzero().flatten()
+    order = own[ids[own].argsort(stable=True)]
+    tokens2, weights2 = (t.detach().clone().requires_grad_() for t in (tokens, weights))
+    rows, probs = tokens2[order // 2], weights2.flatten()[order]
+    by_row = sorted_rows(rows, ids[own].bincount(minlength=3), probs)
+    torch.zeros(6, 4).index_add(0, order // 2, by_row).backward(dy)
+    sorted_rows.backward_dw()
+    close = {"rtol": 0.02, "atol": 0.02} if "recipe" in options else {}
+    torch.testing.assert_close(tokens.grad, tokens2.grad, **close)
+    torch.testing.assert_close(weights.grad, weights2.grad, **close)
+    for name, parameter in module.named_parameters():
+        other = sorted_rows.get_parameter(name)
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad, other.grad, msg=name, **close)
+        if "accumulate_wgrad" in options and "weight" in name:
+            assert parameter.main_grad.count_nonzero()
+            torch.testing.assert_close(parameter.main_grad, other.main_grad, msg=name)
+
+
+def test_forward_tokens_begins_a_step_with_the_first_microbatch():
+    module = make(True)
+    MainGradBuffer(module.parameters())
+    sums = []
+    for first in (True, False, True):
+        tokens = torch.ones(6, 4)
+        module.forward_tokens(tokens, IDS, torch.ones(6, 2), is_first_microbatch=first).sum().backward()
+        sums.append(module.fc1.weight.main_grad.clone())
+    torch.testing.assert_close(sums[1], 2 * sums[0])
+    torch.testing.assert_close(sums[2], sums[0])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"accumulate_wgrad": "off"}, {"impl": "torch"}, {"recipe": "mxfp8"}, {"recipe": "bf16", "wgrad": "bf16"}],
+    ids=str,
+)
+def test_every_option_reaches_both_functions(option, monkeypatch):
+    module, passed = GroupedMLP(2, 32, 32, **option), []
+    for name in ("grouped_mlp", "moe_experts"):
+        monkeypatch.setattr(f"fusedmlp.module.{name}", lambda *_, **options: passed.append(options))
+    module(None, None)
+    module.forward_tokens(None, None, None)
+    assert [{name: options[name] for name in option} for options in passed] == [option, option]

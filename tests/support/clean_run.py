@@ -19,7 +19,7 @@ import psutil
 import pytest
 from support import forked
 
-NAME = "FUSEDMLP_TEST_RUN"
+NAME = "TEST_RUN_OF_FUSEDMLP"
 CACHES = {
     "HF_HOME": "huggingface",
     "MPLCONFIGDIR": "matplotlib",

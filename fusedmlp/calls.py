@@ -1,0 +1,88 @@
+"""Runs a call of a public function, once its arguments have been checked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fusedmlp import validate
+from fusedmlp.autograd import compiled, weight_copies
+from fusedmlp.autograd.layers import Call
+from fusedmlp.contract.engine import inside_backward
+from fusedmlp.contract.forward_checks import enter_forward
+from fusedmlp.contract.overwrite import expect_overwrite
+from fusedmlp.operators import ops
+from fusedmlp.quantized_weights import copies_of
+from fusedmlp.recipe import NAMES, check_blocks, formats
+from fusedmlp.validate import Experts, Input, Options
+
+
+def run(
+    function: type[torch.autograd.Function],
+    call: Call,
+    weights: dict[str, Experts],
+    tensors: Sequence[Tensor | None],
+    options: Options,
+) -> Tensor:
+    """Run forward; once it has succeeded, begin a step if `is_first_microbatch`."""
+    is_first_microbatch = options.is_first_microbatch
+    if torch.compiler.is_compiling():
+        copies = copies_of(call, weights, options)
+        return compiled.run(call, weights, [*tensors, *copies], bool(is_first_microbatch))
+    # Not earlier: where the compiler leaves the layer to eager code, the code above may have run in a graph.
+    for name, experts in weights.items():
+        enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
+    if is_first_microbatch:
+        for experts in weights.values():
+            weight_copies.forget(experts.tensors)
+        if inside_backward():
+            call = replace(call, recomputes_first_microbatch=True)
+    try:
+        y: Tensor = function.apply(call, *tensors, *copies_of(call, weights, options))
+    except RuntimeError:
+        for name, experts in weights.items():
+            validate.refuse_sparse(name, experts.tensors)
+        raise
+    if is_first_microbatch:
+        for experts in weights.values():
+            expect_overwrite(experts.tensors, call.mode, call.recomputes_first_microbatch)
+    return y
+
+
+def prepare(
+    x: Input,
+    weights: dict[str, Experts],
+    biases: list[list[Tensor]],
+    options: Options,
+    num_rows: int,
+    activation: str,
+) -> Call:
+    """The call's constants, with `impl` and `recipe` resolved."""
+    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad, _ = options
+    impl = validate.implementation(impl, x.tensor.device)
+    encoded, dtype = "", x.dtypes[0]
+    if recipe is not None:
+        for name, experts in weights.items():
+            check_blocks(recipe, name, experts.out_features, experts.in_features)
+        encoded = formats(recipe, wgrad, num_rows / experts.num_experts).encoded
+    elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
+        encoded = formats(NAMES[dtype], wgrad).encoded
+    lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
+    make = Call if torch.compiler.is_compiling() or queue is not None else _call
+    constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
+    return make(*constants, encoded, is_first_microbatch is not None)
+
+
+_call = lru_cache(maxsize=1024)(Call)  # its arguments are only numbers and names
+
+
+def offsets(counts: Tensor, x: Tensor, impl: str) -> Tensor:
+    """First rows of the experts, `[E + 1]`, on the device of x."""
+    # Computed where the counts are: on the host their values are checked, on a GPU nothing waits.
+    counts_impl = "torch" if counts.device.type == "cpu" else impl
+    first_rows: Tensor = ops.expert_offsets(counts, x.shape[0], counts_impl)
+    return first_rows.to(x.device, non_blocking=True)

@@ -1,0 +1,180 @@
+"""Checks that read results on the host, for FUSEDMLP_DEBUG=1: they wait for the device, and take time.
+
+`install` puts wrappers around functions, so that a call costs nothing more where the switch is off. Calls inside a
+graph of `torch.compile`, or while a CUDA graph is captured, are not checked.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fusedmlp import environment, routing_arguments
+from fusedmlp.autograd import operators
+from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.operators import ops
+
+log = logging.getLogger("fusedmlp")
+dropped = {"ids": 0, "of": 0}  # of all calls of moe_experts so far: ids outside [0, E), and all ids
+
+_Tensors = Tensor | Sequence[Tensor] | None
+
+
+def install_if_set() -> None:
+    """Install the checks if the switch is set; called by `import fusedmlp`, so a wrong value warns."""
+    try:
+        wanted = environment.debug()
+    except ValueError as error:
+        warnings.warn(str(error), stacklevel=3)
+        wanted = False
+    if wanted:
+        install()
+
+
+def install() -> None:
+    """Put the checks around the functions that layers call."""
+    routing_arguments.counts = _checked_counts(routing_arguments.counts)
+    ops.route = _counted_ids(ops.route)
+    ops.grouped_mlp_backward_ = _watched_mlp(ops.grouped_mlp_backward_)
+    operators.linear_backward = _watched_linear(operators.linear_backward)
+    WgradQueue._add = _watched_run(WgradQueue._add)  # type: ignore[method-assign]
+
+
+def _readable(*tensors: Tensor) -> bool:
+    if torch.compiler.is_compiling() or any(isinstance(t, FakeTensor) or t.is_meta for t in tensors):
+        return False
+    return not (tensors[0].is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _checked_counts(counts: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @wraps(counts)
+    def checked(tokens_per_expert: object, num_experts: int, x: Any) -> Tensor:
+        found = counts(tokens_per_expert, num_experts, x)
+        if _readable(found):
+            sizes, rows = found.tolist(), x.tensor.shape[0]
+            if min(sizes) < 0:
+                raise ValueError(f"tokens_per_expert: expected no negative count; got {sizes}")
+            if sum(sizes) > rows:
+                raise ValueError(f"tokens_per_expert: expected a sum of at most {rows} (rows of x); got {sum(sizes)}")
+        return found
+
+    return checked
+
+
+def _counted_ids(route: Any) -> Any:
+    @wraps(route)
+    def counted(ids: Tensor, probs: Tensor, num_experts: int, impl: str) -> Any:
+        if _readable(ids):
+            outside = int(((ids < 0) | (ids >= num_experts)).sum())
+            dropped["ids"] += outside
+            dropped["of"] += ids.numel()
+            if outside:
+                log.warning(
+                    "top_k_index: expected ids in [0, %d); got %d of %d outside, which are dropped (so far %d of %d)",
+                    *(num_experts, outside, ids.numel(), dropped["ids"], dropped["of"]),
+                )
+        return route(ids, probs, num_experts, impl)
+
+    return counted
+
+
+def _watched_mlp(backward: Any) -> Any:
+    @wraps(backward)
+    def watched(*args: Any) -> Any:
+        dw1, dw2, db1, db2, dy, x, h, fc1, fc2, bias2, offsets, tokens, _, probs, _, add1, add2, *_ = args
+        if not _readable(dy):
+            return backward(*args)
+        rows = _number_of_rows(offsets, fc1)
+        given = {"dy": _used(dy, rows, tokens), "x": _used(x, rows, tokens), "h": h[:rows], "probs": probs}
+        given |= {"fc1_weight": fc1, "fc2_weight": fc2, "fc2_bias": bias2}
+        cause = _cause(given | _accumulated(fc1=dw1 if add1 else None, fc2=dw2 if add2 else None))
+        dx, dprobs, dh, act_probs = results = backward(*args)
+        _report("dgrad of fc2, through the activation", [_used(dh, rows), _used(act_probs, rows)], cause)
+        _report("the gradient of the probabilities", [dprobs], cause)
+        _report("dgrad of fc1", [dx], cause)
+        _report("wgrad of fc2", [*dw2, *db2], cause)
+        _report("wgrad of fc1", [*dw1, *db1], cause)
+        return results
+
+    return watched
+
+
+def _watched_linear(backward: Any) -> Any:
+    @wraps(backward)
+    def watched(dy: Tensor, x: Tensor, w: Any, offsets: Tensor, dw: list[Tensor], db: list[Tensor], *rest: Any) -> Any:
+        if not _readable(dy):
+            return backward(dy, x, w, offsets, dw, db, *rest)
+        rows = _number_of_rows(offsets, w or dw) if w or dw else 0
+        given = {"dy": dy[:rows], "x": x[:rows], "weight": w}
+        cause = _cause(given | _accumulated(weight=dw if rest[1] else None))
+        dx = backward(dy, x, w, offsets, dw, db, *rest)
+        _report("dgrad of grouped_linear", [dx], cause)
+        _report("wgrad of grouped_linear", [*dw, *db], cause)
+        return dx
+
+    return watched
+
+
+def _watched_run(add: Any) -> Any:
+    """Watch the gradients that a `WgradQueue` computes: `add` is its method for one batch."""
+
+    @wraps(add)
+    def watched(queue: Any, batch: Any) -> Any:
+        route = batch[0].route
+        if not _readable(batch[0].operands.dy):
+            return add(queue, batch)
+        name, attribute = route.name, "main_grad" if route.mode == "main_grad" else "grad"
+        each = [(b.operands, _number_of_rows(b.operands.offsets, route.params)) for b in batch]
+        given: dict[str, Any] = {
+            "dy": [_used(operands.dy, rows, operands.dy_rows) for operands, rows in each],
+            "x": [_used(operands.x, rows, operands.x_rows) for operands, rows in each],
+            f"the earlier gradient of {name}": [getattr(param, attribute, None) for param in route.params],
+        }
+        cause = _cause(given)
+        left = add(queue, batch)
+        _report(f"delayed wgrad of {name}", [getattr(param, attribute, None) for param in route.params], cause)
+        return left
+
+    return watched
+
+
+def _number_of_rows(offsets: Tensor, weights: Sequence[Tensor]) -> int:
+    """The end of the last expert's rows."""
+    packed = weights[0].dim() == 3
+    return int(offsets[weights[0].shape[0] if packed else len(weights)])
+
+
+def _used(t: Tensor | None, rows: int, tokens: Tensor | None = None) -> Tensor | None:
+    """The rows that are not padding."""
+    if t is None or t.numel() == 0:
+        return None
+    return t[:rows] if tokens is None else t.index_select(0, tokens[:rows].int())
+
+
+def _accumulated(**targets: list[Tensor] | None) -> dict[str, _Tensors]:
+    return {f"the earlier gradient of {name}": tensors for name, tensors in targets.items() if tensors}
+
+
+def _bad(tensors: _Tensors) -> tuple[int, int]:
+    """How many values are not finite, and how many there are."""
+    group = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors or () if t is not None]
+    wide = [t.float() if t.element_size() == 1 else t for t in group]
+    return sum(int((~t.isfinite()).sum()) for t in wide), sum(t.numel() for t in wide)
+
+
+def _cause(given: dict[str, Any]) -> str:
+    names = [name for name, tensors in given.items() if _bad(tensors)[0]]
+    return f"not finite before it: {', '.join(names)}" if names else "all that it reads is finite"
+
+
+def _report(what: str, gradients: Sequence[Tensor | None], cause: str) -> None:
+    bad, size = _bad([g for g in gradients if g is not None])
+    if bad:
+        log.warning("%s: expected finite gradients; got %d of %d values that are not (%s)", what, bad, size, cause)

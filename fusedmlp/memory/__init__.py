@@ -1,0 +1,1 @@
+"""`python -m fusedmlp memory`: bytes that a layer takes, with and without fusedmlp."""

@@ -1,0 +1,90 @@
+"""Bytes that a gated layer of tokens (`moe_experts`) takes in training, by formulas, with and without fusedmlp.
+
+Letters as in `functional.py`; `b` is the bytes of an element of the weights, `c` of what the layer computes in. Without
+fusedmlp: `grouped_mm` of gathered rows, `silu(gate) * linear * probs` and `index_add`, differentiated by PyTorch, in
+the dtype of the recipe if there is one (as under autocast).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedmlp.operators.torch_quantize import empty_weight_copies
+from fusedmlp.recipe import BLOCKS, DTYPES, check_blocks, formats
+
+
+class Layer(NamedTuple):
+    """Sizes of a layer and its load."""
+
+    experts: int
+    hidden: int
+    ffn: int
+    tokens: int
+    top_k: int
+    micro_batches: int
+    dtype: torch.dtype
+    recipe: str | None
+
+
+class Bytes(NamedTuple):
+    """Bytes of one layer in one mode."""
+
+    mode: str
+    weights: int
+    copies: int  # of the weights, that a recipe multiplies: in 16 bits, or in 8 bits for both directions
+    gradients: int  # that stay from one micro-batch to the next
+    temporaries: int  # weight gradients that a backward holds beside `gradients`
+    activations: int  # that one forward saves for its backward, and the queue's operands of all micro-batches
+
+    @property
+    def total(self) -> int:
+        """The sum of all columns."""
+        return self.weights + self.copies + self.gradients + self.temporaries + self.activations
+
+
+def modes(layer: Layer) -> list[Bytes]:
+    """A line for plain PyTorch with `.grad` and with an owner's fp32 `main_grad`, and for each mode of fusedmlp.
+
+    Raises:
+        ValueError: blocks of an 8-bit recipe do not fit the weights.
+    """
+    E, H, F, T, K, micro_batches, dtype, recipe = layer
+    R, b = T * K, dtype.itemsize
+    c = b if recipe is None else DTYPES[recipe].itemsize
+    fc1, fc2 = 2 * E * H * F, E * H * F
+    weights, copies = b * (fc1 + fc2), _copies(layer)
+    in_grad, in_main = b * (fc1 + fc2), 4 * (fc1 + fc2)
+    again = micro_batches > 1  # the first micro-batch's weight gradients become `.grad`
+    # Saved: the rows of x and of y; h, silu(gate), silu(gate) * linear, and that times probs; probs; int64 order and
+    # tokens of rows; ends of rows.
+    plain = R * (c * (2 * H + 2 * F + 3 * F + 1) + 8 + 8) + 4 * E
+    cast = c * (fc1 + fc2) if c != b else 0
+    # Saved: x, once per token; h; the tokens and the order of rows, their probs and first rows; top_k_weights.
+    fused = c * T * H + R * (c * 2 * F + 4 + 4 + 4 + 4) + 4 * (E + 1)
+    queued = micro_batches * (c * (2 * T * H + R * 3 * F) + 4 * R)  # x, dy, dh, act; tokens of rows
+    return [
+        Bytes("plain, .grad", weights, cast, in_grad, b * fc1 * again, plain),
+        Bytes("plain, main_grad", weights, cast, in_main, b * fc1, plain),
+        Bytes("grad", weights, copies, in_grad, 0, fused),
+        Bytes("main_grad", weights, copies, in_main, 0, fused),
+        Bytes("main_grad, delayed", weights, copies, in_main, 0, fused + queued),
+        Bytes("off", weights, copies, in_grad, b * (fc1 + fc2) * again, fused),
+    ]
+
+
+def _copies(layer: Layer) -> int:
+    if layer.recipe is None:
+        return 0
+    shapes = {"fc1_weight": (2 * layer.ffn, layer.hidden), "fc2_weight": (layer.hidden, layer.ffn)}
+    for name, shape in shapes.items():
+        check_blocks(layer.recipe, name, *shape)
+    gemms: Any = formats(layer.recipe, "recipe", layer.tokens * layer.top_k / layer.experts).gemms
+    if gemms in BLOCKS:
+        like = [torch.empty(layer.experts, *shape, device="meta", dtype=torch.bfloat16) for shape in shapes.values()]
+        made = [copy for weight in like for copy in empty_weight_copies([weight], gemms)]
+        return sum(copy.numel() * copy.element_size() for copy in made)
+    if layer.dtype.itemsize == DTYPES[layer.recipe].itemsize:
+        return 0
+    return sum(layer.experts * out * into * 2 for out, into in shapes.values())

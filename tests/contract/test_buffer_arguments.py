@@ -1,0 +1,128 @@
+"""MainGradBuffer: wrong parameters, limits of norms, and what `repr` says."""
+
+import math
+
+import numpy
+import pytest
+import torch
+from torch.nn import Linear, Parameter, Sequential
+
+from fusedmlp import GroupedMLP, MainGradBuffer
+
+EXPECTED = r"params: expected an iterable of parameters, such as model.parameters\(\); got "
+WRONG = {
+    "module": (lambda m: m, EXPECTED + r"a module, GroupedMLP: pass its \.parameters\(\)"),
+    "named parameters": (
+        lambda m: m.named_parameters(),
+        EXPECTED + r"named parameters, the first of them 'fc1\.weight'",
+    ),
+    "a list of them": (lambda m: [*m.named_parameters()], EXPECTED + "named parameters"),
+    "items of a state dict": (lambda m: m.state_dict().items(), EXPECTED + "named parameters"),
+    "one parameter": (lambda m: m.fc1.weight, EXPECTED + r"a single tensor of shape \(2, 12, 4\): pass \[it\]"),
+    "none": (lambda m: None, EXPECTED + "NoneType None"),
+    "text": (lambda m: "fc1", EXPECTED + "str 'fc1'"),
+    "state dict": (lambda m: m.state_dict(), r"params\[0\]: expected a parameter; got str 'fc1\.weight'"),
+    "groups": (lambda m: [{"params": m.parameters()}], r"params\[0\]: expected a parameter; got dict"),
+    "modules": (lambda m: m.children(), r"params\[0\]: expected a parameter; got GroupedLinear"),
+    "a none": (lambda m: [m.fc1.weight, None], r"params\[1\]: expected a parameter; got NoneType None"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_list_of_parameters(case):
+    module = GroupedMLP(2, 4, 6)
+    params, message = WRONG[case]
+    with pytest.raises(TypeError, match=f"^{message}"):
+        MainGradBuffer(params(module))
+    assert not hasattr(module.fc1.weight, "main_grad")
+
+
+def test_what_is_no_parameter_is_named_briefly():
+    with pytest.raises(ValueError, match=r"params\[0\]: expected a leaf that requires grad; got one that does not$"):
+        MainGradBuffer([torch.randn(100, 100)])
+    with pytest.raises(ValueError, match=r"params\[0\]: expected a dense tensor; got one in torch\.sparse_coo"):
+        MainGradBuffer([torch.eye(3).to_sparse().requires_grad_()])
+
+
+@pytest.mark.parametrize("limit", [-1, -1e-9, math.nan, "1", None, torch.tensor(-1.0), torch.ones(2)], ids=repr)
+def test_limits_that_are_none(limit):
+    param = Parameter(torch.zeros(4))
+    buffer = MainGradBuffer([param])
+    param.main_grad.fill_(3)
+    with pytest.raises(ValueError, match="max_norm: expected a number of at least 0; got "):
+        buffer.clip_norm_(limit)
+    assert (param.main_grad == 3).all()
+
+
+@pytest.mark.parametrize("limit", [0, 3, math.inf, numpy.float32(3), torch.tensor(3.0)], ids=repr)
+def test_limits(limit):
+    param = Parameter(torch.zeros(4))
+    buffer = MainGradBuffer([param])
+    param.main_grad.fill_(3)
+    assert buffer.clip_norm_(limit) == 6
+    torch.testing.assert_close(buffer.norm(), torch.tensor(min(float(limit), 6.0)))
+
+
+@pytest.mark.parametrize("wrong", [math.inf, math.nan])
+def test_error_if_nonfinite(wrong):
+    """A step with such a norm leaves nothing of it for the next one, not even in the padding."""
+    param = Parameter(torch.zeros(4))
+    buffer = MainGradBuffer([param])
+    param.main_grad.copy_(torch.tensor([3.0, wrong, 4.0, 0.0]))
+    with pytest.raises(RuntimeError, match=f"clip_norm_: expected a finite norm of the gradients; got {wrong}"):
+        buffer.clip_norm_(1.0, error_if_nonfinite=True)
+    assert param.main_grad[0] == 3
+    assert not buffer.clip_norm_(1.0).isfinite()
+    param.main_grad.copy_(torch.tensor([3.0, 0.0, 4.0, 0.0]))
+    assert buffer.clip_norm_(1.0, error_if_nonfinite=True) == 5
+
+
+class Model(Sequential):
+    def __init__(self, **options):
+        super().__init__(Linear(4, 4), GroupedMLP(2, 4, 6, **options))
+
+    def forward(self, x):
+        return self[1](self[0](x), [2, 4])
+
+
+X = torch.randn(6, 4)
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_repr(with_optimizer):
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters())
+    buffer = MainGradBuffer(model.parameters(), optimizer=optimizer if with_optimizer else None)
+    # Views begin at multiples of 64 elements: 64 + 64 + 128 + 64.
+    size = "MainGradBuffer(4 parameters, 164 elements, 1280 bytes of torch.float32 on cpu, "
+    assert repr(buffer) == size + "fused 0%, no gradient yet)"
+    model(X).sum().backward()
+    assert repr(buffer) == size + "fused 88%, gradients of 4 parameters)"  # 144 of 164
+    with buffer.as_grad():
+        if not with_optimizer:
+            assert repr(buffer) == size + "fused 88%, inside as_grad())"
+        optimizer.step()
+    assert repr(buffer) == size + "fused 88%, an optimizer has stepped)"
+    optimizer.zero_grad() if with_optimizer else buffer.zero_()
+    assert repr(buffer) == size + "fused 88%, no gradient yet)"
+    model[0](X).sum().backward()
+    if with_optimizer:  # without, the gradients of plain layers are in .grad until the buffer needs them
+        assert repr(buffer) == size + "fused 88%, gradients of 2 parameters)"
+    buffer.norm()
+    assert repr(buffer) == size + "fused 88%, gradients of 2 parameters)"
+    buffer.detach()
+    assert repr(buffer) == size + "fused 88%, detached)"
+
+
+def test_repr_of_a_model_that_does_not_fuse_and_of_queued_gradients():
+    model = Model(accumulate_wgrad="grad", delay_wgrad=True)
+    buffer = MainGradBuffer(model.parameters())
+    model(X).sum().backward()
+    model[1].backward_dw()
+    assert "fused 0%" in repr(buffer)
+    model = Model(delay_wgrad=True)
+    buffer = MainGradBuffer(model.parameters())
+    model(X).sum().backward()
+    assert repr(buffer).endswith("fused 88%, 2 gradients in a WgradQueue)")
+    model[1].backward_dw()
+    assert repr(buffer).endswith("fused 88%, gradients of 4 parameters)")
