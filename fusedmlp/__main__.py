@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fusedmlp import environment
 from fusedmlp.doctor.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
     for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
         add(commands)
     parsed = parser.parse_args(arguments)
+    if parsed.run is not _doctor and (wrong := environment.wrong()):  # the doctor reports them
+        print("\n".join(wrong.values()), file=sys.stderr)
+        return 2
     status: int = parsed.run(parsed)
     return status
 
@@ -164,9 +168,7 @@ def _add_kernels(commands: Commands) -> None:
 
 
 def _kernels(args: argparse.Namespace) -> int:
-    from fusedmlp.environment import triton_interpret
-
-    if triton_interpret():  # before Triton is imported, which then prepares to interpret
+    if environment.triton_interpret():  # before Triton is imported, which then prepares to interpret
         print("kernels: TRITON_INTERPRET=1 runs kernels on the CPU and cannot compile them; unset it", file=sys.stderr)
         return 2
     if (args.write or args.table) and not args.hashes:

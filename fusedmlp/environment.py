@@ -52,7 +52,16 @@ def triton_interpret() -> bool:
 
 
 def switches() -> dict[str, str]:
-    """Switches that are set, by name; raises if a value is wrong."""
-    for name in _FLAGS:
-        _flag(name)
+    """Switches that are set, by name."""
     return {name: os.environ[name] for name in (*_FLAGS, "FUSEDMLP_CACHE") if name in os.environ}
+
+
+def wrong() -> dict[str, str]:
+    """What is wrong with the value of a switch, by its name."""
+    found = {}
+    for name in _FLAGS:
+        try:
+            _flag(name)
+        except ValueError as error:
+            found[name] = str(error)
+    return found

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fusedmlp.__main__ import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -37,3 +39,9 @@ def test_what_lies_in_bench_is_found_from_any_folder(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("shape, load, pass, GPU")
+
+
+def test_a_wrong_switch_ends_a_command_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMLP_TUNED", "yes")
+    assert main(["kernels"]) == 2
+    assert capsys.readouterr() == ("", "FUSEDMLP_TUNED: expected 0 or 1; got 'yes'\n")
