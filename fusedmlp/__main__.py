@@ -23,14 +23,20 @@ if TYPE_CHECKING:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, _add_bench, _add_tune):
         add(commands)
     parsed = parser.parse_args(arguments)
     if parsed.run is not _doctor and (wrong := environment.wrong()):  # the doctor reports them
         print("\n".join(wrong.values()), file=sys.stderr)
         return 2
-    status: int = parsed.run(parsed)
+    try:
+        status: int = parsed.run(parsed)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        print(f"{parsed.command}: expected triton to be installed; got none: pip install triton", file=sys.stderr)
+        return 2
     return status
 
 

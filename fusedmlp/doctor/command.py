@@ -71,7 +71,7 @@ def _passes(layer: dict[str, Any], target: str, problems: list[str]) -> tuple[li
     try:
         from fusedmlp.doctor import paths
     except ModuleNotFoundError as error:
-        return [], f"{error.name} is not installed"
+        return [], f"{(error.name or '').split('.')[0]} is not installed"
     except (OSError, ValueError) as error:  # the file of tuned tiles is not there, or is another version's
         problems.append(str(error))
         return [], str(error)

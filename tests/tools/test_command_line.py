@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import forked
 
 from fusedmlp.__main__ import main
 
@@ -45,3 +46,27 @@ def test_a_wrong_switch_ends_a_command_in_one_line(monkeypatch, capsys):
     monkeypatch.setenv("FUSEDMLP_TUNED", "yes")
     assert main(["kernels"]) == 2
     assert capsys.readouterr() == ("", "FUSEDMLP_TUNED: expected 0 or 1; got 'yes'\n")
+
+
+_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from fusedmlp.__main__ import main
+for arguments in sys.argv[1:]:
+    assert main(arguments.split()) == 2, arguments
+assert main(["bench", "--roofline"]) == 0
+from fusedmlp import versions
+from fusedmlp.doctor import selftest
+versions.found = {"torch": "2.13.0"}.get
+selftest.run = lambda _: ([], 0.0)
+assert main(["doctor"]) == 0
+"""
+
+
+def test_commands_that_need_triton_say_so():
+    commands = ["kernels", "bench --schedule", "bench --model", "tune --device cpu"]
+    done = forked.run("-c", _WITHOUT_TRITON, *commands, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    says = [f"{each.split()[0]}: expected triton to be installed; got none: pip install triton" for each in commands]
+    assert done.stderr.splitlines() == says
+    assert "\n  none shown: triton is not installed\n" in done.stdout
