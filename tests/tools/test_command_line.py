@@ -70,3 +70,10 @@ def test_commands_that_need_triton_say_so():
     says = [f"{each.split()[0]}: expected triton to be installed; got none: pip install triton" for each in commands]
     assert done.stderr.splitlines() == says
     assert "\n  none shown: triton is not installed\n" in done.stdout
+
+
+def test_make_explains_what_pip_says_before_it_says_so():
+    done = subprocess.run(["make", "-n", "bench", "VENV=none"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    explained = done.stdout.index("pip may now say 'dependency conflicts'")
+    assert explained < done.stdout.index("megatron-core torchtitan") < done.stdout.index("bench --report build/bench")
