@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,15 @@ def test_make_explains_what_pip_says_before_it_says_so():
     assert done.returncode == 0, done.stderr
     explained = done.stdout.index("pip may now say 'dependency conflicts'")
     assert explained < done.stdout.index("megatron-core torchtitan") < done.stdout.index("bench --report build/bench")
+
+
+@pytest.mark.parametrize("name", ["fusedmlp.integrations.hub", "bench.report.figures", "bench.proof.budgets"])
+def test_help_writes_nothing(name, tmp_path, monkeypatch, capsys):
+    main = import_module(name).main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.open", None)
+    monkeypatch.setattr(Path, "open", None)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m {name} [-h]")
+    assert list(tmp_path.iterdir()) == []
