@@ -1,14 +1,18 @@
 """`python -m fusedmlp` as a shell starts it."""
 
 import os
+import re
 import subprocess
 import sys
+import time
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 from support import forked
 
+from bench.proof import command
+from fusedmlp import progress
 from fusedmlp.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +94,19 @@ def test_help_writes_nothing(name, tmp_path, monkeypatch, capsys):
         main(["--help"])
     assert capsys.readouterr().out.startswith(f"usage: python -m {name} [-h]")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_print_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    """Also while a set compiles."""
+
+    def prove(tasks, jobs, called):
+        for task in tasks:
+            time.sleep(0.1)
+            called(task)
+        return []
+
+    monkeypatch.setattr(progress, "SECONDS", 0.03)
+    monkeypatch.setattr(command.proof, "prove", prove)
+    command._compile(command.proof.tasks(["sm_90"])[:2], 1)
+    found = re.findall(r"^compiling: (\d) of 2 sets, 0 s$", capsys.readouterr().err, re.MULTILINE)
+    assert {"0", "1"} <= {*found}
