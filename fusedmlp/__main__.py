@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -61,29 +62,12 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    import torch
-
     try:
-        from fusedmlp.demo import compare, report, train
+        from fusedmlp.demo import command
     except ModuleNotFoundError as error:
         print(f"the demo needs {error.name}: pip install 'fusedmlp[demo]'", file=sys.stderr)
         return 2
-    device = args.device or ("cuda" if torch.cuda.is_available() and args.recipe is None else "cpu")
-    settings = train.Settings(seed=args.seed, device=device)
-    if args.steps is not None:
-        settings = train.Settings(steps=args.steps, seed=args.seed, device=device)
-    try:
-        results = compare.compare(settings, args.recipe)
-    except NotImplementedError as error:  # no kernels of the recipe for this GPU
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    document = report.as_json(results)
-    picture, data = args.out / "loss.png", args.out / "results.json"
-    report.draw(results, picture)
-    data.write_text(document + "\n", encoding="utf-8")
-    print(document if args.json else f"\n{report.table(results)}\n\nWrote {picture} and {data}.")
-    return 0 if results.passed else 1
+    return command.run(args.out, args.steps, args.recipe, args.seed, args.device, args.json)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -279,18 +263,28 @@ def _positive(argument: str) -> int:
     return value
 
 
-def _main_into_a_pipe() -> int:
-    """Run `main`; if the reader of its output ends early, as in `| head`, end quietly with the shell's status."""
+def _process() -> int:
+    """Run `main`, and end in at most one line: with the shell's status after an interrupt, or when the reader of the
+    output ends early, as in `| head`; with 3 if a file cannot be read or written, as on a full disk.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up, too
     try:
         try:
             return main()
         finally:
             print(end="", flush=True)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
-        # At exit Python would try to write the rest of its buffer, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE
+        status = 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"fusedmlp: {error}", file=sys.stderr)
+        status = 3
+    # At exit Python would try to write the rest of its buffer, and complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(_main_into_a_pipe())
+    sys.exit(_process())

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,8 +26,14 @@ def run(folder: Path, measured: Path | None, tiny: bool, as_json: bool) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / "layers"
     if measured is None:
-        if not _measure(parts, folder / "results.csv", tiny):
-            return 1
+        try:
+            if not _measure(parts, folder / "results.csv", tiny):
+                return 1
+        finally:
+            (parts / "unfinished").unlink(missing_ok=True)
+            for empty in (parts, folder):
+                with suppress(OSError):  # it is not
+                    empty.rmdir()
         measured = parts
     found = results.load(measured)
     html, table = folder / "index.html", folder / "results.csv"
@@ -62,7 +69,9 @@ def _measure(parts: Path, table: Path, tiny: bool) -> bool:
         command = [sys.executable, "-m", "pytest", "bench", "--benchmark-only", f"--benchmark-json={file}"]
         command += ["--benchmark-columns=median,iqr,rounds", "--benchmark-sort=name", f"--layer={name}"]
         # Progress, one line per file and a table, goes where it does not mix with --json.
-        if subprocess.run(command + ["--tiny"] * tiny, cwd=ROOT, stdout=sys.stderr).returncode:
+        # In a session of its own: an interrupt reaches this process alone, which then kills that one.
+        command += ["--tiny"] * tiny
+        if subprocess.run(command, cwd=ROOT, stdout=sys.stderr, start_new_session=True).returncode:
             return False
         file.rename(wanted[name])
         results.save(results.load(parts), table)

@@ -6,6 +6,7 @@ import subprocess
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -36,6 +37,13 @@ def report(tmp_path_factory):
     return folder / "out"
 
 
+def test_an_interrupted_run_leaves_no_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.subprocess, "run", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        command.run(tmp_path / "out", None, tiny=True, as_json=False)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch, capsys):
     names, ran, saved = list(layers.cases("cpu", tiny=True)), [], []
 
@@ -51,7 +59,7 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(results, "load", lambda folder: sorted(file.stem for file in folder.glob("*.json")))
     monkeypatch.setattr(results, "save", lambda found, _: saved.append(found))
     with pytest.raises(KeyboardInterrupt):
-        command._measure(tmp_path / "layers", tmp_path / "results.csv", tiny=True)
+        command.run(tmp_path, None, tiny=True, as_json=False)
     assert saved == [names[:1]]
     assert command._measure(tmp_path / "layers", tmp_path / "results.csv", tiny=True)
     assert ran == [names[0], names[1], names[1]]

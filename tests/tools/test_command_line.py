@@ -2,12 +2,16 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
 from support import forked
 
@@ -110,3 +114,42 @@ def test_kernels_print_lines_where_there_is_no_terminal(monkeypatch, capsys):
     command._compile(command.proof.tasks(["sm_90"])[:2], 1)
     found = re.findall(r"^compiling: (\d) of 2 sets, 0 s$", capsys.readouterr().err, re.MULTILINE)
     assert {"0", "1"} <= {*found}
+
+
+def test_a_full_disk_has_an_exit_status_of_its_own():
+    command = [sys.executable, "-m", "fusedmlp", "bench", "--roofline"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (3, "fusedmlp: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"), [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_ends_kernels_and_its_workers(how, status, says, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short path, as that of a socket must be
+        environment = os.environ | {"TMPDIR": temporary, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+        run = subprocess.Popen(
+            [sys.executable, "-m", "fusedmlp", "kernels", "--target", "sm_90", "--jobs", "1"],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # A shell makes runs in its background ignore SIGINT.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+        )
+        while not any(tmp_path.iterdir()):  # a worker compiles
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.05)
+        started = psutil.Process(run.pid).children(recursive=True)
+        if how is signal.SIGINT:  # as from a terminal
+            os.killpg(run.pid, how)
+        else:
+            run.send_signal(how)
+        assert run.communicate() == ("", says)
+        assert run.returncode == status
+        _, alive = psutil.wait_procs(started, timeout=10)
+        assert alive == []
+        assert os.listdir(temporary) == []

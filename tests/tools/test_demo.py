@@ -1,7 +1,10 @@
 import dataclasses
+import errno
 import json
 import re
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -279,6 +282,36 @@ def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, c
     written = tmp_path / "new" / "folder"
     assert (written / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((written / "results.json").read_text())["passed"] == (status == 0)
+
+
+def test_a_full_disk_costs_neither_the_table_nor_older_files(results, tmp_path, monkeypatch, capsys):
+    (tmp_path / "loss.png").write_text("older")
+    monkeypatch.setattr(compare, "compare", lambda settings, recipe: results)
+    monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        cli.main(["demo", "--out", str(tmp_path)])
+    assert "The loss curves agree" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert (tmp_path / "loss.png").read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["--device", "cuda:99"],
+            r"--device: expected a device that torch finds; got cuda:99, and torch finds \d GPUs",
+        ),
+        (["--device", "gpu"], "--device: expected cpu, or cuda with or without an index; got 'gpu'"),
+        (["--out", "file"], "--out: expected a folder; got file, where file is a file"),
+        (["--out", "file/new"], "--out: expected a folder; got file/new, where file is a file"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert cli.main(["demo", *arguments]) == 2
+    assert re.fullmatch(f"demo: {says}\n", capsys.readouterr().err)
 
 
 @pytest.mark.exhaustive
