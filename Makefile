@@ -163,6 +163,7 @@ $(READY): pyproject.toml constraints.txt Makefile
 # megatron-core's requirement of Python 3.12). The second installs what is then missing: tyro and tomlkit for torchtitan
 # and kernels, einops for Megatron-FSDP, parameterized for Transformers' own tests.
 $(VENV)/.integrations: $(READY)
+	@echo "pip may now say 'dependency conflicts': the tests do without the dependencies that it names"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --ignore-requires-python --no-deps \
 	  megatron-core torchtitan spmd_types kernels
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt transformers accelerate peft tyro tomlkit \

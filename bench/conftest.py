@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench.cpu import layers, recording
-from bench.limits.shapes import LOADS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 _missing: list[dict[str, str]] = []
@@ -19,6 +18,7 @@ _missing: list[dict[str, str]] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fusedmlp")
     group.addoption("--tiny", action="store_true", help="one tiny layer in three rounds, to try the benchmarks")
+    group.addoption("--layer", help="one layer alone, such as 'fine, even, float32'")
     group.addoption("--seconds", type=float, default=0.06, help="spent on the rounds of each row in each turn")
     group.addoption("--turns", type=int, default=3, help="how often all rows of a layer are timed")
 
@@ -35,12 +35,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         turns = 1 if metafunc.config.getoption("tiny") else metafunc.config.getoption("turns")
         metafunc.parametrize("turn", range(turns), ids="turn {}".format)
     if "layer" in metafunc.fixturenames:
-        dtypes = (torch.float32, torch.bfloat16) if DEVICE == "cpu" else (torch.bfloat16,)
-        tiny = metafunc.config.getoption("tiny")
-        loads = ("quarter empty",) if tiny else LOADS
-        cases = [(shape, load, dtype) for shape in layers.shapes(DEVICE, tiny) for load in loads for dtype in dtypes]
-        ids = [f"{shape.name}, {load}, {str(dtype).removeprefix('torch.')}" for shape, load, dtype in cases]
-        metafunc.parametrize("layer", cases, indirect=True, ids=ids, scope="session")
+        cases = layers.cases(DEVICE, metafunc.config.getoption("tiny"))
+        if (only := metafunc.config.getoption("layer")) is not None:
+            cases = {only: cases[only]}
+        metafunc.parametrize("layer", cases.values(), indirect=True, ids=cases, scope="session")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

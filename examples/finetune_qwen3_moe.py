@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen3MoeConfig
 
 import fusedmlp  # ours
+from fusedmlp import progress
 from fusedmlp.demo.count import count_step
 from fusedmlp.integrations.transformers import register  # ours
 
@@ -103,10 +104,11 @@ def measure(args: argparse.Namespace, ids: Tensor, fused: bool) -> dict[str, str
     """Train, and return a column of the table."""
     run = Run(args, ids, fused)
     times = []
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        run.step()  # ends by reading the loss
-        times.append(time.perf_counter() - start)
+    with progress.lines(lambda: f"{'fusedmlp' if fused else 'plain'}: step {len(times)} of {args.steps}"):
+        for _ in range(args.steps):
+            start = time.perf_counter()
+            run.step()  # ends by reading the loss
+            times.append(time.perf_counter() - start)
     losses = list(run.losses)
     model = SimpleNamespace(expert_weights=lambda: run.expert_weights)
     count = count_step(SimpleNamespace(model=model, buffer=run.buffer, step=run.step))

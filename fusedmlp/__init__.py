@@ -1,6 +1,10 @@
 """Grouped (mixture-of-experts) MLP whose weight gradients accumulate straight into main_grad or .grad."""
 
-from fusedmlp import environment, versions
+from fusedmlp import links
+
+links.check()  # before the imports of kernels
+
+from fusedmlp import environment, versions  # noqa: E402
 
 environment.warn_of_unknown()
 versions.check()  # before the imports that an older torch fails

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedmlp import arguments, bench_command
+from fusedmlp import arguments, bench_command, environment
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.memory import command as memory
 from fusedmlp.version import __version__
@@ -26,11 +27,20 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command that `arguments` (default: the process's) name; return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     parser.add_argument("--version", action="version", version=f"fusedmlp {__version__}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune, memory.add):
         add(commands)
     parsed = parser.parse_args(arguments)
-    status: int = parsed.run(parsed)
+    if parsed.run is not _doctor and (wrong := environment.wrong()):  # the doctor reports them
+        print("\n".join(wrong.values()), file=sys.stderr)
+        return 2
+    try:
+        status: int = parsed.run(parsed)
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        print(f"{parsed.command}: expected triton to be installed; got none: pip install triton", file=sys.stderr)
+        return 2
     return status
 
 
@@ -55,29 +65,12 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    import torch
-
     try:
-        from fusedmlp.demo import compare, report, train
+        from fusedmlp.demo import command
     except ModuleNotFoundError as error:
         print(f"the demo needs {error.name}: {arguments.install(error.name, 'demo')}", file=sys.stderr)
         return 2
-    device = args.device or ("cuda" if torch.cuda.is_available() and args.recipe is None else "cpu")
-    settings = train.Settings(seed=args.seed, device=device)
-    if args.steps is not None:
-        settings = train.Settings(steps=args.steps, seed=args.seed, device=device)
-    try:
-        results = compare.compare(settings, args.recipe)
-    except NotImplementedError as error:  # no kernels of the recipe for this GPU
-        print(f"demo: {error}", file=sys.stderr)
-        return 2
-    args.out.mkdir(parents=True, exist_ok=True)
-    document = report.as_json(results)
-    picture, data = args.out / "loss.png", args.out / "results.json"
-    report.draw(results, picture)
-    data.write_text(document + "\n", encoding="utf-8")
-    print(document if args.json else f"\n{report.table(results)}\n\nWrote {picture} and {data}.")
-    return 0 if results.passed else 1
+    return command.run(args.out, args.steps, args.recipe, args.seed, args.device, args.json)
 
 
 def _add_doctor(commands: Commands) -> None:
@@ -162,9 +155,7 @@ def _add_kernels(commands: Commands) -> None:
 
 
 def _kernels(args: argparse.Namespace) -> int:
-    from fusedmlp.environment import triton_interpret
-
-    if triton_interpret():  # before Triton is imported, which then prepares to interpret
+    if environment.triton_interpret():  # before Triton is imported, which then prepares to interpret
         print("kernels: TRITON_INTERPRET=1 runs kernels on the CPU and cannot compile them; unset it", file=sys.stderr)
         return 2
     if (args.write or args.table) and not args.hashes:
@@ -179,18 +170,28 @@ def _kernels(args: argparse.Namespace) -> int:
     return status
 
 
-def _main_into_a_pipe() -> int:
-    """Run `main`; if the reader of its output ends early, as in `| head`, end quietly with the shell's status."""
+def _process() -> int:
+    """Run `main`, and end in at most one line: with the shell's status after an interrupt, or when the reader of the
+    output ends early, as in `| head`; with 3 if a file cannot be read or written, as on a full disk.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # cleans up, too
     try:
         try:
             return main()
         finally:
             print(end="", flush=True)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
-        # At exit Python would try to write the rest of its buffer, and complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141  # 128 + SIGPIPE
+        status = 128 + signal.SIGPIPE
+    except OSError as error:
+        print(f"fusedmlp: {error}", file=sys.stderr)
+        status = 3
+    # At exit Python would try to write the rest of its buffer, and complain.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 if __name__ == "__main__":
-    sys.exit(_main_into_a_pipe())
+    sys.exit(_process())

@@ -60,9 +60,7 @@ def triton_interpret() -> bool:
 
 
 def switches() -> dict[str, str]:
-    """Switches that are set, by name; raises if a value is wrong."""
-    for name in _FLAGS:
-        _flag(name)
+    """Switches that are set, by name."""
     return {name: os.environ[name] for name in (*_FLAGS, "FUSEDMLP_CACHE") if name in os.environ}
 
 
@@ -74,3 +72,14 @@ def warn_of_unknown() -> None:
             close = get_close_matches(name, known, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             warnings.warn(f"{name}: expected a switch of docs/switches.md; got an unknown one{meant}", stacklevel=3)
+
+
+def wrong() -> dict[str, str]:
+    """What is wrong with the value of a switch, by its name."""
+    found = {}
+    for name in _FLAGS:
+        try:
+            _flag(name)
+        except ValueError as error:
+            found[name] = str(error)
+    return found

@@ -169,13 +169,13 @@ def implementation(impl: str, device: torch.device) -> str:
         impl = "torch" if device.type == "cpu" else "triton"
     if impl == "triton":
         if not _HAS_TRITON:
-            raise RuntimeError(f"impl: expected triton to be installed for tensors on {device}; it is not")
+            raise RuntimeError(f'impl: expected triton to be installed; it is not: pass impl="torch" for {device}, too')
         if device.type in _WITHOUT_KERNELS and not (device.type == "cpu" and environment.triton_interpret()):
             if device.type == "meta":
                 raise _on_meta("impl")
             raise RuntimeError(
-                'impl="triton": expected tensors on a GPU, or TRITON_INTERPRET=1 in the environment before fusedmlp '
-                "is imported; got tensors on the CPU without it"
+                'impl="triton": expected tensors on a GPU; got tensors on the CPU: pass impl="auto" or "torch" (to '
+                "have kernels interpreted, slowly, set TRITON_INTERPRET=1 before Python starts)"
             )
     return impl
 

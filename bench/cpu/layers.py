@@ -21,6 +21,19 @@ def shapes(device: str, tiny: bool) -> tuple[Shape, ...]:
     return TINY if tiny else CPU_SHAPES if device == "cpu" else SHAPES
 
 
+def cases(device: str, tiny: bool) -> dict[str, tuple[Shape, str, torch.dtype]]:
+    """Shape, load and dtype of the layers to run, by their names."""
+    dtypes = (torch.float32, torch.bfloat16) if device == "cpu" else (torch.bfloat16,)
+    loads = ("quarter empty",) if tiny else LOADS
+    found = [(shape, load, dtype) for shape in shapes(device, tiny) for load in loads for dtype in dtypes]
+    return {name_of(*case): case for case in found}
+
+
+def name_of(shape: Shape, load: str, dtype: torch.dtype) -> str:
+    """Name of a layer in results."""
+    return f"{shape.name}, {load}, {str(dtype).removeprefix('torch.')}"
+
+
 class Layer:
     """Tensors of one layer, in two forms: tokens with their experts, and rows sorted by expert.
 
@@ -55,7 +68,7 @@ class Layer:
         self.buffer = fusedmlp.MainGradBuffer(self.weights)
 
     def __str__(self) -> str:
-        return f"{self.shape.name}, {self.load}, {str(self.dtype).removeprefix('torch.')}"
+        return name_of(self.shape, self.load, self.dtype)
 
     def reset(self) -> None:
         """Drop all gradients but main_grad."""

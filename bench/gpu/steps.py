@@ -3,7 +3,7 @@
 Every step is a process with a time limit of its own, and a failure or a hang of one leaves the others alone:
 the checks of `bench.gpu.checks`, the small one under compute-sanitizer, and `bench.gpu.timings` shape by shape into
 DIR/timings.csv, each also with the warp-specialized kernels. Output of the steps goes to DIR/log.txt. Short tables of
-times and of steps, with their failures, come last. Exit status 1 if any step failed.
+times and of steps, with their failures, come last. Exit status 1 if any step failed, 2 if there is no GPU.
 
 `--unsupported-versions` is for GPU machines that have nothing newer than torch 2.11 and Triton 3.6: kernels run there,
 but the library does not work with them (docs/limits.md), so nothing else may set FUSEDMLP_UNSUPPORTED_VERSIONS.
@@ -24,6 +24,8 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 # The most informative first: time may run out anywhere in the list.
@@ -156,6 +158,9 @@ def main(arguments: list[str]) -> int:
     chosen = [step for step in steps(parsed.device, out) if not parsed.only or parsed.only in step.name]
     if not chosen:
         parser.error(f"--only: expected a part of the name of a step; got {parsed.only!r}")
+    if parsed.device == "cuda" and not torch.cuda.is_available():
+        print("bench.gpu: expected a GPU; torch finds none. --device cpu tries the steps without one", file=sys.stderr)
+        return 2
     out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * parsed.minutes
     (out / "timings.csv").unlink(missing_ok=True)

@@ -7,6 +7,7 @@ loads, as the Triton of `constraints.txt` compiles it.
 
 from __future__ import annotations
 
+import argparse
 import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -100,8 +101,10 @@ def _text(number: float | None) -> str:
     return "-" if number is None else f"{number:g}"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Write the table and print what it changes."""
+    parser = argparse.ArgumentParser(prog="python -m bench.proof.budgets", description=__doc__)
+    parser.parse_args(arguments)
     if triton.__version__ != TRITON:
         print(f"budgets: expected Triton {TRITON}; got {triton.__version__}", file=sys.stderr)
         return 2

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import triton
 from bench.proof import hashes, proof
 from bench.proof.main_loop import MainLoop
 from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.progress import lines
 
 
 def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_variants: bool) -> int:
@@ -63,7 +65,7 @@ def _compile(tasks: Sequence[proof.Task], jobs: int | None) -> tuple[list[proof.
     """The rows, and what was done, as text."""
     jobs = jobs or proof.default_jobs()
     start = time.perf_counter()
-    with _Progress(len(tasks)) as progress:
+    with _progress(len(tasks)) as progress:
         rows = proof.prove(tasks, jobs, progress)
     names = ", ".join(dict.fromkeys(task.target for task in tasks))
     took = f"{time.perf_counter() - start:.0f} s in {jobs} processes"
@@ -115,26 +117,23 @@ def _numbers(loop: MainLoop | None) -> Iterator[str]:
     return ("-" if number is None else f"{number:g}" for number in loop or [None] * len(_LOOP))
 
 
-class _Progress:
-    """A bar on stderr if that is a terminal and tqdm is installed, else nothing."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[proof.Task], None]]:
+    """Yield what to call after each task: a bar on stderr if that is a terminal and tqdm is installed, else lines."""
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        tqdm = None
+    done: list[proof.Task] = []
+    if tqdm is None or not sys.stderr.isatty():
+        start = time.perf_counter()
+        with lines(lambda: f"compiling: {len(done)} of {total} sets, {time.perf_counter() - start:.0f} s"):
+            yield done.append
+        return
+    with tqdm(total=total, desc="compiling", unit="set") as bar:
 
-    def __init__(self, total: int) -> None:
-        self._bar: Any = None
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ModuleNotFoundError:
-                return
-            self._bar = tqdm(total=total, desc="compiling", unit="set")
+        def update(task: proof.Task) -> None:
+            bar.set_postfix_str(f"{task.target} {task.dtype}")
+            bar.update()
 
-    def __enter__(self) -> _Progress:
-        return self
-
-    def __call__(self, task: proof.Task) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{task.target} {task.dtype}")
-            self._bar.update()
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        yield update

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -97,7 +99,7 @@ def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = 
 
     def run(task: Task) -> list[Row]:
         # A process of its own: the compiler ends its process when it fails an assertion.
-        with ProcessPoolExecutor(1, mp_context=context) as process:
+        with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as process:
             try:
                 return process.submit(rows, task).result()
             except BrokenProcessPool:
@@ -106,9 +108,17 @@ def prove(wanted: Sequence[Task], jobs: int, progress: Callable[[Task], None] = 
     done: dict[Task, list[Row]] = {}
     with ThreadPoolExecutor(jobs) as threads:
         futures = {threads.submit(run, task): task for task in wanted}
-        for future in as_completed(futures):
-            done[futures[future]] = future.result()
-            progress(futures[future])
+        try:
+            for future in as_completed(futures):
+                done[futures[future]] = future.result()
+                progress(futures[future])
+        except BaseException:  # an interrupt: wait for no kernel
+            threads.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in futures):
+                for child in multiprocessing.active_children():
+                    child.kill()
+                time.sleep(0.05)
+            raise
     return [row for task in sorted(wanted, key=lambda task: list(TARGETS).index(task.target)) for row in done[task]]
 
 

@@ -11,6 +11,7 @@ go to `docs/pictures/`.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 from pathlib import Path
@@ -216,8 +217,19 @@ def pictures() -> dict[str, str]:
     return drawn | {"demo.svg": draw_demo(_load("demo"))}
 
 
-if __name__ == "__main__":
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report.figures",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.parse_args(arguments)
     for name in FIGURES:
         (ROOT / name).write_text(render(name), encoding="utf-8")
     for name, svg in pictures().items():
         (ROOT / "docs" / "pictures" / name).write_text(svg + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

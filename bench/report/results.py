@@ -12,6 +12,7 @@ import pandas as pd
 from bench.limits import roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.shapes import LOADS, Shape
+from fusedmlp.files import write
 
 OURS = ("fusedmlp", "fusedmlp moe_experts")
 LAYER = ["name", "E", "H", "F", "R", "load", "dtype"]  # columns that tell layers apart
@@ -27,24 +28,30 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Read a file that pytest-benchmark wrote, or a table that `save` wrote."""
+    """Read a file that pytest-benchmark wrote, or a folder of such files, or a table that `save` wrote."""
     if path.suffix == ".csv":
         lines = path.read_text(encoding="utf-8").splitlines()
         notes = json.loads(lines[0].removeprefix("# "))
         return Results(pd.read_csv(path, comment="#"), notes["about"], pd.DataFrame(notes["missing"]))
-    document = json.loads(path.read_text(encoding="utf-8"))
-    run = document["fusedmlp"]
-    rows = [_row(benchmark, run["ceilings"]) for benchmark in document["benchmarks"]]
+    files = sorted(path.glob("*.json"), key=lambda file: file.stat().st_mtime) if path.is_dir() else [path]
+    documents = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    runs = [document["fusedmlp"] for document in documents]
+    rows = [
+        _row(benchmark, run["ceilings"])
+        for document, run in zip(documents, runs, strict=True)
+        for benchmark in document["benchmarks"]
+    ]
     table = with_speedups(pd.DataFrame(rows))
-    about = {key: run[key] for key in ("device", "device_name", "threads", "torch")}
-    about["date"] = document["datetime"][:10]
-    return Results(over_turns(table), about, pd.DataFrame(run["missing"], columns=["who", "why"]))
+    about = {key: runs[-1][key] for key in ("device", "device_name", "threads", "torch")}
+    about["date"] = documents[-1]["datetime"][:10]
+    missing = pd.DataFrame([row for run in runs for row in run["missing"]], columns=["who", "why"])
+    return Results(over_turns(table), about, missing.drop_duplicates())
 
 
 def save(results: Results, path: Path) -> None:
     """Write a CSV with the facts of the whole run in its first line, a comment."""
     notes = {"about": results.about, "missing": results.missing.to_dict("records")}
-    path.write_text(f"# {json.dumps(notes)}\n{results.table.to_csv(index=False)}", encoding="utf-8")
+    write(path, f"# {json.dumps(notes)}\n{results.table.to_csv(index=False)}")
 
 
 def _row(benchmark: dict[str, Any], ceilings: dict[str, dict[str, float]]) -> dict[str, Any]:

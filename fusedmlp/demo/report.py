@@ -6,7 +6,7 @@ import json
 import math
 import platform
 from dataclasses import asdict
-from pathlib import Path
+from io import BytesIO
 
 import torch
 from matplotlib.figure import Figure
@@ -101,8 +101,8 @@ def as_json(results: Results) -> str:
     return json.dumps(document, indent=2)
 
 
-def draw(results: Results, path: Path) -> None:
-    """Write the picture: the loss curves, and below, differences from `plain`, and the bound for that of `fused`."""
+def draw(results: Results) -> bytes:
+    """Return the picture as PNG: the loss curves, and below, differences from `plain` with the bound for `fused`."""
     steps = range(1, results.settings.steps + 1)
     figure = Figure(figsize=(8, 6.5), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[1.8, 1])
@@ -142,7 +142,9 @@ def draw(results: Results, path: Path) -> None:
     for axes in (upper, lower):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def _from_plain(results: Results, column: Column) -> list[float]:

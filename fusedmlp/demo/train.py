@@ -10,8 +10,11 @@ experts, whose weights stay float32.
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pydoc_data.topics import topics
@@ -24,6 +27,7 @@ from tqdm import tqdm
 
 from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.demo.model import LanguageModel, ModelConfig
+from fusedmlp.progress import lines
 from fusedmlp.recipe import DTYPES
 
 Column = Literal["plain", "fused", "control", "bf16", "fp8_block", "mxfp8"]
@@ -125,9 +129,13 @@ class Run:
 
 
 def train(trainer: Trainer) -> Run:
-    """Run all steps, with a progress bar on stderr."""
-    losses, ms = [], []
-    with tqdm(_timed_steps(trainer), desc=f"{trainer.column:8}", total=trainer.settings.steps, unit="step") as bar:
+    """Run all steps, with a progress bar on stderr or, if that is not a terminal, with a line now and then."""
+    losses: list[float] = []
+    ms: list[float] = []
+    steps = trainer.settings.steps
+    says = lines(lambda: f"{trainer.column:8} step {len(ms)} of {steps}, loss {losses[-1] if losses else math.nan:.3f}")
+    bar = tqdm(_timed_steps(trainer), desc=f"{trainer.column:8}", total=steps, unit="step", disable=None)
+    with nullcontext() if sys.stderr.isatty() else says, bar:
         for loss, seconds in bar:
             losses.append(loss)
             ms.append(1e3 * seconds)

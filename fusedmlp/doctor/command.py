@@ -30,7 +30,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     recipes = facts.eight_bit(**{size: layer[size] for size in "EHFR"})
     checks, seconds = selftest.run(getattr(torch, layer["dtype"]))
     architecture = target or machine.architecture or "sm_90"
-    passes, why_no_passes = _passes(layer, architecture)
+    passes, why_no_passes = _passes(layer, architecture, machine.problems)
     status = RIGHT if all(check.ok for check in checks) else WRONG_NUMBERS
     if machine.problems:
         status = CANNOT_RUN
@@ -64,14 +64,17 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     return status
 
 
-def _passes(layer: dict[str, Any], target: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of `paths.passes`, and why there are none ("" if there are)."""
+def _passes(layer: dict[str, Any], target: str, problems: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """Return the rows of `paths.passes`, and why there are none ("" if there are); add to `problems`."""
     if environment.triton_interpret():
         return [], "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     try:
         from fusedmlp.doctor import paths
     except ModuleNotFoundError as error:
-        return [], f"{error.name} is not installed"
+        return [], f"{(error.name or '').split('.')[0]} is not installed"
+    except (OSError, ValueError) as error:  # the file of tuned tiles is not there, or is another version's
+        problems.append(str(error))
+        return [], str(error)
     problem = paths.Problem(**(layer | {"dtype": getattr(torch, layer["dtype"])}))
     return [asdict(row) for row in paths.passes(problem, target)], ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ class Machine:
 
 
 def machine() -> Machine:
-    """Collect facts without launching a kernel."""
+    """Collect facts without launching a kernel; unset switches that have a wrong value."""
     problems = [unsupported] if (unsupported := versions.problem()) else []
     gpu = architecture = memory = multiprocessors = None
     if torch.cuda.is_available():
@@ -54,11 +55,9 @@ def machine() -> Machine:
             architecture = _architecture()
         except (ModuleNotFoundError, RuntimeError) as error:
             problems.append(f"GPU: the kernels cannot run on it: {error}")
-    try:
-        switches = environment.switches()
-    except ValueError as error:
-        switches = {}
-        problems.append(str(error))
+    for switch, wrong in environment.wrong().items():
+        problems.append(wrong)
+        del os.environ[switch]  # the rest of the report is as if it was not set
     implementation, why = _implementation(gpu)
     return Machine(
         __version__,
@@ -76,7 +75,7 @@ def machine() -> Machine:
         implementation,
         why,
         _warp_specialized(),
-        switches,
+        environment.switches(),
         problems,
     )
 
@@ -127,12 +126,10 @@ def _warp_specialized() -> str:
     missing = gluon_missing()
     if missing:
         return f"no: {missing}"
-    try:
-        used = environment.warp_specialized()
-    except ValueError:
-        used = False
     where = "on Hopper and sm_100"
-    return f"yes, {where}" if used else f"only where tuned; FUSEDMLP_WARP_SPECIALIZED=1 uses them {where}"
+    if environment.warp_specialized():
+        return f"yes, {where}"
+    return f"only where tuned; FUSEDMLP_WARP_SPECIALIZED=1 uses them {where}"
 
 
 def _architecture() -> str:

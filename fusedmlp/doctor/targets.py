@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, get_args
 
-from fusedmlp.kernels.tiles import select, table
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # modules that need Triton; the command line lists targets without it, too
     from triton.backends.compiler import GPUTarget
+
+    from fusedmlp.kernels.tiles import select, table
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Target:
         Without `with_tma` no tile uses descriptors, as if weights were in separate allocations. With
         `warp_specialized`, such kernels are used where the table has them.
         """
+        from fusedmlp.kernels.tiles import select, table
+
         tiles = tiles_of(table.TABLES[self.name], shape, with_tma)
         # 100 multiprocessors: the number of programs changes a launch's grid, not its kernel.
         return select.Target(self.name, 100, tiles, select.Settings(warp_specialized), tf32)
@@ -56,7 +58,7 @@ class Target:
     @property
     def triton(self) -> GPUTarget:
         """The same target as Triton's compiler takes it: backend, architecture, warp size."""
-        from triton.backends.compiler import GPUTarget  # not above: the command line lists targets without Triton too
+        from triton.backends.compiler import GPUTarget
 
         return GPUTarget("hip", self.name, 64) if self.is_amd else GPUTarget("cuda", self.capability, 32)
 
@@ -79,6 +81,8 @@ def tiles_of(tiles: table.Tiles, shape: table.ShapeClass | None, with_tma: bool 
 
     Without `with_tma`, tiles that need descriptors are left out.
     """
+    from fusedmlp.kernels.tiles import table
+
     kept = {key: tile for key, tile in tiles.items() if with_tma or key.path not in table.BY_DESCRIPTORS}
     if shape is None:
         return kept

@@ -7,9 +7,9 @@ FOLDER/build/torch-{cuda,rocm,cpu}/    what it builds from that, and what `kerne
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
-import sys
 import tomllib
 from pathlib import Path
 
@@ -47,7 +47,20 @@ def _copy_package(folder: Path) -> None:
     (folder / "hub.py").rename(folder / "__init__.py")
 
 
+def main(arguments: list[str] | None = None) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedmlp.integrations.hub",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, help="new, or empty")
+    folder = parser.parse_args(arguments).folder
+    try:
+        assemble(folder)
+    except (FileExistsError, NotADirectoryError) as error:
+        parser.error(str(error))
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m fusedmlp.integrations.hub FOLDER")
-    assemble(Path(sys.argv[1]))
+    main()

@@ -332,8 +332,11 @@ def test_fusion_that_cannot_be_had():
 
 def test_triton_on_the_cpu_says_what_it_needs(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    with pytest.raises(RuntimeError, match="expected tensors on a GPU, or TRITON_INTERPRET=1"):
+    cures = 'pass impl="auto" or "torch" .*set TRITON_INTERPRET=1 before Python starts'
+    with pytest.raises(RuntimeError, match=f"expected tensors on a GPU; got tensors on the CPU: {cures}"):
         grouped_mlp(X, FC1, FC2, COUNTS, impl="triton")
+    for impl in ("auto", "torch"):
+        grouped_mlp(X, FC1, FC2, COUNTS, impl=impl)
 
 
 def test_switches_take_0_or_1(monkeypatch):
@@ -364,7 +367,9 @@ try:
     module.impl = "triton"
     module(torch.randn(6, 4), [2, 4])
 except RuntimeError as error:
-    assert "expected triton to be installed" in str(error), error
+    assert 'expected triton to be installed; it is not: pass impl="torch"' in str(error), error
+    module.impl = "torch"
+    module(torch.randn(6, 4), [2, 4])
 else:
     raise SystemExit("triton was found")
 """

@@ -6,6 +6,7 @@ first order. `budgets.csv` holds the numbers allowed; the command writes it anew
 
 from __future__ import annotations
 
+import argparse
 import csv
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -102,8 +103,9 @@ def allowed() -> dict[tuple[str, str], dict[str, int]]:
         }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Write the table."""
+    argparse.ArgumentParser(description=__doc__).parse_args(arguments)
     before = allowed() if TABLE.exists() else {}
     with TABLE.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")

@@ -535,11 +535,21 @@ def test_the_documented_change_is_one_line():
     assert model.config._experts_implementation == "fusedmlp"
 
 
+_EXAMPLE = """
+import runpy, sys
+from fusedmlp import progress
+progress.SECONDS = 0.05
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
+
+
 @pytest.mark.exhaustive
 def test_the_example_trains_both_ways_alike():
-    done = forked.run(str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4")
+    done = forked.run("-c", _EXAMPLE, str(ROOT / "examples" / "finetune_qwen3_moe.py"), "--steps", "4")
     assert done.returncode == 0, done.stderr[-3000:]
     cells = [[cell.strip() for cell in line.split("|")[1:4]] for line in done.stdout.splitlines() if line[:1] == "|"]
+    for run in ("plain", "fusedmlp"):
+        assert re.search(rf"^{run}: step [0-4] of 4$", done.stderr, re.MULTILINE)
     table = {name: (float(plain.replace(",", "")), float(fused.replace(",", ""))) for name, plain, fused in cells[2:]}
     for step in ("loss, first step", "loss, last step"):
         assert table[step][0] == pytest.approx(table[step][1], abs=1e-3)

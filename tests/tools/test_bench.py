@@ -1,18 +1,21 @@
 """The comparisons and their report, on one tiny layer; and that a peer with wrong numbers is not timed."""
 
 import os
+import re
+import subprocess
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 import pytest
 import torch
 from support import forked
 
-from bench.cpu import checks, passes, peers, recording
+from bench.cpu import checks, layers, passes, peers, recording
 from bench.cpu.layers import TINY, Layer
-from bench.report import page, results
+from bench.report import command, page, results
 from fusedmlp.kernels.tiles import table
 
 ROOT = Path(__file__).parents[2]
@@ -20,13 +23,48 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory):
-    """The folder that the command writes."""
+    """The folder that the command writes, named as seen from another one than the clone's."""
     folder = tmp_path_factory.mktemp("report")
     # Without the variables of pytest-xdist, by which pytest-benchmark would think that it runs in a worker.
     told = {name: "" for name in os.environ if name.startswith("PYTEST_XDIST")}
-    done = forked.run("-m", "fusedmlp", "bench", "--report", str(folder), "--tiny", cwd=ROOT, **told)
+    done = forked.run("-m", "fusedmlp", "bench", "--report", "out", "--tiny", cwd=folder, **told)
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
+    assert re.findall(r"^layer (.*): (.) left, about . minutes$", done.stderr, re.MULTILINE) == [
+        ("tiny, quarter empty, float32", "2"),
+        ("tiny, quarter empty, bfloat16", "1"),
+    ]
+    assert {path.name for path in (folder / "out").iterdir()} == {"index.html", "results.csv"}
+    return folder / "out"
+
+
+def test_an_interrupted_run_leaves_no_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.subprocess, "run", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        command.run(tmp_path / "out", None, tiny=True, as_json=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch, capsys):
+    names, ran, saved = list(layers.cases("cpu", tiny=True)), [], []
+
+    def measure(command, **_):
+        options = dict(option.removeprefix("--").split("=", 1) for option in command if "=" in option)
+        ran.append(options["layer"])
+        if len(ran) == 2:
+            raise KeyboardInterrupt
+        Path(options["benchmark-json"]).write_text(options["layer"])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(command.subprocess, "run", measure)
+    monkeypatch.setattr(results, "load", lambda folder: sorted(file.stem for file in folder.glob("*.json")))
+    monkeypatch.setattr(results, "save", lambda found, _: saved.append(found))
+    with pytest.raises(KeyboardInterrupt):
+        command.run(tmp_path, None, tiny=True, as_json=False)
+    assert saved == [names[:1]]
+    assert command._measure(tmp_path / "layers", tmp_path / "results.csv", tiny=True)
+    assert ran == [names[0], names[1], names[1]]
+    assert saved[1:] == [sorted(names)]
+    assert f"1 of 2 layers are in {tmp_path / 'layers'}, from an interrupted run" in capsys.readouterr().err
 
 
 def test_one_command_makes_the_page(report):

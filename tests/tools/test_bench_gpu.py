@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from support import forked
 from support.grids import is_quick
+
+from bench.gpu import steps
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +49,14 @@ def test_steps_that_do_not_exist_are_refused(tmp_path):
     done = forked.run("-m", "bench.gpu", "--out", str(tmp_path), "--device", "cpu", "--only", "timing-tiny", cwd=ROOT)
     assert done.returncode == 2
     assert "--only: expected a part of the name of a step; got 'timing-tiny'" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
+    assert steps.main(["--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == "bench.gpu: expected a GPU; torch finds none. --device cpu tries the steps without one"
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.exhaustive

@@ -1,13 +1,23 @@
 """`python -m fusedmlp` as a shell starts it."""
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
+import psutil
 import pytest
+from support import forked
 
 import fusedmlp
+from bench.proof import command
+from fusedmlp import progress
 from fusedmlp.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -70,3 +80,107 @@ def test_what_lies_in_bench_is_found_from_any_folder(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("shape, load, pass, GPU")
+
+
+def test_a_wrong_switch_ends_a_command_in_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("FUSEDMLP_TUNED", "yes")
+    assert main(["kernels"]) == 2
+    assert capsys.readouterr() == ("", "FUSEDMLP_TUNED: expected 0 or 1; got 'yes'\n")
+
+
+_WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from fusedmlp.__main__ import main
+for arguments in sys.argv[1:]:
+    assert main(arguments.split()) == 2, arguments
+assert main(["bench", "--roofline"]) == 0
+from fusedmlp import versions
+from fusedmlp.doctor import selftest
+versions.found = {"torch": "2.13.0"}.get
+selftest.run = lambda _: ([], 0.0)
+assert main(["doctor"]) == 0
+"""
+
+
+def test_commands_that_need_triton_say_so():
+    commands = ["kernels", "bench --schedule", "bench --model", "tune --device cpu"]
+    done = forked.run("-c", _WITHOUT_TRITON, *commands, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    says = [f"{each.split()[0]}: expected triton to be installed; got none: pip install triton" for each in commands]
+    assert done.stderr.splitlines() == says
+    assert "\n  none shown: triton is not installed\n" in done.stdout
+
+
+def test_make_explains_what_pip_says_before_it_says_so():
+    done = subprocess.run(["make", "-n", "bench", "VENV=none"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    explained = done.stdout.index("pip may now say 'dependency conflicts'")
+    assert explained < done.stdout.index("megatron-core torchtitan") < done.stdout.index("bench --report build/bench")
+
+
+@pytest.mark.parametrize("name", ["fusedmlp.integrations.hub", "bench.report.figures", "bench.proof.budgets"])
+def test_help_writes_nothing(name, tmp_path, monkeypatch, capsys):
+    main = import_module(name).main
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.open", None)
+    monkeypatch.setattr(Path, "open", None)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: python -m {name} [-h]")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_kernels_print_lines_where_there_is_no_terminal(monkeypatch, capsys):
+    """Also while a set compiles."""
+
+    def prove(tasks, jobs, called):
+        for task in tasks:
+            time.sleep(0.1)
+            called(task)
+        return []
+
+    monkeypatch.setattr(progress, "SECONDS", 0.03)
+    monkeypatch.setattr(command.proof, "prove", prove)
+    command._compile(command.proof.tasks(["sm_90"])[:2], 1)
+    found = re.findall(r"^compiling: (\d) of 2 sets, 0 s$", capsys.readouterr().err, re.MULTILINE)
+    assert {"0", "1"} <= {*found}
+
+
+def test_a_full_disk_has_an_exit_status_of_its_own():
+    command = [sys.executable, "-m", "fusedmlp", "bench", "--roofline"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (3, "fusedmlp: [Errno 28] No space left on device\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "says"), [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_a_signal_ends_kernels_and_its_workers(how, status, says, tmp_path):
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:  # a short path, as that of a socket must be
+        environment = os.environ | {"TMPDIR": temporary, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+        run = subprocess.Popen(
+            [sys.executable, "-m", "fusedmlp", "kernels", "--target", "sm_90", "--jobs", "1"],
+            env=environment,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # A shell makes runs in its background ignore SIGINT.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.default_int_handler),
+        )
+        while not any(tmp_path.iterdir()):  # a worker compiles
+            assert run.poll() is None, run.stderr.read()
+            time.sleep(0.05)
+        started = psutil.Process(run.pid).children(recursive=True)
+        if how is signal.SIGINT:  # as from a terminal
+            os.killpg(run.pid, how)
+        else:
+            run.send_signal(how)
+        assert run.communicate() == ("", says)
+        assert run.returncode == status
+        _, alive = psutil.wait_procs(started, timeout=10)
+        assert alive == []
+        assert os.listdir(temporary) == []

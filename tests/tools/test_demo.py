@@ -1,17 +1,21 @@
 import dataclasses
+import errno
 import json
 import re
 from collections import Counter
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from support import forked
 
 from fusedmlp import __main__ as cli
+from fusedmlp import progress
 from fusedmlp.demo import compare, report
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
-from fusedmlp.demo.train import Settings, Trainer, text
+from fusedmlp.demo.train import Settings, Trainer, text, train
 from fusedmlp.operators import torch_quantize
 from fusedmlp.recipe import BLOCKS
 
@@ -82,6 +86,15 @@ def test_the_curves_agree_and_the_loss_falls(results):
     assert results.agreement.bound[2] < 1e-5
     assert results.losses["fused"][-1] < results.losses["fused"][0] - 0.01
     assert results.passed
+
+
+def test_a_log_gets_lines_and_no_bar(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    train(Trainer(TINY, "plain"))
+    logged = capsys.readouterr().err
+    assert re.search(r"^plain    step [0-4] of 4, loss (nan|\d\.\d{3})$", logged, re.MULTILINE)
+    assert "\r" not in logged
+    assert "%" not in logged
 
 
 def test_a_lost_micro_batch_does_not_agree(results):
@@ -271,6 +284,36 @@ def test_exit_status_and_files(results, change, status, tmp_path, monkeypatch, c
     assert json.loads((written / "results.json").read_text())["passed"] == (status == 0)
 
 
+def test_a_full_disk_costs_neither_the_table_nor_older_files(results, tmp_path, monkeypatch, capsys):
+    (tmp_path / "loss.png").write_text("older")
+    monkeypatch.setattr(compare, "compare", lambda settings, recipe: results)
+    monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        cli.main(["demo", "--out", str(tmp_path)])
+    assert "The loss curves agree" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert (tmp_path / "loss.png").read_text() == "older"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (
+            ["--device", "cuda:99"],
+            r"--device: expected a device that torch finds; got cuda:99, and torch finds \d GPUs",
+        ),
+        (["--device", "gpu"], "--device: expected cpu, or cuda with or without an index; got 'gpu'"),
+        (["--out", "file"], "--out: expected a folder; got file, where file is a file"),
+        (["--out", "file/new"], "--out: expected a folder; got file/new, where file is a file"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_training(arguments, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    assert cli.main(["demo", *arguments]) == 2
+    assert re.fullmatch(f"demo: {says}\n", capsys.readouterr().err)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("recipe", [[], ["--recipe", "mxfp8"]])
 def test_command_line(recipe, tmp_path):
@@ -281,7 +324,6 @@ def test_command_line(recipe, tmp_path):
     assert document["settings"]["steps"] == len(document["losses"]["plain"]) == 1
     assert document["columns"]["fusedmlp"]["step"]["adds"] == 0
     assert list(document["recipes"]) == (["bf16", "mxfp8"] if recipe else [])
-    assert "fused" in done.stderr  # the progress bars
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--steps", "0"], ["demo", "--recipe", "fp16"]])

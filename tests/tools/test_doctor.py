@@ -73,8 +73,9 @@ def test_the_commit_that_pip_installed(monkeypatch, tmp_path):
     assert facts.commit(tmp_path) == "0123abc"
 
 
-def test_a_wrong_switch_is_a_problem_with_its_own_exit_status():
-    done = forked.run("-m", "fusedmlp", "doctor", FUSEDMLP_DENSE_DUMMY="yes", CXX="no-such-compiler")
+def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
+    wrong = {"FUSEDMLP_DENSE_DUMMY": "yes", "FUSEDMLP_TUNED": "yes", "TRITON_INTERPRET": ""}
+    done = forked.run("-m", "fusedmlp", "doctor", CXX="no-such-compiler", **wrong)
     assert done.returncode == 2
     assert re.search(
         r"^torch \S+ \(supported: 2\.13 or newer, tested with 2\.13\.0, 2\.15\.0\)$", done.stdout, re.MULTILINE
@@ -82,7 +83,18 @@ def test_a_wrong_switch_is_a_problem_with_its_own_exit_status():
     assert re.search(
         r"bfloat16  compiled +not run: torch.compile needs a C\+\+ compiler; there is no no-such-c", done.stdout
     )
-    assert "PROBLEM: FUSEDMLP_DENSE_DUMMY: expected 0 or 1; got 'yes'" in done.stdout
+    for name, value in wrong.items():
+        assert f"PROBLEM: {name}: expected 0 or 1; got {value!r}" in done.stdout
+    assert re.search(r"^  fc1_act    tma ", done.stdout, re.MULTILINE)
+
+
+def test_tuned_tiles_that_are_not_there_are_a_problem(tmp_path):
+    switches = {"FUSEDMLP_TUNED": "1", "FUSEDMLP_CACHE": str(tmp_path)}
+    done = forked.run("-m", "fusedmlp", "doctor", "--json", CXX="no-such-compiler", **switches)
+    assert done.returncode == 2, done.stderr
+    report = json.loads(done.stdout)
+    assert report["machine"]["problems"] == [report["kernels"]["why_none"]]
+    assert f"FUSEDMLP_TUNED=1: expected {tmp_path}" in report["kernels"]["why_none"]
 
 
 _PATHS = """

@@ -3,11 +3,14 @@
 import email
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -50,7 +53,16 @@ def test_the_sdist_holds_what_the_wheel_is_made_of(archives):
     with tarfile.open(archives["sdist"]) as archive:
         names = {member.name.split("/", 1)[1] for member in archive if member.isfile()}
     kernels = {f"fusedmlp/{name}" for name in _modules("kernels")}
-    rest = {"fusedmlp/py.typed", "CHANGELOG.md", "LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    rest = {
+        "fusedmlp/py.typed",
+        ".build_hook.py",
+        "CHANGELOG.md",
+        "LICENSE",
+        "README.md",
+        "pyproject.toml",
+        "PKG-INFO",
+        ".gitignore",
+    }
     assert names == _modules("fusedmlp") | kernels | rest
 
 
@@ -102,6 +114,37 @@ def test_the_layout():
     assert link.is_symlink()
     assert str(link.readlink()) == "../kernels"
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+@pytest.fixture
+def without_links(tmp_path):
+    """A clone into a file system, or by a git, that has no symbolic links."""
+    for folder in ("fusedmlp", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", ".build_hook.py", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, tmp_path)
+    _run("git", "init", "--quiet", cwd=tmp_path)
+    _run("git", "add", "fusedmlp/kernels", cwd=tmp_path)
+    _run("git", "config", "core.symlinks", "false", cwd=tmp_path)
+    (tmp_path / "fusedmlp" / "kernels").unlink()
+    _run("git", "checkout", "fusedmlp/kernels", cwd=tmp_path)
+    assert (tmp_path / "fusedmlp" / "kernels").read_text() == "../kernels"
+    return tmp_path
+
+
+def test_a_tree_without_symlinks_makes_no_wheel_and_says_how_to_mend_it(without_links):
+    run = partial(subprocess.run, cwd=without_links, capture_output=True, text=True)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]
+    check = [sys.executable, "-c", "import fusedmlp.environment"]
+    for command in (build, check):
+        done = run(command)
+        assert done.returncode != 0
+        assert "to be a link to ../kernels; got a tree without symbolic links" in done.stderr
+    assert not list(without_links.glob("dist/*"))
+    cure = re.search(r"git config .* git checkout fusedmlp/kernels", done.stderr)[0]
+    _run("sh", "-c", cure, cwd=without_links)
+    assert (without_links / "fusedmlp" / "kernels" / "tiles").is_dir()
+    _run(*check, cwd=without_links)
 
 
 def test_importing_needs_no_gpu_and_no_triton_and_warns_about_nothing():
