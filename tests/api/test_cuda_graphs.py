@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import InterpretedFunction
 
 import fusedmlp
-from fusedmlp import functional
+from fusedmlp import calls
 from fusedmlp.contract import queue as wgrad_queue
 from fusedmlp.operators import ops
 
@@ -105,7 +105,7 @@ class Layer:
 @pytest.fixture
 def device_counts(monkeypatch):
     """Treat row counts on the CPU as a GPU's, which the host does not read."""
-    monkeypatch.setattr(functional, "_offsets", lambda counts, x, impl: ops.expert_offsets(counts, x.shape[0], impl))
+    monkeypatch.setattr(calls, "offsets", lambda counts, x, impl: ops.expert_offsets(counts, x.shape[0], impl))
 
 
 class _NoReads(TorchDispatchMode):

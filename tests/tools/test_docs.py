@@ -284,8 +284,9 @@ def test_the_page_of_switches_says_what_the_code_reads(monkeypatch):
             monkeypatch.setenv(name, value)
             assert read() is (value == "1"), name
         monkeypatch.setenv(name, "2")
+        assert environment.wrong() == {name: f"{name}: expected 0 or 1; got '2'"}
         with pytest.raises(ValueError, match=f"{name}: expected 0 or 1; got '2'"):
-            environment.switches()
+            read()
         monkeypatch.setenv(name, "1")
     assert environment.switches() == {name: os.environ[name] for name in names}
 

@@ -346,7 +346,7 @@ def test_the_command_knows_the_machine():
     assert plain["tflops"] < expected["tflops"] < plain["machines"][1]
     wrong = _bench("--cublas", "300")
     assert wrong.returncode == 2
-    assert wrong.stderr.startswith("--cublas: expected TFLOP/s of cuBLAS, about 621 to 793 for sm_90 or about ")
+    assert wrong.stderr.startswith("bench --model: expected TFLOP/s of cuBLAS, about 621 to 793 for sm_90 or about ")
     assert wrong.stderr.endswith("; got 300\n")
 
 

@@ -97,7 +97,7 @@ sys.exit(steps.main(sys.argv[1:]))
 
 def test_bench_gpu_sets_it_only_when_asked(tmp_path):
     for options, expected in ([], "0"), (["--unsupported-versions"], "1"):
-        arguments = ["--out", str(tmp_path), *options]
+        arguments = ["--device", "cpu", "--out", str(tmp_path), *options]
         done = forked.run("-c", _PROGRAM, *arguments, cwd=ROOT, FUSEDMLP_UNSUPPORTED_VERSIONS="1")
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "log.txt").read_text().split() == ["==", "one:", "ok", expected]
