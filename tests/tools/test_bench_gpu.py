@@ -79,7 +79,7 @@ def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
         "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 300),\n"
         "    step('hang', 'import time; time.sleep(60)', 1),\n"
         "    step('good', 'print(5)', 300)]\n"
-        f"sys.exit(steps.main(['--out', {str(tmp_path)!r}]))"
+        f"sys.exit(steps.main(['--device', 'cpu', '--out', {str(tmp_path)!r}]))"
     )
     assert done.returncode == 1
     for text in ("bad: exit status 3", "FAIL because", "hang: stopped after 1 s", "good: ok"):

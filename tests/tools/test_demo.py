@@ -186,6 +186,7 @@ def test_experts_of_a_recipe_quantize_every_operand(monkeypatch):
 
 def test_eight_bits_run_on_the_cpu_if_nothing_else_is_asked_for(monkeypatch, results, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     asked = []
     monkeypatch.setattr(
         compare, "compare", lambda settings, recipe: (asked.append((settings.device, recipe)), results)[1]
