@@ -42,7 +42,7 @@ def run_hashes(
         return 2
     names, file = _names(targets), file or hashes.TABLE
     rows, summary = _compile(proof.tasks(names, all_variants, only_hashes=True), jobs)
-    found = hashes.of(rows)
+    found = hashes.of(rows, triton.__version__)
     if as_json:
         print(json.dumps([launch._asdict() | {"hash": each} for launch, each in found.items()], indent=1))
     else:
@@ -74,7 +74,9 @@ def _compile(tasks: Sequence[proof.Task], jobs: int | None) -> tuple[list[proof.
 
 def _compare(rows: Sequence[proof.Row], targets: Sequence[str], file: Path) -> int:
     """Print the launches whose hash differs from the table's to stderr; return 1 if there are any, else 0."""
-    lines = list(hashes.differences(hashes.read(triton.__version__, targets, file), hashes.of(rows)))
+    lines = list(
+        hashes.differences(hashes.read(triton.__version__, targets, file), hashes.of(rows, triton.__version__))
+    )
     if lines:
         print(f"{len(lines)} launches are other code than in {file}:", *lines, hashes.MEND, sep="\n", file=sys.stderr)
     return 1 if lines else 0

@@ -197,6 +197,14 @@ def test_launches_of_one_name_are_numbered_and_those_that_do_not_compile_left_ou
     assert found == {Launch("sm_90", "bf16", *name): each for name, each in expected.items()}
 
 
+def test_code_that_varies_has_no_hash():
+    (target, kernel, version), *_ = hashes.VARY
+    varies = rows((kernel, "pointer", "a"), target=target)
+    assert hashes.of(varies, version) == {}
+    assert len(hashes.of(varies, "3.7.1")) == 1
+    assert len(hashes.of(rows((kernel, "pointer", "a")), version)) == 1
+
+
 def test_differences_name_the_launch_and_what_became_of_it():
     before = hashes.of(rows(("fc1", "tma", "a"), ("gemm", "tma", "b"), ("wgrad", "tma", "c")))
     after = hashes.of(rows(("fc1", "tma", "a"), ("gemm", "tma", "d"), ("plan", "tma", "e")))
