@@ -101,7 +101,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def in_clone(command: str) -> bool:
-    """Whether this is a clone of the repository, with `bench/`; makes that importable, or prints an error."""
+    """Make `bench/` importable and return True in a clone of the repository; elsewhere print an error."""
     root = Path(__file__).resolve().parents[1]
     if not (root / "bench" / "proof" / "command.py").is_file():
         print(

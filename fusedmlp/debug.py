@@ -163,7 +163,7 @@ def _accumulated(**targets: list[Tensor] | None) -> dict[str, _Tensors]:
 
 
 def _bad(tensors: _Tensors) -> tuple[int, int]:
-    """How many values are not finite, and how many there are."""
+    """Numbers of values that are not finite, and of all."""
     group = [tensors] if isinstance(tensors, Tensor) else [t for t in tensors or () if t is not None]
     wide = [t.float() if t.element_size() == 1 else t for t in group]
     return sum(int((~t.isfinite()).sum()) for t in wide), sum(t.numel() for t in wide)

@@ -75,7 +75,7 @@ def warn_of_unknown() -> None:
 
 
 def wrong() -> dict[str, str]:
-    """What is wrong with the value of a switch, by its name."""
+    """Errors in the values of switches, by name."""
     found = {}
     for name in _FLAGS:
         try:

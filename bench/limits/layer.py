@@ -22,7 +22,7 @@ _BF16, _FP32, _INT64 = 2, 4, 8  # bytes
 
 
 class Design(NamedTuple):
-    """What may differ between this library's layer and another."""
+    """Gradients and epilogues, by which this library's layer differs from another."""
 
     grad: int  # bytes of a weight gradient's element
     accumulate: bool  # wgrad adds to what is there

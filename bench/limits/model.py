@@ -34,8 +34,10 @@ from bench.proof.main_loop import MainLoop
 from fusedmlp.kernels.launching.cost import product_flops
 from fusedmlp.kernels.tiles.table import Tile
 
-# How loads and products of a kernel wait for each other. ring: a buffer is loaded as soon as its product is done;
-# drains: a warp waits for its last product before it issues the next; serial: it waits for a product once it is issued.
+# Order in which loads and products of a kernel wait for each other.
+# ring: a buffer is loaded as soon as its product is done.
+# drains: a warp waits for its last product before it issues the next.
+# serial: a warp waits for a product once it is issued.
 Order = Literal["ring", "drains", "serial"]
 TOTALS = {
     "forward": roofline.FORWARD,
@@ -64,7 +66,7 @@ class Kernel(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """What a kernel of this library has beside its tile."""
+    """Facts of a kernel of this library beside its tile."""
 
     widths: int  # the accumulator's width, in widths of the tile
     stored: float

@@ -1,4 +1,4 @@
-"""What a report covers: layers, loads and GPUs."""
+"""Layers, loads and GPUs that a report covers."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def multiplying(code: Sequence[Instruction]) -> Loop | None:
 
 
 def number_multiplying(code: Sequence[Instruction]) -> int:
-    """How many loops have MMAs in them: a loop over tiles and its steps are two."""
+    """The number of loops with MMAs in them: a loop over tiles and its steps are two."""
     return sum(any(code[index].kind == "mma" for index in loop.body) for loop in loops(code))
 
 

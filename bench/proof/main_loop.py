@@ -190,7 +190,7 @@ def _tcgen05_in_flight(step: Sequence[Instruction]) -> int | None:
 
 
 def _run_during_most(turn: Sequence[str]) -> bool:
-    """Whether MMAs run during most of a loop's turn, without the instructions that issue them.
+    """True if MMAs run during most of a loop's turn, without the instructions that issue them.
 
     Events are "mma", "commit" of a group of MMAs, "wait" for all of them, and others. The next turn has the same, so it
     does not matter where the loop begins.

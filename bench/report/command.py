@@ -14,6 +14,7 @@ import torch
 
 from bench.cpu import layers
 from bench.report import page, results
+from fusedmlp.doctor import facts
 from fusedmlp.files import write
 
 ROOT = Path(__file__).parents[2]
@@ -22,10 +23,13 @@ SECONDS = 60  # of a layer on two cores, about
 
 def run(folder: Path, measured: Path | None, tiny: bool, as_json: bool) -> int:
     """Write `index.html` and `results.csv` into the folder; return the exit status."""
+    commit = facts.commit(ROOT) or "unknown"
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    parts = folder / "layers"
+    parts = folder / f"layers-{commit}"  # a run of another commit is not resumed
     if measured is None:
+        if commit.endswith(("dirty", "unknown")):  # nor one of code that has no name
+            shutil.rmtree(parts, ignore_errors=True)
         try:
             if not _measure(parts, folder / "results.csv", tiny):
                 return 1
@@ -47,7 +51,7 @@ def run(folder: Path, measured: Path | None, tiny: bool, as_json: bool) -> int:
 
 
 def _measure(parts: Path, table: Path, tiny: bool) -> bool:
-    """Run the benchmarks layer by layer, each into a file of `parts` and then into `table`; whether all succeeded.
+    """Run the benchmarks layer by layer, each into a file of `parts` and then into `table`; False if one failed.
 
     A layer that has a file is not run again.
     """

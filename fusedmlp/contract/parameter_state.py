@@ -89,7 +89,7 @@ class ParameterState:
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
     def is_fused(self) -> bool:
-        """Whether a fused layer that adds to `main_grad` has used the parameter."""
+        """True once a fused layer that adds to `main_grad` has used the parameter."""
         return self.entered in ("auto", "main_grad")
 
 

@@ -38,6 +38,7 @@ def report(tmp_path_factory):
 
 
 def test_an_interrupted_run_leaves_no_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(command.facts, "commit", lambda root: "0123abc")
     monkeypatch.setattr(command.subprocess, "run", mock.Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         command.run(tmp_path / "out", None, tiny=True, as_json=False)
@@ -55,16 +56,37 @@ def test_an_interrupted_run_is_resumed(tmp_path, monkeypatch, capsys):
         Path(options["benchmark-json"]).write_text(options["layer"])
         return subprocess.CompletedProcess(command, 0)
 
+    monkeypatch.setattr(command.facts, "commit", lambda root: "0123abc")
     monkeypatch.setattr(command.subprocess, "run", measure)
     monkeypatch.setattr(results, "load", lambda folder: sorted(file.stem for file in folder.glob("*.json")))
     monkeypatch.setattr(results, "save", lambda found, _: saved.append(found))
     with pytest.raises(KeyboardInterrupt):
         command.run(tmp_path, None, tiny=True, as_json=False)
     assert saved == [names[:1]]
-    assert command._measure(tmp_path / "layers", tmp_path / "results.csv", tiny=True)
+    parts = tmp_path / "layers-0123abc"
+    assert command._measure(parts, tmp_path / "results.csv", tiny=True)
     assert ran == [names[0], names[1], names[1]]
     assert saved[1:] == [sorted(names)]
-    assert f"1 of 2 layers are in {tmp_path / 'layers'}, from an interrupted run" in capsys.readouterr().err
+    assert f"1 of 2 layers are in {parts}, from an interrupted run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("commit", ["4567def", "0123abc-dirty", None])
+def test_layers_of_other_code_are_measured_anew(commit, tmp_path, monkeypatch):
+    """Neither of another commit nor of a tree with changes, of which two may differ."""
+    for name in ("0123abc", "0123abc-dirty", "unknown"):
+        for layer in layers.cases("cpu", tiny=True):
+            file = tmp_path / f"layers-{name}" / f"{layer}.json"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text("old")
+    ran = []
+    monkeypatch.setattr(command.facts, "commit", lambda root: commit)
+    monkeypatch.setattr(
+        command.subprocess,
+        "run",
+        lambda arguments, **_: (ran.append(arguments), subprocess.CompletedProcess(arguments, 1))[1],
+    )
+    assert command.run(tmp_path, None, tiny=True, as_json=False) == 1
+    assert len(ran) == 1
 
 
 def test_one_command_makes_the_page(report):
