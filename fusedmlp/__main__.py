@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune, memory.add):
         add(commands)
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices[parsed.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     if parsed.run is not _doctor and (wrong := environment.wrong()):  # the doctor reports them
         print("\n".join(wrong.values()), file=sys.stderr)
         return 2
@@ -113,13 +115,16 @@ def _add_tune(commands: Commands) -> None:
 def _tune(args: argparse.Namespace) -> int:
     import torch
 
-    device = torch.device(args.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("tune: expected a GPU to time kernels on; this machine has none", file=sys.stderr)
-        return 2
     from fusedmlp.tuning import command
     from fusedmlp.tuning.tuner import Problem
 
+    device = torch.device(args.device)
+    if device.type != "cuda" and not environment.triton_interpret():
+        print(f"tune: --device: expected a GPU, such as cuda or cuda:0; got {args.device}", file=sys.stderr)
+        return 2
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("tune: expected a GPU to time kernels on; this machine has none", file=sys.stderr)
+        return 2
     dtype = getattr(torch, args.dtype)
     command.run(Problem(args.experts, args.hidden, args.ffn, args.rows, dtype, device), args.json)
     return 0
@@ -159,7 +164,7 @@ def _kernels(args: argparse.Namespace) -> int:
         print("kernels: TRITON_INTERPRET=1 runs kernels on the CPU and cannot compile them; unset it", file=sys.stderr)
         return 2
     if (args.write or args.table) and not args.hashes:
-        print("kernels: --write and --table are for --hashes", file=sys.stderr)
+        print("kernels: expected --write and --table together with --hashes; got them alone", file=sys.stderr)
         return 2
     if not bench_command.in_clone("kernels"):
         return 2

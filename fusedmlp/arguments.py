@@ -16,10 +16,9 @@ def add_layer(parser: argparse.ArgumentParser) -> None:
 
 def positive(argument: str) -> int:
     """Read a number that is at least 1."""
-    value = int(argument)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"expected at least 1; got {value}")
-    return value
+    if not argument.isdecimal() or int(argument) < 1:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least 1; got {argument!r}")
+    return int(argument)
 
 
 def install(package: str | None, extra: str) -> str:

@@ -192,7 +192,7 @@ def grouped_linear(
     options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
     source = validate.rows("x", x, recipe)
     experts = validate.experts("weight", weight, weight_layout, source)
-    validate.size("weight", "in_features (the width of x)", x.shape[1], experts.in_features)
+    validate.width(source, "weight", experts.in_features, weight_layout)
     biases = [validate.biases("bias", bias, experts, source)]
     counts = routing_arguments.counts(tokens_per_expert, experts.num_experts, source)
     call = calls.prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
@@ -221,10 +221,9 @@ def _mlp_arguments(
     expected = hidden_size, fc1.num_experts, hidden_size, factor * fc2.in_features
     got = fc1.in_features, fc2.num_experts, fc2.out_features, fc1.out_features
     if expected != got:
-        width = f"(H, the width of {x.name})"
-        validate.size("fc1_weight", f"in_features {width}", hidden_size, fc1.in_features)
+        validate.width(x, "fc1_weight", fc1.in_features, weight_layout)
         validate.size("fc2_weight", "experts, those of fc1_weight,", fc1.num_experts, fc2.num_experts)
-        validate.size("fc2_weight", f"out_features {width}", hidden_size, fc2.out_features)
+        validate.size("fc2_weight", f"out_features (H, the width of {x.name})", hidden_size, fc2.out_features)
         what = f"out_features (F1) for {activation.name}, {factor} * F of fc2_weight,"
         validate.size("fc1_weight", what, expected[-1], fc1.out_features)
     biases = [validate.biases("fc1_bias", fc1_bias, fc1, x), validate.biases("fc2_bias", fc2_bias, fc2, x)]

@@ -8,6 +8,7 @@ import torch
 
 from fusedmlp import validate
 from fusedmlp.activation import Activation
+from fusedmlp.contract.buffer_checks import check_flag
 from fusedmlp.contract.destination import MODES, Mode
 from fusedmlp.recipe import DTYPES, check_blocks
 
@@ -34,8 +35,7 @@ def options(
     validate.one_of("impl", impl, validate.IMPLS)
     validate.recipe(recipe, wgrad)
     for name, flag in flags.items():
-        if not isinstance(flag, int) or flag not in (0, 1):
-            raise TypeError(f"{name}: expected True or False; got {validate.kind(flag)}")
+        check_flag(name, flag)
     allowed = validate.FLOAT_DTYPES if recipe is None else (DTYPES[recipe], torch.float32)
     if (dtype or torch.get_default_dtype()) not in allowed:
         reason = "" if recipe is None else f" for recipe={recipe!r}"

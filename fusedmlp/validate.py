@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
+from fusedmlp.contract.buffer_checks import check_flag
 from fusedmlp.contract.destination import MODES, Mode, are_alike, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
@@ -50,6 +51,8 @@ class Options(NamedTuple):
         one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
         if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
             raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {kind(self.wgrad_queue)}")
+        if self.is_first_microbatch is not None:
+            check_flag("is_first_microbatch", self.is_first_microbatch)
         recipe(self.recipe, self.wgrad)
         return self
 
@@ -156,6 +159,16 @@ def size(name: str, what: str, expected: int, got: int) -> None:
         raise ValueError(f"{name}: expected {what} = {expected}; got {got}")
 
 
+def width(x: Input, name: str, in_features: int, weight_layout: str) -> None:
+    """Check the width of the layer's input against a weight."""
+    got = x.tensor.shape[1]
+    if got != in_features:
+        raise ValueError(
+            f"{x.name}: expected rows of {in_features} features, the in_features of {name} with "
+            f"weight_layout={weight_layout!r}; got {got}"
+        )
+
+
 def same_device(name: str, tensor: Tensor, x: Input) -> None:
     """Check that a tensor is on the device of x."""
     if tensor.device != x.tensor.device:
@@ -244,6 +257,12 @@ def plain(name: str, tensor: Tensor) -> Tensor:
             "gradient flows back through that, with accumulate_wgrad 'auto' or 'off')"
         )
     return tensor
+
+
+def module(name: str, value: object) -> None:
+    """Check an argument that is a module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{name}: expected a torch.nn.Module; got {kind(value)}")
 
 
 def kind(value: object) -> str:

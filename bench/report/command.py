@@ -25,6 +25,9 @@ def run(folder: Path, measured: Path | None, tiny: bool, as_json: bool) -> int:
     """Write `index.html` and `results.csv` into the folder; return the exit status."""
     commit = facts.commit(ROOT) or "unknown"
     folder = folder.resolve()
+    if folder.exists() and not folder.is_dir():
+        print(f"bench: --report: expected a folder; got the file {folder}", file=sys.stderr)
+        return 2
     folder.mkdir(parents=True, exist_ok=True)
     parts = folder / f"layers-{commit}"  # a run of another commit is not resumed
     if measured is None:

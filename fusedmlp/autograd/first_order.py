@@ -32,6 +32,7 @@ def refuse_second_order(grads: _Grads, sources: Sequence[Tensor | None], way: st
     found = [leaf for leaf in leaves if leaf is not None]
     if not recorded or not found:
         return grads
-    marked = iter(fail_when_differentiated(f"fusedmlp: double backward {way} is not supported", found, recorded))
+    message = f"fusedmlp: expected first-order gradients alone; got double backward {way}, which is not supported"
+    marked = iter(fail_when_differentiated(message, found, recorded))
     result: _Grads = tree_unflatten([None if leaf is None else next(marked) for leaf in leaves], spec)
     return result

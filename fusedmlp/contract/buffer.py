@@ -93,6 +93,7 @@ class MainGradBuffer:
         self._lent = False  # True inside as_grad
         self._with_optimizer = optimizer is not None
         buffer_checks.check(self.params, dtype)
+        buffer_checks.check_flag("grad_added_to_main_grad", grad_added_to_main_grad)
         if optimizer is not None:
             check_optimizer(optimizer, self.params)
         sizes = [-(-param.numel() // _ALIGNMENT) * _ALIGNMENT for param in self.params]
@@ -175,6 +176,7 @@ class MainGradBuffer:
             error_if_nonfinite: raise RuntimeError, before scaling, if the norm is not finite; waits for the device.
         """
         buffer_checks.check_max_norm(max_norm)
+        buffer_checks.check_flag("error_if_nonfinite", error_if_nonfinite)
         norm = self.norm()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"clip_norm_: expected a finite norm of the gradients; got {norm.item()}")

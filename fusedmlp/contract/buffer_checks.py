@@ -1,4 +1,4 @@
-"""Checks the arguments of `MainGradBuffer`."""
+"""Checks the arguments of `MainGradBuffer` and `WgradQueue`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Check parameters and the dtype of the buffer."""
     if not params:
         raise ValueError("params: expected at least one parameter; got none")
-    if len({id(param) for param in params}) < len(params):
-        raise ValueError("params: expected each parameter once; got one twice")
+    first: dict[int, int] = {}  # index by id
     for i, param in enumerate(params):
+        if first.setdefault(id(param), i) < i:
+            raise ValueError(f"params[{i}]: expected each parameter once; got params[{first[id(param)]}] again")
         if not param.is_leaf or not param.requires_grad:
             got = f"the result of {param.grad_fn}" if not param.is_leaf else "one that does not"
             raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {got}")
@@ -70,3 +71,9 @@ def check_max_norm(max_norm: float | Tensor) -> None:
         limit = math.nan
     if not limit >= 0 or isinstance(max_norm, str):
         raise ValueError(f"max_norm: expected a number of at least 0; got {max_norm!r}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check a boolean: any other value would count as True or False by chance ("no" is True)."""
+    if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in (0, 1):
+        raise TypeError(f"{name}: expected True or False; got {type(value).__name__} {value!r}"[:200])

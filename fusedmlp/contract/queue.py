@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedmlp.contract.buffer_checks import check_flag
 from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.parameter_state import accumulation_lock
@@ -61,8 +62,8 @@ class _Delayed(NamedTuple):
         (captured, versions), (capturing, now) = self.state, self.operands.state()
         if versions != now:
             raise RuntimeError(
-                f"{self.route.name}: a tensor that its delayed gradient needs was modified in place between backward "
-                "and the run of the queue"
+                f"{self.route.name}: expected the tensors that its delayed gradient needs as backward left them (the "
+                "layer's input among them); got one that was modified in place before the queue ran"
             )
         if captured != capturing:
             raise RuntimeError(
@@ -86,6 +87,7 @@ class WgradQueue:
     """
 
     def __init__(self, *, fuse_microbatches: bool = False) -> None:
+        check_flag("fuse_microbatches", fuse_microbatches)
         guard_optimizers()
         self.fuse_microbatches = fuse_microbatches
         self._pending: deque[_Delayed] = deque()
@@ -101,8 +103,8 @@ class WgradQueue:
             count, names = len(pending), ", ".join(sorted({delayed.route.name for delayed in pending}))
             self.clear()
             warnings.warn(
-                f"WgradQueue: expected run() or clear() before the queue is dropped; got {count} gradients waiting, "
-                f"which are lost ({names})",
+                f"WgradQueue: expected run() or clear() before the queue is dropped; got weight gradients that wait in "
+                f"it, {count} of them, which are lost ({names})",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from fusedmlp import validate
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.lending import StepHooks, set_grad
 from fusedmlp.contract.parameter_state import state_of
@@ -31,7 +32,7 @@ class FP32Accumulation:
         optimizer: the one that steps the model's parameters, or Accelerate's wrapper of it.
 
     Raises:
-        TypeError: the optimizer has no step hooks (DeepSpeed's), or parameters are DTensors.
+        TypeError: the model is no module, the optimizer has no step hooks (DeepSpeed's), or parameters are DTensors.
         ValueError: the model is in DistributedDataParallel, which reduces gradients in the dtype of the parameters; or
             a parameter has a `main_grad`, in which gradients accumulate instead.
     """
@@ -43,6 +44,7 @@ class FP32Accumulation:
                 "the parameters; got one that is (FSDP2 accumulates in its reduce_dtype: see "
                 "fusedmlp.integrations.fsdp2.accumulate_in)"
             )
+        validate.module("model", model)
         self._params = _of_16_bits(model)
         self._hooks = StepHooks(optimizer, self._params)
         for param in self._params:

@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from fusedmlp import validate
+
 
 def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Keep `.grad` of unsharded parameters in `dtype`, for `MixedPrecisionPolicy(reduce_dtype=dtype)`.
@@ -25,8 +27,10 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         dtype: the policy's `reduce_dtype`.
 
     Raises:
+        TypeError: the model is no module.
         ValueError: no part of the model went through `fully_shard`, or one has another `reduce_dtype`.
     """
+    validate.module("model", model)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not sharded:
         raise ValueError("model: expected parts that went through fully_shard; got none. Call fully_shard first")

@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from fusedmlp import validate
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_mlp
@@ -53,6 +54,7 @@ class FusedGroupedMLP(TEGroupedMLP):
             every backward before it, in one launch for each weight, and later calls find nothing left to compute.
 
     Raises:
+        TypeError: a config of another class.
         ValueError: a config field that is not supported.
     """
 
@@ -66,6 +68,8 @@ class FusedGroupedMLP(TEGroupedMLP):
         *,
         fuse_microbatches: bool = False,
     ) -> None:
+        if not isinstance(config, TransformerConfig):
+            raise TypeError(f"config: expected Megatron's TransformerConfig; got {validate.kind(config)}")
         MegatronModule.__init__(self, config)  # not TEGroupedMLP's, which builds TransformerEngine's layers
         megatron_config.refuse_unsupported(config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])

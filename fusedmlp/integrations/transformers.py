@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fusedmlp
 from fusedmlp import validate
-from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.destination import MODES, Mode
 from fusedmlp.integrations.fp32_accumulation import FP32Accumulation
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.transformers_activation import activation_of, guard_in_graph
@@ -53,11 +53,15 @@ def register(
 
     Raises:
         NotImplementedError: fusedmlp cannot compute some experts; the message names their class.
-        ValueError: no experts of the model use Transformers' interface; an unknown recipe or wgrad.
+        TypeError: the model is no module (its name, for example).
+        ValueError: no experts of the model use Transformers' interface; an unknown accumulate_wgrad, recipe or wgrad.
         ImportError: a Transformers older than 5.7.
     """
     _refuse_old_versions()
+    validate.one_of("accumulate_wgrad", accumulate_wgrad, MODES)
     validate.recipe(recipe, wgrad)
+    if model is not None:
+        validate.module("model", model)
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     forward = partial(_experts_forward, accumulate_wgrad=accumulate_wgrad, recipe=recipe, wgrad=wgrad)

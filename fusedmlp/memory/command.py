@@ -44,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
     if args.recipe is not None and dtype not in (torch.float32, DTYPES[args.recipe]):
         print(f"memory: --dtype: expected float32 or that of --recipe {args.recipe}; got {args.dtype}", file=sys.stderr)
         return 2
+    if args.top_k > args.experts:
+        print(f"memory: --top-k: expected at most --experts {args.experts}; got {args.top_k}", file=sys.stderr)
+        return 2
     try:
         found = modes(Layer(*sizes, dtype, args.recipe))
     except ValueError as error:

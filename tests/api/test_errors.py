@@ -23,7 +23,7 @@ CASES = {
     "fc1 in": (
         {"fc1_weight": torch.randn(2, 10, 3)},
         ValueError,
-        r"fc1_weight: expected in_features \(H, the width of x\) = 4; got 3",
+        r"x: expected rows of 3 features, the in_features of fc1_weight with weight_layout='out_in'; got 4",
     ),
     "fc1 out": (
         {"fc1_weight": torch.randn(2, 5, 4)},
@@ -115,6 +115,7 @@ CASES = {
     ),
     "mode": ({"accumulate_wgrad": "yes"}, ValueError, r"accumulate_wgrad: expected one of 'auto', .*; got 'yes'"),
     "queue": ({"wgrad_queue": []}, TypeError, r"wgrad_queue: expected a fusedmlp.WgradQueue or None; got list"),
+    "first": ({"is_first_microbatch": "no"}, TypeError, "is_first_microbatch: expected True or False; got str 'no'"),
     "impl": ({"impl": "cuda"}, ValueError, r"impl: expected one of 'auto', 'triton', 'torch'; got 'cuda'"),
 }
 
@@ -128,7 +129,7 @@ def test_argument(case):
 
 
 def test_grouped_linear_names_its_own_arguments():
-    with pytest.raises(ValueError, match=r"weight: expected in_features \(the width of x\) = 4; got 5"):
+    with pytest.raises(ValueError, match=r"x: expected rows of 5 features, the in_features of weight with .*; got 4"):
         grouped_linear(X, FC2, COUNTS)
     with pytest.raises(ValueError, match=r"bias: expected 2 experts of 10 features; got 2 of 9"):
         grouped_linear(X, FC1, COUNTS, bias=torch.randn(2, 9))
@@ -146,7 +147,7 @@ MOE_CASES = {
     "fc1 in": (
         {"fc1_weight": torch.randn(2, 10, 3)},
         ValueError,
-        r"fc1_weight: expected in_features \(H, the width of hidden_states\) = 4; got 3",
+        r"hidden_states: expected rows of 3 features, the in_features of fc1_weight with weight_layout='out_in'; got 4",
     ),
     "fc2 dtype": (
         {"fc2_weight": FC2.bfloat16()},

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import Linear, Parameter, Sequential
 
-from fusedmlp import GroupedMLP, MainGradBuffer
+from fusedmlp import GroupedMLP, MainGradBuffer, WgradQueue
 
 EXPECTED = r"params: expected an iterable of parameters, such as model.parameters\(\); got "
 WRONG = {
@@ -42,6 +42,26 @@ def test_what_is_no_parameter_is_named_briefly():
         MainGradBuffer([torch.randn(100, 100)])
     with pytest.raises(ValueError, match=r"params\[0\]: expected a dense tensor; got one in torch\.sparse_coo"):
         MainGradBuffer([torch.eye(3).to_sparse().requires_grad_()])
+
+
+def test_a_parameter_given_twice_is_named():
+    first, second = (Parameter(torch.zeros(2)) for _ in range(2))
+    with pytest.raises(ValueError, match=r"params\[2\]: expected each parameter once; got params\[0\] again"):
+        MainGradBuffer([first, second, first])
+
+
+@pytest.mark.parametrize("flag", ["no", None, 2, torch.tensor(True), numpy.ones(2)], ids=repr)
+def test_flags_that_are_none(flag):
+    """Any of these would be true or false by chance."""
+    param = Parameter(torch.zeros(2))
+    calls = {
+        "grad_added_to_main_grad": lambda: MainGradBuffer([param], grad_added_to_main_grad=flag),
+        "fuse_microbatches": lambda: WgradQueue(fuse_microbatches=flag),
+        "error_if_nonfinite": lambda: MainGradBuffer([param]).clip_norm_(1.0, error_if_nonfinite=flag),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name}: expected True or False; got "):
+            call()
 
 
 @pytest.mark.parametrize("limit", [-1, -1e-9, math.nan, "1", None, torch.tensor(-1.0), torch.ones(2)], ids=repr)

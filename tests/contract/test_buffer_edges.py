@@ -154,7 +154,7 @@ def test_a_queue_that_is_dropped_with_gradients_warns(fuse, make_layer):
     layer.backward(1, 2, wgrad_queue=held[0])
     ((category, message),) = dropped(held.pop())
     assert category is RuntimeWarning
-    assert "got 4 gradients waiting, which are lost (fc1_weight, fc2_weight)" in message
+    assert "got weight gradients that wait in it, 4 of them, which are lost (fc1_weight, fc2_weight)" in message
     buffer.zero_()  # no gradient waits any more
 
 

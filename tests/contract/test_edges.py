@@ -94,6 +94,40 @@ def test_a_main_grad_that_comes_to_share_memory_is_noticed(how, make_layer, asse
     assert (memory == 1).all()
 
 
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_main_grad_in_the_memory_of_the_weights_is_refused(delayed, packed, make_layer):
+    """Gradients would be added to the weights."""
+    layer, queue = make_layer("linear", packed), fusedmlp.WgradQueue() if delayed else None
+    for param in layer.params:
+        param.main_grad = param.data
+    before = [param.clone() for param in layer.params]
+    with pytest.raises(ValueError, match=r"weight.*: expected main_grad in memory of its own; got the parameter's own"):
+        layer.backward(wgrad_queue=queue)
+    assert all(map(torch.equal, layer.params, before))
+
+
+def test_a_main_grad_beside_its_weight_in_one_memory_is_right(make_layer, assert_close):
+    layer = make_layer("linear")
+    (param,) = layer.params
+    memory = torch.zeros(2 * param.numel())
+    param.data = memory[: param.numel()].view(param.shape).copy_(param.data)
+    param.main_grad = memory[param.numel() :].view(param.shape)
+    layer.backward(1)
+    assert_close(layer.main_grads(), layer.wgrads(1))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_experts_with_one_main_grad_in_common_are_refused(delayed, make_layer):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue() if delayed else None
+    layer.attach(False)
+    layer.params[2].main_grad = common = layer.params[0].main_grad
+    before = common.clone()
+    with pytest.raises(ValueError, match=r"weight\[2\]: expected a main_grad of its own; got that of weight\[0\]"):
+        layer.backward(wgrad_queue=queue)
+    assert torch.equal(common, before)
+
+
 OTHER_SHAPES = {
     "more columns": lambda data: torch.randn(3, 5, 8),
     "more rows": lambda data: torch.randn(3, 10, 4),

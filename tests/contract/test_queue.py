@@ -287,7 +287,7 @@ def test_a_tensor_modified_in_place_before_the_run_is_refused(which, kind, make_
     x, dy = layer.batch(1)
     layer(x, wgrad_queue=queue).backward(dy)
     (x if which == "x" else dy).mul_(2)
-    with pytest.raises(RuntimeError, match=r"weight: .*modified in place between backward and the run"):
+    with pytest.raises(RuntimeError, match=r"weight: .*modified in place before the queue ran"):
         queue.run()
     name = "weight" if kind == "linear" else "fc1" if which == "x" else "fc2"
     index = 0 if name in ("fc1", "weight") else 1
@@ -358,7 +358,10 @@ def test_a_dropped_queue_overwrites_nothing(make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     before = layer.attach()
     layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
-    with pytest.warns(RuntimeWarning, match=r"got 2 gradients waiting, which are lost \(fc1_weight, fc2_weight\)"):
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"wait in it, 2 of them, which are lost \(fc1_weight, fc2_weight\)",
+    ):
         del queue
     layer.backward(2)
     assert_close(layer.main_grads(), plus(before, layer.wgrads(2)))

@@ -186,7 +186,7 @@ def refusals():
     def message(function):
         try:
             function()
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return str(error)
         return None
 
@@ -219,6 +219,7 @@ def refusals():
         "delayed, .grad": message(lambda: run(shard(initial(False, "off", delay=True), "fp32", True, True))),
         "a buffer after fully_shard": message(buffer_after),
         "accumulate_in without fully_shard": message(lambda: fsdp2.accumulate_in(initial(True))),
+        "accumulate_in of parameters": message(lambda: fsdp2.accumulate_in(initial(True).parameters())),
         "accumulate_in, reduced in bf16": message(partly),
         "a copy is not gathered": message(lambda: run(copy.deepcopy(initial(True, "auto", delay=True)))),
     }

@@ -200,6 +200,8 @@ def test_a_step_leaves_gradients_to_add_to():
 def test_refused(tmp_path, monkeypatch):
     model = build()
     sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module; got str 'm'"):
+        FP32Accumulation("m", None)
     with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer; got object"):
         FP32Accumulation(model, object())
     zero = SimpleNamespace(optimizer=sgd, param_groups=sgd.param_groups, defaults=sgd.defaults, state_dict=dict)

@@ -35,6 +35,7 @@ MESSAGES = {
     "delayed, .grad": r"fc1_weight\[0\]: FSDP2 .* would miss a delayed gradient",
     "a buffer after fully_shard": r"params\[0\]: expected a plain tensor; got a DTensor \(FSDP2 reduces \.grad",
     "accumulate_in without fully_shard": r"model: expected parts that went through fully_shard; got none",
+    "accumulate_in of parameters": r"model: expected a torch\.nn\.Module; got generator",
     "accumulate_in, reduced in bf16": r"expected MixedPrecisionPolicy\(reduce_dtype=torch\.float32\)",
 }
 

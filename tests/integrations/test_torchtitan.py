@@ -257,6 +257,8 @@ def test_one_placement_for_both_halves():
 
 
 def test_what_cannot_be_converted_is_refused():
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module; got list"):
+        convert([torch.zeros(2)])
     with pytest.raises(ValueError, match="model: expected a module that contains GroupedExperts; got a Linear without"):
         convert(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="a module that contains GroupedExperts; got the experts themselves"):

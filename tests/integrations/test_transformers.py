@@ -521,6 +521,10 @@ def test_an_activation_with_the_right_values_and_the_wrong_gradient_is_not_taken
 
 
 def test_a_model_whose_experts_do_not_use_the_interface_is_refused():
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module; got str 'Qwen/Qwen3-30B-A3B'"):
+        register("Qwen/Qwen3-30B-A3B")
+    with pytest.raises(ValueError, match=r"accumulate_wgrad: expected one of 'auto', .*; got 'maingrad'"):
+        register(accumulate_wgrad="maingrad")
     with pytest.raises(ValueError, match=r"expected experts that use .* got a Llama4ForCausalLM without"):
         register(training.llama4())
 

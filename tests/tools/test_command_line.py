@@ -88,6 +88,32 @@ def test_a_wrong_switch_ends_a_command_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr() == ("", "FUSEDMLP_TUNED: expected 0 or 1; got 'yes'\n")
 
 
+WRONG_ARGUMENTS = {
+    "doctor --hiden 64": ("fusedmlp doctor [-h]", "doctor: error: unrecognized arguments: --hiden 64"),
+    "memory --tokens 1e6": ("memory [-h]", "argument --tokens: expected an integer of at least 1; got '1e6'"),
+    "memory --tokens 0": ("memory [-h]", "argument --tokens: expected an integer of at least 1; got '0'"),
+    "memory --experts 4 --top-k 8": ("", "memory: --top-k: expected at most --experts 4; got 8"),
+    "kernels --write": ("", "kernels: expected --write and --table together with --hashes; got them alone"),
+    "tune --device cpu": ("", "tune: --device: expected a GPU, such as cuda or cuda:0; got cpu"),
+    "bench --report README.md": ("", f"bench: --report: expected a folder; got the file {ROOT}/README.md"),
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG_ARGUMENTS)
+def test_a_wrong_argument_is_named_with_what_was_expected(arguments, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    try:
+        status = main(arguments.split())
+    except SystemExit as ended:
+        status = ended.code
+    usage, message = WRONG_ARGUMENTS[arguments]
+    out, err = capsys.readouterr()
+    assert (status, out) == (2, "")
+    assert usage in err.splitlines()[0]
+    assert err.splitlines()[-1].endswith(message)
+
+
 _WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
