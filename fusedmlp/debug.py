@@ -63,6 +63,8 @@ def _checked_counts(counts: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 raise ValueError(f"tokens_per_expert: expected no negative count; got {sizes}")
             if sum(sizes) > rows:
                 raise ValueError(f"tokens_per_expert: expected a sum of at most {rows} (rows of x); got {sum(sizes)}")
+            if sum(sizes) < rows:
+                log.warning("tokens_per_expert: %d of %d rows belong to no expert: padding", rows - sum(sizes), rows)
         return found
 
     return checked

@@ -181,6 +181,11 @@ class GroupedMLP(nn.Module):
         self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, **options)
         self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, **options)
 
+    def reset_parameters(self) -> None:
+        """As `GroupedLinear`, for fc1 and fc2."""
+        self.fc1.reset_parameters()
+        self.fc2.reset_parameters()
+
     def forward(
         self,
         x: Tensor,

@@ -59,7 +59,8 @@ def probabilities(probs: object, x: Input) -> Tensor | None:
         raise TypeError(f"probs: expected a tensor or None; got {validate.kind(probs)}")
     num_rows = x.tensor.shape[0]
     if tuple(probs.shape) not in ((num_rows,), (num_rows, 1)):
-        raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}")
+        advice = " (for choices of tokens: GroupedMLP.forward_tokens, or moe_experts)" if probs.dim() == 2 else ""
+        raise ValueError(f"probs: expected shape ({num_rows},) or ({num_rows}, 1); got {tuple(probs.shape)}{advice}")
     _floating("probs", probs, x)
     validate.plain("probs", probs)
     try:

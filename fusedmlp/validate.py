@@ -93,7 +93,8 @@ def rows(name: str, x: object, recipe: str | None) -> Input:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a tensor; got {kind(x)}")
     if x.dim() != 2:
-        raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}")
+        advice = f" (pass {name}.flatten(0, -2))" if x.dim() > 2 else ""
+        raise ValueError(f"{name}: expected 2 dimensions [rows, features]; got shape {tuple(x.shape)}{advice}")
     if x.dtype not in FLOAT_DTYPES:
         raise TypeError(f"{name}: expected dtype {names(FLOAT_DTYPES)}; got {x.dtype}")
     try:

@@ -45,8 +45,8 @@ def held_out_line(row: dict[str, Any]) -> str:
 
 def roofline_line(row: dict[str, Any]) -> str:
     """One row as text."""
-    limits = " ".join(f"{each:8.3f}" for each in row["limit_ms"].values())
-    measured = f"  {row['ms']:8.3f} {row['of_limit']:5.2f}" if "ms" in row else ""
+    limits = " ".join(f"{each:9.4f}" for each in row["limit_ms"].values())
+    measured = f"  {row['ms']:9.4f} {row['of_limit']:5.2f}" if "ms" in row else ""
     name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<21}"
     return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {limits}{measured}"
 
@@ -64,7 +64,7 @@ def eight_bit_model_line(row: dict[str, Any]) -> str:
 def eight_bit_roofline_line(row: dict[str, Any]) -> str:
     """One row as text."""
     name = f"{row['shape']:<14}{row['load']:<15}{row['pass']:<23}{row['gpu']:<10}"
-    return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {row['limit_ms']:8.3f}"
+    return f"{name}{row['flops'] / 1e9:10.1f} {row['bytes'] / 1e6:9.1f} {row['limit_ms']:9.4f}"
 
 
 def schedule_line(row: dict[str, Any]) -> str:

@@ -113,7 +113,7 @@ class MainGradBuffer:
             self._attach(optimizer)
 
     def _attach(self, optimizer: Optimizer) -> None:
-        """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer if dtypes differ."""
+        """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer where dtypes differ."""
         for param, view, state in self._each():
             state.grad_is_main = True
             if param.grad is None:
@@ -122,9 +122,7 @@ class MainGradBuffer:
                 reclaim(param, state)
                 state.holds = GRADIENT
             catch_plain_gradients(param, state)
-        rounded = [param for param, view, _ in self._each() if param.dtype != view.dtype]
-        if rounded:
-            self._hooks = StepHooks(optimizer, rounded)
+        self._hooks = StepHooks(optimizer, self.params)
 
     def __repr__(self) -> str:
         """Size, the share of elements in parameters that fused layers use, and the state of the step."""

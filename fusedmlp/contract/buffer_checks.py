@@ -44,7 +44,8 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
         if first.setdefault(id(param), i) < i:
             raise ValueError(f"params[{i}]: expected each parameter once; got params[{first[id(param)]}] again")
         if not param.is_leaf or not param.requires_grad:
-            got = f"the result of {param.grad_fn}" if not param.is_leaf else "one that does not"
+            frozen = "one that does not (of a model that is partly frozen, pass the parameters that require grad)"
+            got = frozen if param.is_leaf else f"the result of {param.grad_fn}"
             raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {got}")
         if not is_plain(param):
             raise ValueError(
@@ -58,7 +59,10 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
         if dtype not in (torch.float32, param.dtype):
             raise ValueError(f"dtype: expected torch.float32 or params[{i}]'s {param.dtype}; got {dtype}")
         if getattr(param, "main_grad", None) is not None:
-            raise ValueError(f"params[{i}]: expected no main_grad yet; got one from another owner")
+            raise ValueError(
+                f"params[{i}]: expected no main_grad yet; got that of another owner (of a "
+                "MainGradBuffer, call its detach() first)"
+            )
 
 
 def check_max_norm(max_norm: float | Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmlp.contract.dummy import has_dummy_wgrad
-from fusedmlp.contract.lending import StepHooks, wrap_closure
+from fusedmlp.contract.lending import wrap_closure
 from fusedmlp.contract.parameter_state import GRADIENT, LENT, STEPPED, UNSURE, find_state
 
 
@@ -55,17 +55,6 @@ def _check(optimizer: Optimizer) -> None:
                 f"{'a zero dummy' if param.grad is not None else 'nothing'} in .grad: step inside of "
                 "buffer.as_grad(), or make the buffer with MainGradBuffer(params, optimizer=optimizer)"
             )
-        if state.grad_is_main and param.grad is not None and param.grad.dtype != param.dtype and not _lends(optimizer):
-            raise RuntimeError(
-                f"{step}: expected a parameter in {param.grad.dtype}, as when MainGradBuffer was made; got one in "
-                f"{param.dtype}: make the buffer, and the optimizer, after module.to()"
-            )
     for _, param, state in states:
         if state.buffer is not None and param.grad is not None and (state.grad_is_main or state.lent is not None):
             state.holds = STEPPED
-
-
-def _lends(optimizer: Optimizer) -> bool:
-    """Whether a hook is to round the gradients of the step to the dtypes of their parameters."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
-    return any(isinstance(getattr(hook, "__self__", None), StepHooks) for hook in hooks)

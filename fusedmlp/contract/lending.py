@@ -71,7 +71,7 @@ class StepHooks:
 
     Args:
         optimizer: a `torch.optim.Optimizer`, or Accelerate's wrapper of one.
-        params: 16-bit leaf parameters whose `.grad` is float32.
+        params: leaf parameters; those whose `.grad` has another dtype at a step are lent one.
 
     Raises:
         TypeError: the optimizer has no hooks.
@@ -94,14 +94,17 @@ class StepHooks:
     @torch.no_grad()
     def _lend(self) -> None:
         self._reclaim()  # after a step that raised
-        self._unscale()
-        copies = [
-            lend(param, state, param.grad, takes_gradients=True)
+        differing = [
+            (param, state, grad)
             for param, state in self._params
-            if param.grad is not None
+            if (grad := param.grad) is not None and grad.dtype != param.dtype
         ]
+        if not differing:
+            return
+        self._unscale()
+        copies = [lend(param, state, grad, takes_gradients=True) for param, state, grad in differing]
         found_inf = getattr(self.optimizer, "found_inf", None)
-        if copies and found_inf is not None:  # rounding to float16 may have overflowed
+        if found_inf is not None:  # rounding to float16 may have overflowed
             largest = torch.stack([norm.to(found_inf.device) for norm in torch._foreach_norm(copies, math.inf)])
             found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().to(found_inf)))
 
@@ -159,7 +162,7 @@ def check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
         if id(param) not in known:
             raise ValueError(
                 f"params[{i}]: expected a parameter of the optimizer; got one that none of its groups has, of shape "
-                f"{tuple(param.shape)}"
+                f"{tuple(param.shape)} (DeepSpeed's optimizers step copies: with them, make no buffer)"
             )
 
 

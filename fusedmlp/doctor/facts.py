@@ -114,7 +114,7 @@ def _computed(recipe: str, E: int, H: int, F: int, R: int) -> str:
     except ValueError as error:
         return f"refused: {error}"
     if formats(recipe, "recipe", R / E).gemms:
-        return "in 8 bits"
+        return "in 8 bits, where there are kernels for it"
     return f"in bf16, as for every layer with fewer than {LEAST_ROWS} rows an expert on average"
 
 

@@ -27,6 +27,7 @@ def lines(monkeypatch):
     found = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())
+    handler.addFilter(lambda record: not record.msg.endswith("padding"))  # which has a test of its own
     debug.log.addHandler(handler)
     yield found
     debug.log.removeHandler(handler)
@@ -40,6 +41,13 @@ def test_counts_on_the_device_are_checked(counts, message, lines, monkeypatch):
     monkeypatch.setattr(calls, "offsets", lambda *_: pytest.fail("the counts had not been read"))  # as on a GPU
     with pytest.raises(ValueError, match=f"tokens_per_expert: {message}"):
         GroupedMLP(2, 4, 6)(torch.randn(6, 4), torch.tensor(counts))
+
+
+def test_rows_of_no_expert_are_logged(lines, caplog):
+    """Counts of tokens in place of rows lose rows without an error."""
+    for counts in ([1, 1], [3, 3]):
+        GroupedMLP(2, 4, 6)(torch.randn(6, 4), counts)
+    assert caplog.messages == ["tokens_per_expert: 4 of 6 rows belong to no expert: padding"]
 
 
 def test_dropped_ids_are_counted(lines):

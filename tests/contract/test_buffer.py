@@ -142,7 +142,7 @@ def test_wrong_dtype_and_second_owner():
     with pytest.raises(ValueError, match=r"dtype: expected torch.float32 or params\[0\]'s torch.float32; got torch.b"):
         MainGradBuffer([param], dtype=torch.bfloat16)
     MainGradBuffer([param])
-    with pytest.raises(ValueError, match="got one from another owner"):
+    with pytest.raises(ValueError, match="got that of another owner"):
         MainGradBuffer([param])
 
 

@@ -63,16 +63,6 @@ def test_an_optimizer_that_steps_from_the_dummy_of_another_owner_raises(make_lay
     torch.optim.SGD(layer.params, lr=0.1).step()
 
 
-def test_a_model_cast_after_its_buffer_was_made_raises():
-    model = fusedmlp.GroupedMLP(2, 4, 6)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
-    model.to(torch.bfloat16)
-    model(torch.randn(5, 4, dtype=torch.bfloat16), [2, 3]).sum().backward()
-    with pytest.raises(RuntimeError, match=r"expected a parameter in torch.float32, as when .*; got one in torch.bf"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("attached", [True, False], ids=["main_grad", ".grad"])
 def test_a_delayed_gradient_is_refused_where_a_hook_would_step_before_it_is_there(attached):
     model = Model(delay_wgrad=True)

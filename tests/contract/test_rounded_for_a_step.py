@@ -18,6 +18,8 @@ from support.loops import (
     twins,
 )
 
+import fusedmlp
+
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
@@ -181,3 +183,21 @@ def test_gradients_that_a_step_cleared_stay_cleared(dtype, keep):
     backward(model, 2)
     for param, want in zip(model.parameters(), sums(Model(dtype, "off"), [2]), strict=True):
         torch.testing.assert_close(param.grad, want, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_model_cast_after_its_buffer_was_made_steps_as_one_cast_before(optimizer):
+    models = [fusedmlp.GroupedMLP(2, 4, 6) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model, early in zip(models, (True, False), strict=True):
+        if early:
+            model.bfloat16()
+        made = optimizer(model.parameters(), lr=0.1)
+        fusedmlp.MainGradBuffer(model.parameters(), optimizer=made)
+        model.bfloat16()
+        torch.manual_seed(0)
+        for _ in range(2):
+            model(torch.randn(5, 4, dtype=torch.bfloat16), [2, 3]).square().sum().backward()
+        assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+        made.step()
+    assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
