@@ -9,6 +9,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.utils.checkpoint import checkpoint
 
+from fusedmlp.contract import route
+
 START = 2.0
 
 
@@ -205,6 +207,13 @@ def test_create_graph(mode, layer, assert_close):
     wgrads, (x, dy) = layer.wgrads(), layer.batch(1)
     layer(x, accumulate_wgrad=mode).backward(dy, create_graph=True)
     assert_close([g.detach() for g in sums(layer)], expected(wgrads))
+
+
+def test_other_threads_wait_while_a_gemm_adds(mode, layer, monkeypatch):
+    held = []
+    monkeypatch.setattr(route, "hold_others", lambda params: held.extend(params) or [])
+    layer.backward(accumulate_wgrad=mode)
+    assert [*map(id, held)] == [*map(id, reversed(layer.leaves))]
 
 
 def test_two_threads_at_once(mode, layer, assert_close):

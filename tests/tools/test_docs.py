@@ -55,6 +55,11 @@ def blocks(page, language):
 
 # Code that a page presupposes, run before its first block; `folder` is an empty one.
 GIVEN = {
+    "automodel": """
+        from integrations import automodel_experts as own
+        from nemo_automodel.components.moe.layers import MoE
+        model = own.numbered(MoE(own.config("swigluoai"), own.backend()))
+        """,
     "deepspeed": """
         import os
         import deepspeed
@@ -124,7 +129,7 @@ GIVEN = {
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
 # Pages whose code needs the libraries of `make .frameworks/.ready`, each in a process of its own.
-NEED_LIBRARIES = {"deepspeed", "lightning"}
+NEED_LIBRARIES = {"automodel", "deepspeed", "lightning"}
 EDITS = {
     "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would affect other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
@@ -158,7 +163,8 @@ def test_python_blocks_of_other_libraries_run(page, tmp_path):
     assert frameworks.LIBRARIES.is_dir(), "run: make .frameworks/.ready"
     script = tmp_path / "script.py"
     script.write_text(dedent(GIVEN.get(page, "")) + "\n".join(blocks(ROOT / "docs" / f"{page}.md", "python")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(frameworks.LIBRARIES)])}
+    path = [str(ROOT), str(ROOT / "tests"), str(frameworks.LIBRARIES)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
