@@ -64,7 +64,7 @@ class Call:
 
     def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
         """Those weights whose gradient may be added to that of a DTensor leaf; empty inside a graph."""
-        return {} if self.traced is not None else local_weights(weights)
+        return {} if torch.compiler.is_compiling() else local_weights(weights)
 
     def enter_backward(self, dy: Tensor) -> None:
         """Run first in backward; does nothing outside of graphs, where `route` decides."""
@@ -213,7 +213,7 @@ class GroupedMLP(torch.autograd.Function):
             )
         )
         ctx.save_for_backward(*tensors, out.h)
-        ctx.call, ctx.local_weights = call, call.local(fc1 + fc2)
+        ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
         if rows is None:
             return out.y
         return ops.combine(out.y, rows, x.shape[0], call.impl)  # type: ignore[no-any-return]

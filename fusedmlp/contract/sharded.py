@@ -18,13 +18,15 @@ from fusedmlp.contract.destination import Place, checked_grad
 
 
 def local_weights(weights: Sequence[Tensor]) -> dict[Any, Tensor]:
-    """The weights that are results of `DTensor.to_local()`, by the graph node that made them.
+    """The weights that are results of `DTensor.to_local()`, by the graph node that made them; none if the first is not.
 
     Kept from forward to backward, because saved-tensor hooks hand back other tensors, without hooks.
     """
     api = sys.modules.get("torch.distributed.tensor._api")
     kind = getattr(getattr(api, "_ToTorchTensor", None), "_backward_cls", None)
-    return {} if kind is None else {weight.grad_fn: weight for weight in weights if isinstance(weight.grad_fn, kind)}
+    if kind is None or not isinstance(weights[0].grad_fn, kind):
+        return {}
+    return {weight.grad_fn: weight for weight in weights if isinstance(weight.grad_fn, kind)}
 
 
 def sharded_leaf(node: Any, weight: Tensor) -> Tensor | None:
