@@ -6,7 +6,7 @@ from support.contract_helpers import in_threads, plus
 from support.systems import distributed, one_rank
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from fusedmlp.contract import route
@@ -62,6 +62,23 @@ def test_the_gemm_adds_into_the_local_tensor(mode, layer, wgrad_gemms, assert_cl
     assert all(leaf.grad is grad for leaf, grad in zip(layer.leaves, grads, strict=True))
     assert fired == [True] * 4
     assert_close(sums(layer), expected(wgrads))
+
+
+def test_experts_with_a_tensor_each(mode, make_layer, mesh, wgrad_gemms, assert_close):
+    """One has a hook, which must get its gradient; GEMMs add to the others', which are sharded over features."""
+    layer, seen = make_layer("mlp", packed=False), []
+    wgrads = layer.wgrads()
+    leaves = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(1)])) for p in layer.params]
+    for leaf in leaves:
+        leaf.grad = torch.full_like(leaf, START)
+    places = [leaf.grad._local_tensor.data_ptr() for leaf in leaves]
+    leaves[1].register_hook(lambda grad: seen.append(grad) or 3 * grad)
+    layer.groups = [[leaf.to_local() for leaf in leaves[:3]], [leaf.to_local() for leaf in leaves[3:]]]
+    layer.backward(accumulate_wgrad=mode)
+    assert {*wgrad_gemms.pointers} & {*places} == {*places} - {places[1]}
+    assert len(seen) == 1
+    wgrads[1] = 3 * wgrads[1]
+    assert_close([leaf.grad.to_local() for leaf in leaves], expected(wgrads))
 
 
 def test_a_first_gradient_is_taken_over(mode, layer, wgrad_gemms, assert_close):

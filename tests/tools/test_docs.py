@@ -56,6 +56,10 @@ def blocks(page, language):
 # Code that a page presupposes, run before its first block; `folder` is an empty one.
 GIVEN = {
     "automodel": """
+        import sys
+        from pathlib import Path
+        import fusedmlp
+        sys.path.append(str(Path(fusedmlp.__file__).parents[1] / "tests"))
         from integrations import automodel_experts as own
         from nemo_automodel.components.moe.layers import MoE
         model = own.numbered(MoE(own.config("swigluoai"), own.backend()))
@@ -163,8 +167,7 @@ def test_python_blocks_of_other_libraries_run(page, tmp_path):
     assert frameworks.LIBRARIES.is_dir(), "run: make .frameworks/.ready"
     script = tmp_path / "script.py"
     script.write_text(dedent(GIVEN.get(page, "")) + "\n".join(blocks(ROOT / "docs" / f"{page}.md", "python")))
-    path = [str(ROOT), str(ROOT / "tests"), str(frameworks.LIBRARIES)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(frameworks.LIBRARIES)])}
     done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
