@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -114,6 +115,8 @@ def weights_in_float32():
     for param in experts.parameters():
         assert not torch.equal(param.grad, param.grad.bfloat16().float())
     assert_close(results(converted(experts_of(config()), recipe="bf16")), expected, low, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(results(converted(experts_of(config()))), expected, results(experts_of(config())), torch.bfloat16)
     low = results(experts_of(config(dtype=torch.bfloat16)))  # weights that Automodel casts to float32
     assert_close(results(converted(experts_of(config(dtype=torch.bfloat16)))), expected, low, torch.bfloat16)
 
@@ -248,14 +251,16 @@ def refusals():
     from nemo_automodel.components._peft.lora_experts import GroupedExpertsLoRA
     from nemo_automodel.components.moe.experts import GroupedExperts
 
-    changed, own_forward = experts_of(config()), experts_of(config())
+    changed, other_options, own_forward = experts_of(config()), experts_of(config("swigluoai")), experts_of(config())
     changed.expert_activation_grouped = lambda h, weights: h
+    other_options.expert_activation_grouped = partial(other_options.expert_activation_grouped, alpha=2.0)
     own_forward.forward = own_forward.forward
     models = {
         "no experts": nn.Linear(2, 2),
         "LoRA": GroupedExpertsLoRA(experts_of(config()), lora_dim=2),
         "mxfp8": experts_of(config(), experts="torch_mm_mxfp8"),
         "another activation": changed,
+        "other options": other_options,
         "another forward": own_forward,
     }
     found = {}

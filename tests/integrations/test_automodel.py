@@ -11,6 +11,7 @@ MESSAGES = {
     "LoRA": r"NotImplementedError: 1: expected experts of class .*; got GroupedExpertsLoRA",
     "mxfp8": r'NotImplementedError: 1: .*; got "torch_mm_mxfp8".*recipe="mxfp8"',
     "another activation": r"NotImplementedError: 1: expected the activation of its config, 'swiglu'; got <function",
+    "other options": r"NotImplementedError: 1: expected the activation of its config, .*; got functools.partial",
     "another forward": r"NotImplementedError: 1: expected the forward of its class",
 }
 
