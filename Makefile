@@ -19,7 +19,7 @@ NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITON
 MEGATRONS := 0.16.1 0.17.0 0.18.0
 OLD_TRANSFORMERS := 5.7.0 5.14.1
 FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow dill multiprocess xxhash deepspeed hjson \
-  msgpack torchao
+  msgpack torchao nemo_automodel
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
 KERNELS ?=
 PART ?= 1/1

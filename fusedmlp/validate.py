@@ -255,7 +255,7 @@ def plain(name: str, tensor: Tensor) -> Tensor:
     if not is_plain(tensor):
         raise TypeError(
             f"{name}: expected a plain tensor; got a {type(tensor).__name__} (of a DTensor, pass .to_local(): its "
-            "gradient flows back through that, with accumulate_wgrad 'auto' or 'off')"
+            "gradient flows back through that, with accumulate_wgrad 'auto', 'grad' or 'off')"
         )
     return tensor
 

@@ -22,6 +22,7 @@ from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, Routes, route
+from fusedmlp.contract.sharded import local_weights
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPGrads, MLPOutput
 
@@ -61,6 +62,10 @@ class Call:
         """A weight as GEMMs take it: its 8-bit copy, or else as `logical`, in the dtype of x or dy."""
         return [*copy] or self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
 
+    def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
+        """Those weights whose gradient may be added to that of a DTensor leaf; empty inside a graph."""
+        return {} if torch.compiler.is_compiling() else local_weights(weights)
+
     def enter_backward(self, dy: Tensor) -> None:
         """Run first in backward; does nothing outside of graphs, where `route` decides."""
         if self.traced is not None:
@@ -84,6 +89,7 @@ class Call:
             self.mode,
             delayed=self.queue is not None,
             recomputes_first_microbatch=self.recomputes_first_microbatch,
+            local_weights=ctx.local_weights,
             routes=routes,
         )
 
@@ -156,7 +162,7 @@ class GroupedLinear(torch.autograd.Function):
         """Run the GEMM; save its inputs."""
         weight, bias, (x, offsets, *copies) = call.split(tensors)
         ctx.save_for_backward(*tensors)
-        ctx.call = call
+        ctx.call, ctx.local_weights = call, call.local(weight)
         w = call.computed(weight, x, copies[:2])
         y: Tensor = ops.grouped_gemm(x, w, bias, offsets, call.recipe, call.impl)
         return y
@@ -207,7 +213,7 @@ class GroupedMLP(torch.autograd.Function):
             )
         )
         ctx.save_for_backward(*tensors, out.h)
-        ctx.call = call
+        ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
         if rows is None:
             return out.y
         return ops.combine(out.y, rows, x.shape[0], call.impl)  # type: ignore[no-any-return]

@@ -55,16 +55,19 @@ def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> T
     None instead, and PyTorch adds it. A `.grad` whose elements share memory always raises: PyTorch's addition would be
     wrong or fail.
     """
-    grad = param.grad
-    if grad is not None:
-        try:
-            refuse_tensor_hooks(param, place)
-            _check_kind(param, grad, ".grad", place)
-        except (RuntimeError, TypeError, ValueError):
-            if not returnable:
-                raise
-            return None
-        _check_memory(grad, ".grad", place)
+    return None if param.grad is None else checked_grad(param, param, param.grad, place, returnable=returnable)
+
+
+def checked_grad(param: Tensor, weight: Tensor, grad: Tensor, place: Place, *, returnable: bool) -> Tensor | None:
+    """Check `grad` as `existing_grad` does. Of a DTensor `param`, `weight` and `grad` are local tensors."""
+    try:
+        refuse_tensor_hooks(param, place)
+        _check_kind(weight, grad, ".grad", place)
+    except (RuntimeError, TypeError, ValueError):
+        if not returnable:
+            raise
+        return None
+    _check_memory(grad, ".grad", place)
     return grad
 
 

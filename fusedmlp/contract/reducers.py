@@ -104,13 +104,14 @@ def _fsdp2_params() -> list[Tensor]:
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
     states: list[Any] = [state() for state in list(_module_state_mapping.values())]
-    params = []
-    for state in states:
-        if isinstance(state, FSDPState):
-            groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                params += [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-    return params
+    return [param for state in states if isinstance(state, FSDPState) for param in unsharded_params(state)]
+
+
+def unsharded_params(state: Any) -> list[Tensor]:
+    """The unsharded parameters of one of FSDP2's states, those that it has gathered at least once."""
+    groups: list[Any] = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    params = [p for group in filter(None, groups) for p in group.fsdp_params]
+    return [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
 
 
 def _is_deepspeeds(param: Tensor) -> bool:

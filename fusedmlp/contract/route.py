@@ -21,6 +21,7 @@ from fusedmlp.contract.overwrite import give_back_overwrite, refuse_other_writer
 from fusedmlp.contract.parameter_state import GRADIENT, Queued, find_states, states_of
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
 from fusedmlp.contract.reducers import find_reducers, refuse_reducer
+from fusedmlp.contract.sharded import local_grad, sharded_leaf
 
 _orders = count()
 _Leaf = tuple[int, Tensor, Any]  # index, parameter and ParameterState, if the engine accumulates its gradient
@@ -45,6 +46,7 @@ class Route(Queued):
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first expert with the same parameter
     held: Held | None = None  # hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases
     _leaves: list[_Leaf] | None = None
+    sharded: list[tuple[int, Any, Tensor]] = field(default_factory=list)  # index, node of `.to_local()`, DTensor leaf
 
     @property
     def leaves(self) -> list[_Leaf]:
@@ -163,12 +165,16 @@ class Route(Queued):
             if state is not None and state.lent is not None:
                 reclaim(param, state)
         leaves = [leaf for leaf in self.leaves if self.delayed or leaf[1].grad is not None]
-        if not leaves:
+        if not leaves and not self.sharded:
             return targets
-        self.held = hold_others([param for _, param, _ in leaves if self.delayed or param.is_cpu])
+        params = [param for _, param, _ in leaves] + [param for _, _, param in self.sharded]
+        self.held = hold_others([param for param in params if self.delayed or param.is_cpu])
         for i, param, _ in leaves:
             if self._may_add(param):
                 targets[i] = destination.existing_grad(param, self.place(i), returnable=not self.delayed)
+        for i, node, param in self.sharded:
+            if self._may_add(param):
+                targets[i] = local_grad(node, param, self.params[i], self.place(i))
         return targets if self.delayed else destination.of_one_kind(targets)
 
     def _may_add(self, param: Tensor) -> bool:
@@ -236,14 +242,15 @@ def route(
     *,
     delayed: bool,
     recomputes_first_microbatch: bool,
+    local_weights: dict[Any, Tensor],
     routes: Routes,
 ) -> Route:
     """Decide, inside backward, where the gradient of one weight goes; set flags and dummies.
 
     `nodes` are the graph nodes to which the gradients of `weights` flow, `current_node` the one that computes them. The
     parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
-    attributes. A captured gradient (CAPTURE) is never delayed, nor are the others of the same weight. The route is
-    added to `routes`. The other arguments are as in `autograd.layers.Call`.
+    attributes. A captured gradient (CAPTURE) is never delayed, nor are the others of the same weight. `local_weights`:
+    see `sharded.py`. The route is added to `routes`. The other arguments are as in `autograd.layers.Call`.
     """
     known = engine.accumulates_into(nodes)  # the usual case
     if known is not None:
@@ -262,6 +269,10 @@ def route(
     order = routes[0].order if routes else next(_orders)
     result = Route(params, [False] * len(params), order, name, uses, mode, delayed)
     result.recomputes_first_microbatch = recomputes_first_microbatch
+    if local_weights and mode == "grad":
+        known_nodes = [(i, node) for i, node in enumerate(nodes) if node in local_weights]
+        leaves_of = [(i, node, sharded_leaf(node, local_weights[node])) for i, node in known_nodes]
+        result.sharded = [(i, node, leaf) for i, node, leaf in leaves_of if leaf is not None]
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
     if leaves and (reducers := find_reducers()):

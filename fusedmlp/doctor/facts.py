@@ -182,6 +182,7 @@ _INTEGRATIONS = (
     ("Megatron-core", "megatron-core", "megatron.core", "fusedmlp.integrations.megatron"),
     ("Transformers", "transformers", "transformers", "fusedmlp.integrations.transformers"),
     ("torchtitan", "torchtitan", "torchtitan", "fusedmlp.integrations.torchtitan"),
+    ("NeMo Automodel", "nemo_automodel", "nemo_automodel", "fusedmlp.integrations.automodel"),
     ("PyTorch DDP", "torch", "torch.distributed", "fusedmlp.integrations.ddp"),
     ("PyTorch FSDP2", "torch", "torch.distributed", "fusedmlp.integrations.fsdp2"),
 )

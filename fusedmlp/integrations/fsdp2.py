@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+
+from fusedmlp.contract.reducers import unsharded_params
 
 from fusedmlp import validate
 
@@ -42,9 +43,9 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
                 f"{policy}"
             )
 
-    def set_grad_dtype(module: nn.Module, args: Any) -> None:
-        for param in module.parameters():
-            if not isinstance(param, DTensor) and param.requires_grad:  # unsharded now
+    def set_grad_dtype(module: Any, args: Any) -> None:
+        for param in unsharded_params(module._get_fsdp_state()):
+            if param.requires_grad:
                 param.grad_dtype = dtype
 
     for module in sharded:  # runs after FSDP2's own hook, which unshards

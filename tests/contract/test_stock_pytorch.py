@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import operators_under_accumulate_grad
 from torch.autograd.graph import save_on_cpu
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
@@ -32,18 +33,6 @@ def hook(kind, param, alive):
     elif kind == "node post-hook":
         alive.append(accumulate_node(param))
         alive[-1].register_hook(lambda inputs, outputs: None)
-
-
-def operators_under_accumulate_grad(run):
-    with profile(activities=[ProfilerActivity.CPU]) as prof:
-        run()
-    nodes = [e for e in prof.events() if e.name == "torch::autograd::AccumulateGrad"]
-    below, stack = [], [child for node in nodes for child in node.cpu_children]
-    while stack:
-        event = stack.pop()
-        below.append(event.name)
-        stack += event.cpu_children
-    return len(nodes), below
 
 
 def large_allocations(run, size):

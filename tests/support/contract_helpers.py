@@ -1,12 +1,27 @@
-"""Helpers of tests/contract: sums of gradients, and calls in threads that start together."""
+"""Helpers of tests/contract: sums of gradients, operators of AccumulateGrad, calls in threads that start together."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+
+from torch.profiler import ProfilerActivity, profile
 
 
 def plus(*lists):
     """The sum of lists of tensors, element by element."""
     return [sum(tensors) for tensors in zip(*lists, strict=True)]
+
+
+def operators_under_accumulate_grad(run):
+    """How many AccumulateGrad nodes ran, and the names of all operators that they called."""
+    with profile(activities=[ProfilerActivity.CPU]) as prof:
+        run()
+    nodes = [e for e in prof.events() if e.name == "torch::autograd::AccumulateGrad"]
+    below, stack = [], [child for node in nodes for child in node.cpu_children]
+    while stack:
+        event = stack.pop()
+        below.append(event.name)
+        stack += event.cpu_children
+    return len(nodes), below
 
 
 def in_threads(*calls):

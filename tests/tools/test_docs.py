@@ -55,6 +55,15 @@ def blocks(page, language):
 
 # Code that a page presupposes, run before its first block; `folder` is an empty one.
 GIVEN = {
+    "automodel": """
+        import sys
+        from pathlib import Path
+        import fusedmlp
+        sys.path.append(str(Path(fusedmlp.__file__).parents[1] / "tests"))
+        from integrations import automodel_experts as own
+        from nemo_automodel.components.moe.layers import MoE
+        model = own.numbered(MoE(own.config("swigluoai"), own.backend()))
+        """,
     "deepspeed": """
         import os
         import deepspeed
@@ -124,7 +133,7 @@ GIVEN = {
 # Blocks, by page and place, that cannot run here.
 NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
 # Pages whose code needs the libraries of `make .frameworks/.ready`, each in a process of its own.
-NEED_LIBRARIES = {"deepspeed", "lightning"}
+NEED_LIBRARIES = {"automodel", "deepspeed", "lightning"}
 EDITS = {
     "transformers": ('register(accumulate_wgrad="grad")', "register()"),  # the former would affect other tests
     "cuda_graphs": ('device = "cuda"', 'device = "cpu"'),
