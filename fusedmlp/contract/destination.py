@@ -120,6 +120,15 @@ def alike_main_grads(params: Sequence[Tensor]) -> list[Tensor] | None:
     return targets
 
 
+def refuse_common(group: Sequence[tuple[Place, Tensor, Tensor | None]]) -> None:
+    """Raise if two parameters have one `main_grad` in common; `group` has places, parameters and `main_grad`s."""
+    first: dict[int, tuple[Place, Tensor]] = {}
+    for place, param, target in group:
+        owner, other = first.setdefault(id(target), (place, param))
+        if other is not param:  # unless experts share the parameter itself
+            raise ValueError(f"{label(place)}: expected a main_grad of its own; got that of {label(owner)}")
+
+
 def no_main_grad(what: str) -> RuntimeError:
     """The error for a parameter without `main_grad`."""
     return RuntimeError(

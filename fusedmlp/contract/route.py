@@ -119,21 +119,12 @@ class Route(Queued):
                 targets[i] = destination.existing_main_grad(param, self.place(i))
             destination.check_group(self.name, [target for target in targets if target is not None])
         if len(set(map(id, targets))) < len(targets):
-            self._refuse_common(targets)
+            destination.refuse_common([(self.place(i), param, targets[i]) for i, param, _ in leaves])
         for i, param, state in leaves:
             hooks = param._backward_hooks
             if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
                 destination.refuse_tensor_hooks(param, self.place(i))
         return targets
-
-    def _refuse_common(self, targets: Sequence[Tensor | None]) -> None:
-        """Raise if parameters have one `main_grad` in common, unless experts share the parameter itself."""
-        first: dict[int, int] = {}
-        for i, param, _ in self.leaves:
-            other = first.setdefault(id(targets[i]), i)
-            if self.params[other] is not param:
-                where, owner = destination.label(self.place(i)), destination.label(self.place(other))
-                raise ValueError(f"{where}: expected a main_grad of its own; got that of {owner}")
 
     def _settle_overwrite(self, i: int, param: Tensor, state: Any) -> None:
         """Decide whether the gradient overwrites `main_grad`; in backward, also adopt a plain gradient.
@@ -270,9 +261,8 @@ def route(
     result = Route(params, [False] * len(params), order, name, uses, mode, delayed)
     result.recomputes_first_microbatch = recomputes_first_microbatch
     if local_weights and mode == "grad":
-        known_nodes = [(i, node) for i, node in enumerate(nodes) if node in local_weights]
-        leaves_of = [(i, node, sharded_leaf(node, local_weights[node])) for i, node in known_nodes]
-        result.sharded = [(i, node, leaf) for i, node, leaf in leaves_of if leaf is not None]
+        found = [(i, node, sharded_leaf(node, local_weights.get(node))) for i, node in enumerate(nodes)]
+        result.sharded = [(i, node, leaf) for i, node, leaf in found if leaf is not None]
     routes.append(result)
     leaves = result.leaves if mode == "main_grad" or delayed else []
     if leaves and (reducers := find_reducers()):

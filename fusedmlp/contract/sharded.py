@@ -29,12 +29,14 @@ def local_weights(weights: Sequence[Tensor]) -> dict[Any, Tensor]:
     return {weight.grad_fn: weight for weight in weights if isinstance(weight.grad_fn, kind)}
 
 
-def sharded_leaf(node: Any, weight: Tensor) -> Tensor | None:
+def sharded_leaf(node: Any, weight: Tensor | None) -> Tensor | None:
     """The DTensor leaf behind the `.to_local()` that made `weight`, if the engine only accumulates its gradient.
 
-    None if something else reads the gradient of `weight`, or if a mesh dimension is not sharded: over that one, the
-    local gradient may be a part of a sum.
+    None if there is no such weight, if something else reads its gradient, or if a mesh dimension is not sharded: over
+    that one, the local gradient may be a part of a sum.
     """
+    if weight is None:
+        return None
     leaf_node = node.next_functions[0][0]
     placements = node.dtensor_spec.placements
     if (

@@ -87,8 +87,10 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
 
     Raises:
         NotImplementedError: experts that fusedmlp cannot compute; the message names them. Nothing is converted then.
+        TypeError: the model is no module.
         ValueError: no experts; an unknown recipe or wgrad.
     """
+    validate.module("model", model)
     validate.recipe(recipe, wgrad)
     known = (*_FUSED, *_OTHERS)
     found = {path: module for path, module in model.named_modules() if isinstance(module, known)}

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from fusedmlp.contract.reducers import unsharded_params
-
 from fusedmlp import validate
+from fusedmlp.contract.reducers import unsharded_params
 
 
 def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
