@@ -4,8 +4,8 @@ Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in
 likewise), or the elements and scales of an 8-bit copy (`types.WeightCopies`). `offsets` comes from `expert_offsets` or
 `route`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is `recipe.Formats.encoded`,
 or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or
-a tensor without elements stands for "none". AOTInductor turns empty lists into None, so biases of a forward are
-`Tensor[]?`. Nothing is validated here (see `validate.py`).
+a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so a forward's biases may be None.
+Nothing is validated here (see `validate.py`).
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
 rows are valid, and are not used.
@@ -62,9 +62,8 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
         return getattr(_implementation(impl), name)(*arguments)
 
     def run_operator(*args: Any) -> Any:
-        given = [[] if arg is None and type == "Tensor[]?" else arg for arg, type in zip(args, types, strict=True)]
         with torch.no_grad():  # an operator is differentiated as a whole: see `autograd/operators.py`
-            results = run(*given)
+            results = run(*args)
         if not isinstance(results, MLPGrads):
             return results
         h = args[6]
