@@ -196,6 +196,25 @@ class Inference(torch.nn.Module):
         return self.linear(self.mlp(h, counts, probs[:, 0]), counts)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_counts_by_bincount(strict):
+    layer = Inference()
+    x, probs = tensors(10, (5, H), (5, 2), grad=True)
+    ids = torch.tensor([[0, 2], [2, 1], [0, 1], [2, 2], [0, 0]])
+    program = torch.export.export(layer, (x, ids, probs), strict=strict).module()
+    found = []
+    for model in (program, layer):
+        y = model(x, ids, probs)
+        wanted = [x, probs, *(p for _, p in sorted(model.named_parameters()))]
+        found.append([y, *torch.autograd.grad(y, wanted, x.detach().cos())])
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right)
+    ids[1, 0] = 3
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        program(x, ids, probs)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning", "ignore:.*torch.jit.script_method.*")
 def test_a_package_of_aotinductor(tmp_path):
     layer, rows = Inference(), torch.export.Dim.DYNAMIC
