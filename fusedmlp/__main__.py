@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedmlp import arguments, bench_command, environment
+from fusedmlp.arguments import without_triton
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.memory import command as memory
 from fusedmlp.version import __version__
@@ -41,8 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] != "triton":
             raise
-        print(f"{parsed.command}: expected triton to be installed; got none: pip install triton", file=sys.stderr)
-        return 2
+        return without_triton(parsed.command)
     return status
 
 

@@ -1,8 +1,9 @@
-"""Arguments that several commands have."""
+"""Arguments that several commands have, and what they print where a package is missing."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 
 LAYER = {"experts": 128, "hidden": 2048, "ffn": 768, "rows": 65536}
 
@@ -24,3 +25,9 @@ def positive(argument: str) -> int:
 def install(package: str | None, extra: str) -> str:
     """The command that installs a package that is missing, or in a clone all of an extra."""
     return f"pip install {package}, or in a clone pip install -e '.[{extra}]'"
+
+
+def without_triton(command: str) -> int:
+    """Print that a command needs Triton; return its exit status."""
+    print(f"{command}: expected triton to be installed; got none: pip install triton", file=sys.stderr)
+    return 2

@@ -26,9 +26,12 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
         tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
     else:
         tensor = _numpy_integers(name, tokens_per_expert)
-    if tuple(tensor.shape) != (num_experts,):
+    compiling = torch.compiler.is_compiling()
+    if compiling and _may_have_length(tensor, num_experts):
+        torch._check(tensor.shape[0] == num_experts)  # by the graph when it runs, for a size that `bincount` made
+    elif tuple(tensor.shape) != (num_experts,):
         raise ValueError(f"{name}: expected shape ({num_experts},), a count for each expert; got {tuple(tensor.shape)}")
-    on_host = x.tensor.is_cuda and not tensor.is_cuda and not torch.compiler.is_compiling()
+    on_host = x.tensor.is_cuda and not tensor.is_cuda and not compiling
     if on_host and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             f"{name}: expected a tensor on {x.tensor.device} while a CUDA graph is captured, which would replay with "
@@ -39,6 +42,13 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
     except RuntimeError:
         validate.refuse_sparse(name, tensor)
         raise
+
+
+def _may_have_length(tensor: Tensor, length: int) -> bool:
+    """Whether a traced tensor has one dimension of a size that is `length`, or that only a run of the graph knows."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports sympy, which eager code does without
+
+    return tensor.dim() == 1 and guard_or_true(tensor.shape[0] == length)
 
 
 def _numpy_integers(name: str, value: Any) -> Tensor:

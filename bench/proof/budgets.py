@@ -12,9 +12,16 @@ import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from fusedmlp.arguments import without_triton
+
+if __name__ == "__main__" and find_spec("triton") is None:  # the imports below need it
+    sys.exit(without_triton("bench.proof.budgets"))
+
 import triton
 
 from bench.proof import cases, main_loop

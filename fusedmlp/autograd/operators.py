@@ -55,13 +55,14 @@ def _wanted(flags: Any) -> bool:
     return any(flags) if isinstance(flags, (list, tuple)) else bool(flags)
 
 
-def _outputs(group: Sequence[Tensor], flags: Any) -> list[Tensor]:
+def _outputs(group: Sequence[Tensor] | None, flags: Any) -> list[Tensor]:
     """Uninitialised outputs for the gradients of a weight or bias; empty if none is wanted."""
-    return [torch.empty_like(t) for t in group] if _wanted(flags) else []
+    return [torch.empty_like(t) for t in group] if group and _wanted(flags) else []
 
 
-def _returned(outputs: list[Tensor], group: Sequence[Tensor]) -> list[Tensor | None]:
-    return [*outputs] if outputs else [None] * len(group)
+def _returned(outputs: list[Tensor], group: Sequence[Tensor] | None) -> list[Tensor | None] | None:
+    """The gradients of a weight or bias, in the structure of the argument."""
+    return None if group is None else [*outputs] or [None] * len(group)
 
 
 def linear_backward(
@@ -117,8 +118,8 @@ def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     rows = x if tokens is None else x.index_select(0, tokens)
     grads = MLPGrads(
         *ops.grouped_mlp_backward_(
-            *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2, offsets, None, None, probs),
-            *(activation, False, False, needs_x, False, recipe, impl),
+            *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2 or [], offsets),
+            *(None, None, probs, activation, False, False, needs_x, False, recipe, impl),
         )
     )
     dx = grads.dx if needs_x else None

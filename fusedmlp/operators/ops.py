@@ -4,7 +4,8 @@ Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in
 likewise), or the elements and scales of an 8-bit copy (`types.WeightCopies`). `offsets` comes from `expert_offsets` or
 `route`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is `recipe.Formats.encoded`,
 or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or
-a tensor without elements stands for "none". Nothing is validated here (see `validate.py`).
+a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so a forward's biases may be None.
+Nothing is validated here (see `validate.py`).
 
 With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
 rows are valid, and are not used.
@@ -54,7 +55,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
     name = schema.split("(", 1)[0]
     types = [argument.rsplit(" ", 1)[0] for argument in schema.split("(", 1)[1].split(") -> ")[0].split(", ")]
     single = tuple(i for i, type in enumerate(types) if type in ("Tensor", "Tensor?"))
-    lists = tuple(i for i, type in enumerate(types) if type.endswith("[]"))
+    lists = tuple(i for i, type in enumerate(types) if "[]" in type)
 
     def run(*args: Any) -> Any:
         *arguments, impl = args
@@ -177,7 +178,7 @@ quantize_weights = _register(
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
 grouped_gemm = _register(
-    "grouped_gemm(Tensor x, Tensor[] w, Tensor[] bias, Tensor offsets, str recipe, str impl) -> Tensor",
+    "grouped_gemm(Tensor x, Tensor[] w, Tensor[]? bias, Tensor offsets, str recipe, str impl) -> Tensor",
     lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
 )
 # dw[e] (+)= dy^T x over the rows of e, summed over segments (micro-batches); db[e] = column sums of dy, for one
@@ -189,7 +190,7 @@ grouped_wgrad_ = _register(
 )
 # -> (y, h): MLPOutput. With `tokens`, x is [T, H].
 grouped_mlp = _register(
-    "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[] bias1, Tensor[] bias2, Tensor offsets, "
+    "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, Tensor[]? bias2, Tensor offsets, "
     "Tensor? tokens, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )

@@ -56,7 +56,9 @@ def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
     return out_TH
 
 
-def grouped_gemm(x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor], offsets: Tensor, recipe: str) -> Tensor:
+def grouped_gemm(
+    x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor] | None, offsets: Tensor, recipe: str
+) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     rows = Rows(offsets, x_RK.shape[0])
     y_RN = rows.product(x_RK, w, transposed=True, recipe=Formats.decode(recipe).gemms)
@@ -69,8 +71,8 @@ def grouped_mlp(
     x_RH: Tensor,
     fc1: Sequence[Tensor],
     fc2: Sequence[Tensor],
-    bias1: Sequence[Tensor],
-    bias2: Sequence[Tensor],
+    bias1: Sequence[Tensor] | None,
+    bias2: Sequence[Tensor] | None,
     offsets: Tensor,
     tokens_R: Tensor | None,
     probs_R: Tensor | None,

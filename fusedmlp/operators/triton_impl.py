@@ -62,7 +62,9 @@ def _plan_quantize_weights(builder: Builder, w: Experts, recipe: str) -> WeightC
     return eight_bit.plan_quantize_weights(builder, _experts(w, 2), recipe)
 
 
-def _plan_grouped_gemm(builder: Builder, x_RK: Array, w: Weight, bias: Experts, offsets: Array, recipe: str) -> Array:
+def _plan_grouped_gemm(
+    builder: Builder, x_RK: Array, w: Weight, bias: Experts | None, offsets: Array, recipe: str
+) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
     weight, num_rows = _weight(w), x_RK.shape[0]
     schedule, bias_EN = Schedule.planned(builder, offsets, num_rows, weight.num_experts), _optional(bias, 1)
@@ -79,8 +81,8 @@ def _plan_grouped_mlp(
     x_RH: Array,
     fc1: Weight,
     fc2: Weight,
-    bias1: Experts,
-    bias2: Experts,
+    bias1: Experts | None,
+    bias2: Experts | None,
     offsets: Array,
     tokens_R: Array | None,
     probs_R: Array | None,
@@ -220,7 +222,7 @@ def _experts(seen: Weight, dim: int) -> ExpertTensors:
     return ExpertTensors.packed(seen[0], dim)
 
 
-def _optional(seen: Experts, dim: int) -> ExpertTensors | None:
+def _optional(seen: Experts | None, dim: int) -> ExpertTensors | None:
     return _experts(seen, dim) if seen else None
 
 

@@ -87,8 +87,8 @@ class Operator:
             with torch.get_device_module(device).device(device):  # Triton launches on the current one
                 return self.run(args, settings)
         arguments = Arguments.of(args)
+        target = select.target(device, settings, multiplied.dtype)  # first, as its errors say more than the driver's
         active = None if INTERPRETED else driver.active
-        target = select.target(device, settings, multiplied.dtype)
         key = (arguments.kinds, target, active, device)
         bound = self._bound.get(key)
         if bound is None:

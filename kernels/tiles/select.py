@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 
 from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Recipe, Tile, Tiles, shape_class
 
@@ -102,6 +103,11 @@ def _target(device: torch.device, settings: Settings, tf32: bool) -> Target:
 def architecture(device: torch.device) -> str:
     """Name of the table for a device: its own, or that of the newest older GPU of the same vendor."""
     if triton.knobs.runtime.interpret:
+        if isinstance(tl.sum, triton.JITFunction):
+            raise RuntimeError(
+                "TRITON_INTERPRET=1: expected it before Triton is imported; got it afterwards, "
+                "when kernels can no longer be interpreted: set it before Python starts"
+            )
         return "interpreter"
     if torch.version.hip is not None:
         name: str = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]

@@ -210,6 +210,54 @@ def test_wrong_counts_raise_when_the_graph_runs():
         compiled(x, torch.tensor([3, 3]))
     with pytest.raises(ValueError, match="expected no negative count"):
         compiled(x, torch.tensor([3, -1]))
+    with pytest.raises(RuntimeError, match=r"expected shape \(2,\), a count for each expert; got"):
+        compiled(x, torch.tensor([1, 2, 2]))
+
+
+class Counting(nn.Module):
+    """Counts rows of experts by `torch.bincount`, whose length no compiler knows."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode, E = mode, Model.E
+        self.fc1, self.fc2 = nn.Parameter(torch.empty(E, 2 * 5, 8)), nn.Parameter(torch.empty(E, 8, 5))
+        self.mlp = fusedmlp.GroupedMLP(E, 8, 6, accumulate_wgrad=mode)
+        with torch.no_grad():
+            for param, seed in zip(self.parameters(), range(4), strict=True):
+                param.copy_(torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, x, ids, probs):
+        h = fusedmlp.moe_experts(x, ids, probs, self.fc1, self.fc2, accumulate_wgrad=self.mode)
+        return self.mlp(h, torch.bincount(ids[:-1, 0], minlength=Model.E), probs[:, 0])  # the last row is padding
+
+
+@pytest.mark.parametrize(
+    ("mode", "backend"),
+    [
+        *[(mode, "aot_eager") for mode in ("off", "grad", "main_grad")],
+        pytest.param("main_grad", "inductor", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_counts_by_bincount(mode, backend):
+    found = []
+    for compiles in (False, True):
+        model = Counting(mode)
+        buffer = fusedmlp.MainGradBuffer(model.parameters()) if mode == "main_grad" else None
+        forward = torch.compile(model, fullgraph=True, backend=backend, dynamic=True) if compiles else model
+        results = []
+        for load in LOADS[:3]:
+            x, ids, probs, _, _ = batch(*load)
+            y = forward(x, ids, probs)
+            y.backward(x.detach().cos())
+            results += [y, x.grad, probs.grad]
+        found.append(results + [p.grad for p in model.parameters()] if buffer is None else [*results, buffer.flat])
+    for eager, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, eager)
+        assert eager.any()
+    assert counters["stats"]["unique_graphs"] == 1
+    ids[0, 0] = Model.E + 1
+    with pytest.raises((RuntimeError, AssertionError), match=r"Runtime assertion failed|expected size 5==3"):
+        forward(x, ids, probs)
 
 
 def test_counts_as_a_list():

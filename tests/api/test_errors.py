@@ -7,6 +7,7 @@ import sys
 import numpy
 import pytest
 import torch
+from support import forked
 
 import fusedmlp
 from fusedmlp import GroupedMLP, MainGradBuffer, grouped_linear, grouped_mlp
@@ -338,6 +339,20 @@ def test_triton_on_the_cpu_says_what_it_needs(monkeypatch):
         grouped_mlp(X, FC1, FC2, COUNTS, impl="triton")
     for impl in ("auto", "torch"):
         grouped_mlp(X, FC1, FC2, COUNTS, impl=impl)
+
+
+@pytest.mark.parametrize("kernels", ["", "import fusedmlp.operators.triton_impl"])
+def test_the_interpreter_is_asked_for_too_late(kernels):
+    code = f"""
+import os, torch, fusedmlp
+{kernels}
+os.environ["TRITON_INTERPRET"] = "1"
+fusedmlp.GroupedMLP(2, 16, 16, impl="triton")(torch.randn(6, 16), [2, 4])
+"""
+    done = forked.run("-c", code)
+    *_, error = done.stderr.splitlines()
+    assert error.startswith("RuntimeError: TRITON_INTERPRET=1: expected it before Triton is imported"), done.stderr
+    assert error.endswith("got it afterwards, when kernels can no longer be interpreted: set it before Python starts")
 
 
 def test_switches_take_0_or_1(monkeypatch):

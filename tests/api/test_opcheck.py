@@ -26,6 +26,7 @@ def of_linear(impl, grad):
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
     yield OPS.grouped_gemm.default, (x, [w], [b], offsets, "", impl)
     yield OPS.grouped_gemm.default, (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, "", impl)
+    yield OPS.grouped_gemm.default, (x, [w], None, offsets, "", impl)
     dw, db = torch.empty(3, F, H), torch.empty(3, F)
     (dy,) = tensors(1, (R, F), grad=grad)
     yield OPS.grouped_wgrad_.default, ([dw], [db], [dy], [x], [offsets], [], [], False, "", impl)
@@ -38,6 +39,8 @@ def of_mlp(impl, grad):
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
     activation = fusedmlp.Activation("swiglu").encoded
     yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], [b2], offsets, None, probs, activation, "", impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], None, offsets, None, probs, activation, "", impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], None, [b2], offsets, None, probs, activation, "", impl)
     yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], offsets, None, None, activation, "", impl)
     _, h = OPS.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, activation, "", impl)
     grads = [[torch.empty_like(w)] for w in (fc1, fc2)]
@@ -176,6 +179,56 @@ def test_an_exported_program_in_a_checkpoint(kind):
     got = results(lambda *args: checkpoint(program, *args, use_reentrant=False), program, kind)
     for mine, right in zip(got, results(layer, layer, kind), strict=True):
         torch.testing.assert_close(mine, right)
+
+
+class Inference(torch.nn.Module):
+    """Layers with and without biases; the graph counts the rows of the second and third."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = map(torch.nn.Parameter, tensors(9, (3, 2 * F, H), (3, H, F), grad=False))
+        self.mlp = fusedmlp.GroupedMLP(3, H, F)
+        self.linear = fusedmlp.GroupedLinear(3, H, H, bias=True)
+
+    def forward(self, x, ids, probs):
+        h = fusedmlp.moe_experts(x, ids, probs, self.fc1, self.fc2)
+        counts = torch.bincount(ids[:, 0], minlength=3)
+        return self.linear(self.mlp(h, counts, probs[:, 0]), counts)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_counts_by_bincount(strict):
+    layer = Inference()
+    x, probs = tensors(10, (5, H), (5, 2), grad=True)
+    ids = torch.tensor([[0, 2], [2, 1], [0, 1], [2, 2], [0, 0]])
+    program = torch.export.export(layer, (x, ids, probs), strict=strict).module()
+    found = []
+    for model in (program, layer):
+        y = model(x, ids, probs)
+        wanted = [x, probs, *(p for _, p in sorted(model.named_parameters()))]
+        found.append([y, *torch.autograd.grad(y, wanted, x.detach().cos())])
+    for mine, right in zip(*found, strict=True):
+        torch.testing.assert_close(mine, right)
+    ids[1, 0] = 3
+    with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+        program(x, ids, probs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning", "ignore:.*torch.jit.script_method.*")
+def test_a_package_of_aotinductor(tmp_path):
+    layer, rows = Inference(), torch.export.Dim.DYNAMIC
+    x, ids, probs = torch.randn(5, H), torch.tensor([[0, 2], [2, 1], [0, 1], [2, 2], [0, 0]]), torch.rand(5, 2)
+    program = torch.export.export(layer, (x, ids, probs), dynamic_shapes=({0: rows},) * 3)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "layer.pt2"))
+    run = torch._inductor.aoti_load_package(path)
+    with torch.no_grad():
+        for size in (5, 3):
+            given = x[:size], ids[:size], probs[:size]
+            torch.testing.assert_close(run(*given), layer(*given))
+    ids[1, 0] = 3  # then there are more counts than experts
+    with pytest.raises(RuntimeError, match=r"Expected u\d+ <= 3 but received 4"):
+        run(x, ids, probs)
 
 
 def test_a_queue_is_refused_in_a_program():

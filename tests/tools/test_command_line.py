@@ -138,6 +138,14 @@ def test_commands_that_need_triton_say_so():
     assert "\n  none shown: triton is not installed\n" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["bench.host", "bench.proof.budgets"])
+def test_modules_that_need_triton_say_so(name):
+    code = f"import runpy, sys; sys.modules['triton'] = None; runpy.run_module({name!r}, run_name='__main__')"
+    done = forked.run("-c", code, cwd=ROOT)
+    assert done.returncode == 2
+    assert done.stderr == f"{name}: expected triton to be installed; got none: pip install triton\n"
+
+
 def test_make_explains_what_pip_says_before_it_says_so():
     done = subprocess.run(["make", "-n", "bench", "VENV=none"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
