@@ -27,7 +27,6 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
-from fusedmlp import validate
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.torchtitan_recipe import resolve
 
@@ -159,12 +158,11 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
 
     Raises:
         NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
-        RuntimeError: a model that is parallelized.
-        TypeError: the model is no module.
+        RuntimeError, TypeError: a model that is parallelized; no module.
         ValueError: an unknown recipe; no experts, or something that conversion would lose: `w1_EFD` or `w3_EFD` frozen
             or shared without the other; a gradient, hook or attribute of these two; a hook or attribute of the module.
     """
-    validate.module("model", model)
+    fusedmlp.validate.module("model", model)
     found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
     if not found or model in found:
         got = "the experts themselves" if found else f"a {type(model).__name__} without"
