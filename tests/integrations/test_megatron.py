@@ -1,5 +1,6 @@
 """Megatron-core's own DDP, checkpoints and MoE layers around `FusedGroupedMLP`, in worlds of gloo processes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from support import forked
 from support.grids import is_quick
 from support.world import launch
 
@@ -174,6 +176,26 @@ def test_layers_and_checkpoints(world_size, tmp_path):
         assert found["checkpoints"] == {1: 6, 2: 24}[world_size]
         if rank == 1:
             assert found["sharded_names"] == SHARDED_STATE_DICT
+
+
+def test_where_ddp_lays_main_grad():
+    """As `docs/megatron.md` and `doctor --weights megatron` say; see `megatron_buffers.py`."""
+    done = forked.run("-m", "integrations.megatron_buffers", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {tuple(row["modulo_16"]) for row in found["rows"]} == {(0,)}
+    page = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text()
+    assert [line for line in found["table"][1:] if line not in page] == []
+    together, apart = [True, True], [False, True]  # descriptors, aligned
+    assert found["in_memory"] == {
+        "DDP": [together] * 6,
+        "DDP, odd": [[True, False]] * 4 + [together] * 2,
+        "distributed, odd": [together] * 6,
+        "distributed, buckets": [together, apart] * 3,
+        "distributed, buckets, EP": [apart, apart, together] + [apart] * 3,
+        "distributed, a bucket for each weight, EP": [together] * 6,
+        "distributed, no buckets": [together] * 6,
+    }
 
 
 @pytest.mark.exhaustive
