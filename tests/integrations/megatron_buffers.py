@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 
-if getattr(multi_latent_attention, "TELinear", torch) is None:
+if not isinstance(getattr(multi_latent_attention, "TELinear", IdentityOp), type):
     multi_latent_attention.TELinear = IdentityOp  # 0.16 asks for the type without TransformerEngine, too
 
 LAYERS = 3  # of each model: places repeat

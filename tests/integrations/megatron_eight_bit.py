@@ -64,6 +64,7 @@ def cells(world_size, recipe):
         both = {"fp8_recipe": recipe, "fp8_wgrad": wgrad, "dtype": "bfloat16"}
         yield EightBitCell(True, microbatches=3, zero_out_wgrad=True, **both)
         yield EightBitCell(grad_reduce_in_fp32=False, **both)
+        yield EightBitCell(True, True, microbatches=3, moe_single_grouped=True, **both)
         yield EightBitCell(True, gradient_accumulation_fusion=False, **both)
         for overlap, (order, fuse) in itertools.product(flags, (("bw", False), ("bbwbww", False), ("bbww", True))):
             micro = order.count("b")
