@@ -70,14 +70,15 @@ def note(problem: Problem) -> str:
         return (
             "Planned as use_distributed_optimizer lays weights and main_grad: evenly spaced, at multiples of 128 "
             "bytes. With overlap_grad_reduce too, padding at the end of a bucket can come between two experts; then "
-            "they are not evenly spaced, and all paths are pointer. There is no such padding with "
+            "they are not evenly spaced, and tma becomes pointer. There is no such padding with "
             "expert_model_parallel_size above 1, without biases, if lcm(128, expert data parallel size) divides "
-            f"H * F = {size}. Otherwise, with that size above 1, bucket_size={size} spaces them evenly."
+            f"H * F = {size} (65536, not 128, with pad_buckets_for_high_nccl_busbw). Otherwise, with that size above "
+            f"1, bucket_size={size} spaces them evenly."
         )
     if problem.weights == "megatron_ddp":
         return (
             "Planned as DDP without use_distributed_optimizer lays main_grad: evenly spaced in one buffer, at "
-            "multiples of 16 bytes. It is unaligned if the buffer has a parameter whose size is no multiple of 4 "
+            "multiples of 16 bytes. It can be unaligned if the buffer has a parameter whose size is no multiple of 4 "
             "elements (of 8 for gradients in bf16); then so is the path of wgrad. use_distributed_optimizer=True "
             "starts every parameter at a multiple of 64 elements, and has weights in one buffer, too."
         )

@@ -109,7 +109,7 @@ def activation(config: Any) -> Activation:
     limit = config.activation_func_clamp_value
     if limit is not None and config.bias_activation_fusion and function is F.silu:
         warnings.warn(
-            f"config.activation_func_clamp_value: FusedGroupedMLP clamps at {limit}; TEGroupedMLP, until megatron-core "
+            f"config.activation_func_clamp_value: FusedGroupedMLP clamps at {limit}; TEGroupedMLP, up to megatron-core "
             "0.19, does not clamp swiglu with bias_activation_fusion (set None to compute as it does)",
             stacklevel=3,
         )

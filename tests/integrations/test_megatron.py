@@ -156,7 +156,7 @@ def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):
 def test_config_and_state(tmp_path):
     (found,) = launch("integrations.megatron_layers:config_and_state", 1, tmp_path)
     assert found["honoured"] == 13
-    assert re.search("FusedGroupedMLP clamps at 0.1; TEGroupedMLP, until .* does not", found["clamp_is_said"])
+    assert re.search("FusedGroupedMLP clamps at 0.1; TEGroupedMLP, up to .* does not", found["clamp_is_said"])
     kept = 10 * (8 + 24 + 1) + 4 * (24 + 12) * 8 + 5  # x, h and probs of 10 rows; weights of 4 experts; 5 offsets
     assert found["kept"] == {"default": kept, "moe_act recomputed": kept}
     assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
