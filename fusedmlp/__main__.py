@@ -85,7 +85,10 @@ def _add_doctor(commands: Commands) -> None:
     )
     arguments.add_layer(parser)
     parser.add_argument(
-        "--weights", choices=("packed", "separate", "megatron"), default="packed", help="how weights are stored"
+        "--weights",
+        choices=("packed", "separate", "megatron", "megatron_ddp"),
+        default="packed",
+        help="how weights and main_grad are stored; megatron_ddp: by Megatron-core without its distributed optimizer",
     )
     parser.add_argument("--target", choices=TARGETS, help="GPU to show kernels for; default: the one here, or sm_90")
     parser.add_argument("--json", action="store_true", help="print one object instead of text")

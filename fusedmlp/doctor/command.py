@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -30,14 +31,20 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     recipes = facts.eight_bit(**{size: layer[size] for size in "EHFR"})
     checks, seconds = selftest.run(getattr(torch, layer["dtype"]))
     architecture = target or machine.architecture or "sm_90"
-    passes, why_no_passes = _passes(layer, architecture, machine.problems)
+    passes, note, why_no_passes = _passes(layer, architecture, machine.problems)
     status = RIGHT if all(check.ok for check in checks) else WRONG_NUMBERS
     if machine.problems:
         status = CANNOT_RUN
     if as_json:
         document = {
             "machine": asdict(machine),
-            "kernels": {"target": architecture, "layer": layer, "passes": passes, "why_none": why_no_passes},
+            "kernels": {
+                "target": architecture,
+                "layer": layer,
+                "passes": passes,
+                "note": note,
+                "why_none": why_no_passes,
+            },
             "eight_bit": recipes,
             "integrations": [asdict(integration) for integration in libraries],
             "self_test": {"seconds": seconds, "checks": [asdict(check) | {"ok": check.ok} for check in checks]},
@@ -50,6 +57,8 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     here = "" if architecture == machine.architecture else ", which is not here"
     print(f"\nKernels for a layer of {sizes}, on {architecture}{here}:")
     print(f"  none shown: {why_no_passes}" if why_no_passes else "\n".join(_pass_lines(passes)))
+    if note:
+        print(fill(note, 118, initial_indent="  ", subsequent_indent="  "))
     rows = layer["R"] / layer["E"]
     print("\n8-bit recipes: kernels for sm_90 (fp8_block), and sm_100, sm_120 and gfx950 (mxfp8); both on the CPU.")
     print(f"This layer, with {rows:g} rows an expert on average:")
@@ -64,19 +73,19 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     return status
 
 
-def _passes(layer: dict[str, Any], target: str, problems: list[str]) -> tuple[list[dict[str, Any]], str]:
-    """Return the rows of `paths.passes`, and why there are none ("" if there are); add to `problems`."""
+def _passes(layer: dict[str, Any], target: str, problems: list[str]) -> tuple[list[dict[str, Any]], str, str]:
+    """Return the rows of `paths.passes`, `paths.note`, and why there are none ("" if there are); add to `problems`."""
     if environment.triton_interpret():
-        return [], "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
+        return [], "", "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     try:
         from fusedmlp.doctor import paths
     except ModuleNotFoundError as error:
-        return [], f"{(error.name or '').split('.')[0]} is not installed"
+        return [], "", f"{(error.name or '').split('.')[0]} is not installed"
     except (OSError, ValueError) as error:  # the file of tuned tiles is not there, or is another version's
         problems.append(str(error))
-        return [], str(error)
+        return [], "", str(error)
     problem = paths.Problem(**(layer | {"dtype": getattr(torch, layer["dtype"])}))
-    return [asdict(row) for row in paths.passes(problem, target)], ""
+    return [asdict(row) for row in paths.passes(problem, target)], paths.note(problem), ""
 
 
 def _machine_lines(machine: facts.Machine) -> list[str]:

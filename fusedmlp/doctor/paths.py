@@ -20,7 +20,7 @@ from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.tiles import table
 from fusedmlp.operators import triton_impl
 
-WEIGHTS = ("packed", "separate", "megatron")
+WEIGHTS = ("packed", "separate", "megatron", "megatron_ddp")
 # Launches of a step in their order, by the names that `bench --roofline` uses.
 STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
 _EXPERTS, _ROWS = 3, 64
@@ -35,8 +35,8 @@ class Problem:
     F: int = 768
     R: int = 65536
     dtype: torch.dtype = torch.bfloat16
-    # "packed"; "separate": an allocation for each expert; "megatron": views of one buffer, last expert first, where
-    # main_grad starts 4 bytes late, so that it is not aligned
+    # "packed"; "separate": an allocation for each expert; "megatron": views of one buffer, last expert first, as
+    # Megatron-core's DDP makes with the distributed optimizer; "megatron_ddp": without it, only main_grad lies so
     weights: str = "packed"
 
 
@@ -63,14 +63,37 @@ def passes(problem: Problem, target: str) -> list[Pass]:
     ]
 
 
+def note(problem: Problem) -> str:
+    """Say where Megatron-core's DDP lays experts in another way than `passes` plans with, and what sets it right."""
+    size = problem.H * problem.F
+    if problem.weights == "megatron":
+        return (
+            "Planned as use_distributed_optimizer lays weights and main_grad: evenly spaced, at multiples of 128 "
+            "bytes. With overlap_grad_reduce too, padding at the end of a bucket can come between two experts; then "
+            "they are not evenly spaced, and tma becomes pointer. There is no such padding with "
+            "expert_model_parallel_size above 1, without biases, if lcm(128, expert data parallel size) divides "
+            f"H * F = {size} (65536, not 128, with pad_buckets_for_high_nccl_busbw). Otherwise, with that size above "
+            f"1, bucket_size={size} spaces them evenly."
+        )
+    if problem.weights == "megatron_ddp":
+        return (
+            "Planned as DDP without use_distributed_optimizer lays main_grad: evenly spaced in one buffer, at "
+            "multiples of 16 bytes. It can be unaligned if the buffer has a parameter whose size is no multiple of 4 "
+            "elements (of 8 for gradients in bf16); then so is the path of wgrad. use_distributed_optimizer=True "
+            "starts every parameter at a multiple of 64 elements, and has weights in one buffer, too."
+        )
+    return ""
+
+
 def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     H, F = problem.H, problem.F
     x, dy, h = (torch.empty(_ROWS, width, dtype=problem.dtype) for width in (H, H, 2 * F))
     offsets = torch.empty(_EXPERTS + 1, dtype=torch.int32)
     probs = torch.empty(_ROWS)
     shapes = ((2 * F, H), (H, F))
-    weights = [_experts(problem.weights, shape, problem.dtype) for shape in shapes]
-    grads = [_experts(problem.weights, shape, torch.float32, first=1) for shape in shapes]
+    of_weights = problem.weights.replace("megatron_ddp", "separate")
+    weights = [_experts(of_weights, shape, problem.dtype) for shape in shapes]
+    grads = [_experts(problem.weights, shape, torch.float32) for shape in shapes]
     encoded = Activation("swiglu").encoded
     yield triton_impl.grouped_mlp, (x, *weights, [], [], offsets, None, probs, encoded, "")
     # fmt: off
@@ -80,14 +103,14 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     # fmt: on
 
 
-def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype, first: int = 0) -> list[Tensor]:
-    """Return uninitialised expert tensors; with "megatron", they start `first` elements into their buffer."""
+def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Return uninitialised expert tensors."""
     if where == "packed":
         return [torch.empty(_EXPERTS, *shape, dtype=dtype)]
     if where == "separate":
         return [torch.empty(shape, dtype=dtype) for _ in range(_EXPERTS)]
     size = shape[0] * shape[1]
-    buffer = torch.empty(_EXPERTS * size + first, dtype=dtype)[first:]
+    buffer = torch.empty(_EXPERTS * size, dtype=dtype)
     return [buffer[e * size : (e + 1) * size].view(shape) for e in reversed(range(_EXPERTS))]
 
 
@@ -107,6 +130,6 @@ def _why(launch: Launch, problem: Problem, target: str) -> str:
     kernel = launch.name.removeprefix("grouped_")
     if not any(key[:3] == (kernel, "tma", table.FORMATS[problem.dtype]) for key in table.TABLES[target]):
         return f"pointers: no configuration with descriptors for {problem.dtype}"
-    if problem.weights == "separate":
+    if problem.weights in ("separate", "megatron_ddp"):
         return "pointers: experts lie in allocations of their own"
     return "pointers: no descriptor fits the sizes and addresses"

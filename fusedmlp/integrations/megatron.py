@@ -5,7 +5,7 @@
 
     layer_spec = with_fused_experts(get_gpt_layer_with_transformer_engine_spec(num_experts=64, moe_grouped_gemm=True))
 
-State dicts, plain and sharded, are those of `TEGroupedMLP`. See `megatron_config.py` for the config fields that are
+State dicts, plain and sharded, are those of `TEGroupedMLP`. See docs/megatron.md for the config fields that are
 refused.
 """
 
@@ -46,7 +46,7 @@ class FusedGroupedMLP(TEGroupedMLP):
 
     Args:
         num_local_experts: experts on this rank.
-        config: Megatron's; see `megatron_config.py` for what is refused.
+        config: Megatron's; see docs/megatron.md for what is refused.
         submodules: ignored: the linear layers are `ExpertLinear`.
         pg_collection: process groups; default: those of `parallel_state`.
         name: ignored.
@@ -100,21 +100,21 @@ class FusedGroupedMLP(TEGroupedMLP):
         linears = (self.linear_fc1, self.linear_fc2)
         if torch.is_grad_enabled():
             for linear in linears:
-                linear.refuse_owners_that_do_not_wait()
+                linear.refuse_owners()
         for linear in linears:
             linear()
-        under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.weight0, "__fsdp_param__")
+        under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.group("weight")[0], "__fsdp_param__")
         weights = [weight for linear in linears for weight in linear.group("weight")]
         if under_fsdp:
             keep_what_fsdp_adds_up(weights)
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
-        fc1_bias, fc2_bias = [linear.group("bias") if linear.use_bias else None for linear in linears]
+        fc1_bias, fc2_bias = [linear.experts("bias") if linear.use_bias else None for linear in linears]
         y = grouped_mlp(
             x,
-            weights[: self.num_local_experts],
-            weights[self.num_local_experts :],
+            self.linear_fc1.experts("weight"),
+            self.linear_fc2.experts("weight"),
             tokens_per_expert,
             probs=probs,
             fc1_bias=fc1_bias,
@@ -134,14 +134,15 @@ class FusedGroupedMLP(TEGroupedMLP):
         """8-bit copies of the weights, made by the first micro-batch of a step for all, as TransformerEngine's layers
         make theirs. None if every call makes its own.
         """
-        parts = self.num_local_experts
-        if self.is_first_microbatch is None or self.recipe not in BLOCKS or num_rows < LEAST_ROWS * parts:
+        least = LEAST_ROWS * self.num_local_experts
+        if self.is_first_microbatch is None or self.recipe not in BLOCKS or num_rows < least:
             return None
         if getattr(self.config, "disable_parameter_transpose_cache", False):
             return None
         if self.is_first_microbatch or self._quantized is None or not self._quantized.are_of(weights):
             self._quantized = None  # frees the old copies first
-            self._quantized = quantize_weights(weights[:parts], weights[parts:], self.recipe)
+            fc1, fc2 = self.linear_fc1.experts("weight"), self.linear_fc2.experts("weight")
+            self._quantized = quantize_weights(fc1, fc2, self.recipe)
         self.is_first_microbatch = False
         return self._quantized
 

@@ -3,14 +3,16 @@
 Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`, `glu_linear_offset`,
 `add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
 `gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
-initialisation fields, expert and tensor parallel sizes; `fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, and
-`fp8_wgrad`. `bias_activation_fusion`, `use_fused_weighted_squared_relu` and `moe_act` recomputation ask for what the
+initialisation fields, expert and tensor parallel sizes, `moe_single_grouped_weight`, `moe_single_grouped_bias`;
+`fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, and `fp8_wgrad`. `bias_activation_fusion`,
+`use_fused_weighted_squared_relu`, `use_transformer_engine_op_fuser` and `moe_act` recomputation ask for what the
 kernels always do. `moe_router_padding_for_quantization` adds rows, which 8-bit recipes do not need.
 `refuse_unsupported`, `activation` and `recipe` refuse the rest.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -35,10 +37,8 @@ _REFUSED = {
     "fp8_param": "parameters of 8 bits",
     "fp4": "experts of 4 bits",
     "use_te_activation_func": "TransformerEngine's activation modules",
-    "use_transformer_engine_op_fuser": "TransformerEngine's own fused experts",
     "moe_mlp_glu_interleave_size": "gate and linear channels in interleaved blocks",
-    "moe_single_grouped_weight": "one parameter for all experts",
-    "moe_single_grouped_bias": "one bias for all experts",
+    "moe_ncclep_zero_copy": "outputs in buffers of the dispatcher",
     "activation_func_fp8_input_store": "fp8 storage of the activation's input",
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients computed inside the dispatcher's backward",
     "quant_recipe": "quantised experts",
@@ -60,7 +60,8 @@ def refuse_unsupported(config: Any) -> None:
         modules = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
         if modules:
             raise ValueError(
-                "config.offload_modules: expected none inside the experts, as FusedGroupedMLP offloads nothing; got "
+                "config.offload_modules: expected none inside the experts, as FusedGroupedMLP offloads nothing (it "
+                "keeps what 'moe_act' in recompute_modules leaves; to keep less, put 'moe' there); got "
                 f"{sorted(modules)}"
             )
     shards = getattr(config, "expert_gtp_weight_remat_size", 1)
@@ -71,14 +72,10 @@ def refuse_unsupported(config: Any) -> None:
         )
     if getattr(config, "transformer_impl", None) == "inference_optimized":
         raise ValueError("config.transformer_impl: expected 'local' or 'transformer_engine'; got 'inference_optimized'")
-    clamped = config.gated_linear_unit and config.activation_func_clamp_value is not None
-    if clamped and config.bias_activation_fusion and config.activation_func == F.silu:
-        raise ValueError(
-            "config.activation_func_clamp_value: expected None, or bias_activation_fusion=False to clamp, with swiglu, "
-            f"as TEGroupedMLP's fusion ignores the clamp; got {config.activation_func_clamp_value}"
-        )
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
-        raise ValueError(f"config.moe_apply_probs_on_input: expected moe_router_topk 1; got {config.moe_router_topk}")
+        raise ValueError(
+            f"config.moe_apply_probs_on_input: expected moe_router_topk 1, or the field False; got {config.moe_router_topk}"
+        )
     if config.add_bias_linear and (config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(
             "config.add_bias_linear: expected expert_tensor_parallel_size 1, as every rank would add the bias of fc2; "
@@ -111,9 +108,14 @@ def activation(config: Any) -> Activation:
         )
     if not config.gated_linear_unit:
         return Activation(name)
-    return Activation(
-        name, limit=config.activation_func_clamp_value, linear_offset=getattr(config, "glu_linear_offset", 0.0)
-    )
+    limit = config.activation_func_clamp_value
+    if limit is not None and config.bias_activation_fusion and function is F.silu:
+        warnings.warn(
+            f"config.activation_func_clamp_value: FusedGroupedMLP clamps at {limit}; TEGroupedMLP, up to megatron-core "
+            "0.19, does not clamp swiglu with bias_activation_fusion (set None to compute as it does)",
+            stacklevel=3,
+        )
+    return Activation(name, limit=limit, linear_offset=getattr(config, "glu_linear_offset", 0.0))
 
 
 def recipe(config: Any) -> tuple[str | None, str]:

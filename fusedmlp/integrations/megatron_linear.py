@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from fusedmlp.contract.parameter_state import state_of
 
 class ExpertLinear(MegatronModule):
     """The parameters of one linear layer of all local experts: `weight{i}` `[out, in]` and `bias{i}` `[out]`.
+
+    With `config.moe_single_grouped_weight` one parameter `weight` `[experts, out, in]`, and with
+    `config.moe_single_grouped_bias` one `bias` `[experts, out]`, as TransformerEngine's layers have them.
 
     Args:
         num_local_experts: experts on this rank.
@@ -48,7 +52,7 @@ class ExpertLinear(MegatronModule):
         self.use_bias: bool = config.add_bias_linear
         self.delay_wgrad_compute: bool = config.delay_wgrad_compute
         self._hooks: list[Callable[[], object]] = []
-        self.register_load_state_dict_pre_hook(_drop_other_extra_states)
+        self.register_load_state_dict_pre_hook(_accept_other_keys)
         full = [out_features, in_features]
         shape = list(full)
         tp_size = groups.expt_tp.size()
@@ -58,17 +62,28 @@ class ExpertLinear(MegatronModule):
                 f"got {shape[self.partition_dim]}"
             )
         shape[self.partition_dim] //= tp_size
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self._grouped = {name: getattr(config, f"moe_single_grouped_{name}", False) for name in ("weight", "bias")}
         for i in range(num_local_experts):
-            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-            if config.perform_initialization:
-                self._initialize(weight, full, init_method)
-            self.register_parameter(f"weight{i}", self._mark(weight, is_partitioned=True))
+            self._register("weight", i, shape, partial(self._initialize, full=full, init_method=init_method))
             if self.use_bias:
-                bias = torch.nn.Parameter(torch.zeros(shape[0], dtype=config.params_dtype, device=device))
-                self.register_parameter(f"bias{i}", self._mark(bias, is_partitioned=self.partition_dim == 0))
+                self._register("bias", i, shape[:1], torch.nn.init.zeros_)
 
-    def _initialize(self, weight: Tensor, full: list[int], init_method: Callable[[Tensor], object]) -> None:
+    def _register(self, name: str, i: int, shape: list[int], fill: Callable[[Tensor], object]) -> None:
+        """Register the `"weight"` or the `"bias"` of expert i or, for expert 0, one parameter of all experts."""
+        grouped, config = self._grouped[name], self.config
+        if grouped and i > 0:
+            return
+        if grouped:
+            shape = [self.num_local_experts, *shape]
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        param = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+        if config.perform_initialization or name == "bias":
+            for part in param.detach() if grouped else [param]:
+                fill(part)
+        self._mark(name, param)
+        self.register_parameter(name if grouped else f"{name}{i}", param)
+
+    def _initialize(self, weight: Tensor, *, full: list[int], init_method: Callable[[Tensor], object]) -> None:
         if not self.config.use_cpu_initialization:
             _initialize_affine_weight_gpu(weight, init_method, self.partition_dim, is_expert=True)
             return
@@ -84,25 +99,33 @@ class ExpertLinear(MegatronModule):
             skip_set_tensor_parallel_attributes=True,
         )
 
-    def _mark(self, param: Any, *, is_partitioned: bool) -> torch.nn.Parameter:
-        """Set the attributes that Megatron's DDP, optimizer and gradient norm read of a parameter; return it."""
+    def _mark(self, name: str, param: Any) -> None:
+        """Set the attributes that Megatron's DDP, optimizer and gradient norm read of a parameter."""
         config = self.config
         # True: reduced over the data-parallel group of the dense layers, which is then also that of the experts.
         param.allreduce = (
             config.expert_model_parallel_size == 1
             and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         )
-        param.tensor_model_parallel = is_partitioned
-        if is_partitioned:
+        param.tensor_model_parallel = name == "weight" or self.partition_dim == 0
+        if param.tensor_model_parallel:
             param.partition_dim, param.partition_stride = self.partition_dim, 1
-        if self.delay_wgrad_compute and param.dim() == 2:  # bias gradients are never delayed
+        if self.delay_wgrad_compute and name == "weight":  # bias gradients are never delayed
             param.skip_backward_post_hook = True
-        marked: torch.nn.Parameter = param
-        return marked
 
     def group(self, name: str) -> list[Tensor]:
-        """Return the `"weight"` or the `"bias"` of every expert, in order."""
+        """Return the `"weight"` or the `"bias"` of every expert, in order; or the one parameter of all."""
+        if self._grouped[name]:
+            return [getattr(self, name)]
         return [getattr(self, f"{name}{i}") for i in range(self.num_local_experts)]
+
+    def experts(self, name: str) -> Tensor | list[Tensor]:
+        """Return the `"weight"` or the `"bias"` as `grouped_mlp` takes it."""
+        return self.group(name)[0] if self._grouped[name] else self.group(name)
+
+    def _of_expert(self, name: str, i: int) -> Tensor:
+        """Return the parameter of expert i, or its part of the one parameter of all."""
+        return self.group(name)[0].detach()[i] if self._grouped[name] else self.group(name)[i]
 
     # Part of TransformerEngine's state dicts; empty unless there is fp8 state.
     def get_extra_state(self) -> Tensor:
@@ -121,9 +144,16 @@ class ExpertLinear(MegatronModule):
         """Keep a hook for `fire_hooks`; Megatron's DDP calls this for every weight with a delayed gradient."""
         self._hooks.append(hook)
 
-    def refuse_owners_that_do_not_wait(self) -> None:
-        """Raise RuntimeError if DDP or Megatron-FSDP would reduce gradients before `backward_dw()` computes them."""
-        weight: Any = self.get_parameter("weight0")
+    def refuse_owners(self) -> None:
+        """Raise RuntimeError for DDP or Megatron-FSDP that would reduce gradients before `backward_dw()` computes them,
+        and for Megatron-FSDP with one parameter of all experts.
+        """
+        weight: Any = self.group("weight")[0]
+        if hasattr(weight, "__fsdp_param__") and any(self._grouped.values()):
+            raise RuntimeError(
+                "config.moe_single_grouped_weight and config.moe_single_grouped_bias: expected False under "
+                "Megatron-FSDP, which does not support them; got True"
+            )
         if not self.delay_wgrad_compute:
             return
         if hasattr(weight, "__fsdp_param__"):
@@ -164,7 +194,7 @@ class ExpertLinear(MegatronModule):
         names = ["weight", "bias"] if self.use_bias else ["weight"]
         result: dict[str, Any] = {}
         for i in range(self.num_local_experts):
-            state = {f"{i}.{name}": getattr(self, f"{name}{i}") for name in names}
+            state = {f"{i}.{name}": self._of_expert(name, i) for name in names}
             state[f"{i}._extra_state"] = self.get_extra_state()
             axes = {f"{i}.weight": self.partition_dim} | ({f"{i}.bias": 0} if self.partition_dim == 0 else {})
             offsets = sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), first + i, total))
@@ -180,7 +210,17 @@ class ExpertLinear(MegatronModule):
         return result
 
 
-def _drop_other_extra_states(module: ExpertLinear, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """Drop `_extra_state1` and so on: a sharded checkpoint holds one for each expert, a module has one."""
-    for i in range(1, module.num_local_experts):
+def _accept_other_keys(module: ExpertLinear, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Accept a tensor for each expert in place of one for all, and the reverse.
+
+    Drop `_extra_state1` and so on: a sharded checkpoint holds one for each expert, a module has one.
+    """
+    experts = range(module.num_local_experts)
+    for i in experts[1:]:
         module.set_extra_state(state_dict.pop(f"{prefix}_extra_state{i}", None))
+    for name, grouped in module._grouped.items():
+        one, each = prefix + name, [f"{prefix}{name}{i}" for i in experts]
+        if grouped and all(key in state_dict for key in each):
+            state_dict[one] = torch.stack([state_dict.pop(key) for key in each])
+        elif not grouped and one in state_dict:
+            state_dict.update(zip(each, state_dict.pop(one).unbind(), strict=True))

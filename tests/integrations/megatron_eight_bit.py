@@ -64,6 +64,7 @@ def cells(world_size, recipe):
         both = {"fp8_recipe": recipe, "fp8_wgrad": wgrad, "dtype": "bfloat16"}
         yield EightBitCell(True, microbatches=3, zero_out_wgrad=True, **both)
         yield EightBitCell(grad_reduce_in_fp32=False, **both)
+        yield EightBitCell(True, True, microbatches=3, moe_single_grouped=True, **both)
         yield EightBitCell(True, gradient_accumulation_fusion=False, **both)
         for overlap, (order, fuse) in itertools.product(flags, (("bw", False), ("bbwbww", False), ("bbww", True))):
             micro = order.count("b")
@@ -127,18 +128,24 @@ def gradients(fp8_recipe, quick):
     return run_cells(part(every) if quick else every, run)
 
 
+def matrices(tensors):
+    """The matrices of all experts, also where one tensor has them."""
+    return [matrix for tensor in tensors for matrix in (tensor if tensor.dim() == 3 else [tensor])]
+
+
 def kept_copies():
     """Gradients of two steps, between which weights change through `.data`, and how often weights were quantized."""
     megatron_world.model_parallel()
-    cell, found = EightBitCell(microbatches=3), {}
-    for how in ("as Megatron's schedules", "without a word", "no cache", "a write within a step"):
+    found = {}
+    for how in ("as Megatron's schedules", "without a word", "no cache", "a write within a step", "one parameter"):
+        cell = EightBitCell(microbatches=3, moe_single_grouped=how == "one parameter")
         torch.manual_seed(0)
         config = config_of(cell)
         config.disable_parameter_transpose_cache = how == "no cache"
         model = megatron_experts.Model(config, cell)
         weights = [param for name, param in model.experts.named_parameters() if "weight" in name]
         with torch.no_grad():
-            for weight in weights:
+            for weight in matrices(weights):
                 weight.mul_(magnitudes(weight.shape))
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(True), model)
         grads = []
@@ -155,7 +162,7 @@ def kept_copies():
                         with torch.no_grad():
                             weights[0].mul_(1.0)
                 ddp.finish_grad_sync()
-                grads.append([weight.main_grad.tolist() for weight in weights])
+                grads.append([grad.tolist() for grad in matrices([weight.main_grad for weight in weights])])
                 for weight in weights:
                     weight.data.mul_(-0.75)
             found[how] = quantize.call_count, grads

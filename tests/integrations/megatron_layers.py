@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -88,11 +89,17 @@ def fused(config):
     return FusedGroupedMLP(config.num_moe_experts // groups.ep.size(), config, None, groups)
 
 
+def grouped(config):
+    """Our experts with one weight and one bias for all; set late: the constructor asks for TransformerEngine."""
+    config.moe_single_grouped_weight = config.moe_single_grouped_bias = True
+    return fused(config)
+
+
 def weights_of(experts):
     """`[(fc1, fc2)]` by local expert."""
     if isinstance(experts, SequentialMLP):
         return [(e.linear_fc1.weight, e.linear_fc2.weight) for e in experts.local_experts]
-    return list(zip(experts.linear_fc1.group("weight"), experts.linear_fc2.group("weight"), strict=True))
+    return list(zip(experts.linear_fc1.experts("weight"), experts.linear_fc2.experts("weight"), strict=True))
 
 
 def shared_folder():
@@ -115,7 +122,7 @@ def same(a, b):
     return all(torch.equal(x, y) for pair in zip(a, b, strict=True) for x, y in zip(*pair, strict=True))
 
 
-KINDS = {"sequential": sequential, "fused": fused}
+KINDS = {"sequential": sequential, "fused": fused, "grouped": grouped}
 
 
 def save_checkpoint(source, parallel, glu):
@@ -137,7 +144,7 @@ def load_checkpoint(folder, kept, target, parallel, glu):
     assert not same(kept, all_weights(experts))
     loaded = dist_checkpointing.load(experts.sharded_state_dict(prefix="mlp.experts."), str(folder))
     loaded = {name.removeprefix("mlp.experts."): tensor for name, tensor in loaded.items()}
-    wrong = experts.load_state_dict(loaded, strict=target == "fused")
+    wrong = experts.load_state_dict(loaded, strict=target != "sequential")
     assert not [name for name in wrong.missing_keys if "_extra_state" not in name]
     assert same(kept, all_weights(experts))
 
@@ -295,6 +302,19 @@ def state_dict_names():
     return [{name: list(tensor.shape) for name, tensor in layer.state_dict().items()} for layer in layers]
 
 
+def grouped_state_dict():
+    """Names and shapes where one parameter has all experts; either layer loads the other's state dict."""
+    options = {"num_moe_experts": 2, "add_bias_linear": True}
+    apart, together = fused(make_config(**options)), grouped(make_config(**options))
+    assert not same(all_weights(apart), all_weights(together))
+    together.load_state_dict(apart.state_dict())
+    assert same(all_weights(apart), all_weights(together))
+    apart = fused(make_config(**options))
+    apart.load_state_dict(together.state_dict())
+    assert same(all_weights(apart), all_weights(together))
+    return {name: list(tensor.shape) for name, tensor in together.state_dict().items()}
+
+
 def recipes():
     """`recipe` and `wgrad` of experts by what their config says of fp8."""
     megatron_world.model_parallel()
@@ -352,7 +372,14 @@ HONOURED = {
     "fused biases": {"bias_activation_fusion": True},
     "latent size": {"moe_latent_size": 6},
     "ffn size of dense layers": {"moe_ffn_hidden_size": None, "ffn_hidden_size": 10},
+    "clamped swiglu, fused": {"activation_func_clamp_value": 0.1, "bias_activation_fusion": True},
     "recomputed activation": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
+    "one parameter, TransformerEngine's fused operators": {
+        "moe_single_grouped_weight": True,
+        "moe_single_grouped_bias": True,
+        "add_bias_linear": True,
+        "use_transformer_engine_op_fuser": True,
+    },
 }
 
 
@@ -404,16 +431,48 @@ def honoured():
                 params = list(experts.parameters())
             else:
                 loop = {
-                    (name.rstrip("0123456789"), int(name[-1])): p.detach().double().requires_grad_()
-                    for name, p in experts.named_parameters()
+                    (name.rstrip("0123456789"), e): p.double().requires_grad_()
+                    for name, param in experts.named_parameters()
+                    for e, p in ([(int(name[-1]), param.detach())] if name[-1].isdigit() else enumerate(param.detach()))
                 }
                 y = as_megatron_documents_it(config, loop, inputs[0], counts, inputs[1])
                 y.backward(dy.double())
                 params = list(loop.values())
-            results.append([y, *(t.grad for t in inputs), *(p.grad for p in params)])
+            grads = [p.grad for p in params]
+            if config.add_bias_linear and getattr(config, "moe_single_grouped_bias", False):
+                grads = [part for grad in grads for part in (grad if dtype == torch.float32 else [grad])]
+            results.append([y, *(t.grad for t in inputs), *grads])
         for got, want in zip(*results, strict=True):
             torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
     return len(HONOURED)
+
+
+def clamp_is_said():
+    """The warning for a clamp of swiglu that TEGroupedMLP's fusion ignores."""
+    config = make_config(bias_activation_fusion=True)
+    config.activation_func_clamp_value = 0.1
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fused(config)
+    (warning,) = caught
+    return str(warning.message)
+
+
+def kept():
+    """Elements of what forward keeps for backward, without and with recomputation of the activation."""
+    megatron_world.model_parallel()
+    found = {}
+    for name, modules in {"default": [], "moe_act recomputed": ["moe_act"]}.items():
+        config, saved = make_config(), {}
+        if modules:
+            config.recompute_granularity, config.recompute_modules = "selective", modules
+        experts = fused(config)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.setdefault(t.data_ptr(), t), lambda t: t
+        ):
+            experts(torch.randn(10, 8).requires_grad_(), torch.tensor([3, 0, 5, 2]), torch.rand(10).requires_grad_())
+        found[name] = sum(t.numel() for t in saved.values())
+    return found
 
 
 def raised(run):
@@ -433,10 +492,8 @@ def refusals():
         "fp8_param": True,
         "fp4": "e2m1",
         "use_te_activation_func": True,
-        "use_transformer_engine_op_fuser": True,
         "moe_mlp_glu_interleave_size": 32,
-        "moe_single_grouped_weight": True,
-        "moe_single_grouped_bias": True,
+        "moe_ncclep_zero_copy": True,
         "activation_func_fp8_input_store": True,
         "overlap_dispatch_backward_with_experts_wgrad": True,
         "activation_func": torch.tanh,
@@ -461,10 +518,6 @@ def refusals():
     found["offload_modules"] = raised(lambda: fused(config))
     config = make_config(activation_func=squared_relu)
     found["gated squared relu"] = raised(lambda: fused(config))
-    config = make_config(bias_activation_fusion=True)
-    config.activation_func_clamp_value = 1.0
-    found["activation_func_clamp_value"] = raised(lambda: fused(config))
-
     config = make_config(gradient_accumulation_fusion=True)
     config.delay_wgrad_compute = True
     experts = fused(config)
@@ -474,6 +527,9 @@ def refusals():
     with torch.no_grad():
         found["DDP does not delay, no gradient"] = raised(lambda: ddp(x, counts, probs))
 
+    experts = grouped(make_config())
+    experts.linear_fc1.weight.__fsdp_param__ = True
+    found["moe_single_grouped_weight under Megatron-FSDP"] = raised(lambda: experts(x, counts, probs))
     experts = fused(make_config(gradient_accumulation_fusion=True))
     found["fusion without main_grad"] = raised(lambda: experts(x, counts, probs))
     small = fused(eight_bit_config("mxfp8"))
@@ -503,7 +559,8 @@ def order_of_hooks():
 
 def config_and_state():
     """On one rank: the results of several functions, by name."""
-    functions = freed_inputs, honoured, refusals, order_of_hooks, recipes, state_dict_names
+    functions = freed_inputs, honoured, clamp_is_said, kept, refusals, order_of_hooks, recipes
+    functions += state_dict_names, grouped_state_dict
     return {function.__name__: function() for function in functions}
 
 

@@ -41,6 +41,7 @@ class Cell:
     order: str = ""  # of backward (b) and backward_dw (w); "": not delayed
     fuse_microbatches: bool = False
     overlap_param_gather: bool = False
+    moe_single_grouped: bool = False  # one weight and one bias for all experts
 
     # Odd sizes: the views of Megatron's buffers are not aligned.
     hidden: ClassVar[int] = 7
@@ -89,6 +90,21 @@ def cells(world_size):
             order=order,
         )
 
+    for sharded, (order, fuse), ep in itertools.product(flags, (("", False), ("bbww", False), ("bbww", True)), flags):
+        if ep and world_size == 1:
+            continue
+        yield Cell(
+            overlap_grad_reduce=sharded,
+            use_distributed_optimizer=sharded,
+            expert_parallel=ep,
+            microbatches=order.count("b") or 3,
+            order=order,
+            fuse_microbatches=fuse,
+            add_bias_linear=True,
+            dtype="bfloat16" if ep else "float32",
+            moe_single_grouped=True,
+        )
+
 
 class Model(MegatronModule):
     """A dense layer, then the experts: Megatron keeps their gradients in different buffers."""
@@ -127,6 +143,7 @@ def config_of(cell):
     # Set after construction, which would require a GPU or TransformerEngine for these.
     config.gradient_accumulation_fusion = cell.gradient_accumulation_fusion
     config.delay_wgrad_compute = bool(cell.order)
+    config.moe_single_grouped_weight = config.moe_single_grouped_bias = cell.moe_single_grouped
     return config
 
 
@@ -140,9 +157,18 @@ def batch(cell, index, rank):
     return x, torch.rand(len(x), generator=generator), dy
 
 
+def one_by_one(tensors):
+    """The tensors by the names of separate experts, also where one parameter has all experts."""
+    return {
+        f"{name}{e}": part
+        for name, tensor in tensors.items()
+        for e, part in (enumerate(tensor) if name.endswith(("weight", "bias")) and "fc" in name else [("", tensor)])
+    }
+
+
 def weights_of(model):
-    """Copies of the weights, by name."""
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+    """Copies of the weights, by name; see `one_by_one`."""
+    return one_by_one({name: p.detach().clone() for name, p in model.named_parameters()})
 
 
 def expected_grads(weights, cell, dtype=torch.float64):
@@ -222,8 +248,9 @@ def landed(ddp, model, want):
             start = param.main_grad.storage_offset() - buffer.grad_data.storage_offset()
             here = slice(start, start + param.numel())
             name = names[param]
-            result[name] = torch.where(owned[here], got[here], want[name].flatten()).view(param.shape)
-    return result
+            wanted = want[name] if name in want else torch.stack([want[f"{name}{e}"] for e in range(len(param))])
+            result[name] = torch.where(owned[here], got[here], wanted.flatten()).view(param.shape)
+    return one_by_one(result)
 
 
 def check(cell, ddp, model, weights, experts):
@@ -250,7 +277,7 @@ def run_cell(cell, config, check=check):
     torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
     model = Model(config, cell)
     with torch.no_grad():
-        for weight in [param for param in model.parameters() if param.dim() == 2]:
+        for weight in [param for param in model.parameters() if param.dim() > 1]:
             weight.mul_(magnitudes(weight.shape, cell.spread))
         dist.broadcast(model.dense.weight, 0)
     ddp_config = DistributedDataParallelConfig(
@@ -262,8 +289,8 @@ def run_cell(cell, config, check=check):
         bucket_size=20 if cell.overlap_param_gather else None,  # several buckets, gathered one after the other
     )
     ddp = DistributedDataParallel(config, ddp_config, model)
-    experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
     weights = weights_of(model)
+    experts = {name for name in weights if name.startswith("experts.")}
     for _ in range(2):
         train_step(model, ddp, cell)
         together(check, cell, ddp, model, weights, experts)

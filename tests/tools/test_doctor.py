@@ -117,11 +117,12 @@ def test_paths_are_those_that_the_launchers_choose():
         ("sm_90", {"dtype": "float32"}),
         ("sm_90", {"weights": "separate"}),
         ("sm_90", {"weights": "megatron"}),
+        ("sm_90", {"weights": "megatron_ddp"}),
         ("sm_90", {"R": 640}),
     ]
     done = forked.run("-c", _PATHS, json.dumps(cases))
     assert done.returncode == 0, done.stderr
-    tma, old, odd, fp32, separate, megatron, short = json.loads(done.stdout)
+    tma, old, odd, fp32, separate, megatron, ddp, short = json.loads(done.stdout)
     assert {path for path, _, _ in tma} == {"tma"}
     assert {(path, why) for path, _, why in old} == {("pointer", "pointers: sm_80 has no TMA")}
     assert {(path, why) for path, _, why in odd} == {("unaligned", "no vectors: H=2047 not a multiple of 16")}
@@ -129,10 +130,23 @@ def test_paths_are_those_that_the_launchers_choose():
     assert {why for _, _, why in fp32[:4]} == {"pointers: no configuration with descriptors for torch.float32"}
     assert {path for path, _, _ in separate} == {"pointer"}
     assert {why for _, _, why in separate} == {"pointers: experts lie in allocations of their own"}
-    assert [path for path, _, _ in megatron[:4]] == ["tma"] * 4  # evenly spaced, from the last expert to the first
-    assert "tma" not in [path for path, _, _ in megatron[4:]]  # its main_grad starts 4 bytes late
-    assert "an address is not a multiple of 16 bytes" in megatron[5][2]
+    assert megatron == tma  # evenly spaced, from the last expert to the first
+    assert ddp == separate[:4] + tma[4:]  # of its own, DDP makes a buffer for main_grad alone
     assert [tile for _, tile, _ in short[:4]] != [tile for _, tile, _ in tma[:4]]
+
+
+def test_megatron_settings_that_lead_to_other_paths(monkeypatch, capsys):
+    monkeypatch.setattr(selftest, "run", lambda _: ([], 0.0))
+    monkeypatch.setattr(facts, "_INTEGRATIONS", ())
+    monkeypatch.setattr(command.environment, "triton_interpret", lambda: False)
+    said = {"megatron": "bucket_size=1572864 spaces", "megatron_ddp": "use_distributed_optimizer=True", "separate": ""}
+    for weights, words in said.items():
+        command.run(LAYER | {"weights": weights}, "sm_90", as_json=True)
+        note = json.loads(capsys.readouterr().out)["kernels"]["note"]
+        assert words in note
+        assert bool(words) == bool(note)
+        command.run(LAYER | {"weights": weights}, "sm_90", as_json=False)
+        assert note in " ".join(capsys.readouterr().out.split())
 
 
 # Index of the output of the operators of a step, by the name that the self-test has for it.
