@@ -74,7 +74,7 @@ def refuse_unsupported(config: Any) -> None:
         raise ValueError("config.transformer_impl: expected 'local' or 'transformer_engine'; got 'inference_optimized'")
     if config.moe_apply_probs_on_input and config.moe_router_topk != 1:
         raise ValueError(
-            f"config.moe_apply_probs_on_input: expected moe_router_topk 1, or the field False; got {config.moe_router_topk}"
+            f"config.moe_apply_probs_on_input: expected False, or moe_router_topk 1; got {config.moe_router_topk}"
         )
     if config.add_bias_linear and (config.expert_tensor_parallel_size or 1) > 1:
         raise ValueError(

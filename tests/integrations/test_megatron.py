@@ -74,7 +74,7 @@ MESSAGES = {
     "gated squared relu": r"config\.activation_func: expected a gated activation .* \(.*\); got .*squared_relu",
     "bias_dropout_fusion": r"config\.bias_dropout_fusion: expected False with add_bias_linear",
     "expert_tensor_parallel_size": r"config\.add_bias_linear: expected expert_tensor_parallel_size 1, .* got 2",
-    "moe_apply_probs_on_input": r"config\.moe_apply_probs_on_input: expected moe_router_topk 1; got 2",
+    "moe_apply_probs_on_input": r"config\.moe_apply_probs_on_input: expected False, or moe_router_topk 1; got 2",
     "offload_modules": r"expected none inside the experts, .* 'moe_act' .* got \['moe_act'\]",
     "DDP does not delay": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
     "fusion without main_grad": r"fc1_weight\[0\]: .* expects a main_grad attribute",
