@@ -6,7 +6,7 @@ import re
 import weakref
 from functools import partial
 from pathlib import Path
-from types import MethodType, SimpleNamespace
+from types import MethodType
 
 import pytest
 import torch
@@ -31,6 +31,17 @@ ROOT = Path(__file__).parents[2]
 USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 # Larger tolerances would pass anything; a token that rounding sends to other experts would cause one.
 MEANINGFUL = {torch.float32: 1e-5, torch.bfloat16: 0.1}
+
+
+class ModelOf(torch.nn.Module):
+    """As much of a model as `register` reads."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.experts = experts
+
+    def set_experts_implementation(self, name):
+        pass
 
 
 @pytest.fixture
@@ -303,7 +314,7 @@ def test_an_activation_that_changes_after_a_forward(change, again):
     before = experts(*arguments)
     apply(experts)
     if again:
-        register(SimpleNamespace(modules=lambda: [experts], set_experts_implementation=lambda name: None))
+        register(ModelOf(experts))
     after = experts(*arguments)
     experts.config._experts_implementation = "batched_mm"  # "eager" takes no notice of `_apply_gate`
     torch.testing.assert_close(after, experts(*arguments), rtol=1e-4, atol=2e-5)
@@ -319,7 +330,7 @@ def test_an_activation_that_changes_to_one_that_is_refused():
         with pytest.raises(NotImplementedError, match="MixtralExperts: got act_fn of class Tanh"):
             experts(*arguments)
     with pytest.raises(NotImplementedError, match="MixtralExperts: got act_fn of class Tanh"):
-        register(SimpleNamespace(modules=lambda: [experts]))
+        register(ModelOf(experts))
     experts.act_fn = silu
     assert torch.equal(experts(*arguments), before)
 
@@ -373,7 +384,7 @@ def test_what_cannot_be_expressed_raises_and_names_the_class(name, options, mess
     with pytest.raises(NotImplementedError, match=message):
         experts(torch.randn(2, 16), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     with pytest.raises(NotImplementedError, match=message):
-        register(SimpleNamespace(modules=lambda: [experts]))
+        register(ModelOf(experts))
 
 
 class LearnedSwish(torch.nn.Module):
@@ -499,7 +510,7 @@ def test_what_an_activation_may_hide_is_refused_in_either_mode(change, before):
             with pytest.raises(NotImplementedError, match=rf"^MixtralExperts: .*{message}"):
                 experts(*arguments)
         with pytest.raises(NotImplementedError, match=rf"^MixtralExperts: .*{message}"):
-            register(SimpleNamespace(modules=lambda experts=experts: [experts]))
+            register(ModelOf(experts))
 
 
 def test_a_transformers_without_the_interface_is_refused(monkeypatch):
