@@ -141,6 +141,7 @@ class MainGradBuffer:
         `.grad`, of zeros where no gradient has arrived, so that the optimizer uses edits.
         """
         if not self._lent:
+            self._refuse_replaced()
             self._gather()
             for param, view, state in self._each():
                 if state.grad_is_main and param.requires_grad and param.grad is None:
@@ -248,6 +249,9 @@ class MainGradBuffer:
                 f"{what}: expected a call outside of as_grad(); got one inside, where .grad is main_grad itself"
             )
         refuse_queued(self._states, what)
+        self._refuse_replaced()
+
+    def _refuse_replaced(self) -> None:
         memory = self._flat.untyped_storage()._cdata
         for i, (param, view) in enumerate(zip(self.params, self._views, strict=True)):
             if view.untyped_storage()._cdata != memory or getattr(param, "main_grad", None) is not view:

@@ -186,9 +186,13 @@ def _check_kind(param: Tensor, target: Tensor, what: str, place: Place) -> None:
         raise TypeError(f"{where}: expected {what} to be a plain tensor; got a {type(target).__name__}")
     if target.requires_grad:
         raise ValueError(f"{where}: expected {what} with requires_grad=False; got True")
-    same_storage = target.untyped_storage()._cdata == param.untyped_storage()._cdata
-    if same_storage and target.storage_offset() == param.storage_offset():
+    if target.untyped_storage()._cdata == param.untyped_storage()._cdata and _offset(target) == _offset(param):
         raise ValueError(f"{where}: expected {what} in memory of its own; got the parameter's own memory")
+
+
+def _offset(tensor: Tensor) -> int:
+    """Bytes from the start of the storage."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _check_memory(target: Tensor, what: str, place: Place) -> None:

@@ -101,22 +101,27 @@ class StepHooks:
         ]
         if not differing:
             return
-        self._unscale()
+        self._fit([grad for param, _, grad in differing if param.dtype == torch.float16])
         copies = [lend(param, state, grad, takes_gradients=True) for param, state, grad in differing]
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is not None:  # rounding to float16 may have overflowed
-            largest = torch.stack([norm.to(found_inf.device) for norm in torch._foreach_norm(copies, math.inf)])
-            found_inf.copy_(torch.maximum(found_inf, (~largest.isfinite()).any().to(found_inf)))
+            found_inf.copy_(torch.maximum(found_inf, (~_largest(copies).isfinite()).to(found_inf)))
 
-    def _unscale(self) -> None:
-        """Unscale in float32 gradients that a `GradScaler` leaves to fused optimizers: float16 can overflow."""
+    def _fit(self, rounded: list[Tensor]) -> None:
+        """Scale down gradients that a `GradScaler` leaves to fused optimizers until the largest one fits float16.
+
+        They are not unscaled, as small ones would then be zero in float16. `rounded`: those that will be float16.
+        """
         scale = getattr(self.optimizer, "grad_scale", None)
-        if scale is not None:
-            for group in self.optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.mul_((1 / scale).to(param.grad.device))
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+        if scale is None or not rounded:
+            return
+        largest = _largest(rounded).to(scale)
+        factor = (torch.finfo(torch.float16).max / largest).log2().floor().exp2().clamp(max=1)  # 1 if all are zero
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(factor.to(param.grad.device))
+        self.optimizer.grad_scale = scale * factor  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def _reclaim(self) -> None:
@@ -136,6 +141,12 @@ class StepHooks:
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         self._reclaim()
+
+
+def _largest(tensors: list[Tensor]) -> Tensor:
+    """The largest absolute value in tensors on one or more devices; NaN if there is one."""
+    norms = torch._foreach_norm([tensor for tensor in tensors if tensor.numel()] or [torch.zeros(1)], math.inf)
+    return torch.stack([norm.float().to(norms[0].device) for norm in norms]).amax()
 
 
 def unwrap(optimizer: Optimizer) -> Optimizer:

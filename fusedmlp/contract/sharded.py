@@ -65,4 +65,7 @@ def local_grad(node: Any, leaf: Any, weight: Tensor, place: Place) -> Tensor | N
     grad = leaf.grad
     if type(grad) is not type(leaf) or (grad.device_mesh, grad.placements) != (spec.mesh, spec.placements):
         return None
-    return checked_grad(leaf, weight, grad._local_tensor, place, returnable=True)
+    target = checked_grad(leaf, weight, grad._local_tensor, place, returnable=True)
+    if target is not None:
+        torch.autograd.graph.increment_version(grad)  # the GEMM's write counts for its local tensor alone
+    return target

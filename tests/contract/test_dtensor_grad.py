@@ -64,6 +64,16 @@ def test_the_gemm_adds_into_the_local_tensor(mode, layer, wgrad_gemms, assert_cl
     assert_close(sums(layer), expected(wgrads))
 
 
+def test_autograd_notices_that_the_gemm_has_written(mode, layer):
+    factor = torch.ones((), requires_grad=True)
+    product = (factor * layer.leaves[0].grad.to_local()).sum() + (factor * layer.leaves[0].grad).to_local().sum()
+    version = layer.leaves[0].grad._version
+    layer.backward(accumulate_wgrad=mode)
+    assert layer.leaves[0].grad._version > version
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_experts_with_a_tensor_each(mode, make_layer, mesh, wgrad_gemms, assert_close):
     """One has a hook, which must get its gradient; GEMMs add to the others', which are sharded over features."""
     layer, seen = make_layer("mlp", packed=False), []

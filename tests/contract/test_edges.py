@@ -107,6 +107,17 @@ def test_a_main_grad_in_the_memory_of_the_weights_is_refused(delayed, packed, ma
     assert all(map(torch.equal, layer.params, before))
 
 
+def test_a_wider_main_grad_in_the_memory_of_the_weights_is_refused(make_layer):
+    """Offsets count elements, so those of two dtypes differ."""
+    layer = make_layer("linear", dtype=torch.bfloat16)
+    (param,) = layer.params
+    memory = torch.zeros(4 + 2 * param.numel())
+    param.data = memory.view(torch.bfloat16)[8 : 8 + param.numel()].view(param.shape).copy_(param.data)
+    param.main_grad = memory[4 : 4 + param.numel()].view(param.shape)
+    with pytest.raises(ValueError, match="expected main_grad in memory of its own"):
+        layer.backward()
+
+
 def test_a_main_grad_beside_its_weight_in_one_memory_is_right(make_layer, assert_close):
     layer = make_layer("linear")
     (param,) = layer.params

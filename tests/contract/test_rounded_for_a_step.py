@@ -53,18 +53,46 @@ def test_a_grad_scaler(keep, dtype, fused):
         assert_same(model, reference, dtype)
 
 
+@pytest.mark.parametrize("unscaled", [False, True])
 @KEPT_IN_FP32
-def test_a_gradient_that_overflows_float16_when_it_is_rounded_skips_a_fused_step(keep):
+def test_a_gradient_that_float16_cannot_hold(keep, unscaled):
+    """A fused step gets it scaled down or, where the loop has unscaled it, is skipped."""
     model = Model(torch.float16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.0, fused=True)
     keep(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.zeros(()))
     backward(model, 1)
     model.router.weight.grad.fill_(1e6)
     before = copy.deepcopy(model.state_dict())
+    if unscaled:
+        scaler.unscale_(optimizer)
     scaler.step(optimizer)
-    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    if unscaled:
+        assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    else:
+        torch.testing.assert_close(model.router.weight, before["router.weight"] - 0.1, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("gradient", [0.0, 1e-9, 2e-8, 1e-3])
+@KEPT_IN_FP32
+def test_a_small_gradient_is_no_zero_in_a_fused_step(keep, gradient):
+    """Unscaled it would be zero in float16; the optimizer unscales it in float32."""
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    empty = torch.nn.Parameter(torch.ones(0, dtype=torch.float16))
+    steps = []
+    for kept in (False, True):
+        module = torch.nn.Module()
+        module.weight, module.empty = torch.nn.Parameter(param.clone()), torch.nn.Parameter(empty.clone())
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True, weight_decay=0.0)
+        if kept:
+            keep(module, optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale((module.weight.float() * gradient).sum() + module.empty.sum()).backward()
+        scaler.step(optimizer)
+        steps.append(module.weight.detach())
+    assert (steps[0] < 1).all() == (gradient > 0)
+    assert torch.equal(*steps)
 
 
 @torch.no_grad()

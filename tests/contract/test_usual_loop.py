@@ -231,6 +231,6 @@ def test_a_module_that_moves_takes_its_gradients_out_of_the_buffer():
     buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
     backward(model, 1)
     model.bfloat16()
-    for use in (buffer.norm, lambda: buffer.clip_norm_(1.0), buffer.zero_):
+    for use in (buffer.norm, lambda: buffer.clip_norm_(1.0), buffer.zero_, lambda: buffer.flat):
         with pytest.raises(RuntimeError, match=r"params\[0\]: expected the main_grad that this buffer gave it"):
             use()
