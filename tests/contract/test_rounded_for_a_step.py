@@ -90,6 +90,7 @@ def test_a_small_gradient_is_no_zero_in_a_fused_step(keep, gradient):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
         scaler.scale((module.weight.float() * gradient).sum() + module.empty.sum()).backward()
         scaler.step(optimizer)
+        assert module.weight.grad.isfinite().all()
         steps.append(module.weight.detach())
     assert (steps[0] < 1).all() == (gradient > 0)
     assert torch.equal(*steps)
