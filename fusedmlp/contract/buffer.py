@@ -141,7 +141,8 @@ class MainGradBuffer:
         `.grad`, of zeros where no gradient has arrived, so that the optimizer uses edits.
         """
         if not self._lent:
-            self._refuse_replaced()
+            if self._states[0].buffer is self._states:  # not detached
+                self._refuse_replaced()
             self._gather()
             for param, view, state in self._each():
                 if state.grad_is_main and param.requires_grad and param.grad is None:

@@ -59,7 +59,7 @@ def existing_grad(param: Tensor, place: Place, *, returnable: bool = False) -> T
 
 
 def checked_grad(param: Tensor, weight: Tensor, grad: Tensor, place: Place, *, returnable: bool) -> Tensor | None:
-    """Check `grad` as `existing_grad` does. Of a DTensor `param`, `weight` and `grad` are local tensors."""
+    """Check `grad` as `existing_grad` does. If `param` is a DTensor, `weight` and `grad` are local tensors."""
     try:
         refuse_tensor_hooks(param, place)
         _check_kind(weight, grad, ".grad", place)
