@@ -136,10 +136,11 @@ def test_a_weight_without_a_gradient_in_the_queue_does_not_disturb(use, make_lay
     queue.run()
 
 
-def dropped(queue):
-    """Warnings when the last reference to a queue or module is dropped."""
-    held = [queue]
-    del queue
+def dropped(held):
+    """Warnings when the last reference to a queue or module, that of a list, is dropped.
+
+    Not that of an argument: where Dynamo evaluates frames, the caller keeps one.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         held.clear()
@@ -152,7 +153,7 @@ def test_a_queue_that_is_dropped_with_gradients_warns(fuse, make_layer):
     layer, held = make_layer(), [fusedmlp.WgradQueue(fuse_microbatches=fuse)]
     buffer = fusedmlp.MainGradBuffer(layer.params)
     layer.backward(1, 2, wgrad_queue=held[0])
-    ((category, message),) = dropped(held.pop())
+    ((category, message),) = dropped(held)
     assert category is RuntimeWarning
     assert "got weight gradients that wait in it, 4 of them, which are lost (fc1_weight, fc2_weight)" in message
     buffer.zero_()  # no gradient waits any more
@@ -161,7 +162,7 @@ def test_a_queue_that_is_dropped_with_gradients_warns(fuse, make_layer):
 def test_a_module_that_is_dropped_with_gradients_warns():
     held = [fusedmlp.GroupedMLP(3, 4, 5, delay_wgrad=True)]
     held[0](torch.randn(5, 4), [3, 0, 2]).sum().backward()
-    ((category, _),) = dropped(held.pop())
+    ((category, _),) = dropped(held)
     assert category is RuntimeWarning
 
 
@@ -173,7 +174,7 @@ def test_an_empty_queue_is_dropped_in_silence(end, make_layer):
     elif end != "never used":
         layer.backward(1, wgrad_queue=held[0])
         getattr(held[0], end)()
-    assert dropped(held.pop()) == []
+    assert dropped(held) == []
 
 
 # Expanded gradients
