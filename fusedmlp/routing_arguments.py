@@ -45,7 +45,7 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
 
 
 def _may_have_length(tensor: Tensor, length: int) -> bool:
-    """Whether a traced tensor has one dimension of a size that is `length`, or that only a run of the graph knows."""
+    """Compare the shape of a traced tensor with `[length]`; true also if only a run of the graph knows its size."""
     from torch.fx.experimental.symbolic_shapes import guard_or_true  # imports sympy, which eager code does without
 
     return tensor.dim() == 1 and guard_or_true(tensor.shape[0] == length)

@@ -63,7 +63,7 @@ class Call:
         return [*copy] or self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
 
     def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
-        """Those weights whose gradient may be added to that of a DTensor leaf; empty inside a graph."""
+        """Weights for `contract/sharded.py`: results of `.to_local()`, by graph node; empty inside a graph."""
         return {} if torch.compiler.is_compiling() else local_weights(weights)
 
     def enter_backward(self, dy: Tensor) -> None:

@@ -146,7 +146,7 @@ def _activation(path: str, experts: Any) -> fusedmlp.Activation:
 
 
 def _are_one(one: Any, other: Any) -> bool:
-    """Whether two activation functions are one, bound to the same options."""
+    """Compare two activation functions, and the options that are bound to them."""
     if isinstance(one, partial) and isinstance(other, partial):
         return (one.func, one.args, one.keywords) == (other.func, other.args, other.keywords)
     return one is other

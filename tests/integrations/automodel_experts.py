@@ -192,7 +192,7 @@ def parallel(shards_of_fsdp, converted_last):
             _, ran = operators_under_accumulate_grad(lambda y=y, dy=dy: y.backward(dy))
             below.append(ran.count("aten::add_"))
             outcomes.append({"y": y.detach(), "dx": x.grad, "dweights": weights.grad})
-        # Of four parameters, PyTorch adds to the gradients of the two biases alone.
+        # In later micro-batches PyTorch adds to the gradients of the biases alone.
         assert (below[1] < below[0]) == (seed == 2), below
         compare(*outcomes)
     compare(*({name: p.grad.to_local() for name, p in layer.named_parameters()} for layer in layers))
@@ -249,13 +249,19 @@ def dispatched():
 def refusals():
     """The message for each model that is refused; nothing is converted."""
     from nemo_automodel.components._peft.lora_experts import GroupedExpertsLoRA
-    from nemo_automodel.components.moe.experts import GroupedExperts
+    from nemo_automodel.components.moe.experts import GroupedExperts, GroupedExpertsTE
+    from nemo_automodel.components.moe.mok_experts import GroupedExpertsMoK
 
     changed, other_options, own_forward = experts_of(config()), experts_of(config("swigluoai")), experts_of(config())
     changed.expert_activation_grouped = lambda h, weights: h
     other_options.expert_activation_grouped = partial(other_options.expert_activation_grouped, alpha=2.0)
     own_forward.forward = own_forward.forward
+    on_gpus = [kind.__new__(kind) for kind in (GroupedExpertsTE, GroupedExpertsMoK)]  # cannot be made on a CPU
+    for module in on_gpus:
+        nn.Module.__init__(module)
     models = {
+        "TransformerEngine": on_gpus[0],
+        "MoK": on_gpus[1],
         "no experts": nn.Linear(2, 2),
         "LoRA": GroupedExpertsLoRA(experts_of(config()), lora_dim=2),
         "mxfp8": experts_of(config(), experts="torch_mm_mxfp8"),

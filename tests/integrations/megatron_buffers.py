@@ -1,4 +1,4 @@
-"""Where Megatron-core's own DDP lays the experts' `main_grad`, for published models at full size.
+"""Prints the places of the experts' `main_grad` in Megatron-core's own DDP, for published models at full size.
 
     PYTHONPATH=tests python -m integrations.megatron_buffers [--json]
 
@@ -177,7 +177,7 @@ def groups(sizes, expert_parallel, device="meta", odd=False, **options):
 
 
 def summary(places):
-    """Of byte addresses, a list for each group: their values modulo 16, what divides all, and how many are even."""
+    """Byte addresses, a list for each group: values modulo 16, a divisor of all, and the number of even groups."""
     every = [address for group in places for address in group]
     factor = gcd(*every)
     even = sum(len({b - a for a, b in pairwise(group)}) <= 1 for group in places)

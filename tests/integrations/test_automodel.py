@@ -8,6 +8,8 @@ from support.world import launch
 
 MESSAGES = {
     "no experts": r"ValueError: model: expected a module that contains GroupedExperts; got a Linear without",
+    "TransformerEngine": r'NotImplementedError: 1: .*; got GroupedExpertsTE, .*BackendConfig\(experts="torch_mm"\)',
+    "MoK": r"NotImplementedError: 1: expected experts of class .*; got GroupedExpertsMoK",
     "LoRA": r"NotImplementedError: 1: expected experts of class .*; got GroupedExpertsLoRA",
     "mxfp8": r'NotImplementedError: 1: .*; got "torch_mm_mxfp8".*recipe="mxfp8"',
     "another activation": r"NotImplementedError: 1: expected the activation of its config, 'swiglu'; got <function",

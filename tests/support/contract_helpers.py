@@ -12,7 +12,7 @@ def plus(*lists):
 
 
 def operators_under_accumulate_grad(run):
-    """How many AccumulateGrad nodes ran, and the names of all operators that they called."""
+    """Count the AccumulateGrad nodes that run; return that, and the names of all operators that they call."""
     with profile(activities=[ProfilerActivity.CPU]) as prof:
         run()
     nodes = [e for e in prof.events() if e.name == "torch::autograd::AccumulateGrad"]
