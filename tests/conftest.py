@@ -27,7 +27,7 @@ collect_ignore = ["peers"]  # Transformers' own tests: `make peers`
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="part of the cases, in five minutes; see support/grids.py")
+    parser.addoption("--quick", action="store_true", help="part of the cases; see support/grids.py")
 
 
 def pytest_configure(config):
