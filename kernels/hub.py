@@ -11,7 +11,7 @@ from .operands.quantized import Quantized
 from .quantize.launch import grouped_quantize_
 from .quantize.weights_launch import grouped_quantize_weights_
 from .routing.combine import combine_
-from .routing.order import route
+from .routing.order import order_rows
 from .routing.plan import Schedule, plan_of_counts
 from .wgrad.launch import grouped_wgrad_
 from .wgrad.quantized_launch import grouped_wgrad_quantized_
@@ -33,6 +33,6 @@ __all__ = [
     "grouped_quantize_weights_",
     "grouped_wgrad_",
     "grouped_wgrad_quantized_",
+    "order_rows",
     "plan_of_counts",
-    "route",
 ]

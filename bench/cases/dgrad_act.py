@@ -55,7 +55,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             act_options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EH=experts.place(inputs.bias2, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
-            rows_R=None if rows is None else rows.to(DEVICE),
+            row_ids_R=None if rows is None else rows.to(DEVICE),
         )
     (launch,) = (each for each in log if each.chosen)
     assert launch.path == experts.expected_path("dgrad_act", case.dtype, DEVICE, best, (case.H, case.F))

@@ -40,7 +40,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             act_options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EG=experts.place(inputs.bias1, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
-            rows_R=None if rows is None else rows.to(DEVICE),
+            row_ids_R=None if rows is None else rows.to(DEVICE),
         )
     (launch,) = (each for each in log if each.chosen)
     path = experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))

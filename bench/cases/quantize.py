@@ -115,7 +115,7 @@ def run(x, case):
         x, index = experts.among_others(x, owned, case.row_ids)
     wanted = [copy if on else None for copy, on in zip(copies, (case.row_copy, case.token_copy), strict=True)]
     with recording() as log, np.errstate(invalid="ignore"):  # the interpreter computes with numpy
-        grouped_quantize_(*wanted, x, schedule, case.recipe, rows_R=index)
+        grouped_quantize_(*wanted, x, schedule, case.recipe, row_ids_R=index)
     return copies, [launch for launch in log if launch.name == "quantize"]
 
 

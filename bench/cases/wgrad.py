@@ -45,7 +45,7 @@ def main_grad(place, count, N, K, dtype=torch.float32):
 
 
 def run(experts, segs, accumulate, packed=False, db=None, scale=None, **rest):
-    """Run wgrad, and return the path that it took. `rest`: `dy_rows` or `x_rows`; `order`."""
+    """Run wgrad, and return the path that it took. `rest`: `dy_row_ids` or `x_row_ids`; `order`."""
     group = experts
     if packed:
         size = experts[0].shape.numel()
@@ -112,4 +112,4 @@ def gathered(segs, name, index_dtype=torch.int32):
         tokens, order = support.among_others(getattr(one, name), int(one.offsets[-1]), index_dtype, seed=i)
         moved.append(dataclasses.replace(one, **{name: tokens}))
         rows.append(order)
-    return moved, {f"{name}_rows": rows}
+    return moved, {f"{name}_row_ids": rows}

@@ -59,9 +59,9 @@ def times(gpu: GPU, shape: Shape, rows: list[int], by: dict[str, MainLoop], rate
         taken = model.cycles(of_tile, steps, gpu.processors, rate.launch, about.programs, persistent=persistent)
         compute = 1e6 * model.seconds(taken, gathered[name].flops, gpu.processors, rate)
         layer[name], gemms[name] = (max(compute, _memory_us(each[name], gpu, rate)) for each in (gathered, in_order))
-    combine, route = (_memory_us(gathered[name], gpu, rate) + LAUNCH_US for name in ("combine", "route"))
+    combine, ordering = (_memory_us(gathered[name], gpu, rate) + LAUNCH_US for name in ("combine", "order_rows"))
     forward, backward = (sum(layer[name] + LAUNCH_US for name in names) for names in (FORWARD, BACKWARD))
-    return Layer(route + forward + combine, backward + combine, sum(gemms[name] for name in BACKWARD))
+    return Layer(ordering + forward + combine, backward + combine, sum(gemms[name] for name in BACKWARD))
 
 
 def _least(shape: Shape, rows: list[int], design: Design) -> dict[str, cost.Cost]:
@@ -70,7 +70,7 @@ def _least(shape: Shape, rows: list[int], design: Design) -> dict[str, cost.Cost
     tokens = None if T == shape.R else T
     grad, accumulate, _ = design
     return {
-        "route": cost.route(shape.R, shape.E, _INT64, _FP32),
+        "order_rows": cost.order_rows(shape.R, shape.E, _INT64, _FP32),
         "fc1_act": cost.fc1_act(rows, H, F, _BF16, tokens=tokens),
         "fc2": cost.gemm(rows, H, F, _BF16),
         "dgrad_act": cost.dgrad_act(rows, H, F, _BF16, tokens=tokens),

@@ -36,7 +36,7 @@ def passes(shape: Shape, rows: list[int], itemsize: int = _BF16) -> dict[str, Co
     if (top_k := shape.R // shape.most) > 1:
         T = shape.most
         costs |= {
-            "route": cost.route(shape.R, shape.E, _INT64, _FP32),
+            "order_rows": cost.order_rows(shape.R, shape.E, _INT64, _FP32),
             "fc1_act, gathered": cost.fc1_act(rows, H, F, itemsize, tokens=T),
             "dgrad_act, gathered": cost.dgrad_act(rows, H, F, itemsize, tokens=T),
             "wgrad fc2, gathered": cost.wgrad(rows, H, F, itemsize, _FP32, accumulate=True, dy_tokens=T),

@@ -151,7 +151,7 @@ def _plan_quantize(
 
     rows = made((num_rows, C)) if row_copy else None
     tokens = made(quantized.token_copy_shape(num_tiles, C, recipe)) if token_copy else None
-    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, recipe, rows_R=rows_R)
+    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, recipe, row_ids_R=rows_R)
 
 
 _quantize = Operator(_plan_quantize, DEFAULT)

@@ -105,7 +105,7 @@ class _Call:
     def rows_of(self, x_RC: Array, rows_R: Array | None) -> Quantized:
         """`x` quantized along its columns."""
         made = self.row_copy(x_RC.shape[1])
-        grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, rows_R=rows_R)
+        grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, row_ids_R=rows_R)
         return made
 
     def copy(self, w: ExpertTensors | Quantized, forward: bool) -> Quantized:
@@ -210,7 +210,7 @@ def plan_grouped_mlp_backward_(
     in_8_bits = formats.wgrad == formats.gemms
     quantize1, quantize2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
     dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if quantize2 else None
-    grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, rows_R=rows.tokens)
+    grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, row_ids_R=rows.tokens)
     da_RF = call.product(dy, weights.fc2, False)
     dh_RG = a_RF = None
     if wanted.kept or grads.db1 or (grads.dw1 and not in_8_bits):
@@ -238,7 +238,7 @@ def plan_grouped_mlp_backward_(
         call.wgrad_(grads.dw2, dy_tokens, a_tokens, wanted.accumulate2)
     if dh_tokens:
         x_tokens = call.token_copy(x_RH.shape[1])
-        grouped_quantize_.plan(builder, None, x_tokens, x_RH, call.schedule, call.recipe, rows_R=rows.tokens)
+        grouped_quantize_.plan(builder, None, x_tokens, x_RH, call.schedule, call.recipe, row_ids_R=rows.tokens)
         call.wgrad_(grads.dw1, dh_tokens, x_tokens, wanted.accumulate1)
     _plan_16_bit_wgrads(builder, grads, [dy_RH, a_RF, dh_RG, x_RH], rows, wanted, in_8_bits)
     kept = (dh_RG, a_RF) if wanted.kept else (None, None)
@@ -252,8 +252,8 @@ def _plan_16_bit_wgrads(
     tokens = () if rows.tokens is None else (rows.tokens,)
     dy, a, dh, x = operands
     for dw, db, left, right, gathered, accumulate in (
-        (grads.dw2, grads.db2, dy, a, {"dy_rows": tokens, "scale_R": rows.probs}, wanted.accumulate2),
-        (grads.dw1, grads.db1, dh, x, {"x_rows": tokens}, wanted.accumulate1),
+        (grads.dw2, grads.db2, dy, a, {"dy_row_ids": tokens, "scale_R": rows.probs}, wanted.accumulate2),
+        (grads.dw1, grads.db1, dh, x, {"x_row_ids": tokens}, wanted.accumulate1),
     ):
         own = None if in_8_bits else dw
         if (own or db) and left is not None:
@@ -287,7 +287,7 @@ def plan_grouped_wgrad_(
         for s, schedule in enumerate(schedules):
             own = Quantized(*(part[sum(tiles[:s]) :] for part in made))
             rows_R = rows[s] if rows else None
-            grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, rows_R=rows_R)
+            grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, row_ids_R=rows_R)
         copies.append(made)
     firsts = [schedule.offsets for schedule in schedules]
     grouped_wgrad_quantized_.plan(builder, dw_ENK, *copies, firsts, tiles, kind, accumulate=accumulate)

@@ -102,7 +102,7 @@ def _plan_grouped_mlp(
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     grouped_fc1_act_.plan(
-        builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, rows_R=tokens_R
+        builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, row_ids_R=tokens_R
     )
     scale_R = probs_R if bias2_EH else None
     grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R)
@@ -150,7 +150,7 @@ def _plan_grouped_mlp_backward_(
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(bias2, 1) if probs_R is not None else None
     partial = grouped_dgrad_act_.plan(
-        builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, bias_EH=bias2_EH, probs_R=probs_R, rows_R=tokens_R
+        builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, bias_EH=bias2_EH, probs_R=probs_R, row_ids_R=tokens_R
     )
     dx_RH = dprobs = None
     if partial is not None and probs_R is not None:
@@ -162,8 +162,8 @@ def _plan_grouped_mlp_backward_(
         plan_dprobs(builder, dprobs)
     rows = [] if tokens_R is None else [tokens_R]
     for dw, db, dy, x, gathered, accumulate in (
-        (dw2, db2, dy_RH, a_RF, {"dy_rows": rows, "scale_R": probs_R}, accumulate2),
-        (dw1, db1, dh_RG, x_RH, {"x_rows": rows}, accumulate1),
+        (dw2, db2, dy_RH, a_RF, {"dy_row_ids": rows, "scale_R": probs_R}, accumulate2),
+        (dw1, db1, dh_RG, x_RH, {"x_row_ids": rows}, accumulate1),
     ):
         dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
         if dw_ENK or db_EN:
@@ -192,7 +192,7 @@ def _plan_grouped_wgrad_(
         dw_ENK = None
     if dw_ENK or db_EN:
         launch_grouped_wgrad_.plan(
-            builder, dw_ENK, db_EN, dy, x, offsets, accumulate=accumulate, dy_rows=dy_rows, x_rows=x_rows
+            builder, dw_ENK, db_EN, dy, x, offsets, accumulate=accumulate, dy_row_ids=dy_rows, x_row_ids=x_rows
         )
 
 
@@ -205,7 +205,7 @@ def _plan_combine(builder: Builder, y_RH: Array, rows_R: Array, num_tokens: int)
 
 def _plan_route(builder: Builder, top_k_index: Array, probs: Array, num_experts: int) -> Routing:
     """The order of rows by expert, from ids `[T, K]` of any integer dtype."""
-    return Routing(*order.route.plan(builder, top_k_index, probs, num_experts))
+    return Routing(*order.order_rows.plan(builder, top_k_index, probs, num_experts))
 
 
 def _weight(seen: Weight) -> ExpertTensors | Quantized:

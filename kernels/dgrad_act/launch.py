@@ -29,7 +29,7 @@ def plan_bias_dprobs(
     dy_RH: Array,
     bias_EH: ExpertTensors,
     schedule: Schedule,
-    rows_R: Array | None,
+    row_ids_R: Array | None,
     blocks: tuple[int, int],
 ) -> None:
     """Plan what a bias of fc2 adds to `dprobs` in a launch of its own: partial sums `[R]`, written at owned rows.
@@ -37,7 +37,7 @@ def plan_bias_dprobs(
     `blocks`: rows and columns of `dy` that a program reads at once; others as for `grouped_dgrad_act_`.
     """
     block_m, block_h = blocks
-    arguments = _bias_arguments(builder, dy_RH, bias_EH, schedule, rows_R, block_m)
+    arguments = _bias_arguments(builder, dy_RH, bias_EH, schedule, row_ids_R, block_m)
     arguments |= {"partial_ptr": partial_R, "BLOCK_M": block_m, "BLOCK_H": block_h}
     builder.launch(_bias_dprobs, (schedule.max_tiles(block_m),), arguments, num_warps=8)
 
@@ -47,12 +47,12 @@ def _bias_arguments(
     dy_RH: Array,
     bias_EH: ExpertTensors | None,
     schedule: Schedule,
-    rows_R: Array | None,
+    row_ids_R: Array | None,
     block_m: int,
 ) -> dict[str, Any]:
     return {
         "dy_ptr": dy_RH,
-        "row_ids_ptr": rows_R,
+        "row_ids_ptr": row_ids_R,
         **expert_tensors.arguments("bias", bias_EH),
         "tiles_ptr": schedule.tiles(builder, block_m),
         "H": dy_RH.shape[1],
@@ -83,15 +83,15 @@ def grouped_dgrad_act_(
     *,
     bias_EH: ExpertTensors | None = None,
     probs_R: Array | None = None,
-    rows_R: Array | None = None,
+    row_ids_R: Array | None = None,
 ) -> Array | None:
     """Writes all of `dh` and `a`, zeros at padding rows; returns None or fp32 partial sums of `dprobs`,
     `[num_partials, R]`, zero at padding rows, which `gemm/dprobs.py` adds up.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
-    `rows` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[rows[r]]`.
+    `row_ids` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[row_ids[r]]`.
     """
-    target, dtype, gathered = builder.target, dy_RH.dtype, rows_R is not None
+    target, dtype, gathered = builder.target, dy_RH.dtype, row_ids_R is not None
     (num_rows, F), H = a_RF.shape, dy_RH.shape[1]
     w_EFH, k_contiguous = w_EHF.T, w_EHF.strides[0] == 1
     w_view, halves = descriptors.matrices(w_EFH, (F, H)), activation.halves(act)
@@ -120,7 +120,7 @@ def grouped_dgrad_act_(
     with_bias = bias_EH is not None and probs_R is not None
     arguments: dict[str, Any] = {
         "dy_desc": dy_desc,
-        "row_ids_ptr": rows_R,
+        "row_ids_ptr": row_ids_R,
         "w_desc": w_desc,
         "probs_ptr": probs_R,
         "dh_ptr": dh_RG,
@@ -148,13 +148,13 @@ def grouped_dgrad_act_(
 
         if bias_EH is not None and partial_PR is not None:
             blocks = tile.BLOCK_M, tile.BLOCK_K
-            plan_bias_dprobs(builder, partial_PR[num_f], dy_RH, bias_EH, schedule, rows_R, blocks)
+            plan_bias_dprobs(builder, partial_PR[num_f], dy_RH, bias_EH, schedule, row_ids_R, blocks)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
         arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
         builder.launch(grouped_dgrad_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= {
-        **_bias_arguments(builder, dy_RH, bias_EH, schedule, rows_R, tile.BLOCK_M),
+        **_bias_arguments(builder, dy_RH, bias_EH, schedule, row_ids_R, tile.BLOCK_M),
         **expert_tensors.weight_arguments(w_EFH, "f", "h"),
         "h_ptr": h_RG,
         "PRECISION": target.precision(dtype),

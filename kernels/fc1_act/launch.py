@@ -33,13 +33,13 @@ def grouped_fc1_act_(
     *,
     bias_EG: ExpertTensors | None = None,
     probs_R: Array | None = None,
-    rows_R: Array | None = None,
+    row_ids_R: Array | None = None,
 ) -> None:
     """Writes all of `h` and `a`, zeros at padding rows. Activations have unit column stride.
 
-    `rows` (`[R]` int32 or int64, read for owned rows only) makes `x` `[T, H]`: row r takes `x[rows[r]]`.
+    `row_ids` (`[R]` int32 or int64, read for owned rows only) makes `x` `[T, H]`: row r takes `x[row_ids[r]]`.
     """
-    target, dtype, gathered = builder.target, x_RH.dtype, rows_R is not None
+    target, dtype, gathered = builder.target, x_RH.dtype, row_ids_R is not None
     G, (num_rows, F), H = h_RG.shape[1], a_RF.shape, x_RH.shape[1]
     if not num_rows * F:
         return
@@ -66,7 +66,7 @@ def grouped_fc1_act_(
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
     arguments = {
         "x_desc": x_desc,
-        "row_ids_ptr": rows_R,
+        "row_ids_ptr": row_ids_R,
         "w_desc": w_desc,
         **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,

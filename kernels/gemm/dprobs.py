@@ -19,7 +19,7 @@ class Dprobs(NamedTuple):
     """Partial sums that a launch adds up, and the output: tensors or, in a plan, arrays."""
 
     partial: Any  # [num_partials, R], fp32
-    rows: Any  # [R] integers: `out[i]` is the sum for row `rows[i]`; None: for row i
+    places: Any  # [R] integers: `out[i]` is the sum for row `places[i]`; None: for row i
     out: Any  # [R], any floating dtype
 
 

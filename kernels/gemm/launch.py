@@ -94,7 +94,7 @@ def _arguments(
         "scale_ptr": scale_R,
         "y_ptr": y_RN,
         "partial_ptr": dprobs and dprobs.partial,
-        "dprobs_rows_ptr": dprobs and dprobs.rows,
+        "dprobs_rows_ptr": dprobs and dprobs.places,
         "dprobs_ptr": dprobs and dprobs.out,
         "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
         "num_partials": dprobs.partial.shape[0] if dprobs else 0,
@@ -167,7 +167,7 @@ def plan_dprobs(builder: Builder, dprobs: Dprobs) -> None:
     (num_partials, num_rows), block = dprobs.partial.shape, 256
     arguments = {
         "partial_ptr": dprobs.partial,
-        "dprobs_rows_ptr": dprobs.rows,
+        "dprobs_rows_ptr": dprobs.places,
         "dprobs_ptr": dprobs.out,
         "num_partials": num_partials,
         "num_rows": num_rows,

@@ -213,9 +213,9 @@ def quantize_weights(
     return Cost("quantize_weights", flops, size * itemsize + copies * (size + scales))
 
 
-def route(R: int, E: int, itemsize: int, probs: int) -> Cost:
-    """Reads ids `[R]`, writes offsets `[E + 1]`, and tokens and rows `[R]`; copies probs `[R]`; `itemsize` of ids."""
-    return Cost("route", 0, itemsize * R + _INT32 * (E + 1 + 2 * R) + 2 * probs * R)
+def order_rows(R: int, E: int, itemsize: int, probs: int) -> Cost:
+    """Reads ids `[R]`, writes offsets `[E + 1]`, row ids and places `[R]`; copies probs `[R]`; `itemsize` of ids."""
+    return Cost("order_rows", 0, itemsize * R + _INT32 * (E + 1 + 2 * R) + 2 * probs * R)
 
 
 def combine(T: int, K: int, H: int, itemsize: int) -> Cost:

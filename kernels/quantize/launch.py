@@ -28,12 +28,12 @@ def grouped_quantize_(
     schedule: Schedule,
     recipe: Recipe,
     *,
-    rows_R: Array | None = None,
+    row_ids_R: Array | None = None,
 ) -> None:
     """Writes all that experts own of one copy or both, as `operands/quantized.py` describes them.
 
-    `x`, of any floating dtype, has unit column stride. `rows` (`[R]` int32 or int64, read for owned rows only) makes
-    `x` `[T, C]`: row r takes `x[rows[r]]`.
+    `x`, of any floating dtype, has unit column stride. `row_ids` (`[R]` int32 or int64, read for owned rows only) makes
+    `x` `[T, C]`: row r takes `x[row_ids[r]]`.
     """
     C, num_tiles = x_RC.shape[1], schedule.max_tiles(TILE_ROWS)
     if not num_tiles * C:
@@ -41,7 +41,7 @@ def grouped_quantize_(
     columns, num_warps = _SIZES[recipe]
     arguments = {
         "x_ptr": x_RC,
-        "row_ids_ptr": rows_R,
+        "row_ids_ptr": row_ids_R,
         "row_copy_ptr": row_copy and row_copy.elements,
         "row_scales_ptr": row_copy and row_copy.scales,
         "token_copy_ptr": token_copy and token_copy.elements,
@@ -58,7 +58,7 @@ def grouped_quantize_(
         itemsize=x_RC.dtype.itemsize,
         row_copy=row_copy is not None,
         token_copy=token_copy is not None,
-        tokens=None if rows_R is None else x_RC.shape[0],
+        tokens=None if row_ids_R is None else x_RC.shape[0],
     )
     grid = (num_tiles * cdiv(C, CHUNK) * (CHUNK // columns),)
     builder.launch(_quantize_kernel, grid, arguments, cost=costs, num_warps=num_warps)

@@ -1,4 +1,4 @@
-"""Sum of every token's rows: `out[t] = sum over k of y[rows[t * K + k]]`, in the order of k, in fp32, rounded once.
+"""Sum of every token's rows: `out[t] = sum over k of y[places[t * K + k]]`, in the order of k, in fp32, rounded once.
 
 Used for `y` and, as the opposite of a gather, for `dx`. Rows lie anywhere in `y`; each is read whole. No addition is
 atomic: the same bits every run.
@@ -45,15 +45,15 @@ def _combine_kernel(
 
 
 @Launcher
-def combine_(builder: Builder, out_TH: Array, y_RH: Array, rows_R: Array) -> None:
-    """Writes all of `out`. `rows`: `[T * K]` integers; `out` and `y` have unit column stride."""
-    (T, H), K = out_TH.shape, rows_R.shape[0] // max(1, out_TH.shape[0])
+def combine_(builder: Builder, out_TH: Array, y_RH: Array, places_R: Array) -> None:
+    """Writes all of `out`. `places`: `[T * K]` integers; `out` and `y` have unit column stride."""
+    (T, H), K = out_TH.shape, places_R.shape[0] // max(1, out_TH.shape[0])
     if not T * H:
         return
     block = min(1024, power_of_2(H))
     arguments = {
         "y_ptr": y_RH,
-        "rows_ptr": rows_R,
+        "rows_ptr": places_R,
         "out_ptr": out_TH,
         "K": K,
         "H": H,

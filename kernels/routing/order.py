@@ -1,6 +1,6 @@
 """The order of routed rows: from the experts that every token chose, `id[i]` of flat position `i = t * K + k`, to
 
-    rows[i] = |{j : id[j] < id[i]}| + |{j < i : id[j] = id[i]}|,    slots = its inverse,
+    places[i] = |{j : id[j] < id[i]}| + |{j < i : id[j] = id[i]}|,    slots = its inverse,
 
 and, for every row, its token, `slots[r] // K`, and its probability.
 
@@ -34,12 +34,12 @@ _COUNTED, _CHUNK, _SUMMED = 1024, 64, 4096
 _MOST_BLOCKS = 128
 
 
-class Routed(NamedTuple):
+class RowOrder(NamedTuple):
     """Positions by expert, stable in their order; rows of no expert come last."""
 
     plan: Any  # see plan.py
-    tokens: Any  # [R] int32: the token of every row
-    rows: Any  # [R] int32: the row of every flat position
+    row_ids: Any  # [R] int32: the token of every row
+    places: Any  # [R] int32: the row of every flat position
     probs: Any  # [R]: of every row
 
 
@@ -135,7 +135,7 @@ def _routing_places_kernel(
 
 
 @Launcher
-def route(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: int) -> Routed:
+def order_rows(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: int) -> RowOrder:
     """Contiguous ids of any integer dtype, and probabilities of any dtype; `T * K < 2**31`."""
     R = prod(ids_TK.shape)
     block = max(_COUNTED, power_of_2(cdiv(R, _MOST_BLOCKS)))
@@ -143,17 +143,17 @@ def route(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: int) ->
     blocks = row_blocks(builder.target.architecture)
     counts = builder.empty((num_blocks * (num_experts + 1),), torch.int32)
     plan = builder.empty((size_of_plan(R, num_experts, blocks),), torch.int32)
-    tokens, rows = (builder.empty((R,), torch.int32) for _ in range(2))
-    routed = Routed(plan, tokens, rows, builder.empty((R,), probs_TK.dtype))
+    row_ids, places = (builder.empty((R,), torch.int32) for _ in range(2))
+    made = RowOrder(plan, row_ids, places, builder.empty((R,), probs_TK.dtype))
     common = {"ids_ptr": ids_TK, "counts_ptr": counts, "num_positions": R, "block": block, "BINS": bins}
     counted = common | {"NUM_EXPERTS": num_experts, "COUNTED": _COUNTED}
     builder.launch(_routing_counts_kernel, (num_blocks,), counted)
     arguments = common | {
         "probs_ptr": probs_TK,
-        "plan_ptr": routed.plan,
-        "tokens_ptr": routed.tokens,
-        "rows_ptr": routed.rows,
-        "row_probs_ptr": routed.probs,
+        "plan_ptr": made.plan,
+        "tokens_ptr": made.row_ids,
+        "rows_ptr": made.places,
+        "row_probs_ptr": made.probs,
         "num_blocks": num_blocks,
         "top_k": max(1, ids_TK.shape[-1]),
         "SUMMED": _SUMMED,
@@ -161,6 +161,6 @@ def route(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: int) ->
         **sizes_of_plan(num_experts, blocks),
     }
     grid = (num_blocks + num_plan_programs(R, num_experts, blocks),)
-    costs = cost.route(R, num_experts, ids_TK.dtype.itemsize, probs_TK.dtype.itemsize)
+    costs = cost.order_rows(R, num_experts, ids_TK.dtype.itemsize, probs_TK.dtype.itemsize)
     builder.launch(_routing_places_kernel, grid, arguments, cost=costs, num_warps=4)
-    return routed
+    return made

@@ -30,15 +30,15 @@ def grouped_wgrad_(
     *,
     accumulate: bool,
     scale_R: Array | None = None,
-    dy_rows: Sequence[Array] = (),
-    x_rows: Sequence[Array] = (),
+    dy_row_ids: Sequence[Array] = (),
+    x_row_ids: Sequence[Array] = (),
     order: Array | None = None,
 ) -> None:
     """Add to `dw`, or write it (zeros for experts without rows); write `db`, for one segment only (else ValueError).
 
     All segments have contiguous `dy [R_s, N]` and `x [R_s, K]`, and `offsets`, first rows `[E + 1]` or a plan. Without
-    `dw`, `x` is unused. `order`: from a plan; if None, a launch computes it. With `dy_rows` (or `x_rows`), `[R_s]`
-    int32 or int64 of every segment, `dy` (or `x`) is `[T_s, ...]`, and row r is its row `dy_rows[r]`; ids of padding
+    `dw`, `x` is unused. `order`: from a plan; if None, a launch computes it. With `dy_row_ids` (`x_row_ids`), `[R_s]`
+    int32 or int64 of every segment, `dy` (`x`) is `[T_s, ...]`, and row r is its row `dy_row_ids[r]`; ids of padding
     rows are not read.
     """
     outputs, target, dtype = dw_ENK or db_EN, builder.target, dy_RN[0].dtype
@@ -49,10 +49,10 @@ def grouped_wgrad_(
     sizes: dict[str, Any] = {"N": dy_RN[0].shape[1], "K": x_RK[0].shape[1] if dw_ENK else 0, "itemsize": dtype.itemsize}
     sizes |= {"grad": itemsize(dw_ENK and dw_ENK.base), "bias_grad": itemsize(db_EN and db_EN.base)}
     sizes |= {"scale": itemsize(scale_R), "accumulate": accumulate}
-    sizes["dy_tokens"] = sum(t.shape[0] for t in dy_RN) if dy_rows else None
-    sizes["x_tokens"] = sum(t.shape[0] for t in x_RK) if x_rows else None
+    sizes["dy_tokens"] = sum(t.shape[0] for t in dy_RN) if dy_row_ids else None
+    sizes["x_tokens"] = sum(t.shape[0] for t in x_RK) if x_row_ids else None
     costs = partial(cost.wgrad, **sizes)
-    left, right, swapped = Operand(dy_RN, dy_rows), Operand(x_RK, x_rows), False
+    left, right, swapped = Operand(dy_RN, dy_row_ids), Operand(x_RK, x_row_ids), False
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True
         dw_ENK = dw_ENK.T
@@ -61,10 +61,10 @@ def grouped_wgrad_(
     path, tile = plan.chosen.path, plan.chosen.tile
     if path == "warp_specialized" and db_EN is not None:
         order = order or plan_steps(builder, offsets[0], num_experts).order
-        own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_rows": dy_rows, "order": order}
+        own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_row_ids": dy_row_ids, "order": order}
         grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **own)
         db_EN, costs = None, partial(costs, bias_grad=0, scale=0)
-    left_row_ids, right_row_ids = (operand.rows[0] if operand.rows else None for operand in (left, right))
+    left_row_ids, right_row_ids = (operand.row_ids[0] if operand.row_ids else None for operand in (left, right))
     segments = steps = None
     vectors = [1, 1]
     if num_segments > 1:

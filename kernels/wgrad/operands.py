@@ -20,10 +20,10 @@ from .steps import Gathered
 
 
 class Operand(NamedTuple):
-    """Left or right operand: `[R_s, columns]` of every segment, contiguous; with `rows`, row r is its row `rows[r]`."""
+    """Left or right operand: `[R_s, columns]` of every segment, contiguous; with ids, row r is its row `row_ids[r]`."""
 
     arrays: Sequence[Array]
-    rows: Sequence[Array]  # [R_s] of every segment, or none
+    row_ids: Sequence[Array]  # [R_s] of every segment, or none
 
     @property
     def columns(self) -> int:
@@ -33,7 +33,7 @@ class Operand(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows of all segments together."""
-        return sum(t.shape[0] for t in self.rows or self.arrays)
+        return sum(t.shape[0] for t in self.row_ids or self.arrays)
 
     def described(
         self, rows: int, columns: int, warp_specialized: bool = False
@@ -43,7 +43,7 @@ class Operand(NamedTuple):
         Gathered rows have no descriptor, but vector loads from each segment's array, unless the kernel is
         `warp_specialized`, which gathers them by TMA.
         """
-        if not self.rows:
+        if not self.row_ids:
             return one_descriptor(self.arrays, rows, columns)
         if warp_specialized:
             described = len(self.arrays) == 1 and fits(self.arrays[0])
@@ -57,11 +57,11 @@ class Operand(NamedTuple):
 
     def gathered(self) -> Gathered | None:
         """Description for a table of its rows' places; None: they are not gathered."""
-        if not self.rows:
+        if not self.row_ids:
             return None
         size = self.arrays[0].dtype.itemsize
         row_bytes = self.columns * size
-        return Gathered(self.rows[0], row_bytes, ALIGNMENT if self.aligned and row_bytes % ALIGNMENT == 0 else size)
+        return Gathered(self.row_ids[0], row_bytes, ALIGNMENT if self.aligned and row_bytes % ALIGNMENT == 0 else size)
 
 
 class OperandPlan(NamedTuple):
@@ -100,7 +100,7 @@ def plan_operands(
     used = [left, right] if dw_ENK else [left]
     arrays = [array for operand in used for array in operand.arrays]
     vectors = vectors_fit(arrays, [dw_ENK] if dw_ENK else [], [operand.columns for operand in used])
-    gathered = bool(left.rows or right.rows)
+    gathered = bool(left.row_ids or right.row_ids)
     for chosen in choices("wgrad", left.arrays[0].dtype, target, left.num_rows / num_experts, gathered):
         if chosen.path in BY_DESCRIPTORS:
             plan = dw_ENK and _by_descriptors(target, chosen, dw_ENK, left, right, accumulate)
@@ -140,5 +140,5 @@ def segment_table(
     """Table of all segments' offsets, left operands, their row ids, right operands, their row ids; `[5 * S]` int64."""
     num_segments = len(offsets)
     lefts, rights = plan.places[:num_segments], plan.places[num_segments:]
-    left_row_ids, right_row_ids = (list[Array | int](operand.rows) or [0] * num_segments for operand in (left, right))
+    left_row_ids, right_row_ids = (list[Array | int](each.row_ids) or [0] * num_segments for each in (left, right))
     return builder.addresses((*offsets, *lefts, *left_row_ids, *rights, *right_row_ids))

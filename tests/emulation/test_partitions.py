@@ -173,9 +173,9 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
     )
     fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
     with emulated("sm_100", "long", warp_specialized=True), recording() as log:
-        grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, rows_R=rows)
+        grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, row_ids_R=rows)
         grouped_dgrad_act_(
-            torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, rows_R=rows
+            torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, row_ids_R=rows
         )
     assert [launch.path for launch in log] == [path, path]
     assert (h == 80).all()

@@ -98,12 +98,12 @@ def test_the_command_refuses_a_folder_that_holds_something(repository):
     assert "expected an empty or a new one" in done.stderr
 
 
-def test_route_and_combine(loaded):
+def test_order_rows_and_combine(loaded):
     """Experts that return their input: the sum of a token's two rows is twice the token."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x, ids = torch.randn(5, 16, device=device), torch.tensor([[0, 2], [1, 3], [2, 0], [3, 2], [0, 1]], device=device)
-    routed = loaded.route(ids, torch.rand(5, 2, device=device), 4)
-    assert routed.plan[:5].tolist() == [0, 3, 5, 8, 10]
+    made = loaded.order_rows(ids, torch.rand(5, 2, device=device), 4)
+    assert made.plan[:5].tolist() == [0, 3, 5, 8, 10]
     out = torch.full_like(x, float("nan"))
-    loaded.combine_(out, x[routed.tokens.long()], routed.rows)
+    loaded.combine_(out, x[made.row_ids.long()], made.places)
     torch.testing.assert_close(out, 2 * x)

@@ -89,7 +89,7 @@ def test_rows_of_the_forward(memory, rows):
     h, a, y = far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan")), far(R, H, fill=float("nan"))
     act = act_options(Activation("swiglu").encoded)
     for i in range(2):
-        grouped_fc1_act_(h[i], a[i], x[i], weights(3, 2 * F, H), tiles(), act, rows_R=rows)
+        grouped_fc1_act_(h[i], a[i], x[i], weights(3, 2 * F, H), tiles(), act, row_ids_R=rows)
         grouped_gemm_(y[i], a[i], weights(3, H, F), tiles())
     same(h, a, y)
 
@@ -101,7 +101,7 @@ def test_rows_of_the_backward(memory, rows):
     h, dh, a = far(R, 2 * F), far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan"))
     act, probs = act_options(Activation("swiglu").encoded), torch.rand(R, device=DEVICE)
     dprobs = [
-        grouped_dgrad_act_(dh[i], a[i], dy[i], h[i], weights(3, H, F), tiles(), act, probs_R=probs, rows_R=rows)
+        grouped_dgrad_act_(dh[i], a[i], dy[i], h[i], weights(3, H, F), tiles(), act, probs_R=probs, row_ids_R=rows)
         for i in range(2)
     ]
     same(dh, a, dprobs)
@@ -118,7 +118,7 @@ def test_rows_of_a_weight_gradient(memory, gathered):
         where = torch.tensor([many - 1, 0, many - 2, 3, many - 5], device=DEVICE)
         operands[gathered] = far[gathered]
         operands[gathered][where] = near[gathered]
-        rows[f"{gathered}_rows"] = [where.int()]
+        rows[f"{gathered}_row_ids"] = [where.int()]
     else:  # the first expert's rows start far out, after rows of no expert
         for name, operand in far.items():
             operand[many - 5 :] = near[name]
@@ -147,7 +147,7 @@ def test_rows_that_are_quantized(memory, rows):
     elements = torch.zeros(2, R, H, dtype=torch.float8_e4m3fn, device=DEVICE)
     for i in range(2):
         scales = torch.empty(quantized.scales_shape(2, H, "mxfp8"), dtype=torch.uint8, device=DEVICE)
-        grouped_quantize_(Quantized(elements[i], scales), None, x[i], tiles(), "mxfp8", rows_R=rows)
+        grouped_quantize_(Quantized(elements[i], scales), None, x[i], tiles(), "mxfp8", row_ids_R=rows)
     same(elements.float())
 
 

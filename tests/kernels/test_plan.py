@@ -69,7 +69,7 @@ def test_a_plan_of_first_rows(counts, padding):
 @given(st.lists(st.integers(-1, 12), min_size=1, max_size=400), st.integers(1, 12))
 def test_a_plan_of_routed_positions(ids, num_experts):
     ids = torch.tensor(ids)[:, None]
-    routed = order.route(ids.to(DEVICE), torch.rand(ids.shape, device=DEVICE), num_experts)
+    routed = order.order_rows(ids.to(DEVICE), torch.rand(ids.shape, device=DEVICE), num_experts)
     counts = [int((ids == e).sum()) for e in range(num_experts)]
     check(plan.Schedule(routed.plan, len(ids), num_experts), counts, len(ids))
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 
 def expected(ids, probs, num_experts):
-    """`(offsets, tokens, rows, probs)` by a stable sort."""
+    """`(offsets, row ids, places, probs)` by a stable sort."""
     flat = ids.flatten().to(torch.int64)
     experts = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     slots = experts.argsort(stable=True)
@@ -27,7 +27,7 @@ def expected(ids, probs, num_experts):
 
 def check(ids, num_experts, dtype=torch.float32):
     probs = torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    found = order.route(ids.to(DEVICE), probs.to(DEVICE), num_experts)
+    found = order.order_rows(ids.to(DEVICE), probs.to(DEVICE), num_experts)
     assert [t.dtype for t in found] == [torch.int32] * 3 + [dtype]
     found = found._replace(plan=found.plan[: num_experts + 1])
     for name, got, want in zip(found._fields, found, expected(ids, probs, num_experts), strict=True):
@@ -106,10 +106,10 @@ def test_tokens_that_choose_no_expert_are_zero():
 
 def test_least_traffic_is_reported():
     with recording() as recorded:
-        order.route(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
+        order.order_rows(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
         combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
     assert {launch.path for launch in recorded} == {"pointer"}
     assert [launch.cost for launch in recorded if launch.cost] == [
-        Cost("route", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30),
+        Cost("order_rows", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30),
         Cost("combine", 30 * 16, 4 * 40 * 16 + 4 * 30),
     ]

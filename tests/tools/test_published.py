@@ -139,11 +139,11 @@ def test_a_layer_is_its_passes_and_what_is_beside_them():
     found = layer.times(gpu, shape, rows, by, rate, layer.OURS)
     passes = model.passes(gpu, shape, rows, by, rate, warp_specialized=True)
     least = roofline.passes(shape, rows)
-    combine, route = (
-        1e3 * limit_ms(0, least[name].bytes, 1, gpu.bandwidth * rate.memory) for name in ("combine", "route")
+    combine, ordering = (
+        1e3 * limit_ms(0, least[name].bytes, 1, gpu.bandwidth * rate.memory) for name in ("combine", "order_rows")
     )
     forward, backward = (sum(passes[name].us for name in model.TOTALS[way]) for way in ("forward", "backward"))
-    assert found.forward == pytest.approx(forward + combine + route + 4 * layer.LAUNCH_US)
+    assert found.forward == pytest.approx(forward + combine + ordering + 4 * layer.LAUNCH_US)
     assert found.backward == pytest.approx(backward + combine + 5 * layer.LAUNCH_US)
     assert found.backward_gemms == pytest.approx(backward)
     # Gradients of half the size, written once, are faster, in backward alone.

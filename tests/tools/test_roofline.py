@@ -62,7 +62,7 @@ def test_gathered_rows_read_every_token_once():
     T, R, H = 8192, 65536, 2048
     assert passes["fc1_act"].bytes - passes["fc1_act, gathered"].bytes == 2 * (R - T) * H - 4 * R
     assert passes["combine"].bytes == 2 * (R + T) * H + 4 * R
-    assert passes["route"].bytes == 8 * R + 4 * (129 + 2 * R) + 2 * 4 * R  # and copies probabilities
+    assert passes["order_rows"].bytes == 8 * R + 4 * (129 + 2 * R) + 2 * 4 * R  # and copies probabilities
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -102,7 +102,7 @@ def test_the_command_prints_every_pass_of_every_shape():
     with_tokens = len(shapes.SHAPES) - 1  # all but deepseek-ep
     assert len(rows) == len(shapes.LOADS) * (8 * len(shapes.SHAPES) + 6 * with_tokens)
     for row in rows:
-        assert row["flops"] > 0 or row["pass"] == "route"
+        assert row["flops"] > 0 or row["pass"] == "order_rows"
         assert set(row["limit_ms"]) == {gpu.name for gpu in GPUS}
         by_hand = max(row["flops"] / H100.bf16_flops, row["bytes"] / H100.bandwidth) * 1e3
         assert row["limit_ms"][H100.name] == pytest.approx(by_hand)
