@@ -41,7 +41,7 @@ def install_if_set() -> None:
 def install() -> None:
     """Put the checks around the functions that layers call."""
     routing_arguments.counts = _checked_counts(routing_arguments.counts)
-    ops.route = _counted_ids(ops.route)
+    ops.order_rows = _counted_ids(ops.order_rows)
     ops.grouped_mlp_backward_ = _watched_mlp(ops.grouped_mlp_backward_)
     operators.linear_backward = _watched_linear(operators.linear_backward)
     WgradQueue._add = _watched_run(WgradQueue._add)  # type: ignore[method-assign]
@@ -70,8 +70,8 @@ def _checked_counts(counts: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return checked
 
 
-def _counted_ids(route: Any) -> Any:
-    @wraps(route)
+def _counted_ids(order_rows: Any) -> Any:
+    @wraps(order_rows)
     def counted(ids: Tensor, probs: Tensor, num_experts: int, impl: str) -> Any:
         if _readable(ids):
             outside = int(((ids < 0) | (ids >= num_experts)).sum())
@@ -82,7 +82,7 @@ def _counted_ids(route: Any) -> Any:
                     "top_k_index: expected ids in [0, %d); got %d of %d outside, which are dropped (so far %d of %d)",
                     *(num_experts, outside, ids.numel(), dropped["ids"], dropped["of"]),
                 )
-        return route(ids, probs, num_experts, impl)
+        return order_rows(ids, probs, num_experts, impl)
 
     return counted
 
@@ -90,11 +90,11 @@ def _counted_ids(route: Any) -> Any:
 def _watched_mlp(backward: Any) -> Any:
     @wraps(backward)
     def watched(*args: Any) -> Any:
-        dw1, dw2, db1, db2, dy, x, h, fc1, fc2, bias2, offsets, tokens, _, probs, _, add1, add2, *_ = args
+        dw1, dw2, db1, db2, dy, x, h, fc1, fc2, bias2, offsets, row_ids, _, probs, _, add1, add2, *_ = args
         if not _readable(dy):
             return backward(*args)
         rows = _number_of_rows(offsets, fc1)
-        given = {"dy": _used(dy, rows, tokens), "x": _used(x, rows, tokens), "h": h[:rows], "probs": probs}
+        given = {"dy": _used(dy, rows, row_ids), "x": _used(x, rows, row_ids), "h": h[:rows], "probs": probs}
         given |= {"fc1_weight": fc1, "fc2_weight": fc2, "fc2_bias": bias2}
         cause = _cause(given | _accumulated(fc1=dw1 if add1 else None, fc2=dw2 if add2 else None))
         dx, dprobs, dh, act_probs = results = backward(*args)
@@ -135,8 +135,8 @@ def _watched_run(add: Any) -> Any:
         name, attribute = route.name, "main_grad" if route.mode == "main_grad" else "grad"
         each = [(b.operands, _number_of_rows(b.operands.offsets, route.params)) for b in batch]
         given: dict[str, Any] = {
-            "dy": [_used(operands.dy, rows, operands.dy_rows) for operands, rows in each],
-            "x": [_used(operands.x, rows, operands.x_rows) for operands, rows in each],
+            "dy": [_used(operands.dy, rows, operands.dy_row_ids) for operands, rows in each],
+            "x": [_used(operands.x, rows, operands.x_row_ids) for operands, rows in each],
             f"the earlier gradient of {name}": [getattr(param, attribute, None) for param in route.params],
         }
         cause = _cause(given)
@@ -153,11 +153,11 @@ def _number_of_rows(offsets: Tensor, weights: Sequence[Tensor]) -> int:
     return int(offsets[weights[0].shape[0] if packed else len(weights)])
 
 
-def _used(t: Tensor | None, rows: int, tokens: Tensor | None = None) -> Tensor | None:
+def _used(t: Tensor | None, rows: int, row_ids: Tensor | None = None) -> Tensor | None:
     """The rows that are not padding."""
     if t is None or t.numel() == 0:
         return None
-    return t[:rows] if tokens is None else t.index_select(0, tokens[:rows].int())
+    return t[:rows] if row_ids is None else t.index_select(0, row_ids[:rows].int())
 
 
 def _accumulated(**targets: list[Tensor] | None) -> dict[str, _Tensors]:

@@ -19,7 +19,7 @@ from fusedmlp.autograd import layers
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
-from fusedmlp.operators.types import Routing
+from fusedmlp.operators.types import RowOrder
 from fusedmlp.quantized_weights import QuantizedWeights
 from fusedmlp.validate import Experts, Input, Options
 
@@ -155,8 +155,8 @@ def moe_experts(
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
     routed = probs if torch.compiler.is_exporting() else probs.detach()
-    order = Routing(*ops.route(ids, routed, weights["fc1_weight"].num_experts, call.impl))
-    rest = [source.computed(), order.plan, probs, order.tokens, order.rows, order.probs]
+    order = RowOrder(*ops.order_rows(ids, routed, weights["fc1_weight"].num_experts, call.impl))
+    rest = [source.computed(), order.plan, probs, order.row_ids, order.places, order.probs]
     return calls.run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(hidden_states.dtype)
 
 

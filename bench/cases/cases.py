@@ -298,13 +298,13 @@ def wgrad_check(
         if not accumulate:
             for expert in experts:
                 expert.fill_(float("nan"))
-        moved, rows = wgrad.gathered(segs, gathered) if gathered else (segs, {})
+        moved, row_ids = wgrad.gathered(segs, gathered) if gathered else (segs, {})
         if gathered and best == "tma":
             best = "gather"
         packed = "packed" in where
         db = torch.full((count, N), float("nan"), dtype=grad, device=DEVICE) if bias else None
         scale_R = segs[0].scale() if scale else None
-        path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **rows)
+        path = wgrad.run(experts, moved, accumulate, packed=packed, db=db, scale=scale_R, **row_ids)
         assert path == wgrad.path_of(best, dtype, sizes, can_warp_specialize)
         wgrad.check(experts, segs, wgrad.UNTOUCHED if accumulate else 0.0)
         wgrad.check_untouched(experts, segs, accumulate)

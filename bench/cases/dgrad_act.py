@@ -39,7 +39,7 @@ def reference(inputs, dtype):
     return {name: t.double() for name, t in results.items()}
 
 
-def run(inputs, where="packed", *, rows=None, best="tma"):
+def run(inputs, where="packed", *, row_ids=None, best="tma"):
     """`dh`, `a` and `dprobs` of all rows; checks which path was taken."""
     case, num_rows = inputs.case, inputs.probs.shape[0]
     h = pre_activation(inputs).to(DEVICE)
@@ -55,7 +55,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             act_options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EH=experts.place(inputs.bias2, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
-            row_ids_R=None if rows is None else rows.to(DEVICE),
+            row_ids_R=None if row_ids is None else row_ids.to(DEVICE),
         )
     (launch,) = (each for each in log if each.chosen)
     assert launch.path == experts.expected_path("dgrad_act", case.dtype, DEVICE, best, (case.H, case.F))
@@ -65,10 +65,10 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
 
 def check(case, where="packed", *, gathered=False, best="tma"):
     inputs = Inputs(case)
-    permuted, owned, rows = inputs.dy, sum(case.counts), None
+    permuted, owned, row_ids = inputs.dy, sum(case.counts), None
     if gathered:
-        inputs.dy, rows = experts.among_others(permuted, owned)
-    got, _ = run(inputs, where, rows=rows, best=best)
+        inputs.dy, row_ids = experts.among_others(permuted, owned)
+    got, _ = run(inputs, where, row_ids=row_ids, best=best)
     inputs.dy = permuted
     assert all((t[owned:] == 0).all() for t in got.values())
     expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)

@@ -47,12 +47,12 @@ def logical(described, layout):
 
 
 def among_others(rows, owned, index_dtype=torch.int32, seed=1):
-    """`(tokens, index)`: the rows in another order, among rows of NaN; `tokens[index]` has them in order again."""
-    order = torch.randperm(2 * rows.shape[0], generator=torch.Generator().manual_seed(seed))[: rows.shape[0]]
+    """`(tokens, row ids)`: the rows in another order, among rows of NaN; `tokens[row_ids]` has them in order again."""
+    row_ids = torch.randperm(2 * rows.shape[0], generator=torch.Generator().manual_seed(seed))[: rows.shape[0]]
     tokens = torch.full((2 * rows.shape[0], rows.shape[1]), float("nan"), dtype=rows.dtype)
-    tokens[order] = rows.cpu()
-    order[owned:] = 10**6  # padding rows' indices are not used
-    return tokens.to(rows.device), order.to(rows.device, index_dtype)
+    tokens[row_ids] = rows.cpu()
+    row_ids[owned:] = 10**6  # those of padding rows are not used
+    return tokens.to(rows.device), row_ids.to(rows.device, index_dtype)
 
 
 def tiles_of(counts, num_rows, device):

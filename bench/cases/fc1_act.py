@@ -25,7 +25,7 @@ def reference(inputs, dtype):
     return {"h": h.double(), "a": a.double()}
 
 
-def run(inputs, where="packed", *, rows=None, best="tma"):
+def run(inputs, where="packed", *, row_ids=None, best="tma"):
     """`h` and `a` of all rows; checks which path was taken."""
     case, num_rows = inputs.case, inputs.probs.shape[0]
     G = inputs.bias1.shape[1]
@@ -40,7 +40,7 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
             act_options(fusedmlp.Activation(case.activation, **case.options).encoded),
             bias_EG=experts.place(inputs.bias1, where, DEVICE) if case.bias else None,
             probs_R=inputs.probs.to(DEVICE) if case.probs else None,
-            row_ids_R=None if rows is None else rows.to(DEVICE),
+            row_ids_R=None if row_ids is None else row_ids.to(DEVICE),
         )
     (launch,) = (each for each in log if each.chosen)
     path = experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
@@ -57,10 +57,10 @@ def run(inputs, where="packed", *, rows=None, best="tma"):
 
 def check(case, where="packed", *, gathered=False, best="tma"):
     inputs = Inputs(case)
-    permuted, owned, rows = inputs.x, sum(case.counts), None
+    permuted, owned, row_ids = inputs.x, sum(case.counts), None
     if gathered:
-        inputs.x, rows = experts.among_others(permuted, owned)
-    got, _ = run(inputs, where, rows=rows, best=best)
+        inputs.x, row_ids = experts.among_others(permuted, owned)
+    got, _ = run(inputs, where, row_ids=row_ids, best=best)
     inputs.x = permuted
     assert all((t[owned:] == 0).all() for t in got.values())
     expected, low = reference(inputs, torch.float64), reference(inputs, case.dtype)

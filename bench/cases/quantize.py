@@ -108,14 +108,14 @@ def run(x, case):
     """`(row copy, token copy), launch` of rows in order, of which an absent copy is unwritten."""
     owned = sum(case.counts)
     schedule = experts.tiles_of(case.counts, x.shape[0], DEVICE)
-    num_tiles, index = schedule.max_tiles(128), None
+    num_tiles, row_ids = schedule.max_tiles(128), None
     copies = [Quantized(*(t.to(DEVICE) for t in copy)) for copy in unwritten(case, num_tiles)]
     x = x.to(DEVICE)
     if case.row_ids:
-        x, index = experts.among_others(x, owned, case.row_ids)
+        x, row_ids = experts.among_others(x, owned, case.row_ids)
     wanted = [copy if on else None for copy, on in zip(copies, (case.row_copy, case.token_copy), strict=True)]
     with recording() as log, np.errstate(invalid="ignore"):  # the interpreter computes with numpy
-        grouped_quantize_(*wanted, x, schedule, case.recipe, row_ids_R=index)
+        grouped_quantize_(*wanted, x, schedule, case.recipe, row_ids_R=row_ids)
     return copies, [launch for launch in log if launch.name == "quantize"]
 
 

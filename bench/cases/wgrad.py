@@ -107,9 +107,9 @@ def shifted(one):
 
 def gathered(segs, name, index_dtype=torch.int32):
     """`(segments, row ids by argument name)`: one operand's rows in another order, among rows of NaN."""
-    moved, rows = [], []
+    moved, row_ids = [], []
     for i, one in enumerate(segs):
-        tokens, order = support.among_others(getattr(one, name), int(one.offsets[-1]), index_dtype, seed=i)
+        tokens, ids = support.among_others(getattr(one, name), int(one.offsets[-1]), index_dtype, seed=i)
         moved.append(dataclasses.replace(one, **{name: tokens}))
-        rows.append(order)
-    return moved, {f"{name}_row_ids": rows}
+        row_ids.append(ids)
+    return moved, {f"{name}_row_ids": row_ids}

@@ -32,7 +32,7 @@ def check(layer: Layer, level: Level, y: Tensor, who: str, times: int) -> Errors
         references = [torch.cat(results.pop(name)) for results in rows]
         if level == "tokens" and name != "dprobs":  # a token's rows add up
             zeros = torch.zeros_like(layer.x_TH, dtype=torch.float64)
-            references = [zeros.index_add(0, layer.tokens, result) for result in references]
+            references = [zeros.index_add(0, layer.row_ids, result) for result in references]
         errors.add(name, actual, *references)
     errors.verify(f"{who} on {layer}")
     return errors

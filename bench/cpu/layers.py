@@ -38,7 +38,7 @@ class Layer:
     """Tensors of one layer, in two forms: tokens with their experts, and rows sorted by expert.
 
     `x_TH` with `top_k_index` and `top_k_weights` `[T, K]`, and `x_RH` with `counts`, `ends` and `probs_R`; row `r` is
-    token `tokens[r]`, and its flat position in `[T, K]` is `slots[r]`.
+    token `row_ids[r]`, and its flat position in `[T, K]` is `slots[r]`.
     """
 
     def __init__(self, shape: Shape, load: str, dtype: torch.dtype, device: str) -> None:
@@ -52,15 +52,15 @@ class Layer:
         # No expert has more rows than there are tokens, so that no token gets an expert twice.
         self.top_k_index = sorted_experts.view(R // T, T).T.contiguous()
         self.slots = self.top_k_index.flatten().argsort(stable=True)
-        self.tokens = self.slots // (R // T)
+        self.row_ids = self.slots // (R // T)
 
         def normal(*size: int, scale: float = 1.0) -> Tensor:
             return (torch.randn(*size, device=device) * scale).to(dtype)
 
         self.x_TH, self.dy_TH = normal(T, H).requires_grad_(), normal(T, H)
         self.top_k_weights = torch.rand(T, R // T, device=device, requires_grad=True)
-        self.x_RH = self.x_TH.detach()[self.tokens].requires_grad_()
-        self.dy_RH = self.dy_TH[self.tokens]
+        self.x_RH = self.x_TH.detach()[self.row_ids].requires_grad_()
+        self.dy_RH = self.dy_TH[self.row_ids]
         self.probs_R = self.top_k_weights.detach().flatten()[self.slots].requires_grad_()
         self.fc1 = nn.Parameter(normal(E, 2 * F, H, scale=H**-0.5))
         self.fc2 = nn.Parameter(normal(E, H, F, scale=F**-0.5))

@@ -66,7 +66,7 @@ class Layer:
         H, F = self.sizes
         G = 2 * F if self.activation.gated else F
         offsets = _offsets((40, 60, 0))
-        tokens = torch.empty(100, dtype=torch.int32) if self.gathered else None
+        row_ids = torch.empty(100, dtype=torch.int32) if self.gathered else None
         x, dy = torch.empty(2, 50 if self.gathered else 100, H, dtype=dtype)
         h = torch.empty(100, G, dtype=dtype)
         probs = torch.empty(100) if self.probs else None
@@ -77,11 +77,11 @@ class Layer:
         if self.only_biases:
             grads = [[], []]
         encoded = self.activation.encoded
-        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, tokens, probs, encoded, self.recipe)
+        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, row_ids, probs, encoded, self.recipe)
         flags = (self.add, self.add, self.need_dx, False, self.recipe)
         # fmt: off
         yield triton_impl.grouped_mlp_backward_, (
-            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, tokens, tokens, probs, encoded, *flags,
+            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, row_ids, row_ids, probs, encoded, *flags,
         )
         # fmt: on
 
@@ -113,8 +113,8 @@ def _microbatches(add: bool, gathered: bool, dtype: torch.dtype, recipe: str = "
     """`gathered`: rows of x are gathered from tokens, as those of fc1."""
     offsets = (_offsets((40, 60, 0)), _offsets((7, 0, 9)), _offsets((0, 1, 0)))
     dy, x = (tuple(torch.empty(int(o[-1]), width, dtype=dtype) for o in offsets) for width in (128, 256))
-    rows = tuple(torch.empty(t.shape[0], dtype=torch.int32) for t in x) if gathered else ()
-    yield triton_impl.wgrad_of_segments_, ([torch.empty(3, 128, 256)], [], dy, x, offsets, (), rows, add, recipe)
+    row_ids = tuple(torch.empty(t.shape[0], dtype=torch.int32) for t in x) if gathered else ()
+    yield triton_impl.wgrad_of_segments_, ([torch.empty(3, 128, 256)], [], dy, x, offsets, (), row_ids, add, recipe)
 
 
 def _many_experts(dtype: torch.dtype) -> Calls:
@@ -126,22 +126,22 @@ def _many_experts(dtype: torch.dtype) -> Calls:
     yield triton_impl.grouped_gemm, (x, [w], [], offsets, "")
     yield triton_impl.wgrad_of_segments_, ([torch.empty_like(w)], [], (x,), (x,), (offsets,), (), (), False, "")
     ids, probs = torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8)
-    yield triton_impl.route, (ids, probs, num_experts)
+    yield triton_impl.order_rows, (ids, probs, num_experts)
     for width in (256, 255):
-        y, rows = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
-        yield triton_impl.combine, (y, rows, num_rows // 8)
+        y, places = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
+        yield triton_impl.combine, (y, places, num_rows // 8)
 
 
 def _plan_quantize(
     builder: Builder,
     x_RC: Array,
     offsets: Array,
-    rows_R: Array | None,
+    row_ids_R: Array | None,
     recipe: Recipe,
     row_copy: bool,
     token_copy: bool,
 ) -> None:
-    num_rows, C = (x_RC if rows_R is None else rows_R).shape[0], x_RC.shape[1]
+    num_rows, C = (x_RC if row_ids_R is None else row_ids_R).shape[0], x_RC.shape[1]
     schedule = Schedule.planned(builder, offsets, num_rows, offsets.shape[0] - 1)
     num_tiles = schedule.max_tiles(quantized.TILE_ROWS)
 
@@ -151,7 +151,7 @@ def _plan_quantize(
 
     rows = made((num_rows, C)) if row_copy else None
     tokens = made(quantized.token_copy_shape(num_tiles, C, recipe)) if token_copy else None
-    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, recipe, row_ids_R=rows_R)
+    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, recipe, row_ids_R=row_ids_R)
 
 
 _quantize = Operator(_plan_quantize, DEFAULT)
@@ -159,13 +159,13 @@ _quantize = Operator(_plan_quantize, DEFAULT)
 
 def _quantizing(recipe: Recipe, gathered: bool, _: torch.dtype) -> Calls:
     """Calls with x of every dtype, as launches without a tile are compiled once."""
-    offsets, rows = _offsets((40, 60, 0)), torch.empty(100, dtype=torch.int32) if gathered else None
+    offsets, row_ids = _offsets((40, 60, 0)), torch.empty(100, dtype=torch.int32) if gathered else None
     x, half, single = (torch.empty(100, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32))
     unaligned = torch.empty(100, 257, dtype=torch.bfloat16)[:, 1:]
     for of in (x, half, single, unaligned):
-        yield _quantize, (of, offsets, rows, recipe, True, True)
+        yield _quantize, (of, offsets, row_ids, recipe, True, True)
     for copies in ((True, False), (False, True)):
-        yield _quantize, (x, offsets, rows, recipe, *copies)
+        yield _quantize, (x, offsets, row_ids, recipe, *copies)
 
 
 def _plan_quantize_weights(

@@ -100,15 +100,15 @@ class Call:
         x: Tensor | None,
         offsets: Tensor,
         *,
-        dy_rows: Tensor | None = None,
-        x_rows: Tensor | None = None,
+        dy_row_ids: Tensor | None = None,
+        x_row_ids: Tensor | None = None,
     ) -> list[Tensor | None]:
         """Return what backward returns for a weight; queue its GEMM if it is delayed."""
         if route.delayed:
             assert self.queue is not None
             assert dy is not None
             assert x is not None
-            operands = Operands(dy, x, offsets, dy_rows, x_rows)
+            operands = Operands(dy, x, offsets, dy_row_ids, x_row_ids)
             self.queue.put(route, operands, transposed=self.transposed, recipe=self.recipe, impl=self.impl)
         return route.finish()
 
@@ -185,10 +185,11 @@ class GroupedLinear(torch.autograd.Function):
 
 
 class GroupedMLP(torch.autograd.Function):
-    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, tokens, rows, row_probs, *copies) -> y`.
+    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, row_ids, places, row_probs, *copies) -> y`.
 
-    With tokens, rows and row_probs (of `types.Routing`), x, y and probs are per token: `[T, H]`, `[T, H]` and `[T, K]`.
-    If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2 (`WeightCopies`).
+    With row_ids, places and row_probs (of `types.RowOrder`), x, y and probs are per token: `[T, H]`, `[T, H]` and
+    `[T, K]`. If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2
+    (`WeightCopies`).
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -196,7 +197,7 @@ class GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
-        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, *copies) = call.split(tensors)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
         out = MLPOutput(
             *ops.grouped_mlp(
                 x,
@@ -205,8 +206,8 @@ class GroupedMLP(torch.autograd.Function):
                 bias1,
                 bias2,
                 offsets,
-                tokens,
-                probs if rows is None else row_probs,
+                row_ids,
+                probs if places is None else row_probs,
                 call.activation,
                 call.recipe,
                 call.impl,
@@ -214,16 +215,16 @@ class GroupedMLP(torch.autograd.Function):
         )
         ctx.save_for_backward(*tensors, out.h)
         ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
-        if rows is None:
+        if places is None:
             return out.y
-        return ops.combine(out.y, rows, x.shape[0], call.impl)  # type: ignore[no-any-return]
+        return ops.combine(out.y, places, x.shape[0], call.impl)  # type: ignore[no-any-return]
 
     @staticmethod
     @_first_order_only
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, probs, tokens, rows, row_probs, *copies, h) = call.split(saved)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies, h) = call.split(saved)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
@@ -245,9 +246,9 @@ class GroupedMLP(torch.autograd.Function):
                 call.computed(fc2, dy, copies[6:]),
                 bias2,
                 offsets,
-                tokens,
-                rows,
-                probs if rows is None else row_probs,
+                row_ids,
+                places,
+                probs if places is None else row_probs,
                 call.activation,
                 route1.accumulate,
                 route2.accumulate,
@@ -259,12 +260,12 @@ class GroupedMLP(torch.autograd.Function):
         )
         dx = dprobs = None
         if need_dx:
-            dx = grads.dx if rows is None else ops.combine(grads.dx, rows, x.shape[0], call.impl)
+            dx = grads.dx if places is None else ops.combine(grads.dx, places, x.shape[0], call.impl)
         if probs is not None and grads.dprobs is not None:
-            dprobs = grads.dprobs if rows is None else grads.dprobs.view_as(probs)
+            dprobs = grads.dprobs if places is None else grads.dprobs.view_as(probs)
         # fc2 leaves a queue before fc1.
-        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_rows=tokens)
-        dfc1 = call.finish(route1, grads.dh, x, offsets, x_rows=tokens)
+        dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_row_ids=row_ids)
+        dfc1 = call.finish(route1, grads.dh, x, offsets, x_row_ids=row_ids)
         db = _returned(db1, bias1) + _returned(db2, bias2)
         return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None, *[None] * len(copies))
 

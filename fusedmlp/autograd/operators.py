@@ -110,12 +110,12 @@ def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
 @_first_order_only
 def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     *inputs, h = saved
-    x, fc1, fc2, bias1, bias2, offsets, tokens, probs, activation, recipe, impl = _inputs(ctx, inputs)
+    x, fc1, fc2, bias1, bias2, offsets, row_ids, probs, activation, recipe, impl = _inputs(ctx, inputs)
     _refuse_copies(fc1 + fc2)
     needs_x, *needs = ctx.needs_input_grad
     dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
     # dy is per row, so x has to be, too.
-    rows = x if tokens is None else x.index_select(0, tokens)
+    rows = x if row_ids is None else x.index_select(0, row_ids)
     grads = MLPGrads(
         *ops.grouped_mlp_backward_(
             *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2 or [], offsets),
@@ -123,30 +123,30 @@ def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
         )
     )
     dx = grads.dx if needs_x else None
-    if dx is not None and tokens is not None:  # a token's rows are added up in fp32
-        dx = torch.zeros_like(x, dtype=torch.float32).index_add_(0, tokens, dx.float()).to(x.dtype)
+    if dx is not None and row_ids is not None:  # a token's rows are added up in fp32
+        dx = torch.zeros_like(x, dtype=torch.float32).index_add_(0, row_ids, dx.float()).to(x.dtype)
     weights = map(_returned, (dw1, dw2, db1, db2), (fc1, fc2, bias1, bias2))
     return dx, *weights, None, None, None if probs is None else grads.dprobs, None, None, None
 
 
 def _combine(ctx: Any, dout: Tensor) -> _Grads:
-    (rows,) = ctx.saved_tensors
+    (places,) = ctx.saved_tensors
     each = dout.repeat_interleave(ctx.choices, 0)
-    return dout.new_zeros(ctx.num_rows, dout.shape[1]).index_add(0, rows, each), None, None, None
+    return dout.new_zeros(ctx.num_rows, dout.shape[1]).index_add(0, places, each), None, None, None
 
 
 def _save_combine(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    y, rows, num_tokens, _ = inputs
-    ctx.save_for_backward(rows)
-    ctx.num_rows, ctx.choices = y.shape[0], rows.numel() // max(num_tokens, 1)
+    y, places, num_tokens, _ = inputs
+    ctx.save_for_backward(places)
+    ctx.num_rows, ctx.choices = y.shape[0], places.numel() // max(num_tokens, 1)
 
 
-def _route(ctx: Any, _plan: Any, _tokens: Any, _rows: Any, drow_probs: Tensor) -> _Grads:
-    (rows,) = ctx.saved_tensors
-    return None, drow_probs.index_select(0, rows).view(ctx.shape), None, None
+def _order_rows(ctx: Any, _plan: Any, _row_ids: Any, _places: Any, drow_probs: Tensor) -> _Grads:
+    (places,) = ctx.saved_tensors
+    return None, drow_probs.index_select(0, places).view(ctx.shape), None, None
 
 
-def _save_route(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
+def _save_order_rows(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
     ctx.save_for_backward(output[2])
     ctx.shape = inputs[1].shape
 
@@ -165,7 +165,7 @@ _DERIVATIVES: dict[str, tuple[_Formula, Callable[..., None]]] = {
     "grouped_gemm": (_grouped_gemm, _save_inputs),
     "grouped_mlp": (_grouped_mlp, _save_mlp),
     "combine": (_combine, _save_combine),
-    "route": (_route, _save_route),
+    "order_rows": (_order_rows, _save_order_rows),
 }
 
 

@@ -19,13 +19,13 @@ from fusedmlp.operators import ops
 
 
 class Operands(NamedTuple):
-    """`dw = dy^T x`: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`; row `r` is `dy[dy_rows[r]]` and `x[x_rows[r]]`."""
+    """`dw = dy^T x`: `dy [R, out]`, `x [R, in]`, `offsets [E + 1]`; gathered rows: `dy[dy_row_ids]`, `x[x_row_ids]`."""
 
     dy: Tensor
     x: Tensor
     offsets: Tensor
-    dy_rows: Tensor | None
-    x_rows: Tensor | None
+    dy_row_ids: Tensor | None
+    x_row_ids: Tensor | None
 
     def state(self) -> tuple[bool, list[int]]:
         """Whether a CUDA graph is being captured, and the tensors' versions, which count modifications in place.

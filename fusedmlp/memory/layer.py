@@ -61,9 +61,9 @@ def modes(layer: Layer) -> list[Bytes]:
     # tokens of rows; ends of rows.
     plain = R * (c * (2 * H + 2 * F + 3 * F + 1) + 8 + 8) + 4 * E
     cast = c * (fc1 + fc2) if c != b else 0
-    # Saved: x, once per token; h; the tokens and the order of rows, their probs and first rows; top_k_weights.
+    # Saved: x, once per token; h; row ids and places, probs of rows and first rows; top_k_weights.
     fused = c * T * H + R * (c * 2 * F + 4 + 4 + 4 + 4) + 4 * (E + 1)
-    queued = micro_batches * (c * (2 * T * H + R * 3 * F) + 4 * R)  # x, dy, dh, act; tokens of rows
+    queued = micro_batches * (c * (2 * T * H + R * 3 * F) + 4 * R)  # x, dy, dh, act; row ids
     return [
         Bytes("plain, .grad", weights, cast, in_grad, b * fc1 * again, plain),
         Bytes("plain, main_grad", weights, cast, in_main, b * fc1, plain),

@@ -28,13 +28,13 @@ def _grouped_gemm(x: Shape, w: Sequence[Shape], *_: Any, **__: Any) -> int:
 def _grouped_wgrad(
     dw: Sequence[Shape], db: Sequence[Shape], dy: Sequence[Shape], x: Sequence[Shape], *rest: Any, **_: Any
 ) -> int:
-    _, dy_rows, x_rows, _, _, _ = rest
-    return sum(_product(shape[0], dw) for shape in dy_rows or x_rows or dy)
+    _, dy_row_ids, x_row_ids, _, _, _ = rest
+    return sum(_product(shape[0], dw) for shape in dy_row_ids or x_row_ids or dy)
 
 
 def _grouped_mlp(x: Shape, fc1: Sequence[Shape], fc2: Sequence[Shape], *rest: Any, **_: Any) -> int:
-    _, _, _, tokens, _, _, _, _ = rest
-    num_rows = x[0] if tokens is None else tokens[0]
+    _, _, _, row_ids, _, _, _, _ = rest
+    num_rows = x[0] if row_ids is None else row_ids[0]
     return _product(num_rows, fc1) + _product(num_rows, fc2)
 
 

@@ -2,12 +2,12 @@
 
 Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in]` tensor or a list of E (biases
 likewise), or the elements and scales of an 8-bit copy (`types.WeightCopies`). `offsets` comes from `expert_offsets` or
-`route`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is `recipe.Formats.encoded`,
-or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or `triton_impl`. An empty list or
-a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so a forward's biases may be None.
-Nothing is validated here (see `validate.py`).
+`order_rows`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is
+`recipe.Formats.encoded`, or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or
+`triton_impl`. An empty list or a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so
+a forward's biases may be None. Nothing is validated here (see `validate.py`).
 
-With `tokens` `[R]` int32, rows are gathered: row `r` is row `tokens[r]` of an operand `[T, H]`. The indices of padding
+With `row_ids` `[R]` int32, rows are gathered: row `r` is row `row_ids[r]` of an operand `[T, H]`. The ids of padding
 rows are valid, and are not used.
 
 PyTorch's dispatcher takes longer for such arguments than the host needs for a launch. So the functions here go through
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fusedmlp.kernels.operands.quantized import is_quantized
 from fusedmlp.operators import flops, torch_impl, torch_quantize
-from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
+from fusedmlp.operators.types import MLPGrads, MLPOutput, RowOrder
 
 library = torch.library.Library("fusedmlp", "DEF")
 
@@ -128,15 +128,15 @@ def _fake_plan(like: Tensor, num_rows: int, num_experts: int, impl: str) -> Tens
     return like.new_empty(size, dtype=torch.int32)
 
 
-def _fake_route(top_k_index: Tensor, probs: Tensor, num_experts: int, impl: str) -> Routing:
+def _fake_order_rows(top_k_index: Tensor, probs: Tensor, num_experts: int, impl: str) -> RowOrder:
     size = top_k_index.numel()
-    tokens, rows = (top_k_index.new_empty(size, dtype=torch.int32) for _ in range(2))
-    return Routing(_fake_plan(top_k_index, size, num_experts, impl), tokens, rows, probs.new_empty(size))
+    row_ids, places = (top_k_index.new_empty(size, dtype=torch.int32) for _ in range(2))
+    return RowOrder(_fake_plan(top_k_index, size, num_experts, impl), row_ids, places, probs.new_empty(size))
 
 
 def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
-    *_, tokens, _, _, _, _ = rest
-    num_rows = (x if tokens is None else tokens).shape[0]
+    *_, row_ids, _, _, _, _ = rest
+    num_rows = (x if row_ids is None else row_ids).shape[0]
     return MLPOutput(x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, fc1[0].shape[-2]))
 
 
@@ -160,15 +160,15 @@ expert_offsets = _register(
     "expert_offsets(Tensor counts, SymInt num_rows, str impl) -> Tensor",
     lambda counts, num_rows, impl: _fake_plan(counts, num_rows, counts.shape[0], impl),
 )
-# top_k_index [T, K] of any integer dtype, probs [T, K] -> (plan, tokens, rows, probs): Routing. Ids outside
+# top_k_index [T, K] of any integer dtype, probs [T, K] -> (plan, row_ids, places, probs): RowOrder. Ids outside
 # [0, num_experts) belong to no expert; their rows are padding.
-route = _register(
-    "route(Tensor top_k_index, Tensor probs, int num_experts, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
-    _fake_route,
+order_rows = _register(
+    "order_rows(Tensor top_k_index, Tensor probs, int num_experts, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_order_rows,
 )
-# out[t] = sum over k of y[rows[t * K + k]], in that order, in fp32: [T, H]. Padding rows of y are zero.
+# out[t] = sum over k of y[places[t * K + k]], in that order, in fp32: [T, H]. Padding rows of y are zero.
 combine = _register(
-    "combine(Tensor y, Tensor rows, SymInt num_tokens, str impl) -> Tensor",
+    "combine(Tensor y, Tensor places, SymInt num_tokens, str impl) -> Tensor",
     lambda y, _, num_tokens, *__: y.new_empty(num_tokens, y.shape[1]),
 )
 # w: weights alone, float32 or bfloat16, rounded to bfloat16 first -> WeightCopies; `recipe` is an 8-bit recipe's name.
@@ -182,24 +182,24 @@ grouped_gemm = _register(
     lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
 )
 # dw[e] (+)= dy^T x over the rows of e, summed over segments (micro-batches); db[e] = column sums of dy, for one
-# segment only. dy_rows and x_rows are `tokens` of dy and of x for each segment; all segments have them, or none has.
+# segment only. dy_row_ids and x_row_ids: the row ids of dy and of x, for each segment; all segments have them, or none.
 grouped_wgrad_ = _register(
     "grouped_wgrad_(Tensor(a!)[] dw, Tensor(b!)[] db, Tensor[] dy, Tensor[] x, Tensor[] offsets, "
-    "Tensor[] dy_rows, Tensor[] x_rows, bool accumulate, str recipe, str impl) -> ()",
+    "Tensor[] dy_row_ids, Tensor[] x_row_ids, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
-# -> (y, h): MLPOutput. With `tokens`, x is [T, H].
+# -> (y, h): MLPOutput. With `row_ids`, x is [T, H].
 grouped_mlp = _register(
     "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, Tensor[]? bias2, Tensor offsets, "
-    "Tensor? tokens, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
+    "Tensor? row_ids, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
-# `tokens`, dy and x are [T, H]; with `rows` [R], `dprobs[i]` belongs to flat position i, that is to row `rows[i]`.
+# `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that is to row `places[i]`.
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
-    "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? tokens, "
-    "Tensor? rows, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, "
+    "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? row_ids, "
+    "Tensor? places, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, "
     "str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )

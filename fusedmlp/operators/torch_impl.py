@@ -17,7 +17,7 @@ from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation
 from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
 from fusedmlp.operators.torch_quantize import quantize_weights as quantize_weights
-from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing
+from fusedmlp.operators.types import MLPGrads, MLPOutput, RowOrder
 from fusedmlp.recipe import Formats
 
 
@@ -31,27 +31,27 @@ def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
     return torch.tensor([0, *running_sum(sizes)], dtype=torch.int32, device=counts.device)
 
 
-def route(top_k_index: Tensor, probs: Tensor, num_experts: int) -> Routing:
-    """The order of rows by expert, from expert ids `[T, K]`; see `types.Routing`."""
+def order_rows(top_k_index: Tensor, probs: Tensor, num_experts: int) -> RowOrder:
+    """The order of rows by expert, from expert ids `[T, K]`; see `types.RowOrder`."""
     ids = top_k_index.flatten().long()
     sorted_ids, slots = ids.where((ids >= 0) & (ids < num_experts), num_experts).sort(stable=True)
     experts = torch.arange(num_experts + 1, device=ids.device)
     offsets = torch.searchsorted(sorted_ids, experts, out_int32=True)
-    rows = torch.empty_like(slots, dtype=torch.int32)
-    rows[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
-    tokens = slots // max(1, top_k_index.shape[-1])
-    return Routing(offsets, tokens.int(), rows, probs.flatten().index_select(0, slots))
+    places = torch.empty_like(slots, dtype=torch.int32)
+    places[slots] = torch.arange(slots.numel(), dtype=torch.int32, device=ids.device)
+    row_ids = slots // max(1, top_k_index.shape[-1])
+    return RowOrder(offsets, row_ids.int(), places, probs.flatten().index_select(0, slots))
 
 
-def combine(y_RH: Tensor, rows_R: Tensor, num_tokens: int) -> Tensor:
+def combine(y_RH: Tensor, places_R: Tensor, num_tokens: int) -> Tensor:
     """Sum of every token's rows, `[T, H]`, in fp32, in the order of its choices."""
-    rows_TK = rows_R.view(num_tokens, rows_R.numel() // max(num_tokens, 1))
+    places_TK = places_R.view(num_tokens, places_R.numel() // max(num_tokens, 1))
     out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
     step = max(1, BLOCK_ELEMENTS // y_RH.shape[1])
-    for part_tH, rows_tK in zip(out_TH.split(step), rows_TK.split(step), strict=True):
+    for part_tH, places_tK in zip(out_TH.split(step), places_TK.split(step), strict=True):
         sum_tH = torch.zeros_like(part_tH, dtype=torch.float32)
-        for rows_t in rows_tK.unbind(1):
-            sum_tH += y_RH.index_select(0, rows_t)
+        for places_t in places_tK.unbind(1):
+            sum_tH += y_RH.index_select(0, places_t)
         part_tH.copy_(sum_tH)
     return out_TH
 
@@ -74,16 +74,16 @@ def grouped_mlp(
     bias1: Sequence[Tensor] | None,
     bias2: Sequence[Tensor] | None,
     offsets: Tensor,
-    tokens_R: Tensor | None,
+    row_ids_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     recipe: str,
 ) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
     kind, gemms, wide = Activation.decode(activation), Formats.decode(recipe).gemms, _Wide(x_RH)
-    rows = Rows(offsets, (x_RH if tokens_R is None else tokens_R).shape[0])
+    rows = Rows(offsets, (x_RH if row_ids_R is None else row_ids_R).shape[0])
     probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
-    h_RG = rows.product(rows.gather(x_RH, tokens_R), fc1, transposed=True, recipe=gemms)
+    h_RG = rows.product(rows.gather(x_RH, row_ids_R), fc1, transposed=True, recipe=gemms)
     if bias1:
         rows.add_bias_(h_RG, bias1)
     a_RF = x_RH.new_empty(rows.number, h_RG.shape[1] // (2 if kind.gated else 1))
@@ -112,8 +112,8 @@ def grouped_mlp_backward_(
     fc2: Sequence[Tensor],
     bias2: Sequence[Tensor],
     offsets: Tensor,
-    tokens_R: Tensor | None,
-    rows_R: Tensor | None,
+    row_ids_R: Tensor | None,
+    places_R: Tensor | None,
     probs_R: Tensor | None,
     activation: str,
     accumulate1: bool,
@@ -131,7 +131,7 @@ def grouped_mlp_backward_(
     rows = Rows(offsets, h_RG.shape[0])
     probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
     dprobs_R = h_RG.new_empty(0 if probs_R is None else rows.number, dtype=torch.float32)
-    dy_RH = rows.gather(dy_RH, tokens_R)
+    dy_RH = rows.gather(dy_RH, row_ids_R)
     da_RF = rows.product(dy_RH, fc2, transposed=False, recipe=gemms)
     dh_RG = torch.empty_like(h_RG)
     for block in rows.blocks(h_RG.shape[1]):
@@ -155,13 +155,13 @@ def grouped_mlp_backward_(
     if db2:
         rows.bias_grad_(db2, dy_RH, probs_R1)
     if dw1:
-        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, tokens_R), accumulate1, recipe=wgrad)
+        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, row_ids_R), accumulate1, recipe=wgrad)
     if db1:
         rows.bias_grad_(db1, dh_RG)
     dprobs = None
     if probs_R is not None:
         dprobs = rows.pad(dprobs_R)
-        dprobs = (dprobs if rows_R is None else dprobs.index_select(0, rows_R)).to(probs_R.dtype)
+        dprobs = (dprobs if places_R is None else dprobs.index_select(0, places_R)).to(probs_R.dtype)
     return MLPGrads(dx_RH, dprobs, rows.pad(dh_RG) if keep else None, act_probs_RF if keep else None)
 
 
@@ -171,8 +171,8 @@ def grouped_wgrad_(
     dy: Sequence[Tensor],
     x: Sequence[Tensor],
     offsets: Sequence[Tensor],
-    dy_rows: Sequence[Tensor],
-    x_rows: Sequence[Tensor],
+    dy_row_ids: Sequence[Tensor],
+    x_row_ids: Sequence[Tensor],
     accumulate: bool,
     recipe: str,
 ) -> None:
@@ -181,11 +181,11 @@ def grouped_wgrad_(
         raise ValueError(f"db: expected one segment; got {len(offsets)}")
     wgrad = Formats.decode(recipe).wgrad
     for s, segment_offsets in enumerate(offsets):
-        dy_tokens, x_tokens = (tokens[s] if tokens else None for tokens in (dy_rows, x_rows))
-        rows = Rows(segment_offsets, (dy[s] if dy_tokens is None else dy_tokens).shape[0])
-        dy_RN = rows.gather(dy[s], dy_tokens)
+        dy_row_ids_R, x_row_ids_R = (ids[s] if ids else None for ids in (dy_row_ids, x_row_ids))
+        rows = Rows(segment_offsets, (dy[s] if dy_row_ids_R is None else dy_row_ids_R).shape[0])
+        dy_RN = rows.gather(dy[s], dy_row_ids_R)
         if dw:
-            x_RK = rows.gather(x[s], x_tokens)
+            x_RK = rows.gather(x[s], x_row_ids_R)
             rows.wgrad_(dw, dy_RN, x_RK, accumulate or s > 0, recipe=wgrad)
         if db:
             rows.bias_grad_(db, dy_RN)

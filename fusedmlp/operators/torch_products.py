@@ -46,12 +46,12 @@ class Rows:
         self.sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
         self.even = len(set(self.sizes)) == 1
 
-    def gather(self, t_TN: Tensor, tokens_R: Tensor | None) -> Tensor:
-        """Rows `t[tokens[r]]`, with padding rows uninitialised; `t` itself without `tokens`."""
-        if tokens_R is None:
+    def gather(self, t_TN: Tensor, row_ids_R: Tensor | None) -> Tensor:
+        """Rows `t[row_ids[r]]`, with padding rows uninitialised; `t` itself without `row_ids`."""
+        if row_ids_R is None:
             return t_TN
         out_RN = t_TN.new_empty(self.number, t_TN.shape[1])
-        torch.index_select(t_TN, 0, tokens_R[: self.total], out=out_RN[: self.total])
+        torch.index_select(t_TN, 0, row_ids_R[: self.total], out=out_RN[: self.total])
         return out_RN
 
     def split(self, t_RN: Tensor) -> tuple[Tensor, ...]:

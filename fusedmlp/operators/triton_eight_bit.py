@@ -50,10 +50,10 @@ class Grads(NamedTuple):
 
 
 class RowsOf(NamedTuple):
-    """Rows of a call: their division, the token and the probability of each, and where `dprobs` has it."""
+    """Rows of a call: their division, the token, place and probability of each; see `types.RowOrder`."""
 
     schedule: Schedule
-    tokens: Array | None
+    row_ids: Array | None
     places: Array | None
     probs: Array | None
 
@@ -102,10 +102,10 @@ class _Call:
         """An empty token copy of `[R, C]`, for wgrad."""
         return _empty_token_copy(self.builder, self.num_tiles, C, self.recipe)
 
-    def rows_of(self, x_RC: Array, rows_R: Array | None) -> Quantized:
+    def rows_of(self, x_RC: Array, row_ids_R: Array | None) -> Quantized:
         """`x` quantized along its columns."""
         made = self.row_copy(x_RC.shape[1])
-        grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, row_ids_R=rows_R)
+        grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, row_ids_R=row_ids_R)
         return made
 
     def copy(self, w: ExpertTensors | Quantized, forward: bool) -> Quantized:
@@ -187,7 +187,7 @@ def plan_grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     call = _Call(builder, recipe, rows.schedule)
-    h_RG, a = call.activation(call.rows_of(x_RH, rows.tokens), weights.fc1, bias1_EG, rows.probs, act)
+    h_RG, a = call.activation(call.rows_of(x_RH, rows.row_ids), weights.fc1, bias1_EG, rows.probs, act)
     scale_R = rows.probs if weights.bias2 else None
     y_RH = call.product(a, weights.fc2, True, bias_EN=weights.bias2, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
@@ -210,7 +210,7 @@ def plan_grouped_mlp_backward_(
     in_8_bits = formats.wgrad == formats.gemms
     quantize1, quantize2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
     dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if quantize2 else None
-    grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, row_ids_R=rows.tokens)
+    grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, row_ids_R=rows.row_ids)
     da_RF = call.product(dy, weights.fc2, False)
     dh_RG = a_RF = None
     if wanted.kept or grads.db1 or (grads.dw1 and not in_8_bits):
@@ -229,7 +229,7 @@ def plan_grouped_mlp_backward_(
         dprobs = Dprobs(partial, rows.places, builder.empty((num_rows,), rows.probs.dtype))
         if weights.bias2:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
             last, blocks = partial[partial.shape[0] - 1], (TILE_ROWS, 64)
-            plan_bias_dprobs(builder, last, dy_RH, weights.bias2, call.schedule, rows.tokens, blocks)
+            plan_bias_dprobs(builder, last, dy_RH, weights.bias2, call.schedule, rows.row_ids, blocks)
     if dh is not None:
         dx_RH = call.product(dh, weights.fc1, False, dprobs=dprobs)
     elif dprobs is not None:
@@ -238,7 +238,7 @@ def plan_grouped_mlp_backward_(
         call.wgrad_(grads.dw2, dy_tokens, a_tokens, wanted.accumulate2)
     if dh_tokens:
         x_tokens = call.token_copy(x_RH.shape[1])
-        grouped_quantize_.plan(builder, None, x_tokens, x_RH, call.schedule, call.recipe, row_ids_R=rows.tokens)
+        grouped_quantize_.plan(builder, None, x_tokens, x_RH, call.schedule, call.recipe, row_ids_R=rows.row_ids)
         call.wgrad_(grads.dw1, dh_tokens, x_tokens, wanted.accumulate1)
     _plan_16_bit_wgrads(builder, grads, [dy_RH, a_RF, dh_RG, x_RH], rows, wanted, in_8_bits)
     kept = (dh_RG, a_RF) if wanted.kept else (None, None)
@@ -249,11 +249,11 @@ def _plan_16_bit_wgrads(
     builder: Builder, grads: Grads, operands: list[Array | None], rows: RowsOf, wanted: Wanted, in_8_bits: bool
 ) -> None:
     """Gradients of biases, and those of weights that are not computed in 8 bits."""
-    tokens = () if rows.tokens is None else (rows.tokens,)
+    row_ids = () if rows.row_ids is None else (rows.row_ids,)
     dy, a, dh, x = operands
     for dw, db, left, right, gathered, accumulate in (
-        (grads.dw2, grads.db2, dy, a, {"dy_row_ids": tokens, "scale_R": rows.probs}, wanted.accumulate2),
-        (grads.dw1, grads.db1, dh, x, {"x_row_ids": tokens}, wanted.accumulate1),
+        (grads.dw2, grads.db2, dy, a, {"dy_row_ids": row_ids, "scale_R": rows.probs}, wanted.accumulate2),
+        (grads.dw1, grads.db1, dh, x, {"x_row_ids": row_ids}, wanted.accumulate1),
     ):
         own = None if in_8_bits else dw
         if (own or db) and left is not None:
@@ -268,26 +268,26 @@ def plan_grouped_wgrad_(
     dy: Sequence[Array],
     x: Sequence[Array],
     offsets: Sequence[Array],
-    dy_rows: Sequence[Array],
-    x_rows: Sequence[Array],
+    dy_row_ids: Sequence[Array],
+    x_row_ids: Sequence[Array],
     accumulate: bool,
     recipe: str,
 ) -> None:
     """Passes (5) and (6) alone: one launch for all segments, whose operands are quantized into one buffer."""
     num_experts = dw_ENK.num_experts
-    nums_rows = [t.shape[0] for t in dy_rows or dy]
+    nums_rows = [t.shape[0] for t in dy_row_ids or dy]
     schedules = [
         Schedule.planned(builder, plan, num_rows, num_experts)
         for plan, num_rows in zip(offsets, nums_rows, strict=True)
     ]
     tiles = [schedule.max_tiles(TILE_ROWS) for schedule in schedules]
     copies, kind = [], cast(Recipe, recipe)
-    for operand, rows in ((dy, dy_rows), (x, x_rows)):
+    for operand, row_ids in ((dy, dy_row_ids), (x, x_row_ids)):
         made = _empty_token_copy(builder, sum(tiles), operand[0].shape[1], kind)
         for s, schedule in enumerate(schedules):
             own = Quantized(*(part[sum(tiles[:s]) :] for part in made))
-            rows_R = rows[s] if rows else None
-            grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, row_ids_R=rows_R)
+            row_ids_R = row_ids[s] if row_ids else None
+            grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, row_ids_R=row_ids_R)
         copies.append(made)
     firsts = [schedule.offsets for schedule in schedules]
     grouped_wgrad_quantized_.plan(builder, dw_ENK, *copies, firsts, tiles, kind, accumulate=accumulate)

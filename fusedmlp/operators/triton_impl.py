@@ -33,7 +33,7 @@ from fusedmlp.kernels.tiles.select import Settings
 from fusedmlp.kernels.tiles.table import Key, Tile
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators import triton_eight_bit as eight_bit
-from fusedmlp.operators.types import MLPGrads, MLPOutput, Routing, WeightCopies
+from fusedmlp.operators.types import MLPGrads, MLPOutput, RowOrder, WeightCopies
 from fusedmlp.recipe import BLOCKS, Formats
 
 # A weight or bias as a plan sees it: `ExpertTensors` for a list of tensors, or a list of one packed array, or of none.
@@ -84,25 +84,25 @@ def _plan_grouped_mlp(
     bias1: Experts | None,
     bias2: Experts | None,
     offsets: Array,
-    tokens_R: Array | None,
+    row_ids_R: Array | None,
     probs_R: Array | None,
     activation: str,
     recipe: str,
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
-    num_rows, dtype = (x_RH if tokens_R is None else tokens_R).shape[0], x_RH.dtype
+    num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
     weights = eight_bit.Weights(_weight(fc1), _weight(fc2), _optional(bias2, 1))
     schedule = Schedule.planned(builder, offsets, num_rows, weights.fc1.num_experts)
     act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
     if num_rows and (gemms := Formats.decode(recipe).gemms):
-        rows = eight_bit.RowsOf(schedule, tokens_R, None, probs_R)
+        rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
         return eight_bit.plan_grouped_mlp(builder, x_RH, weights, bias1_EG, rows, act, gemms)
     fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     grouped_fc1_act_.plan(
-        builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, row_ids_R=tokens_R
+        builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, row_ids_R=row_ids_R
     )
     scale_R = probs_R if bias2_EH else None
     grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R)
@@ -122,8 +122,8 @@ def _plan_grouped_mlp_backward_(
     fc2: Weight,
     bias2: Experts,
     offsets: Array,
-    tokens_R: Array | None,
-    rows_R: Array | None,
+    row_ids_R: Array | None,
+    places_R: Array | None,
     probs_R: Array | None,
     activation: str,
     accumulate1: bool,
@@ -141,7 +141,7 @@ def _plan_grouped_mlp_backward_(
     act = act_options(activation)
     if num_rows and formats.gemms:
         grads = eight_bit.Grads(*(_optional(dw, 2) for dw in (dw1, dw2)), *(_optional(db, 1) for db in (db1, db2)))
-        rows_of = eight_bit.RowsOf(schedule, tokens_R, rows_R, probs_R)
+        rows_of = eight_bit.RowsOf(schedule, row_ids_R, places_R, probs_R)
         wanted = eight_bit.Wanted(accumulate1, accumulate2, need_dx, keep)
         return eight_bit.plan_grouped_mlp_backward_(
             builder, grads, dy_RH, x_RH, h_RG, weights, rows_of, act, wanted, formats
@@ -149,21 +149,20 @@ def _plan_grouped_mlp_backward_(
     fc2_EHF = _experts(fc2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(bias2, 1) if probs_R is not None else None
-    partial = grouped_dgrad_act_.plan(
-        builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, bias_EH=bias2_EH, probs_R=probs_R, row_ids_R=tokens_R
-    )
+    epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": row_ids_R}
+    partial = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, **epilogue)
     dx_RH = dprobs = None
     if partial is not None and probs_R is not None:
-        dprobs = Dprobs(partial, rows_R, builder.empty((num_rows,), probs_R.dtype))
+        dprobs = Dprobs(partial, places_R, builder.empty((num_rows,), probs_R.dtype))
     if need_dx:
         dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype)
         grouped_gemm_.plan(builder, dx_RH, dh_RG, _experts(fc1, 2).T, schedule, dprobs=dprobs)
     elif dprobs is not None:
         plan_dprobs(builder, dprobs)
-    rows = [] if tokens_R is None else [tokens_R]
+    row_ids = [] if row_ids_R is None else [row_ids_R]
     for dw, db, dy, x, gathered, accumulate in (
-        (dw2, db2, dy_RH, a_RF, {"dy_row_ids": rows, "scale_R": probs_R}, accumulate2),
-        (dw1, db1, dh_RG, x_RH, {"x_row_ids": rows}, accumulate1),
+        (dw2, db2, dy_RH, a_RF, {"dy_row_ids": row_ids, "scale_R": probs_R}, accumulate2),
+        (dw1, db1, dh_RG, x_RH, {"x_row_ids": row_ids}, accumulate1),
     ):
         dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
         if dw_ENK or db_EN:
@@ -180,32 +179,32 @@ def _plan_grouped_wgrad_(
     dy: Sequence[Array],
     x: Sequence[Array],
     offsets: Sequence[Array],
-    dy_rows: Sequence[Array],
-    x_rows: Sequence[Array],
+    dy_row_ids: Sequence[Array],
+    x_row_ids: Sequence[Array],
     accumulate: bool,
     recipe: str,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments."""
     dw_ENK, db_EN, wgrad = _optional(dw, 2), _optional(db, 1), Formats.decode(recipe).wgrad
     if dw_ENK and wgrad in BLOCKS and any(t.shape[0] for t in dy):
-        eight_bit.plan_grouped_wgrad_(builder, dw_ENK, dy, x, offsets, dy_rows, x_rows, accumulate, wgrad)
+        eight_bit.plan_grouped_wgrad_(builder, dw_ENK, dy, x, offsets, dy_row_ids, x_row_ids, accumulate, wgrad)
         dw_ENK = None
     if dw_ENK or db_EN:
         launch_grouped_wgrad_.plan(
-            builder, dw_ENK, db_EN, dy, x, offsets, accumulate=accumulate, dy_row_ids=dy_rows, x_row_ids=x_rows
+            builder, dw_ENK, db_EN, dy, x, offsets, accumulate=accumulate, dy_row_ids=dy_row_ids, x_row_ids=x_row_ids
         )
 
 
-def _plan_combine(builder: Builder, y_RH: Array, rows_R: Array, num_tokens: int) -> Array:
-    """`out[t] = sum over k of y[rows[t * K + k]]`, `[T, H]`."""
+def _plan_combine(builder: Builder, y_RH: Array, places_R: Array, num_tokens: int) -> Array:
+    """`out[t] = sum over k of y[places[t * K + k]]`, `[T, H]`."""
     out_TH = builder.empty((num_tokens, y_RH.shape[1]), y_RH.dtype)
-    combine_.plan(builder, out_TH, y_RH, rows_R)
+    combine_.plan(builder, out_TH, y_RH, places_R)
     return out_TH
 
 
-def _plan_route(builder: Builder, top_k_index: Array, probs: Array, num_experts: int) -> Routing:
+def _plan_order_rows(builder: Builder, top_k_index: Array, probs: Array, num_experts: int) -> RowOrder:
     """The order of rows by expert, from ids `[T, K]` of any integer dtype."""
-    return Routing(*order.order_rows.plan(builder, top_k_index, probs, num_experts))
+    return RowOrder(*order.order_rows.plan(builder, top_k_index, probs, num_experts))
 
 
 def _weight(seen: Weight) -> ExpertTensors | Quantized:
@@ -235,7 +234,7 @@ def act_options(encoded: str) -> Options:
 
 
 quantize_weights = Operator(_plan_quantize_weights, SETTINGS)
-route = Operator(_plan_route, SETTINGS)
+order_rows = Operator(_plan_order_rows, SETTINGS)
 combine = Operator(_plan_combine, SETTINGS)
 grouped_gemm = Operator(_plan_grouped_gemm, SETTINGS)
 grouped_mlp = Operator(_plan_grouped_mlp, SETTINGS)
@@ -260,11 +259,11 @@ def grouped_wgrad_(
     dy: Sequence[Tensor],
     x: Sequence[Tensor],
     offsets: Sequence[Tensor],
-    dy_rows: Sequence[Tensor],
-    x_rows: Sequence[Tensor],
+    dy_row_ids: Sequence[Tensor],
+    x_row_ids: Sequence[Tensor],
     accumulate: bool,
     recipe: str,
 ) -> None:
     """Passes (5) and (6) alone, over one or several segments; kernels add unrounded products with any recipe."""
-    segments = tuple(dy), tuple(x), tuple(offsets), tuple(dy_rows), tuple(x_rows)
+    segments = tuple(dy), tuple(x), tuple(offsets), tuple(dy_row_ids), tuple(x_row_ids)
     wgrad_of_segments_([*dw], [*db], *segments, accumulate, recipe)

@@ -7,12 +7,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Routing(NamedTuple):
+class RowOrder(NamedTuple):
     """Order of routed rows: by expert, stable in flat position `t * K + k`; rows of no expert come last."""
 
     plan: Tensor  # int32; begins with the first row of every expert, then the end of the last: [E + 1]
-    tokens: Tensor  # [R] int32: the token of every row
-    rows: Tensor  # [R] int32: the row of every flat position
+    row_ids: Tensor  # [R] int32: the token of every row
+    places: Tensor  # [R] int32: the row of every flat position
     probs: Tensor  # [R]: of every row
 
 
@@ -39,6 +39,6 @@ class MLPGrads(NamedTuple):
     """Backward: a gradient that was not asked for is None; from an operator, which cannot return that, it is empty."""
 
     dx: Tensor | None  # [R, H], dtype of x
-    dprobs: Tensor | None  # [R], dtype of probs; by row, or with `rows` by flat position
+    dprobs: Tensor | None  # [R], dtype of probs; by row, or with `places` by flat position
     dh: Tensor | None  # [R, F1]: kept for a delayed gradient of fc1
     act_probs: Tensor | None  # [R, F]: kept for a delayed gradient of fc2

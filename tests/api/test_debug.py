@@ -19,7 +19,7 @@ def lines(monkeypatch):
     """Logged lines, with the checks installed for one test."""
     for owner, name in (
         *((routing_arguments, "counts"), (operators, "linear_backward"), (WgradQueue, "_add")),
-        *((ops, "route"), (ops, "grouped_mlp_backward_")),
+        *((ops, "order_rows"), (ops, "grouped_mlp_backward_")),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
     monkeypatch.setattr(debug, "dropped", {"ids": 0, "of": 0})

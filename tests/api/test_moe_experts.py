@@ -138,7 +138,7 @@ def test_hidden_states_are_saved_once_per_token(impl):
     R, E, G = ids.numel(), *fc1.shape[:2]
     given = sum(t.untyped_storage().nbytes() for t in (x, probs, fc1, fc2))
     plan = size_of_plan(R, E, row_blocks(architecture(x.device))) if impl == "triton" else E + 1
-    assert sum(storages.values()) == given + 4 * (R * G + 3 * R + plan)  # pre-activation; tokens, rows, probabilities
+    assert sum(storages.values()) == given + 4 * (R * G + 3 * R + plan)  # h; row ids, places, probabilities
 
 
 @pytest.mark.parametrize("impl", IMPLS)

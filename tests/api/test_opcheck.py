@@ -51,13 +51,13 @@ def of_mlp(impl, grad):
 def of_tokens(impl, grad):
     x, fc1, fc2 = tensors(3, (T, H), (3, 2 * F, H), (3, H, F), grad=grad)
     index, probs = torch.tensor([[0, 2], [2, 3], [0, 1]]), torch.rand(T, K).requires_grad_(grad)  # 3: no expert
-    yield OPS.route.default, (index, probs, 3, impl)
-    plan, tokens, rows, row_probs = OPS.route(index, probs, 3, impl)
+    yield OPS.order_rows.default, (index, probs, 3, impl)
+    plan, row_ids, places, row_probs = OPS.order_rows(index, probs, 3, impl)
     row_probs = row_probs.detach().requires_grad_(grad)
     activation = fusedmlp.Activation("swiglu").encoded
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], plan, tokens, row_probs, activation, "", impl)
+    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], plan, row_ids, row_probs, activation, "", impl)
     (y,) = tensors(4, (T * K, H), grad=grad)
-    yield OPS.combine.default, (y, rows, T, impl)
+    yield OPS.combine.default, (y, places, T, impl)
 
 
 def of_copies(impl, grad):
@@ -89,7 +89,7 @@ def test_every_operator_as_torch_library_sees_it(calls, grad, impl):
         checks = ["test_autograd_registration", "test_faketensor"]
         if not any(is_quantized(arg) for arg in arguments):  # PyTorch's check multiplies them
             checks += ["test_schema"]
-        if operator is not OPS.route.default or not grad:  # opcheck sums outputs in the dtype of the first, int32
+        if operator is not OPS.order_rows.default or not grad:  # opcheck sums outputs in the dtype of the first, int32
             checks += ["test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
         found = opcheck(operator, arguments, test_utils=checks, raise_exception=False)
         assert set(found.values()) == {"SUCCESS"}, (operator, found)
@@ -238,6 +238,6 @@ def test_a_queue_is_refused_in_a_program():
 
 
 def test_a_row_that_is_combined_twice_gets_both_gradients():
-    y, rows = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 1, 2], dtype=torch.int32)
-    OPS.combine(y, rows, 2, "torch").backward(torch.tensor([[1.0], [10.0]]).expand(2, 4))
+    y, places = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 1, 2], dtype=torch.int32)
+    OPS.combine(y, places, 2, "torch").backward(torch.tensor([[1.0], [10.0]]).expand(2, 4))
     assert y.grad[:, 0].tolist() == [1, 11, 10]

@@ -33,7 +33,7 @@ def tensors():
     }
     made = {name: torch.randn(size, device=DEVICE) for name, size in sizes.items()}
     made["offsets"] = torch.tensor([0, 4, 6], dtype=torch.int32, device=DEVICE)
-    made["tokens"] = torch.tensor([2, 0, 2, 1, 1, 0, 2], dtype=torch.int32, device=DEVICE)
+    made["row_ids"] = torch.tensor([2, 0, 2, 1, 1, 0, 2], dtype=torch.int32, device=DEVICE)
     return made
 
 
@@ -52,32 +52,32 @@ def test_expert_offsets(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8])
-def test_route(impl, dtype):
+def test_order_rows(impl, dtype):
     ids = torch.tensor([[2, 0], [5, 2], [0, 2], [3, 4]], dtype=dtype, device=DEVICE)
     probs = torch.rand(4, 2, device=DEVICE)
-    plan, tokens, rows, row_probs = check(OPS.route, (ids, probs, 4, impl))
+    plan, row_ids, places, row_probs = check(OPS.order_rows, (ids, probs, 4, impl))
     assert plan[:5].tolist() == [0, 2, 2, 5, 6]
     slots = [1, 4, 0, 3, 5, 6, 2, 7]  # of experts 0, 2 and 3 in flat order, then of no expert
-    assert tokens.tolist() == [slot // 2 for slot in slots]
-    assert rows[slots].tolist() == list(range(8))
+    assert row_ids.tolist() == [slot // 2 for slot in slots]
+    assert places[slots].tolist() == list(range(8))
     assert torch.equal(row_probs, probs.flatten()[slots])
-    assert {plan.dtype, tokens.dtype, rows.dtype} == {torch.int32}
+    assert {plan.dtype, row_ids.dtype, places.dtype} == {torch.int32}
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-def test_route_takes_ids_outside_as_padding_at_any_magnitude(impl):
+def test_order_rows_takes_ids_outside_as_padding_at_any_magnitude(impl):
     ids = torch.tensor([[-1, 1, 2**32, 2**31, -(2**63), 2**63 - 1, 0]], device=DEVICE)
-    plan, _, rows, _ = OPS.route(ids, torch.rand(ids.shape, device=DEVICE), 2, impl)
+    plan, _, places, _ = OPS.order_rows(ids, torch.rand(ids.shape, device=DEVICE), 2, impl)
     assert plan[:3].tolist() == [0, 1, 2]
-    assert rows.argsort().tolist() == [6, 1, 0, 2, 3, 4, 5]
+    assert places.argsort().tolist() == [6, 1, 0, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_combine(impl, dtype):
     y = torch.randn(6, 5, device=DEVICE).to(dtype)
-    rows = torch.tensor([4, 0, 1, 3, 5, 2], dtype=torch.int32, device=DEVICE)
-    out = check(OPS.combine, (y, rows, 2, impl))
+    places = torch.tensor([4, 0, 1, 3, 5, 2], dtype=torch.int32, device=DEVICE)
+    out = check(OPS.combine, (y, places, 2, impl))
     wide = y.float()
     expected = [(wide[4] + wide[0]) + wide[1], (wide[3] + wide[5]) + wide[2]]
     assert torch.equal(out, torch.stack(expected).to(dtype))  # to the bit: fp32, in order, one cast
@@ -158,7 +158,7 @@ def test_grouped_mlp(tensors, impl, with_probs):
 
 def gathered(tensors):
     """The same operands, copied to a row for every index."""
-    index = tensors["tokens"].long()
+    index = tensors["row_ids"].long()
     return tensors | {"x": tensors["token_x"][index], "dy": tensors["token_dy"][index]}
 
 
@@ -167,7 +167,7 @@ def gathered(tensors):
 def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
     plain = gathered(tensors)
     names = [f"token_{name}" if gathers in (name, "both") else name for name in ("dy", "x")]
-    indices = [[tensors["tokens"]] * 2 if gathers in (name, "both") else [] for name in ("dy", "x")]
+    indices = [[tensors["row_ids"]] * 2 if gathers in (name, "both") else [] for name in ("dy", "x")]
     operands = [[(tensors if "token" in name else plain)[name]] * 2 for name in names]
     dw, expected = torch.ones(2, 2, 4, 4, device=DEVICE)
     arguments = ([dw], [], *operands, [tensors["offsets"]] * 2, *indices, True, "", impl)
@@ -184,26 +184,26 @@ def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
 @pytest.mark.parametrize("keep", [True, False])
 def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
     t, results = tensors, {}
-    tensors["tokens"][6] = 0  # the index of a padding row
-    for name, source, tokens, run in (
-        ("gathered", t | {"x": t["token_x"], "dy": t["token_dy"]}, t["tokens"], check),
+    tensors["row_ids"][6] = 0  # the index of a padding row
+    for name, source, row_ids, run in (
+        ("gathered", t | {"x": t["token_x"], "dy": t["token_dy"]}, t["row_ids"], check),
         ("plain", gathered(t), None, lambda op, arguments: op(*arguments)),
     ):
         weights = ([t["fc1"]], [t["fc2"]])
         last = (t["probs"], SWIGLU)
         y, h = run(
-            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], tokens, *last, "", impl)
+            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], row_ids, *last, "", impl)
         )
         outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
         operands = (source["dy"], source["x"], h, *weights, [t["bias2"]])
-        rows = None if tokens is None else torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        options = (t["offsets"], tokens, rows, *last)
+        places = None if row_ids is None else torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        options = (t["offsets"], row_ids, places, *last)
         backward = ([[out] for out in outs], operands, options, (True, False, True, keep, "", impl))
         grads = run(OPS.grouped_mlp_backward_, tuple(argument for part in backward for argument in part))
         # Checking an operator runs it several times, and each run adds to the gradient of fc1: that is not compared.
         grads = MLPGrads(*grads)
-        if rows is not None:  # number i is that of row rows[i]
-            grads = grads._replace(dprobs=grads.dprobs[rows.argsort()])
+        if places is not None:  # number i is that of row places[i]
+            grads = grads._replace(dprobs=grads.dprobs[places.argsort()])
         results[name] = [y, h, *grads, *outs[1:]]
     for got, expected in zip(results["gathered"], results["plain"], strict=True):
         torch.testing.assert_close(got, expected)

@@ -165,7 +165,7 @@ def test_several_segments_of_gathered_rows_go_as_before():
 def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
     """No descriptor has a distance of 0 between rows."""
     tokens = torch.ones(90, 80, dtype=torch.bfloat16).as_strided((90, 80), (stride, 1))
-    rows, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
+    row_ids, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
     h, a, act = (
         torch.zeros(73, 288).bfloat16(),
         torch.zeros(73, 144).bfloat16(),
@@ -173,9 +173,9 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
     )
     fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
     with emulated("sm_100", "long", warp_specialized=True), recording() as log:
-        grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, row_ids_R=rows)
+        grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, row_ids_R=row_ids)
         grouped_dgrad_act_(
-            torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, row_ids_R=rows
+            torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, row_ids_R=row_ids
         )
     assert [launch.path for launch in log] == [path, path]
     assert (h == 80).all()

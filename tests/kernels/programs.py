@@ -49,20 +49,20 @@ def forward_arguments(lie="packed", *, tokens=False, probs=True, bias=False, act
     x, plan = torch.zeros(rows // 2 if tokens else rows, H, dtype=dtype), torch.full((E,), rows // E)
     experts = [weights(lie, *shape, dtype=dtype) for shape in ((G, H), (H, F))]
     biases = [weights("packed", size, dtype=dtype) if bias else [] for size in (G, H)]
-    tokens_R = torch.zeros(rows, dtype=torch.int32) if tokens else None
+    row_ids_R = torch.zeros(rows, dtype=torch.int32) if tokens else None
     probs_R = torch.zeros(rows, dtype=dtype) if probs else None
-    return [x, *experts, *biases, triton_impl.expert_offsets(plan, rows), tokens_R, probs_R, act.encoded, ""]
+    return [x, *experts, *biases, triton_impl.expert_offsets(plan, rows), row_ids_R, probs_R, act.encoded, ""]
 
 
 def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=False, grads=None, **options):
-    x, fc1, fc2, bias1, bias2, plan, tokens, probs, encoded, recipe = forward_arguments(lie, **options)
-    G, rows = fc1[0].shape[-2], (x if tokens is None else tokens).shape[0]
+    x, fc1, fc2, bias1, bias2, plan, row_ids, probs, encoded, recipe = forward_arguments(lie, **options)
+    G, rows = fc1[0].shape[-2], (x if row_ids is None else row_ids).shape[0]
     dw = [weights(grads or lie, *shape, dtype=torch.float32) for shape in ((G, H), (H, F))]
     db = [[torch.zeros_like(b) for b in bias] for bias in (bias1, bias2)]
-    dy, h, rows_R = torch.zeros_like(x), torch.zeros(rows, G, dtype=x.dtype), None
-    if tokens is not None:
-        rows_R = torch.zeros_like(tokens)
-    operands = [dy, x, h, fc1, fc2, bias2, plan, tokens, rows_R, probs, encoded]
+    dy, h, places_R = torch.zeros_like(x), torch.zeros(rows, G, dtype=x.dtype), None
+    if row_ids is not None:
+        places_R = torch.zeros_like(row_ids)
+    operands = [dy, x, h, fc1, fc2, bias2, plan, row_ids, places_R, probs, encoded]
     return [*dw, *db, *operands, accumulate, accumulate, need_dx, keep, recipe]
 
 
@@ -74,8 +74,8 @@ def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
         return tuple(buffer[start : start + R] for start in starts)
 
     offsets = tuple(torch.zeros(len(starts), 16, dtype=torch.int32)[:, : E + 1])
-    x_rows = segments(dtype=torch.int32) if gathered else ()
-    return [weights(lie, F, H, dtype=torch.float32), [], segments(F), segments(H), offsets, (), x_rows, True, ""]
+    x_row_ids = segments(dtype=torch.int32) if gathered else ()
+    return [weights(lie, F, H, dtype=torch.float32), [], segments(F), segments(H), offsets, (), x_row_ids, True, ""]
 
 
 def gemm_arguments(dtype=BF16):
@@ -86,7 +86,7 @@ def gemm_arguments(dtype=BF16):
 LAYERS = ((triton_impl.grouped_mlp, forward_arguments), (triton_impl.grouped_mlp_backward_, backward_arguments))
 OTHERS = (
     (triton_impl.grouped_gemm, gemm_arguments),
-    (triton_impl.route, lambda: [torch.zeros(R, 2, dtype=torch.int64), torch.zeros(R, 2, dtype=BF16), E]),
+    (triton_impl.order_rows, lambda: [torch.zeros(R, 2, dtype=torch.int64), torch.zeros(R, 2, dtype=BF16), E]),
     (triton_impl.combine, lambda: [torch.zeros(R, H, dtype=BF16), torch.zeros(R, dtype=torch.int32), R // 2]),
     (triton_impl.checked_plan, lambda: [torch.zeros(E, dtype=torch.int64), R]),
 )

@@ -32,7 +32,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16
 COUNTS, PADDING = (3, 0, 2), 1
 R, T, H, F = 6, 4, 32, 16
-TOKENS = torch.tensor([3, 0, 2, 3, 1, 10**6], dtype=torch.int32, device=DEVICE)  # the last is of a padding row
+ROW_IDS = torch.tensor([3, 0, 2, 3, 1, 10**6], dtype=torch.int32, device=DEVICE)  # the last is of a padding row
 FAR = 2**30
 
 
@@ -82,26 +82,26 @@ def same(*pairs):
         assert torch.equal(near, far)
 
 
-@pytest.mark.parametrize("rows", [None, TOKENS], ids=["permuted", "gathered"])
-def test_rows_of_the_forward(memory, rows):
+@pytest.mark.parametrize("row_ids", [None, ROW_IDS], ids=["permuted", "gathered"])
+def test_rows_of_the_forward(memory, row_ids):
     far = Far(memory)
-    x = far(R if rows is None else T, H)
+    x = far(R if row_ids is None else T, H)
     h, a, y = far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan")), far(R, H, fill=float("nan"))
     act = act_options(Activation("swiglu").encoded)
     for i in range(2):
-        grouped_fc1_act_(h[i], a[i], x[i], weights(3, 2 * F, H), tiles(), act, row_ids_R=rows)
+        grouped_fc1_act_(h[i], a[i], x[i], weights(3, 2 * F, H), tiles(), act, row_ids_R=row_ids)
         grouped_gemm_(y[i], a[i], weights(3, H, F), tiles())
     same(h, a, y)
 
 
-@pytest.mark.parametrize("rows", [None, TOKENS], ids=["permuted", "gathered"])
-def test_rows_of_the_backward(memory, rows):
+@pytest.mark.parametrize("row_ids", [None, ROW_IDS], ids=["permuted", "gathered"])
+def test_rows_of_the_backward(memory, row_ids):
     far = Far(memory)
-    dy = far(R if rows is None else T, H)
+    dy = far(R if row_ids is None else T, H)
     h, dh, a = far(R, 2 * F), far(R, 2 * F, fill=float("nan")), far(R, F, fill=float("nan"))
     act, probs = act_options(Activation("swiglu").encoded), torch.rand(R, device=DEVICE)
     dprobs = [
-        grouped_dgrad_act_(dh[i], a[i], dy[i], h[i], weights(3, H, F), tiles(), act, probs_R=probs, row_ids_R=rows)
+        grouped_dgrad_act_(dh[i], a[i], dy[i], h[i], weights(3, H, F), tiles(), act, probs_R=probs, row_ids_R=row_ids)
         for i in range(2)
     ]
     same(dh, a, dprobs)
@@ -113,12 +113,12 @@ def test_rows_of_a_weight_gradient(memory, gathered):
     many, offsets = 2**31 // 32 + 8, torch.tensor([0, 3, 3, 5], dtype=torch.int32, device=DEVICE)
     near = {"dy": torch.randn(5, 32, device=DEVICE).to(DTYPE), "x": torch.randn(5, 48, device=DEVICE).to(DTYPE)}
     far = {"dy": memory[: many * 32].view(many, 32), "x": memory[4 * FAR :][: many * 48].view(many, 48)}
-    operands, rows = dict(near), {}
+    operands, row_ids = dict(near), {}
     if gathered:
         where = torch.tensor([many - 1, 0, many - 2, 3, many - 5], device=DEVICE)
         operands[gathered] = far[gathered]
         operands[gathered][where] = near[gathered]
-        rows[f"{gathered}_row_ids"] = [where.int()]
+        row_ids[f"{gathered}_row_ids"] = [where.int()]
     else:  # the first expert's rows start far out, after rows of no expert
         for name, operand in far.items():
             operand[many - 5 :] = near[name]
@@ -128,26 +128,26 @@ def test_rows_of_a_weight_gradient(memory, gathered):
     grouped_wgrad_(dws[0], None, [near["dy"]], [near["x"]], [offsets], accumulate=False)
     if not gathered:
         offsets = offsets + many - 5
-    grouped_wgrad_(dws[1], None, [operands["dy"]], [operands["x"]], [offsets], accumulate=False, **rows)
+    grouped_wgrad_(dws[1], None, [operands["dy"]], [operands["x"]], [offsets], accumulate=False, **row_ids)
     same((expected, got))
 
 
 def test_rows_of_a_token(memory):
     far = Far(memory)
     y, out = far(R, H), far(2, H, fill=float("nan"))
-    rows = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
+    places = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
     for i in range(2):
-        combine_(out[i], y[i], rows)
+        combine_(out[i], y[i], places)
     same(out)
 
 
-@pytest.mark.parametrize("rows", [None, TOKENS], ids=["permuted", "gathered"])
-def test_rows_that_are_quantized(memory, rows):
-    x = Far(memory)(R if rows is None else T, H)
+@pytest.mark.parametrize("row_ids", [None, ROW_IDS], ids=["permuted", "gathered"])
+def test_rows_that_are_quantized(memory, row_ids):
+    x = Far(memory)(R if row_ids is None else T, H)
     elements = torch.zeros(2, R, H, dtype=torch.float8_e4m3fn, device=DEVICE)
     for i in range(2):
         scales = torch.empty(quantized.scales_shape(2, H, "mxfp8"), dtype=torch.uint8, device=DEVICE)
-        grouped_quantize_(Quantized(elements[i], scales), None, x[i], tiles(), "mxfp8", row_ids_R=rows)
+        grouped_quantize_(Quantized(elements[i], scales), None, x[i], tiles(), "mxfp8", row_ids_R=row_ids)
     same(elements.float())
 
 
@@ -289,14 +289,14 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         probs = memory[4 * (FAR + 64) :][: FAR + 64]
         probs[FAR:] = torch.arange(64)
         plan = torch.empty(0, dtype=torch.int32)
-        tokens, rows = (torch.empty(FAR + 128, dtype=torch.int32) for _ in range(2))
+        row_ids, places = (torch.empty(FAR + 128, dtype=torch.int32) for _ in range(2))
         row_probs = torch.empty(FAR + 128, dtype=DTYPE)
         sizes = sizes_of_plan(num_experts, ())
-        routed = (plan, tokens, rows, row_probs)
+        made = (plan, row_ids, places, row_probs)
         order._routing_places_kernel[(1,)](
-            ids, probs, counts, *routed, ids.numel(), part + 1, block, 2, bins, order._SUMMED, order._CHUNK, **sizes
+            ids, probs, counts, *made, ids.numel(), part + 1, block, 2, bins, order._SUMMED, order._CHUNK, **sizes
         )
         expected = FAR + torch.arange(64) % 5 * 13 + torch.arange(64) // 5
-        assert torch.equal(rows[FAR : FAR + 64].long(), expected)
-        assert torch.equal(tokens[expected].long(), (FAR + torch.arange(64)) // 2)
+        assert torch.equal(places[FAR : FAR + 64].long(), expected)
+        assert torch.equal(row_ids[expected].long(), (FAR + torch.arange(64)) // 2)
         assert torch.equal(row_probs[expected].float(), torch.arange(64.0))

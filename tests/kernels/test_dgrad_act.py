@@ -65,10 +65,10 @@ def test_gathered_rows_of_odd_sizes(H, F):
 
 def test_an_index_may_be_of_int64_and_name_a_row_twice():
     inputs = Inputs(Case((3, 0, 2), 1, H=48, F=32, bias=True))
-    inputs.dy, rows = experts.among_others(inputs.dy, 5, torch.int64)
-    rows[4] = rows[0]
-    twice, _ = run(inputs, rows=rows, best="gather")
-    inputs.dy = inputs.dy[rows.clamp(max=inputs.dy.shape[0] - 1)]
+    inputs.dy, row_ids = experts.among_others(inputs.dy, 5, torch.int64)
+    row_ids[4] = row_ids[0]
+    twice, _ = run(inputs, row_ids=row_ids, best="gather")
+    inputs.dy = inputs.dy[row_ids.clamp(max=inputs.dy.shape[0] - 1)]
     permuted, _ = run(inputs)
     torch.testing.assert_close(twice, permuted)
 

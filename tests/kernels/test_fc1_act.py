@@ -92,12 +92,12 @@ def test_rows_gathered_by_index(kind, index_dtype, path, monkeypatch):
     tokens = torch.empty(owned, 48)
     tokens[order] = inputs.x[:owned]
     inputs.x = tokens
-    rows = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # row ids of padding rows are not used
+    row_ids = torch.cat([order, torch.full((6,), 10**6)]).to(index_dtype)  # those of padding rows are not used
     if path != "gather":
         monkeypatch.setattr(descriptors, "fits", lambda array: False)
     if path == "unaligned":
         monkeypatch.setattr(fc1_act_launch, "vectors_fit", lambda *_: False)
-    gathered, _ = run(inputs, rows=rows, best=path)
+    gathered, _ = run(inputs, row_ids=row_ids, best=path)
     for key, tensor in permuted.items():
         torch.testing.assert_close(gathered[key], tensor)
 
@@ -107,7 +107,7 @@ def test_tokens_that_no_vector_can_be_loaded_from_are_gathered_element_by_elemen
     permuted, _ = run(inputs)
     shifted = torch.cat([inputs.x.new_zeros(1), inputs.x.flatten()])[1:].view_as(inputs.x)
     inputs.x = shifted if DEVICE == "cpu" else shifted.to(DEVICE)
-    gathered, _ = run(inputs, rows=torch.arange(20), best="unaligned")
+    gathered, _ = run(inputs, row_ids=torch.arange(20), best="unaligned")
     torch.testing.assert_close(gathered, permuted)
 
 

@@ -81,10 +81,10 @@ def test_the_same_bits_every_run():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_rows_of_a_token_are_summed_in_order(top_k, H, dtype):
     y = torch.randn(30 * top_k, H).to(dtype)
-    rows = torch.randperm(30 * top_k)
+    places = torch.randperm(30 * top_k)
     out = torch.full((30, H), float("nan"), dtype=dtype, device=DEVICE)
-    combine_(out, y.to(DEVICE), rows.to(DEVICE, torch.int32))
-    parts = y[rows].view(30, top_k, H)
+    combine_(out, y.to(DEVICE), places.to(DEVICE, torch.int32))
+    parts = y[places].view(30, top_k, H)
     in_order = torch.zeros(30, H)
     for k in range(top_k):
         in_order += parts[:, k].float()

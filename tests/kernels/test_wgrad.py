@@ -207,10 +207,10 @@ def test_a_segment_without_rows():
 )
 def test_rows_gathered_by_index(name, place, dtype, loads):
     segs = [wgrad_segment(counts, 48, 80, dtype, seed=i, device=DEVICE) for i, counts in enumerate(loads)]
-    moved, rows = gathered(segs, name)
+    moved, row_ids = gathered(segs, name)
     _, experts = main_grad(place, len(loads[0]), 48, 80)
     best = "gather" if PLACES[place] == "tma" else PLACES[place]
-    assert run(experts, moved, True, **rows) == path_of(best, dtype, (48, 80))
+    assert run(experts, moved, True, **row_ids) == path_of(best, dtype, (48, 80))
     check(experts, segs, UNTOUCHED)
 
 
@@ -219,9 +219,9 @@ def test_rows_gathered_by_index(name, place, dtype, loads):
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64], ids=str)
 def test_gathered_rows_of_odd_sizes(name, N, K, index_dtype):
     one = wgrad_segment(RAGGED, N, K, torch.bfloat16, device=DEVICE)
-    moved, rows = gathered([one], name, index_dtype)
+    moved, row_ids = gathered([one], name, index_dtype)
     _, experts = main_grad("packed", 4, N, K)
-    assert run(experts, moved, False, packed=True, **rows) == "unaligned"
+    assert run(experts, moved, False, packed=True, **row_ids) == "unaligned"
     check(experts, [one], 0.0)
 
 
@@ -230,13 +230,13 @@ def test_bias_gradient_of_gathered_rows(place):
     one = wgrad_segment(RAGGED, 48, 80, device=DEVICE)
     scale = torch.rand(one.dy.shape[0], device=DEVICE) + 0.5
     got, want = torch.full((2, 4, 48), float("nan"), device=DEVICE)
-    moved, rows = gathered([one], "dy")
+    moved, row_ids = gathered([one], "dy")
     if place is None:
         db, offsets = ExpertTensors.of([got], 1), [one.offsets]
-        grouped_wgrad_(None, db, [moved[0].dy], [], offsets, accumulate=False, scale_R=scale, **rows)
+        grouped_wgrad_(None, db, [moved[0].dy], [], offsets, accumulate=False, scale_R=scale, **row_ids)
         grouped_wgrad_(None, ExpertTensors.of([want], 1), [one.dy], [], offsets, accumulate=False, scale_R=scale)
     else:
-        run(main_grad(place, 4, 48, 80)[1], moved, True, db=got, scale=scale, **rows)
+        run(main_grad(place, 4, 48, 80)[1], moved, True, db=got, scale=scale, **row_ids)
         run(main_grad(place, 4, 48, 80)[1], [one], True, db=want, scale=scale)
     torch.testing.assert_close(got, want)  # `want` is checked in test_bias_gradient
 
