@@ -20,6 +20,7 @@ from fusedmlp import environment, routing_arguments
 from fusedmlp.autograd import operators
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 
 log = logging.getLogger("fusedmlp")
 dropped = {"ids": 0, "of": 0}  # of all calls of moe_experts so far: ids outside [0, E), and all ids
@@ -90,19 +91,21 @@ def _counted_ids(order_rows: Any) -> Any:
 def _watched_mlp(backward: Any) -> Any:
     @wraps(backward)
     def watched(*args: Any) -> Any:
-        dw1, dw2, db1, db2, dy, x, h, fc1, fc2, bias2, offsets, row_ids, _, probs, _, add1, add2, *_ = args
-        if not _readable(dy):
+        of = MLPBackwardArguments(*args)
+        if not _readable(of.dy):
             return backward(*args)
-        rows = _number_of_rows(offsets, fc1)
-        given = {"dy": _used(dy, rows, row_ids), "x": _used(x, rows, row_ids), "h": h[:rows], "probs": probs}
-        given |= {"fc1_weight": fc1, "fc2_weight": fc2, "fc2_bias": bias2}
-        cause = _cause(given | _accumulated(fc1=dw1 if add1 else None, fc2=dw2 if add2 else None))
+        rows = _number_of_rows(of.offsets, of.fc1)
+        given: dict[str, Any] = {"dy": _used(of.dy, rows, of.row_ids), "x": _used(of.x, rows, of.row_ids)}
+        given |= {"h": of.h[:rows], "probs": of.probs}
+        given |= {"fc1_weight": of.fc1, "fc2_weight": of.fc2, "fc2_bias": of.bias2}
+        added: dict[str, Any] = {"fc1": of.dw1 if of.accumulate1 else None, "fc2": of.dw2 if of.accumulate2 else None}
+        cause = _cause(given | _accumulated(**added))
         dx, dprobs, dh, act_probs = results = backward(*args)
         _report("dgrad of fc2, through the activation", [_used(dh, rows), _used(act_probs, rows)], cause)
         _report("the gradient of the probabilities", [dprobs], cause)
         _report("dgrad of fc1", [dx], cause)
-        _report("wgrad of fc2", [*dw2, *db2], cause)
-        _report("wgrad of fc1", [*dw1, *db1], cause)
+        _report("wgrad of fc2", [*of.dw2, *of.db2], cause)
+        _report("wgrad of fc1", [*of.dw1, *of.db1], cause)
         return results
 
     return watched

@@ -29,6 +29,7 @@ from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.select import DEFAULT, Target
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import triton_impl
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 Calls = Iterator[tuple[Operator, tuple[Any, ...]]]
 Cases = dict[str, Callable[[torch.dtype], Calls]]
@@ -76,14 +77,35 @@ class Layer:
         bias_grads = [self._experts((width,), dtype) if self.biases else [] for width in (G, H)]
         if self.only_biases:
             grads = [[], []]
-        encoded = self.activation.encoded
-        yield triton_impl.grouped_mlp, (x, *weights, *biases, offsets, row_ids, probs, encoded, self.recipe)
-        flags = (self.add, self.add, self.need_dx, False, self.recipe)
-        # fmt: off
-        yield triton_impl.grouped_mlp_backward_, (
-            *grads, *bias_grads, dy, x, h, *weights, biases[1], offsets, row_ids, row_ids, probs, encoded, *flags,
+        forward = MLPArguments(
+            x=x,
+            fc1=weights[0],
+            fc2=weights[1],
+            bias1=biases[0],
+            bias2=biases[1],
+            offsets=offsets,
+            row_ids=row_ids,
+            probs=probs,
+            activation=self.activation.encoded,
+            recipe=self.recipe,
+            impl="triton",
         )
-        # fmt: on
+        yield triton_impl.grouped_mlp, forward.without_impl
+        backward = MLPBackwardArguments.of(
+            forward,
+            dw1=grads[0],
+            dw2=grads[1],
+            db1=bias_grads[0],
+            db2=bias_grads[1],
+            dy=dy,
+            h=h,
+            places=row_ids,
+            accumulate1=self.add,
+            accumulate2=self.add,
+            need_dx=self.need_dx,
+            keep=False,
+        )
+        yield triton_impl.grouped_mlp_backward_, backward.without_impl
 
     def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         if self.in_out and len(shape) == 2:

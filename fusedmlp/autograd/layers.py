@@ -24,7 +24,7 @@ from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, Routes, route
 from fusedmlp.contract.sharded import local_weights
 from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPGrads, MLPOutput
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput
 
 operators.register()
 
@@ -200,17 +200,19 @@ class GroupedMLP(torch.autograd.Function):
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
         out = MLPOutput(
             *ops.grouped_mlp(
-                x,
-                call.computed(fc1, x, copies[:2]),
-                call.computed(fc2, x, copies[4:6]),
-                bias1,
-                bias2,
-                offsets,
-                row_ids,
-                probs if places is None else row_probs,
-                call.activation,
-                call.recipe,
-                call.impl,
+                *MLPArguments(
+                    x=x,
+                    fc1=call.computed(fc1, x, copies[:2]),
+                    fc2=call.computed(fc2, x, copies[4:6]),
+                    bias1=bias1,
+                    bias2=bias2,
+                    offsets=offsets,
+                    row_ids=row_ids,
+                    probs=probs if places is None else row_probs,
+                    activation=call.activation,
+                    recipe=call.recipe,
+                    impl=call.impl,
+                )
             )
         )
         ctx.save_for_backward(*tensors, out.h)
@@ -235,27 +237,29 @@ class GroupedMLP(torch.autograd.Function):
         need_dx = x_node is not None
         grads = MLPGrads(
             *ops.grouped_mlp_backward_(
-                call.logical(route1.outs),
-                call.logical(route2.outs),
-                db1,
-                db2,
-                dy,
-                x,
-                h,
-                call.computed(fc1, dy, copies[2:4]) if need_dx else call.logical(fc1),
-                call.computed(fc2, dy, copies[6:]),
-                bias2,
-                offsets,
-                row_ids,
-                places,
-                probs if places is None else row_probs,
-                call.activation,
-                route1.accumulate,
-                route2.accumulate,
-                need_dx,
-                route1.delayed or route2.delayed,
-                call.recipe,
-                call.impl,
+                *MLPBackwardArguments(
+                    dw1=call.logical(route1.outs),
+                    dw2=call.logical(route2.outs),
+                    db1=db1,
+                    db2=db2,
+                    dy=dy,
+                    x=x,
+                    h=h,
+                    fc1=call.computed(fc1, dy, copies[2:4]) if need_dx else call.logical(fc1),
+                    fc2=call.computed(fc2, dy, copies[6:]),
+                    bias2=bias2,
+                    offsets=offsets,
+                    row_ids=row_ids,
+                    places=places,
+                    probs=probs if places is None else row_probs,
+                    activation=call.activation,
+                    accumulate1=route1.accumulate,
+                    accumulate2=route2.accumulate,
+                    need_dx=need_dx,
+                    keep=route1.delayed or route2.delayed,
+                    recipe=call.recipe,
+                    impl=call.impl,
+                )
             )
         )
         dx = dprobs = None

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fusedmlp.autograd.first_order import refuse_second_order
 from fusedmlp.kernels.operands.quantized import is_quantized
 from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPGrads
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads
 
 _Grads = tuple[Any, ...]
 _Formula = Callable[..., _Grads]
@@ -110,23 +110,46 @@ def _grouped_gemm(ctx: Any, saved: Sequence[Any], dy: Tensor) -> _Grads:
 @_first_order_only
 def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     *inputs, h = saved
-    x, fc1, fc2, bias1, bias2, offsets, row_ids, probs, activation, recipe, impl = _inputs(ctx, inputs)
-    _refuse_copies(fc1 + fc2)
-    needs_x, *needs = ctx.needs_input_grad
-    dw1, dw2, db1, db2 = map(_outputs, (fc1, fc2, bias1, bias2), needs[:4])
+    given, needs = MLPArguments(*_inputs(ctx, inputs)), MLPArguments(*ctx.needs_input_grad)
+    x, row_ids = given.x, given.row_ids
+    _refuse_copies([*given.fc1, *given.fc2])
+    dw1, dw2 = _outputs(given.fc1, needs.fc1), _outputs(given.fc2, needs.fc2)
+    db1, db2 = _outputs(given.bias1, needs.bias1), _outputs(given.bias2, needs.bias2)
     # dy is per row, so x has to be, too.
     rows = x if row_ids is None else x.index_select(0, row_ids)
     grads = MLPGrads(
         *ops.grouped_mlp_backward_(
-            *(dw1, dw2, db1, db2, dy.contiguous(), rows.contiguous(), h, fc1, fc2, bias2 or [], offsets),
-            *(None, None, probs, activation, False, False, needs_x, False, recipe, impl),
+            *MLPBackwardArguments.of(
+                given,
+                dw1=dw1,
+                dw2=dw2,
+                db1=db1,
+                db2=db2,
+                dy=dy.contiguous(),
+                x=rows.contiguous(),
+                h=h,
+                bias2=given.bias2 or [],
+                row_ids=None,
+                places=None,
+                accumulate1=False,
+                accumulate2=False,
+                need_dx=needs.x,
+                keep=False,
+            )
         )
     )
-    dx = grads.dx if needs_x else None
+    dx = grads.dx if needs.x else None
     if dx is not None and row_ids is not None:  # a token's rows are added up in fp32
         dx = torch.zeros_like(x, dtype=torch.float32).index_add_(0, row_ids, dx.float()).to(x.dtype)
-    weights = map(_returned, (dw1, dw2, db1, db2), (fc1, fc2, bias1, bias2))
-    return dx, *weights, None, None, None if probs is None else grads.dprobs, None, None, None
+    returned: dict[str, Any] = dict.fromkeys(MLPArguments._fields) | {
+        "x": dx,
+        "fc1": _returned(dw1, given.fc1),
+        "fc2": _returned(dw2, given.fc2),
+        "bias1": _returned(db1, given.bias1),
+        "bias2": _returned(db2, given.bias2),
+        "probs": None if given.probs is None else grads.dprobs,
+    }
+    return tuple(returned.values())
 
 
 def _combine(ctx: Any, dout: Tensor) -> _Grads:

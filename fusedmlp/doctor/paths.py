@@ -19,6 +19,7 @@ from fusedmlp.kernels.launching.program import Launch
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.tiles import table
 from fusedmlp.operators import triton_impl
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 WEIGHTS = ("packed", "separate", "megatron", "megatron_ddp")
 # Launches of a step in their order, by the names that `bench --roofline` uses.
@@ -94,13 +95,35 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     of_weights = problem.weights.replace("megatron_ddp", "separate")
     weights = [_experts(of_weights, shape, problem.dtype) for shape in shapes]
     grads = [_experts(problem.weights, shape, torch.float32) for shape in shapes]
-    encoded = Activation("swiglu").encoded
-    yield triton_impl.grouped_mlp, (x, *weights, [], [], offsets, None, probs, encoded, "")
-    # fmt: off
-    yield triton_impl.grouped_mlp_backward_, (
-        *grads, [], [], dy, x, h, *weights, [], offsets, None, None, probs, encoded, True, True, True, False, "",
+    forward = MLPArguments(
+        x=x,
+        fc1=weights[0],
+        fc2=weights[1],
+        bias1=[],
+        bias2=[],
+        offsets=offsets,
+        row_ids=None,
+        probs=probs,
+        activation=Activation("swiglu").encoded,
+        recipe="",
+        impl="triton",
     )
-    # fmt: on
+    yield triton_impl.grouped_mlp, forward.without_impl
+    backward = MLPBackwardArguments.of(
+        forward,
+        dw1=grads[0],
+        dw2=grads[1],
+        db1=[],
+        db2=[],
+        dy=dy,
+        h=h,
+        places=None,
+        accumulate1=True,
+        accumulate2=True,
+        need_dx=True,
+        keep=False,
+    )
+    yield triton_impl.grouped_mlp_backward_, backward.without_impl
 
 
 def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from fusedmlp.kernels.launching.cost import product_flops
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 Shape = Sequence[int]
 
@@ -32,16 +33,16 @@ def _grouped_wgrad(
     return sum(_product(shape[0], dw) for shape in dy_row_ids or x_row_ids or dy)
 
 
-def _grouped_mlp(x: Shape, fc1: Sequence[Shape], fc2: Sequence[Shape], *rest: Any, **_: Any) -> int:
-    _, _, _, row_ids, _, _, _, _ = rest
-    num_rows = x[0] if row_ids is None else row_ids[0]
-    return _product(num_rows, fc1) + _product(num_rows, fc2)
+def _grouped_mlp(*args: Any, **_: Any) -> int:
+    shapes: Any = MLPArguments(*args)
+    num_rows = (shapes.x if shapes.row_ids is None else shapes.row_ids)[0]
+    return _product(num_rows, shapes.fc1) + _product(num_rows, shapes.fc2)
 
 
-def _grouped_mlp_backward(dw1: Sequence[Shape], dw2: Sequence[Shape], *rest: Any, **_: Any) -> int:
-    _, _, _, _, h, fc1, fc2, _, _, _, _, _, _, _, _, need_dx, _, _, _ = rest
-    products = [fc2, dw1, dw2] + [fc1] * need_dx
-    return sum(_product(h[0], weights) for weights in products)
+def _grouped_mlp_backward(*args: Any, **_: Any) -> int:
+    shapes: Any = MLPBackwardArguments(*args)
+    products = [shapes.fc2, shapes.dw1, shapes.dw2] + [shapes.fc1] * shapes.need_dx
+    return sum(_product(shapes.h[0], weights) for weights in products)
 
 
 _FORMULAS: dict[str, Callable[..., int]] = {

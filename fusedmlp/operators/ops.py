@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fusedmlp.kernels.operands.quantized import is_quantized
 from fusedmlp.operators import flops, torch_impl, torch_quantize
-from fusedmlp.operators.types import MLPGrads, MLPOutput, RowOrder
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowOrder
 
 library = torch.library.Library("fusedmlp", "DEF")
 
@@ -66,7 +66,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
             results = run(*args)
         if not isinstance(results, MLPGrads):
             return results
-        h = args[6]
+        h = MLPBackwardArguments(*args).h
         return MLPGrads(*(h.new_empty(0) if result is None else result for result in results))
 
     operator = register(schema, fake, run_operator)
@@ -134,21 +134,22 @@ def _fake_order_rows(top_k_index: Tensor, probs: Tensor, num_experts: int, impl:
     return RowOrder(_fake_plan(top_k_index, size, num_experts, impl), row_ids, places, probs.new_empty(size))
 
 
-def _fake_grouped_mlp(x: Tensor, fc1: list[Tensor], *rest: Any) -> MLPOutput:
-    *_, row_ids, _, _, _, _ = rest
-    num_rows = (x if row_ids is None else row_ids).shape[0]
-    return MLPOutput(x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, fc1[0].shape[-2]))
+def _fake_grouped_mlp(*args: Any) -> MLPOutput:
+    given = MLPArguments(*args)
+    x, num_rows = given.x, (given.x if given.row_ids is None else given.row_ids).shape[0]
+    return MLPOutput(x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, given.fc1[0].shape[-2]))
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
-    _, _, _, _, _, x, h, _, fc2, _, _, _, _, probs, _, _, _, need_dx, keep, _, _ = args
+    given = MLPBackwardArguments(*args)
+    x, h, probs = given.x, given.h, given.probs
     num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
-    F = fc2[0].shape[-2 if is_quantized(fc2) else -1]
+    F = given.fc2[0].shape[-2 if is_quantized(given.fc2) else -1]
     return MLPGrads(
-        x.new_empty(num_rows, x.shape[1]) if need_dx else x.new_empty(0),
+        x.new_empty(num_rows, x.shape[1]) if given.need_dx else x.new_empty(0),
         x.new_empty(0) if probs is None else probs.new_empty(num_rows),
-        torch.empty_like(h) if keep else h.new_empty(0),
-        h.new_empty(num_rows, F) if keep else h.new_empty(0),
+        torch.empty_like(h) if given.keep else h.new_empty(0),
+        h.new_empty(num_rows, F) if given.keep else h.new_empty(0),
     )
 
 
@@ -188,14 +189,15 @@ grouped_wgrad_ = _register(
     "Tensor[] dy_row_ids, Tensor[] x_row_ids, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
-# -> (y, h): MLPOutput. With `row_ids`, x is [T, H].
+# MLPArguments -> (y, h): MLPOutput. With `row_ids`, x is [T, H].
 grouped_mlp = _register(
     "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, Tensor[]? bias2, Tensor offsets, "
     "Tensor? row_ids, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )
-# -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
-# `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that is to row `places[i]`.
+# MLPBackwardArguments -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
+# weight gradients. With `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that
+# is to row `places[i]`.
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
     "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? row_ids, "

@@ -1,8 +1,9 @@
-"""Results of operators, for both implementations."""
+"""Arguments of the operators of a whole MLP, and results of operators, for both implementations."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,6 +27,63 @@ class WeightCopies(NamedTuple):
     by_in_scales: Tensor
     by_out: Tensor  # [E, K, N] float8_e4m3fn
     by_out_scales: Tensor
+
+
+class MLPArguments(NamedTuple):
+    """Forward: the arguments of `ops.grouped_mlp`, in the order of its schema."""
+
+    x: Tensor  # [R, H], or with `row_ids` [T, H]
+    fc1: Sequence[Tensor]
+    fc2: Sequence[Tensor]
+    bias1: Sequence[Tensor] | None
+    bias2: Sequence[Tensor] | None
+    offsets: Tensor
+    row_ids: Tensor | None  # [R]
+    probs: Tensor | None  # [R]
+    activation: str
+    recipe: str
+    impl: str
+
+    @property
+    def without_impl(self) -> tuple[Any, ...]:
+        """Arguments of the implementation that `impl` names."""
+        return self[:-1]
+
+
+class MLPBackwardArguments(NamedTuple):
+    """Backward: the arguments of `ops.grouped_mlp_backward_`, in the order of its schema."""
+
+    dw1: Sequence[Tensor]  # outputs; empty: not wanted
+    dw2: Sequence[Tensor]
+    db1: Sequence[Tensor]
+    db2: Sequence[Tensor]
+    dy: Tensor  # [R, H], or with `row_ids` [T, H]
+    x: Tensor  # likewise
+    h: Tensor  # [R, F1]
+    fc1: Sequence[Tensor]
+    fc2: Sequence[Tensor]
+    bias2: Sequence[Tensor]
+    offsets: Tensor
+    row_ids: Tensor | None  # [R]
+    places: Tensor | None  # [R]
+    probs: Tensor | None  # [R]
+    activation: str
+    accumulate1: bool  # add to `dw1`; otherwise overwrite it
+    accumulate2: bool
+    need_dx: bool
+    keep: bool  # also return what delayed weight gradients need
+    recipe: str
+    impl: str
+
+    @classmethod
+    def of(cls, forward: MLPArguments, **own: Any) -> MLPBackwardArguments:
+        """Arguments of the backward of that forward. `own`: those that forward has not, or that differ."""
+        return cls(**({name: each for name, each in forward._asdict().items() if name in cls._fields} | own))
+
+    @property
+    def without_impl(self) -> tuple[Any, ...]:
+        """Arguments of the implementation that `impl` names."""
+        return self[:-1]
 
 
 class MLPOutput(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,7 @@ from fusedmlp.kernels.tiles.select import Settings
 from fusedmlp.kernels.tiles.table import Key, Tile
 from fusedmlp.kernels.warp_specialized import gluon_missing
 from fusedmlp.operators import triton_impl
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 _CHOICES: dict[str, tuple[int, ...]] = {
     "BLOCK_M": (16, 32, 64, 128, 256),
@@ -206,19 +207,43 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
     counts = torch.tensor([R // E + (e < R % E) for e in range(E)], device=problem.device)
     offsets = triton_impl.expert_offsets(counts, R)
     dw = torch.zeros(E, H, F, device=problem.device)
-    act = Activation("swiglu").encoded
+    forward = MLPArguments(
+        x=x,
+        fc1=[fc1],
+        fc2=[fc2],
+        bias1=[],
+        bias2=[],
+        offsets=offsets,
+        row_ids=None,
+        probs=probs,
+        activation=Activation("swiglu").encoded,
+        recipe="",
+        impl="triton",
+    )
+    backward = MLPBackwardArguments.of(
+        forward,
+        dw1=[],
+        dw2=[],
+        db1=[],
+        db2=[],
+        dy=dy,
+        h=h,
+        places=None,
+        accumulate1=False,
+        accumulate2=False,
+        need_dx=False,
+        keep=True,  # dh and act_probs
+    )
 
     def wgrad(settings: Settings) -> list[Tensor]:
         triton_impl.wgrad_of_segments_.run(([dw], [], (dy,), (a,), (offsets,), (), (), True, ""), settings)
         return [dw]
 
     def dgrad_act(settings: Settings) -> list[Tensor]:
-        flags = (False, False, False, True, "")  # add to neither weight gradient, no dx; keep dh and act_probs
-        arguments: Any = ([], [], [], [], dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, act, *flags)
-        return list(triton_impl.grouped_mlp_backward_.run(arguments, settings))[1:]
+        return list(triton_impl.grouped_mlp_backward_.run(backward.without_impl, settings))[1:]
 
     def fc1_act(settings: Settings) -> list[Tensor]:
-        return list(triton_impl.grouped_mlp.run((x, [fc1], [fc2], [], [], offsets, None, probs, act, ""), settings))
+        return list(triton_impl.grouped_mlp.run(forward.without_impl, settings))
 
     yield _Scratch("gemm", lambda settings: [triton_impl.grouped_gemm.run((a, [fc2], [], offsets, ""), settings)])
     yield _Scratch("fc1_act", fc1_act)

@@ -13,6 +13,7 @@ from fusedmlp.kernels.routing.plan import size_of_plan
 from fusedmlp.kernels.tiles.select import architecture
 from fusedmlp.kernels.tiles.table import row_blocks
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPArguments
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("torch", "triton")
@@ -159,7 +160,7 @@ def test_a_queue_holds_hidden_states_and_dy_once_per_token(impl, fuse):
 def test_rows_of_experts_elsewhere_cost_no_gemm_work(impl, monkeypatch):
     seen = []
     original = ops.grouped_mlp
-    monkeypatch.setattr(ops, "grouped_mlp", lambda *a: (seen.append(a[5]), original(*a))[1])
+    monkeypatch.setattr(ops, "grouped_mlp", lambda *a: (seen.append(MLPArguments(*a).offsets), original(*a))[1])
     x, _, probs, fc1, fc2 = layer(T=5, K=2)
     ids = torch.tensor([[-1, 4], [9, 2], [2, 3], [-7, 0], [4, 5]], device=DEVICE)
     fusedmlp.moe_experts(x, ids, probs, fc1, fc2, impl=impl)

@@ -7,6 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.kernels.operands.quantized import is_quantized
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 pytestmark = pytest.mark.sparse
 
@@ -33,19 +34,39 @@ def of_linear(impl, grad):
     yield OPS.expert_offsets.default, (torch.tensor(COUNTS), R, impl)
 
 
+def arguments(x, fc1, fc2, offsets, impl, probs=None):
+    return MLPArguments(
+        x=x,
+        fc1=fc1,
+        fc2=fc2,
+        bias1=[],
+        bias2=[],
+        offsets=offsets,
+        row_ids=None,
+        probs=probs,
+        activation=fusedmlp.Activation("swiglu").encoded,
+        recipe="",
+        impl=impl,
+    )
+
+
+def backward_arguments(given, **own):
+    flags = {"accumulate1": False, "accumulate2": False, "need_dx": True, "keep": False}
+    return MLPBackwardArguments.of(given, **({"db1": [], "db2": [], "places": None} | flags | own))
+
+
 def of_mlp(impl, grad):
     x, fc1, fc2, b1, b2, dy = tensors(2, (R, H), (3, 2 * F, H), (3, H, F), (3, 2 * F), (3, H), (R, H), grad=grad)
     probs = torch.rand(R).requires_grad_(grad)
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
-    activation = fusedmlp.Activation("swiglu").encoded
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], [b2], offsets, None, probs, activation, "", impl)
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [b1], None, offsets, None, probs, activation, "", impl)
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], None, [b2], offsets, None, probs, activation, "", impl)
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], offsets, None, None, activation, "", impl)
-    _, h = OPS.grouped_mlp(x, [fc1], [fc2], [], [], offsets, None, probs, activation, "", impl)
-    grads = [[torch.empty_like(w)] for w in (fc1, fc2)]
-    operands = dy, x, h, [fc1], [fc2], [], offsets, None, None, probs, activation
-    yield OPS.grouped_mlp_backward_.default, (*grads, [], [], *operands, False, False, True, False, "", impl)
+    given = arguments(x, [fc1], [fc2], offsets, impl, probs=probs)
+    yield OPS.grouped_mlp.default, given._replace(bias1=[b1], bias2=[b2])
+    yield OPS.grouped_mlp.default, given._replace(bias1=[b1], bias2=None)
+    yield OPS.grouped_mlp.default, given._replace(bias1=None, bias2=[b2])
+    yield OPS.grouped_mlp.default, given._replace(probs=None)
+    _, h = OPS.grouped_mlp(*given)
+    dw1, dw2 = [torch.empty_like(fc1)], [torch.empty_like(fc2)]
+    yield OPS.grouped_mlp_backward_.default, backward_arguments(given, dw1=dw1, dw2=dw2, dy=dy, h=h)
 
 
 def of_tokens(impl, grad):
@@ -54,8 +75,8 @@ def of_tokens(impl, grad):
     yield OPS.order_rows.default, (index, probs, 3, impl)
     plan, row_ids, places, row_probs = OPS.order_rows(index, probs, 3, impl)
     row_probs = row_probs.detach().requires_grad_(grad)
-    activation = fusedmlp.Activation("swiglu").encoded
-    yield OPS.grouped_mlp.default, (x, [fc1], [fc2], [], [], plan, row_ids, row_probs, activation, "", impl)
+    given = arguments(x, [fc1], [fc2], plan, impl, probs=row_probs)
+    yield OPS.grouped_mlp.default, given._replace(row_ids=row_ids)
     (y,) = tensors(4, (T * K, H), grad=grad)
     yield OPS.combine.default, (y, places, T, impl)
 
@@ -69,15 +90,20 @@ def of_copies(impl, grad):
         offsets = torch.tensor([0, 70, 139], dtype=torch.int32)
         yield OPS.grouped_gemm.default, (x, [*by_in], [], offsets, "mxfp8/mxfp8", impl)
         fc2 = OPS.quantize_weights([torch.randn(2, 32, 64)], "mxfp8", impl)
-        relu = fusedmlp.Activation("relu").encoded
-        given = x, [*by_in], [*fc2[:2]], [], [], offsets, None, None, relu, "mxfp8/mxfp8", impl
+        given = arguments(x, [*by_in], [*fc2[:2]], offsets, impl)
+        given = given._replace(activation=fusedmlp.Activation("relu").encoded, recipe="mxfp8/mxfp8")
         yield OPS.grouped_mlp.default, given
-        h, dw = OPS.grouped_mlp(*given)[1], [torch.empty(2, 64, 32)]
-        operands = torch.randn_like(x), x, h, [*by_out], [*fc2[2:]], [], offsets, None, None, None, relu
-        yield (
-            OPS.grouped_mlp_backward_.default,
-            (dw, [], [], [], *operands, False, False, True, True, "mxfp8/mxfp8", impl),
+        backward = backward_arguments(
+            given,
+            dw1=[torch.empty(2, 64, 32)],
+            dw2=[],
+            dy=torch.randn_like(x),
+            h=OPS.grouped_mlp(*given)[1],
+            fc1=[*by_out],
+            fc2=[*fc2[2:]],
+            keep=True,
         )
+        yield OPS.grouped_mlp_backward_.default, backward
 
 
 @pytest.mark.usefixtures("poison")  # opcheck also compares what a plan leaves unwritten
@@ -85,13 +111,13 @@ def of_copies(impl, grad):
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("calls", [of_linear, of_mlp, of_tokens, of_copies], ids=lambda calls: calls.__name__)
 def test_every_operator_as_torch_library_sees_it(calls, grad, impl):
-    for operator, arguments in calls(impl, grad):
+    for operator, given in calls(impl, grad):
         checks = ["test_autograd_registration", "test_faketensor"]
-        if not any(is_quantized(arg) for arg in arguments):  # PyTorch's check multiplies them
+        if not any(is_quantized(arg) for arg in given):  # PyTorch's check multiplies them
             checks += ["test_schema"]
         if operator is not OPS.order_rows.default or not grad:  # opcheck sums outputs in the dtype of the first, int32
             checks += ["test_aot_dispatch_static", "test_aot_dispatch_dynamic"]
-        found = opcheck(operator, arguments, test_utils=checks, raise_exception=False)
+        found = opcheck(operator, tuple(given), test_utils=checks, raise_exception=False)
         assert set(found.values()) == {"SUCCESS"}, (operator, found)
 
 

@@ -1,12 +1,16 @@
 """The operators as `torch.library` sees them: schema, mutation, fakes."""
 
+import re
+from inspect import signature
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 from torch.library import opcheck
 
 import fusedmlp
-from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPGrads
+from fusedmlp.operators import ops, torch_impl, triton_impl
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads
 
 OPS = torch.ops.fusedmlp
 SWIGLU = fusedmlp.Activation("swiglu").encoded
@@ -38,7 +42,7 @@ def tensors():
 
 
 def check(op, arguments):
-    results = opcheck(op.default, arguments)
+    results = opcheck(op.default, tuple(arguments))
     assert set(results.values()) == {"SUCCESS"}
     return op(*arguments)
 
@@ -116,38 +120,58 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
     torch.testing.assert_close(db[1], dy[4:6].sum(0))
 
 
+def forward(tensors, impl):
+    return MLPArguments(
+        x=tensors["x"],
+        fc1=[tensors["fc1"]],
+        fc2=[tensors["fc2"]],
+        bias1=[tensors["bias1"]],
+        bias2=[tensors["bias2"]],
+        offsets=tensors["offsets"],
+        row_ids=None,
+        probs=tensors["probs"],
+        activation=SWIGLU,
+        recipe="",
+        impl=impl,
+    )
+
+
+def backward_of(given, outs, **own):
+    """Arguments that write to `outs`; they add to the first weight's, and overwrite the second's."""
+    outputs = dict(zip(("dw1", "dw2", "db1", "db2"), ([out] for out in outs), strict=True))
+    own = {"places": None, "accumulate1": True, "accumulate2": False, "need_dx": True, "keep": False} | own
+    return MLPBackwardArguments.of(given, **outputs, **own)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("grouped_mlp", MLPArguments), ("grouped_mlp_backward_", MLPBackwardArguments)]
+)
+def test_arguments_have_the_names_and_the_order_of_the_schema(name, arguments):
+    """Calls put them into the operator, and into both implementations, by position."""
+    hints = get_type_hints(arguments)
+    schema = getattr(OPS, name).default._schema.arguments
+    assert [argument.name for argument in schema] == [*arguments._fields]
+    for argument in schema:  # bias1 and bias2 of forward are None in programs of AOTInductor alone
+        assert (type(None) in get_args(hints[argument.name])) == isinstance(argument.type, torch.OptionalType)
+    for implementation in (torch_impl, triton_impl):
+        names = [re.sub("_[A-Z]+$", "", name) for name in signature(getattr(implementation, name)).parameters]
+        assert [name for name in names if name != "builder"] == [*arguments._fields[:-1]]
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("with_probs", [True, False])
 def test_grouped_mlp(tensors, impl, with_probs):
     t = tensors
-    probs = t["probs"] if with_probs else None
-    forward = (t["x"], [t["fc1"]], [t["fc2"]], [t["bias1"]], [t["bias2"]], t["offsets"], None, probs, SWIGLU, "", impl)
-    y, h = check(OPS.grouped_mlp, forward)
+    given = forward(t, impl)
+    if not with_probs:
+        given = given._replace(probs=None)
+    y, h = check(OPS.grouped_mlp, given)
     assert y.shape == (7, 4)
     assert h.shape == (7, 6)
     assert h[6].count_nonzero() == y[6].count_nonzero() == 0  # padding
     outs = [torch.zeros_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
     for need_dx, keep in ((True, False), (False, True)):
-        backward = (
-            *[[out] for out in outs],
-            t["dy"],
-            t["x"],
-            h,
-            [t["fc1"]],
-            [t["fc2"]],
-            [t["bias2"]],
-            t["offsets"],
-            None,
-            None,
-            probs,
-            SWIGLU,
-            True,
-            False,
-            need_dx,
-            keep,
-            "",
-            impl,
-        )
+        backward = backward_of(given, outs, dy=t["dy"], h=h, need_dx=need_dx, keep=keep)
         grads = MLPGrads(*check(OPS.grouped_mlp_backward_, backward))
         assert grads.dx.shape == ((7, 4) if need_dx else (0,))
         assert grads.dprobs.shape == ((7,) if with_probs else (0,))
@@ -189,17 +213,11 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
         ("gathered", t | {"x": t["token_x"], "dy": t["token_dy"]}, t["row_ids"], check),
         ("plain", gathered(t), None, lambda op, arguments: op(*arguments)),
     ):
-        weights = ([t["fc1"]], [t["fc2"]])
-        last = (t["probs"], SWIGLU)
-        y, h = run(
-            OPS.grouped_mlp, (source["x"], *weights, [t["bias1"]], [t["bias2"]], t["offsets"], row_ids, *last, "", impl)
-        )
+        given = forward(source, impl)._replace(row_ids=row_ids)
+        y, h = run(OPS.grouped_mlp, given)
         outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
-        operands = (source["dy"], source["x"], h, *weights, [t["bias2"]])
         places = None if row_ids is None else torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        options = (t["offsets"], row_ids, places, *last)
-        backward = ([[out] for out in outs], operands, options, (True, False, True, keep, "", impl))
-        grads = run(OPS.grouped_mlp_backward_, tuple(argument for part in backward for argument in part))
+        grads = run(OPS.grouped_mlp_backward_, backward_of(given, outs, dy=source["dy"], h=h, places=places, keep=keep))
         # Checking an operator runs it several times, and each run adds to the gradient of fc1: that is not compared.
         grads = MLPGrads(*grads)
         if places is not None:  # number i is that of row places[i]
@@ -216,9 +234,9 @@ def test_gradients_that_are_not_needed_are_not_computed(tensors, monkeypatch):
     fc1 = torch.nn.Parameter(tensors["fc1"])
     y = fusedmlp.grouped_mlp(tensors["x"], fc1, tensors["fc2"], [4, 2])
     y.sum().backward()
-    dw1, dw2, db1, db2 = seen[0][:4]
-    assert [len(group) for group in (dw1, dw2, db1, db2)] == [1, 0, 0, 0]
-    assert seen[0][-4] is False  # x needs no gradient
+    given = MLPBackwardArguments(*seen[0])
+    assert [len(group) for group in (given.dw1, given.dw2, given.db1, given.db2)] == [1, 0, 0, 0]
+    assert given.need_dx is False
 
 
 def test_experts_in_a_tuple_are_all_of_them_or_refused():
@@ -247,10 +265,10 @@ def test_each_weight_has_a_flag_of_its_own(tensors, impl, accumulate1, accumulat
     h = torch.randn(7, 6, device=DEVICE)
     for start in (0.0, 3.0):
         dw1, dw2 = (torch.full_like(t[name], start) for name in ("fc1", "fc2"))
-        weights, rest = ([t["fc1"]], [t["fc2"]], []), (t["offsets"], None, None, t["probs"], SWIGLU)
-        flags = (accumulate1, accumulate2, True, False, "", impl)
+        db1, db2 = (torch.empty_like(t[name]) for name in ("bias1", "bias2"))
+        flags = {"accumulate1": accumulate1, "accumulate2": accumulate2}
         with torch.no_grad():
-            ops.grouped_mlp_backward_([dw1], [dw2], [], [], t["dy"], t["x"], h, *weights, *rest, *flags)
+            ops.grouped_mlp_backward_(*backward_of(forward(t, impl), (dw1, dw2, db1, db2), dy=t["dy"], h=h, **flags))
         results[start] = dw1, dw2
     for zero, three, accumulate in zip(*results.values(), (accumulate1, accumulate2), strict=True):
         torch.testing.assert_close(three - zero, torch.full_like(zero, 3.0 * accumulate))

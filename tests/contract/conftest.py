@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedmlp
 from fusedmlp.doctor import reference
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 
 COUNTS, ROWS = (3, 0, 2), 7
 TOP_K = ((2, 0), (0, 5), (2, 2), (-1, 0), (0, 2), (3, -1), (-2, 7))
@@ -195,9 +196,9 @@ def wgrad_gemms(monkeypatch: pytest.MonkeyPatch) -> Recorder:
         return linear(*args)
 
     def grouped_mlp_backward_(*args: Any) -> Any:
-        *_, accumulate1, accumulate2, _need_dx, _keep, _recipe, _impl = args
-        record("fc1", args[0], accumulate1)
-        record("fc2", args[1], accumulate2)
+        given = MLPBackwardArguments(*args)
+        record("fc1", given.dw1, given.accumulate1)
+        record("fc2", given.dw2, given.accumulate2)
         return mlp(*args)
 
     monkeypatch.setattr(ops, "grouped_wgrad_", grouped_wgrad_)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmlp
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -68,8 +69,12 @@ def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypat
             out.copy_(start)  # erases what another thread added meanwhile
         return function(*args)
 
+    def written(args):
+        given = MLPBackwardArguments(*args)
+        return [*given.dw1, *given.dw2]
+
     monkeypatch.setattr(ops, "grouped_wgrad_", lambda *args: slowly(linear, args[0], args))
-    monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *args: slowly(mlp, [*args[0], *args[1]], args))
+    monkeypatch.setattr(ops, "grouped_mlp_backward_", lambda *args: slowly(mlp, written(args), args))
     queues = [fusedmlp.WgradQueue() if step.queue is not None else None for _ in range(2)]
 
     def work(seed):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 
 
 def in_buckets(module, parameters=None, **options):
@@ -43,7 +44,8 @@ def where_gemms_write():
     backward = ops.grouped_mlp_backward_
 
     def recorded(*args):
-        written.update(t.data_ptr() for outs in args[:2] for t in outs)
+        given = MLPBackwardArguments(*args)
+        written.update(t.data_ptr() for t in (*given.dw1, *given.dw2))
         return backward(*args)
 
     def hook(group, bucket) -> torch.futures.Future[torch.Tensor]:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 
 HOOKS = (
     "no hook",
@@ -80,7 +81,8 @@ def run(kind, engine, use_reentrant, packed, mode, step):
     backward = ops.grouped_mlp_backward_
 
     def recorded(*args):
-        written.extend(t.data_ptr() for outs in args[:2] for t in outs)
+        given = MLPBackwardArguments(*args)
+        written.extend(t.data_ptr() for t in (*given.dw1, *given.dw2))
         return backward(*args)
 
     x, counts, probs, dy = batch(dist.get_rank() if ranks > 1 else 0, step, 0)

@@ -26,6 +26,7 @@ from fusedmlp.integrations import transformers_activation
 from fusedmlp.integrations.transformers import register
 from fusedmlp.integrations.transformers_activation import activation_of
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 
 ROOT = Path(__file__).parents[2]
 USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -50,7 +51,8 @@ def wgrad_gemms(monkeypatch):
     gemms, backward = [], ops.grouped_mlp_backward_
 
     def grouped_mlp_backward_(*args):
-        gemms.extend([tensor.data_ptr() for tensor in outputs] for outputs in args[:2] if outputs)
+        given = MLPBackwardArguments(*args)
+        gemms.extend([tensor.data_ptr() for tensor in outputs] for outputs in (given.dw1, given.dw2) if outputs)
         return backward(*args)
 
     monkeypatch.setattr(ops, "grouped_mlp_backward_", grouped_mlp_backward_)

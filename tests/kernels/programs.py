@@ -26,6 +26,7 @@ from fusedmlp.kernels.launching.arguments import Arguments
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.operators import triton_impl
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 E, H, F, R = 4, 64, 32, 48
 BF16 = torch.bfloat16
@@ -43,27 +44,55 @@ def weights(kind, *shape, dtype=BF16, num_experts=E):
     return [*buffer.unbind()][:: -1 if kind == "reversed" else 1]
 
 
-def forward_arguments(lie="packed", *, tokens=False, probs=True, bias=False, activation="swiglu", dtype=BF16, rows=R):
+def forward(lie="packed", *, tokens=False, probs=True, bias=False, activation="swiglu", dtype=BF16, rows=R):
     act = activation if isinstance(activation, fusedmlp.Activation) else fusedmlp.Activation(activation)
     G = 2 * F if act.gated else F
     x, plan = torch.zeros(rows // 2 if tokens else rows, H, dtype=dtype), torch.full((E,), rows // E)
     experts = [weights(lie, *shape, dtype=dtype) for shape in ((G, H), (H, F))]
     biases = [weights("packed", size, dtype=dtype) if bias else [] for size in (G, H)]
-    row_ids_R = torch.zeros(rows, dtype=torch.int32) if tokens else None
-    probs_R = torch.zeros(rows, dtype=dtype) if probs else None
-    return [x, *experts, *biases, triton_impl.expert_offsets(plan, rows), row_ids_R, probs_R, act.encoded, ""]
+    return MLPArguments(
+        x=x,
+        fc1=experts[0],
+        fc2=experts[1],
+        bias1=biases[0],
+        bias2=biases[1],
+        offsets=triton_impl.expert_offsets(plan, rows),
+        row_ids=torch.zeros(rows, dtype=torch.int32) if tokens else None,
+        probs=torch.zeros(rows, dtype=dtype) if probs else None,
+        activation=act.encoded,
+        recipe="",
+        impl="triton",
+    )
 
 
-def backward_arguments(lie="packed", *, accumulate=True, need_dx=True, keep=False, grads=None, **options):
-    x, fc1, fc2, bias1, bias2, plan, row_ids, probs, encoded, recipe = forward_arguments(lie, **options)
-    G, rows = fc1[0].shape[-2], (x if row_ids is None else row_ids).shape[0]
+def forward_arguments(*args, **options):
+    return forward(*args, **options).without_impl
+
+
+def backward(lie="packed", *, accumulate=True, need_dx=True, keep=False, grads=None, **options):
+    given = forward(lie, **options)
+    x, row_ids = given.x, given.row_ids
+    G, rows = given.fc1[0].shape[-2], (x if row_ids is None else row_ids).shape[0]
     dw = [weights(grads or lie, *shape, dtype=torch.float32) for shape in ((G, H), (H, F))]
-    db = [[torch.zeros_like(b) for b in bias] for bias in (bias1, bias2)]
-    dy, h, places_R = torch.zeros_like(x), torch.zeros(rows, G, dtype=x.dtype), None
-    if row_ids is not None:
-        places_R = torch.zeros_like(row_ids)
-    operands = [dy, x, h, fc1, fc2, bias2, plan, row_ids, places_R, probs, encoded]
-    return [*dw, *db, *operands, accumulate, accumulate, need_dx, keep, recipe]
+    db = [[torch.zeros_like(b) for b in bias] for bias in (given.bias1, given.bias2)]
+    return MLPBackwardArguments.of(
+        given,
+        dw1=dw[0],
+        dw2=dw[1],
+        db1=db[0],
+        db2=db[1],
+        dy=torch.zeros_like(x),
+        h=torch.zeros(rows, G, dtype=x.dtype),
+        places=None if row_ids is None else torch.zeros_like(row_ids),
+        accumulate1=accumulate,
+        accumulate2=accumulate,
+        need_dx=need_dx,
+        keep=keep,
+    )
+
+
+def backward_arguments(*args, **options):
+    return backward(*args, **options).without_impl
 
 
 def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
@@ -180,10 +209,10 @@ def fewer(tensor):
 def check_a_kind_has_all_that_plans_look_at():
     """A change of one argument in one property changes the kind, so that no remembered program is launched for it."""
 
-    def kind(lie, index=0, value=lambda t: t):
-        arguments = backward_arguments(lie, tokens=True, bias=True)
-        arguments[index] = value(arguments[index]) if callable(value) else value
-        return Arguments.of(arguments).kinds
+    def kind(lie, name="dw1", value=lambda t: t):
+        given = backward(lie, tokens=True, bias=True)
+        changed = value(getattr(given, name)) if callable(value) else value
+        return Arguments.of(given._replace(**{name: changed}).without_impl).kinds
 
     def of_list(change):
         return lambda group: [*map(change, group)]
@@ -194,26 +223,30 @@ def check_a_kind_has_all_that_plans_look_at():
     def last_unaligned(group):
         return [*group[:-1], unaligned(group[-1])]
 
-    lists, single = (0, 1, 2, 3, 7, 8, 9), (4, 5, 6, 10, 11, 12, 13)
-    changes = [("packed", i, of_list(change)) for i in lists for change in (unaligned, wide, other, fewer)]
-    changes += [("packed", i, change) for i in single for change in (unaligned, other, fewer)]
-    changes += [("packed", i, wide) for i in (4, 5, 6)]
-    changes += [("packed", 0, weights("apart", 2 * F, H, dtype=torch.float32))]
-    changes += [("packed", 8, weights("reversed", H, F))]
-    changes += [("packed", i, []) for i in lists] + [("packed", i, None) for i in (11, 12, 13)]
-    changes += [("packed", 14, fusedmlp.Activation("geglu").encoded)]
-    changes += [("packed", i, lambda on: not on) for i in (15, 16, 17, 18)]
-    changes += [("in order", i, change) for i in (0, 1, 7, 8) for change in (spread, fewer, lambda group: group[::-1])]
-    changes += [("apart", i, change) for i in (0, 1, 7, 8) for change in (last_unaligned, lambda group: group[:1] * E)]
-    for lie, index, value in changes:
+    matrices, rows, optional = ("dw1", "dw2", "fc1", "fc2"), ("dy", "x", "h"), ("row_ids", "places", "probs")
+    lists, single = (*matrices, "db1", "db2", "bias2"), (*rows, "offsets", *optional)
+    flags = ("accumulate1", "accumulate2", "need_dx", "keep")
+    constants = {"activation": fusedmlp.Activation("geglu").encoded, "recipe": "mxfp8/mxfp8"}
+    assert {*lists, *single, *flags, *constants, "impl"} == {*MLPBackwardArguments._fields}
+    changes = [("packed", name, of_list(change)) for name in lists for change in (unaligned, wide, other, fewer)]
+    changes += [("packed", name, change) for name in single for change in (unaligned, other, fewer)]
+    changes += [("packed", name, wide) for name in rows]
+    changes += [("packed", "dw1", weights("apart", 2 * F, H, dtype=torch.float32))]
+    changes += [("packed", "fc2", weights("reversed", H, F))]
+    changes += [("packed", name, []) for name in lists] + [("packed", name, None) for name in optional]
+    changes += [("packed", name, value) for name, value in constants.items()]
+    changes += [("packed", name, lambda on: not on) for name in flags]
+    changes += [("in order", name, each) for name in matrices for each in (spread, fewer, lambda group: group[::-1])]
+    changes += [("apart", name, each) for name in matrices for each in (last_unaligned, lambda group: group[:1] * E)]
+    for lie, name, value in changes:
         assert kind(lie) == kind(lie)
-        assert kind(lie) != kind(lie, index, value), (lie, index, value)
+        assert kind(lie) != kind(lie, name, value), (lie, name, value)
 
 
 def check_lists_that_are_empty_keep_their_places():
     assert 2 * F == H
-    first, second = forward_arguments(), forward_arguments()
-    first[3] = second[4] = weights("packed", H)
+    bias = weights("packed", H)
+    first, second = forward()._replace(bias1=bias).without_impl, forward()._replace(bias2=bias).without_impl
     assert Arguments.of(first).kinds != Arguments.of(second).kinds
     are_as_by_triton(triton_impl.grouped_mlp, first, second, first)
 
@@ -221,16 +254,23 @@ def check_lists_that_are_empty_keep_their_places():
 def check_one_tensor_in_two_places():
     """Two arguments hold the same experts, or the same in reverse order; or one tensor is both `dy` and `x`."""
     assert 2 * F == H  # so that with one half, all weights have one shape
-    for lie, first, second in (("in order", 0, 1), ("reversed", 0, 1), ("in order", 7, 8), ("apart", 7, 8)):
-        own = backward_arguments(lie, activation="relu", probs=False)
-        own[0], own[1] = (weights(lie, H, H, dtype=torch.float32) for _ in range(2))
-        own[6], own[7], own[8] = torch.zeros(R, H, dtype=BF16), weights(lie, H, H), weights(lie, H, H)
-        shared, reverse = [*own], [*own]
-        shared[second], reverse[second] = own[first], own[first][::-1]
+    gradients, matrices = ("dw1", "dw2"), ("fc1", "fc2")
+    for lie, (one, two) in (
+        ("in order", gradients),
+        ("reversed", gradients),
+        ("in order", matrices),
+        ("apart", matrices),
+    ):
+        own = backward(lie, activation="relu", probs=False)._replace(
+            **{name: weights(lie, H, H, dtype=torch.float32) for name in gradients},
+            **{name: weights(lie, H, H) for name in matrices},
+            h=torch.zeros(R, H, dtype=BF16),
+        )
+        shared, reverse = (own._replace(**{two: getattr(own, one)[::step]}) for step in (1, -1))
         for calls in ((own, shared, reverse), (reverse, shared, own)):
-            are_as_by_triton(triton_impl.grouped_mlp_backward_, *calls)
-    own, shared = backward_arguments(), backward_arguments()
-    shared[4] = shared[5]
+            are_as_by_triton(triton_impl.grouped_mlp_backward_, *(call.without_impl for call in calls))
+    own, given = backward_arguments(), backward()
+    shared = given._replace(dy=given.x).without_impl
     are_as_by_triton(triton_impl.grouped_mlp_backward_, shared, own)
     are_as_by_triton(triton_impl.grouped_mlp_backward_, own, shared)
 
@@ -241,7 +281,8 @@ def check_a_subclass_of_tensors_is_one():
 
     own = forward_arguments(tokens=True)
     tagged = [arg.as_subclass(Tagged) if isinstance(arg, torch.Tensor) else arg for arg in own]
-    tagged[1] = [own[1][0].as_subclass(Tagged)]
+    fc1 = MLPArguments._fields.index("fc1")
+    tagged[fc1] = [own[fc1][0].as_subclass(Tagged)]
     assert Arguments.of(tagged).kinds == Arguments.of(own).kinds
     are_as_by_triton(triton_impl.grouped_mlp, own, tagged)
     are_as_by_triton(triton_impl.grouped_mlp, tagged, own)

@@ -14,6 +14,7 @@ from fusedmlp import versions
 from fusedmlp.doctor import command, facts, selftest
 from fusedmlp.kernels.tiles import select
 from fusedmlp.operators import ops
+from fusedmlp.operators.types import MLPBackwardArguments
 from fusedmlp.recipe import BLOCKS
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
@@ -155,7 +156,7 @@ _OUTPUTS = {
     "dx": ("grouped_mlp_backward_", 0),
     "dprobs": ("grouped_mlp_backward_", 1),
 }
-_WRITTEN = {"dfc1": 0, "dfc2": 1, "dbias1": 2, "dbias2": 3}  # arguments of grouped_mlp_backward_
+_WRITTEN = {"dfc1": "dw1", "dfc2": "dw2", "dbias1": "db1", "dbias2": "db2"}  # of MLPBackwardArguments
 
 
 def _all_but_some(names, some):
@@ -172,7 +173,7 @@ def test_the_self_test_sees_a_broken_operator(result, breakage, monkeypatch):
 
     def broken(*args):
         results = operator(*args)
-        tensor = args[index][0] if result in _WRITTEN else results[index]
+        tensor = getattr(MLPBackwardArguments(*args), index)[0] if result in _WRITTEN else results[index]
         tensor.view(-1)[5] += 1e-2 if breakage == "one element is off" else float("nan")
         return results
 

@@ -11,6 +11,7 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table, tuned
 from fusedmlp.kernels.tiles.table import Key
 from fusedmlp.operators import triton_impl
+from fusedmlp.operators.types import MLPArguments
 from fusedmlp.tuning import command, tuner
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the clock is invented")
@@ -108,9 +109,20 @@ def test_passes_with_a_tuned_number_of_rows_share_one_plan():
     tile = select.target(PROBLEM.device, select.DEFAULT, torch.float32).tiles[key]._replace(BLOCK_M=64)
     tuned = {key._replace(kernel=kernel): tile for kernel in ("fc1_act", "gemm")}
     planned_for = select.target(PROBLEM.device, select.Settings(tuned=tuned), torch.float32)
-    arguments = torch.empty(8, 32), [torch.empty(3, 32, 32)], [torch.empty(3, 32, 32)], [], [], torch.empty(500).int()
-    act = fusedmlp.Activation("relu").encoded
-    launches = triton_impl.grouped_mlp.program(planned_for, *arguments, None, None, act, "").launches
+    given = MLPArguments(
+        x=torch.empty(8, 32),
+        fc1=[torch.empty(3, 32, 32)],
+        fc2=[torch.empty(3, 32, 32)],
+        bias1=[],
+        bias2=[],
+        offsets=torch.empty(500).int(),
+        row_ids=None,
+        probs=None,
+        activation=fusedmlp.Activation("relu").encoded,
+        recipe="",
+        impl="triton",
+    )
+    launches = triton_impl.grouped_mlp.program(planned_for, *given.without_impl).launches
     assert [launch.name for launch in launches] == ["plan", "grouped_fc1_act", "grouped_gemm"]
     assert {launch.chosen.tile.BLOCK_M for launch in launches if launch.chosen} == {64}
 
