@@ -232,7 +232,7 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
         accumulate1=False,
         accumulate2=False,
         need_dx=False,
-        keep=True,  # dh and act_probs
+        keep=True,
     )
 
     def wgrad(settings: Settings) -> list[Tensor]:
