@@ -68,10 +68,17 @@ def test_expected_bytes_hold_a_phase_up():
         run_ptx(body + wait(0), np.zeros(1, np.uint32), shared=64)
 
 
-def test_a_wait_orders_what_was_written_before_the_arrivals():
-    """The second warp reads what the first wrote, handed over by an mbarrier: no race; without the wait, one."""
+@pytest.mark.parametrize("others", [0, 40, 63])
+def test_a_wait_orders_what_was_written_before_the_arrivals(others):
+    """The second warp reads what the first wrote, handed over by an mbarrier: no race; without the wait, one.
+
+    The mbarrier is made after `others`.
+    """
+    made_before = "".join(f"@%p1 mbarrier.init.shared::cta.b64 [shared+{256 + 8 * i}], 1;" for i in range(others))
     body = (
-        INIT.format(32)
+        "setp.eq.u32 %p1, %tid, 0;"
+        + made_before
+        + INIT.format(32)
         + """
         setp.lt.u32 %p3, %tid, 32;
         mul.lo.u32 %r9, %lane, 4;
@@ -85,12 +92,12 @@ def test_a_wait_orders_what_was_written_before_the_arrivals():
         + "bra.uni END; CONSUMER: {} ld.shared.b32 %r1, [%r9+64]; st.global.b32 [%d0], %r1; END:"
     )
     out = np.zeros(32, np.uint32)
-    run_ptx(body.replace("{}", wait(0)), out, threads=64, shared=256)
+    run_ptx(body.replace("{}", wait(0)), out, threads=64, shared=768)
     assert out.tolist() == list(range(32))
     with pytest.raises(EmulationError, match="RACE in shared memory"):
-        run_ptx(body.replace("{}", ""), out, threads=64, shared=256)
+        run_ptx(body.replace("{}", ""), out, threads=64, shared=768)
     with pytest.raises(EmulationError, match="RACE in shared memory"):
-        run_ptx(body.replace("{}", wait(1)), out, threads=64, shared=256)
+        run_ptx(body.replace("{}", wait(1)), out, threads=64, shared=768)
 
 
 def test_a_deadlock_says_which_warp_waits_for_what_and_where():
@@ -137,6 +144,13 @@ def test_a_use_that_nothing_orders_after_init_is_a_race():
     body = INIT.format(64).replace("bar.sync 0;", "") + ARRIVE
     with pytest.raises(EmulationError, match="RACE on an mbarrier: used by a warp that is not ordered after its init"):
         run_ptx(body, np.zeros(1, np.uint32), threads=64, shared=64)
+
+
+def test_more_mbarriers_than_the_search_for_races_tracks_are_an_error():
+    made = "setp.eq.u32 %p1, %tid, 0;"
+    made += "".join(f"@%p1 mbarrier.init.shared::cta.b64 [shared+{8 * i}], 1;" for i in range(65))
+    with pytest.raises(EmulationError, match="too many mbarriers for the search for races"):
+        run_ptx(made, np.zeros(1, np.uint32), shared=1024)
 
 
 def test_inval_that_nothing_orders_after_a_use_is_a_race():

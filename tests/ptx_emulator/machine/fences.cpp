@@ -44,7 +44,7 @@ void decode_fence(Decoder& d, Instruction& i) {
 void generic_write(Cta& cta, u32 address, u32 size, Agent writer) {
   if (!cta.races.on) return;
   for_granules(cta.proxy, address, size,
-               [&](ProxyState::Unfenced& granule, u32) { granule = {u8(writer.id), writer.clock}; });
+               [&](ProxyState::Unfenced& granule, u32) { granule = {u16(writer.id), writer.clock}; });
 }
 
 void async_access(Cta& cta, Warp& w, const Op& o, u32 address, u32 size, Access access) {

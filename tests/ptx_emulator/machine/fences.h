@@ -13,7 +13,7 @@ class Decoder;
 struct ProxyState {
   static constexpr u32 GRANULE = 16;
   struct Unfenced {
-    u8 writer = NOBODY;
+    u16 writer = NOBODY;
     u32 clock = 0;
   };
   std::vector<Unfenced> unfenced;  // by granule

@@ -70,7 +70,7 @@ void race_read(Cta& cta, Warp& w, const Op& o, u32 address, u32 size, Agent by) 
   if (!races.on) return;
   const auto& known = races.known[size_t(w.id)];
   for_granules(races, address, size, [&](u32 g) {
-    u8 writer = races.write_agent[g];
+    u16 writer = races.write_agent[g];
     if (writer != NOBODY && races.write_clock[g] > known[writer])
       note_race(cta, w, o, g, by.id, writer, "read after write");
     u32& last = races.read_clock[size_t(g) * size_t(races.agents) + size_t(by.id)];
@@ -84,7 +84,7 @@ void race_write(Cta& cta, Warp& w, const Op& o, u32 address, u32 size, Agent by,
   const auto& known = races.known[size_t(w.id)];
   const bool same = kind == WriteKind::Same, atomic = kind == WriteKind::Atomic;
   for_granules(races, address, size, [&](u32 g) {
-    u8 writer = races.write_agent[g];
+    u16 writer = races.write_agent[g];
     if (writer != NOBODY && races.write_clock[g] > known[writer] && !same && !(atomic && races.write_atomic[g]))
       note_race(cta, w, o, g, by.id, writer, "write after write");
     u32* reads = &races.read_clock[size_t(g) * size_t(races.agents)];
@@ -94,14 +94,14 @@ void race_write(Cta& cta, Warp& w, const Op& o, u32 address, u32 size, Agent by,
       if (!ordered) note_race(cta, w, o, g, by.id, reader, "write after read");
       reads[reader] = 0;
     }
-    races.write_agent[g] = u8(by.id);
+    races.write_agent[g] = u16(by.id);
     races.write_atomic[g] = atomic;
     races.write_clock[g] = by.clock;
   });
 }
 
 void forget_writes(Cta& cta, int agent) {
-  for (u8& writer : cta.races.write_agent)
+  for (u16& writer : cta.races.write_agent)
     if (writer == agent) writer = NOBODY;
 }
 

@@ -12,8 +12,8 @@ struct Cta;
 struct Warp;
 struct Op;
 
-constexpr int NO_AGENT = 255, MAX_TRACKED_MBARRIERS = 32;
-constexpr u8 NOBODY = NO_AGENT;
+constexpr int MAX_TRACKED_MBARRIERS = 64;
+constexpr u16 NOBODY = 0xffff;  // no agent
 
 // An agent that accesses memory, and the time of that by its own clock
 struct Agent {
@@ -27,7 +27,8 @@ struct RaceState {
   u32 granule = 4;                      // bytes
   std::vector<std::vector<u32>> known;  // by warp: the clocks of all agents that it is ordered after
   std::vector<u32> write_clock, read_clock;
-  std::vector<u8> write_agent, write_atomic;
+  std::vector<u16> write_agent;
+  std::vector<u8> write_atomic;
 };
 
 // Writes of what is there already do not race; neither do atomics with each other.
