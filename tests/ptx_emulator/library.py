@@ -22,6 +22,10 @@ class Order:
 
     `completion`: asynchronous work is done when it is issued ("early"), as late as waits allow ("late"),
     or at random moments in between. `resident` blocks run at the same time, each warp for up to `quantum` instructions.
+
+    With `term_bits`, an MMA truncates as tensor cores do: it aligns its products and the accumulator to the largest
+    exponent, keeps so many bits of their fractions, and `sum_bits` of the fraction of the sum; `_8`: where operands
+    have 8 bits. Without, it rounds to fp32 after each product.
     """
 
     completion: str
@@ -33,8 +37,14 @@ class Order:
     global_races: bool = False  # and for blocks that access global memory that another one writes
     trace: bool = False  # print every instruction of warp 0
     step_budget: int = 2_000_000_000
+    term_bits: int = 0
+    sum_bits: int = 0
+    term_bits_8: int = 0
+    sum_bits_8: int = 0
 
 
+# Bits that MMAs of sm_90 keep (Xie et al., MMA-Sim, arXiv:2511.10909)
+SUMS_OF_SM_90 = {"term_bits": 25, "sum_bits": 23, "term_bits_8": 13, "sum_bits_8": 13}
 COMPLETIONS = {"early": 0, "late": 1, "random": 2}
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from ptx_emulator.library import EmulationError
-from ptx_emulator.ptx import QUARTERS, brains, halves, quarters, run_ptx
+from ptx_emulator.ptx import ORDERS, QUARTERS, brains, halves, quarters, run_ptx
 
 LANE = np.arange(32)
 BYTES = tuple(QUARTERS)
@@ -54,7 +54,7 @@ SHAPES = [("bf16", 16), ("bf16", 8), ("f16", 16), ("f16", 8), ("tf32", 8), ("tf3
 SCALED = "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.{}.{}.f32.ue8m0"
 
 
-def product(a, b, c, kind, depth, target="sm_80", kind_b=None, scales=(), bytes_of_scales=(0, 0)):
+def product(a, b, c, kind, depth, target="sm_80", kind_b=None, scales=(), bytes_of_scales=(0, 0), orders=ORDERS):
     """The instruction's result for these matrices, as `[lane, 4]`. `scales`: for A and B, a word of each lane."""
     kind_b = kind_b or kind
     operands = [fragment_a(a, kind), fragment_b(b, kind_b), fragment_c(c).astype(np.float32)]
@@ -74,7 +74,7 @@ def product(a, b, c, kind, depth, target="sm_80", kind_b=None, scales=(), bytes_
     body += f"{name} {{%f0, %f1, %f2, %f3}}, {', '.join(lists)};"
     body += f"mad.wide.u32 %d0, %lane, 16, %a{len(operands)}; st.global.v4.b32 [%d0], {{%f0, %f1, %f2, %f3}};"
     out = np.zeros((32, 4), np.float32)
-    run_ptx(body, *operands, out, target=target)
+    run_ptx(body, *operands, out, target=target, orders=orders)
     return out
 
 

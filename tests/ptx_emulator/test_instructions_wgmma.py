@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from ptx_emulator import wgmma
 from ptx_emulator.library import EmulationError
-from ptx_emulator.ptx import QUARTERS, brains, halves, quarters, run_ptx
+from ptx_emulator.ptx import ORDERS, QUARTERS, brains, halves, quarters, run_ptx
 from ptx_emulator.test_instructions_mma import fragment_a
 
 BASE = 1024  # the address of shared memory's first byte
@@ -74,7 +74,7 @@ class Product:
             setp.ne.s32 %p4, {scale_d}, 0;
             {name} {wgmma.listed(self.d)}, {left}, %d11, %p4, {", ".join(map(str, options))};"""
 
-    def run(self, body, initial=0.0, allowed=None):
+    def run(self, body, initial=0.0, orders=ORDERS):
         """`[thread, register]` of D after `body`, from accumulators that are all `initial`."""
         warps = [fragment_a(self.a[16 * w : 16 * w + 16, : self.depth], self.kind) for w in range(4)]
         registers = np.concatenate(warps)
@@ -87,7 +87,7 @@ class Product:
         text += body + f"mad.wide.u32 %d0, %tid, {2 * self.columns}, %a3;"
         text += "".join(f"st.global.b32 [%d0+{4 * i}], {name};" for i, name in enumerate(self.d))
         shared = len(self.left.data) + len(self.right.data)
-        run_ptx(text, self.left.data, self.right.data, registers, out, threads=128, shared=shared)
+        run_ptx(text, self.left.data, self.right.data, registers, out, threads=128, shared=shared, orders=orders)
         return out
 
     def check(self, body, expected, initial=0.0):

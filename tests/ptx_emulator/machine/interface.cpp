@@ -8,7 +8,7 @@ using namespace emu;
 
 namespace {
 
-constexpr int CONFIG_FIELDS = 9;
+constexpr int CONFIG_FIELDS = 13;
 
 struct Request {
   const Program* program;
@@ -28,6 +28,7 @@ Config config_of(const s64* row) {
   c.mode = Mode(row[0]), c.seed = int(row[1]), c.resident = int(row[2]), c.quantum = int(row[3]);
   c.random_schedule = row[4], c.race_granule = int(row[5]), c.global_races = row[6], c.trace = row[7];
   c.step_budget = u64(row[8]);
+  c.wide_sums = {int(row[9]), int(row[10])}, c.narrow_sums = {int(row[11]), int(row[12])};
   return c;
 }
 
@@ -107,8 +108,9 @@ const char* emu_counter_name(int i) { return COUNTER_NAMES[i]; }
 //
 // allocations: pairs of start and end, sorted. configs: for each order mode (0 early, 1 late, 2 random), seed, resident
 // CTAs, quantum, random schedule, granule of the search for races in bytes (0: none), races in global memory, trace,
-// budget of steps. counters and per_op (for each operation its PTX line, executions, and conflicts) are of the first
-// order. The message has a line for each note, `order: note`, and before them one for the error, `ERROR order: text`.
+// budget of steps, bits of terms and sums of wide operands and of narrow ones (`SumBits`). counters and per_op (for
+// each operation its PTX line, executions, and conflicts) are of the first order. The message has a line for each note,
+// `order: note`, and before them one for the error, `ERROR order: text`.
 int emu_run(void* program, const u32* grid, int threads, u32 shared, const u8* params, u32 param_bytes,
             const u64* allocations, int allocation_count, const s64* configs, int orders, u64* counters, u64* per_op,
             char* message, int size) {

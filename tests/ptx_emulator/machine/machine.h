@@ -25,6 +25,12 @@ constexpr int MAX_WARPS = 32;
 
 enum class Mode { Early, Late, Random };
 
+// Bits of fractions that tensor cores keep: of terms aligned to the largest exponent among them, and of their sum
+struct SumBits {
+  int terms = 0;  // none: the products are exact and added one by one, each sum rounded to fp32
+  int sums = 0;
+};
+
 struct Config {
   Mode mode = Mode::Early;
   int seed = 0;
@@ -35,6 +41,7 @@ struct Config {
   bool global_races = false;
   bool trace = false;
   u64 step_budget = 4'000'000'000;
+  SumBits wide_sums, narrow_sums;  // of MMAs whose operands have 16 bits or more, and 8 bits
 
   std::string name() const;
 };

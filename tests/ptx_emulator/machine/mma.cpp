@@ -1,7 +1,7 @@
-// mma.sync of 16x8 tiles with fp32 accumulators: products are exact and sums are rounded to fp32 one by one, which the
-// tensor cores do not do, so that results agree up to that rounding.
+// mma.sync of 16x8 tiles with fp32 accumulators; products.h says how they are added.
 #include "families.h"
-#include "matrix_elements.h"
+#include "messages.h"
+#include "products.h"
 
 namespace emu {
 
@@ -41,9 +41,10 @@ void mma(Cta& cta, Warp& w, const Op& o, u32) {
   }
   float sums[16][8] = {};
   auto& to = options.scaled ? sums : c;
+  const SumBits bits = sum_bits(cta, options.a);
+  if (bits.terms && options.scaled) fail_at(cta, w, o, 0, "mma block_scale: truncated sums are not implemented");
   for (int row = 0; row < 16; row++)
-    for (int k = 0; k < options.depth; k++)
-      for (int column = 0; column < 8; column++) to[row][column] += a[row][k] * b[k][column];
+    add_products({a[row], b[0], 1, 8, options.depth, 8, options.a, options.b}, bits, to[row]);
   if (options.scaled) {
     const u32 *of_a = reg<u32>(w, c_slots[4].offset), *of_b = reg<u32>(w, c_slots[5].offset);
     for (int row = 0; row < 16; row++)

@@ -1,8 +1,9 @@
-// tcgen05.mma of one CTA (.kind::f16, tf32, f8f6f4 and mxf8f6f4.block_scale). Products are exact and sums are rounded
-// to fp32 one by one; with scale factors, first those of the products without D.
+// tcgen05.mma of one CTA (.kind::f16, tf32, f8f6f4 and mxf8f6f4.block_scale); products.h says how products are added.
+// With scale factors, first those of the products without D.
 #include <cmath>
 
 #include "messages.h"
+#include "products.h"
 #include "tcgen05_descriptors.h"
 #include "tcgen05_queue.h"
 #include "tcgen05_scales.h"
@@ -50,7 +51,10 @@ struct Mma : TensorOperation {
     if (o.get<MmaOptions>().a_in_tensor) read_tensor(t, left);
     else read_part(cta, w, o, a, &left[0][0], 128);
     read_part(cta, w, o, b, &right[0][0], 256);
-    multiply(t, o, left, right);
+    const SumBits bits = sum_bits(cta, shape.a);
+    if (bits.terms && scale_a.count)
+      fail_at(cta, w, o, 0, "tcgen05.mma block_scale: truncated sums are not implemented");
+    multiply(t, o, bits, left, right);
     if (was_queued) for_cells(shape, d, shape.n, [&](u32 cell) { t.unfinished[cell]--; });
   }
   const char* name() const override { return "a tcgen05.mma"; }
@@ -66,7 +70,7 @@ struct Mma : TensorOperation {
         left[k][row] = element(shape.a, reinterpret_cast<const u8*>(from) + k * bytes_of(shape.a));
     }
   }
-  void multiply(TensorMemory& t, const Op& o, const float (*left)[128], const float (*right)[256]) const {
+  void multiply(TensorMemory& t, const Op& o, SumBits bits, const float (*left)[128], const float (*right)[256]) const {
     const float sign = shape.negate_a != shape.negate_b ? -1.0f : 1.0f;
     const float scale = std::ldexp(1.0f, -int(o.get<MmaOptions>().scale));
     for (u32 row = 0; row < shape.m; row++) {
@@ -79,12 +83,7 @@ struct Mma : TensorOperation {
       float sums[256] = {};
       if (!scale_a.count)
         for (u32 n = 0; n < shape.n; n++) sums[n] = before(n);
-      for (u32 k = 0; k < shape.k; k++) {
-        const float v = sign * left[k][row];
-        const float* from = right[k];
-#pragma GCC ivdep
-        for (u32 n = 0; n < shape.n; n++) sums[n] += v * from[n];
-      }
+      add_products({&left[0][row], right[0], 128, 256, shape.k, shape.n, shape.a, shape.b, sign}, bits, sums);
       if (scale_a.count)
         for (u32 n = 0; n < shape.n; n++) sums[n] = before(n) + scaled(t, lane / 32, row, n, sums[n]);
       for (u32 n = 0; n < shape.n; n++) to[n] = shape.half_d ? FP16::store(sums[n]) : to_bits(sums[n]);

@@ -7,6 +7,7 @@
 #include "decoder.h"
 #include "matrix_operands.h"
 #include "messages.h"
+#include "products.h"
 
 namespace emu {
 
@@ -57,14 +58,10 @@ void perform(Cta& cta, Warp& w, const WgmmaPending& p) {
       }
   };
   for_accumulators([&](float& d, float& sum) { sum = p.scale_d ? d : 0.0f; });
-  for (int row = 0; row < 16; row++)
-    for (int k = 0; k < options.depth(); k++) {
-      const float v = sign * a[k][row];
-      const float* from = b[k];
-      float* to = c[row];
-#pragma GCC ivdep
-      for (int n = 0; n < columns; n++) to[n] += v * from[n];
-    }
+  const SumBits bits = sum_bits(cta, options.a);
+  for (u32 row = 0; row < 16; row++)
+    add_products({&a[0][row], b[0], 16, 256, u32(options.depth()), u32(columns), options.a, options.b, sign}, bits,
+                 c[row]);
   for_accumulators([&](float& d, float& sum) { d = sum; });
 }
 
