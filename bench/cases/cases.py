@@ -218,6 +218,7 @@ def _wgrad_quantized(recipe: Recipe, path: Path) -> Iterator[Case]:
     yield case("one full tile", segments=((128,),), padding=0)  # nothing lies behind its last column
     yield case("deep", segments=((700, 0, 131),))
     yield case("tall", N=1152, K=32)
+    yield case("spread", spread=10, positive=True)  # truncation is worst here
     segments = ((70, 0, 150, 1, 33), (0, 0, 0, 0, 0), (1, 0, 128, 0, 300))
     yield case("segments", segments=segments)
     yield case("segments overwrite", segments=segments, accumulate=False)

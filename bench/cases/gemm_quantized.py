@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cases import experts, quantize, quantize_weights
+from bench.cases import accumulation, experts, quantize, quantize_weights
 from bench.cases.experts import DEVICE
 from fusedmlp.doctor import reference as oracle
 from fusedmlp.kernels.gemm.dprobs import Dprobs
@@ -15,8 +15,8 @@ from fusedmlp.kernels.tiles.table import Path, Recipe
 from fusedmlp.operators import torch_quantize
 from fusedmlp.recipe import BLOCKS
 
-# Share of a sum's terms: `wgmma` of 8 bits keeps 13 bits of the fraction, `tcgen05` and the emulator that of fp32.
-FRACTIONS = {"fp8_block": 2.0**-12 if DEVICE == "cuda" else 2.0**-20, "mxfp8": 2.0**-20}
+# Products whose sum is then scaled, outside of the tensor cores; 0: all
+PROMOTED = {"fp8_block": BLOCKS["fp8_block"], "mxfp8": 0}
 
 
 @dataclass(frozen=True)
@@ -82,12 +82,18 @@ class Inputs:
         """`(y, the most that it may be off)` in float64, of owned rows."""
         case = self.case
         y = oracle.gemm(self.x_values, self.w_values, case.counts)
-        terms = oracle.gemm(self.x_values.abs(), self.w_values.abs(), case.counts)
+        lost = [
+            accumulation.lost(x.T, w.T, accumulation.sums_of(8), PROMOTED[case.recipe])
+            for x, w in zip(self.x_values.split(case.counts), self.w_values, strict=True)
+        ]
+        allowed = torch.cat(lost)
         if case.bias:
             bias = self.bias.double().repeat_interleave(torch.tensor(case.counts), 0)
-            y = y + (self.probs[: sum(case.counts), None].double() * bias if case.scale else bias)
+            bias = self.probs[: sum(case.counts), None].double() * bias if case.scale else bias
+            y = y + bias
+            allowed += 2.0**-23 * (y.abs() + bias.abs())  # two roundings in fp32
         half_ulp = torch.ldexp(torch.ones_like(y), torch.frexp(y)[1] - 9)  # of bf16, which has 8 bits
-        return y, half_ulp + FRACTIONS[case.recipe] * terms
+        return y, half_ulp + allowed
 
 
 def run(inputs):

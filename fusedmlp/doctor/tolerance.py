@@ -34,13 +34,21 @@ class Errors:
         self.magnitudes = magnitudes or {}
         self.found: dict[str, tuple[float, float, float]] = {}  # result -> (error, plain PyTorch's error, scale)
 
-    def add(self, name: str, actual: Tensor, expected: Tensor, low_precision: Tensor) -> None:
-        """Compare a result, or a part of it, with the float64 `expected`; NaN counts as infinite."""
+    def add(
+        self, name: str, actual: Tensor, expected: Tensor, low_precision: Tensor, accumulated: Tensor | None = None
+    ) -> None:
+        """Compare a result, or a part of it, with the float64 `expected`; NaN counts as infinite.
+
+        `accumulated`: what its sums may lose in a tensor core, and plain PyTorch's do not, for each element. The band
+        is wider by half of it: truncation takes that on average, and the rule allows twice the band.
+        """
         if actual.shape != expected.shape:
             raise AssertionError(f"{name}: expected shape {tuple(expected.shape)}; got {tuple(actual.shape)}")
         if not expected.numel():
             return
-        error, lost = (float((t.double() - expected).abs().max()) for t in (actual, low_precision))
+        off = (actual.double() - expected).abs()
+        error = float((off if accumulated is None else (off - accumulated).clamp(min=0)).max())
+        lost = float((low_precision.double() - expected).abs().max())
         if not math.isfinite(lost):
             raise AssertionError(f"{name}: a reference is not finite, so that any result would be right")
         new = (math.inf if math.isnan(error) else error, lost, float(expected.abs().max()))
@@ -82,13 +90,14 @@ def errors_of(
     dtype: torch.dtype,
     magnitudes: Results | None = None,
     layers: int = 1,
+    accumulated: Results | None = None,
 ) -> Errors:
     """Errors of whole results, by the names that both have."""
     assert expected, "expected results to compare; got none"
     assert actual.keys() == expected.keys(), f"expected {list(expected)}; got {list(actual)}"
     errors = Errors(dtype, magnitudes, layers)
     for name, reference in expected.items():
-        errors.add(name, actual[name], reference, low_precision[name])
+        errors.add(name, actual[name], reference, low_precision[name], (accumulated or {}).get(name))
     return errors
 
 
@@ -99,9 +108,10 @@ def assert_close(
     dtype: torch.dtype,
     magnitudes: Results | None = None,
     layers: int = 1,
+    accumulated: Results | None = None,
 ) -> None:
     """`actual` is right by the rule; `expected` is float64, `low_precision` of plain PyTorch in the same precision."""
-    errors_of(actual, expected, low_precision, dtype, magnitudes, layers).verify()
+    errors_of(actual, expected, low_precision, dtype, magnitudes, layers, accumulated).verify()
 
 
 def assert_norms_close(actual: Results, expected: Results, low_precision: Results, dtype: torch.dtype) -> None:

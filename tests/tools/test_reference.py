@@ -90,6 +90,18 @@ def test_the_scale_is_that_of_the_terms_where_it_is_known():
     assert errors.allowed() == pytest.approx(2 * (1e-3 / 40 + 3 * 2 * EPS))
 
 
+def test_what_an_element_may_lose_in_its_sum_is_allowed_beyond_that():
+    """It is no excuse for other elements."""
+    band, lost = 4 * 2 * 2 * EPS, torch.tensor([1e-2, 0.0, 0.0], dtype=torch.float64)
+    for actual, right in ((off_by(1e-2 + 0.9 * band), True), (off_by(-1e-2 - 1.1 * band), False)):
+        errors = errors_of({"y": actual}, {"y": EXPECTED}, {"y": EXPECTED}, torch.float32, accumulated={"y": lost})
+        assert (errors.relative()["y"] <= errors.allowed()) == right
+    expected = {"y": EXPECTED}
+    for value, of_sums, message in ((1e-2, lost.flip(0), "y: error"), (float("nan"), lost, "y: error inf")):
+        with pytest.raises(AssertionError, match=message):
+            assert_close({"y": off_by(value)}, expected, expected, torch.float32, accumulated={"y": of_sums})
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_no_number_is_wrong(value):
     with pytest.raises(AssertionError, match="y: error inf"):
