@@ -5,9 +5,9 @@
 and, for every row, its token, `slots[r] // K`, and its probability.
 
 This is a stable sort by counting, in two launches: every block of positions counts its ids; then every block adds up
-the counts of the blocks before it and places its positions, beside programs that make the plan of the launches to come
-(`routing/plan.py`). No atomics on memory: the same bits every run. Ids outside `[0, E)` count as E, so rows of experts
-that are elsewhere come last, as padding.
+the counts of the blocks before it, sorts its own positions, and so knows their rows. Beside these, programs make the
+plan of the launches to come (`routing/plan.py`). No atomics on memory: the same bits every run. Ids outside `[0, E)`
+count as E, so rows of experts that are elsewhere come last, as padding.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from ..tiles.rounding import cdiv, power_of_2
 from ..tiles.table import row_blocks
 from .plan import num_plan_programs, size_of_plan, sizes_of_plan
 from .plan_kernel import groups_of_counts, write_plan
+from .sort import sort
 
-# Positions that are counted at once, that are compared with each other at once, and counts that are added up at once.
-_COUNTED, _CHUNK, _SUMMED = 1024, 64, 4096
+# Positions that are counted or sorted at once, and counts that are added up at once.
+_PART, _SUMMED = 1024, 4096
 # Upper bound on the number of blocks, as each block reads the counts of all: with more positions blocks are longer.
 _MOST_BLOCKS = 128
 
@@ -54,14 +55,14 @@ def _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_positions", "block"])
 def _routing_counts_kernel(
-    ids_ptr, counts_ptr, num_positions, block, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, COUNTED: tl.constexpr
+    ids_ptr, counts_ptr, num_positions, block, NUM_EXPERTS: tl.constexpr, BINS: tl.constexpr, PART: tl.constexpr
 ):
     """Count the ids of each block of positions: `ids` `[num_positions]`, `counts` `[blocks, E + 1]` int32."""
     first = tl.program_id(0).to(tl.int64) * block
     bins = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), dtype=tl.int32)
-    for start in range(0, block, COUNTED):
-        position = first + start + tl.arange(0, COUNTED)
+    for start in range(0, block, PART):
+        position = first + start + tl.arange(0, PART)
         counts += tl.histogram(_load_experts(ids_ptr, position, num_positions, NUM_EXPERTS), BINS)
     tl.store(counts_ptr + tl.program_id(0) * (NUM_EXPERTS + 1) + bins, counts, mask=bins <= NUM_EXPERTS)
 
@@ -96,7 +97,7 @@ def _routing_places_kernel(
     top_k,
     BINS: tl.constexpr,
     SUMMED: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PART: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -120,25 +121,33 @@ def _routing_places_kernel(
         )
     else:
         next_row = tl.cumsum(totals, 0) - totals + before  # of every expert
-        within = tl.arange(0, CHUNK)
+        within = tl.arange(0, PART)
         first = program.to(tl.int64) * block
-        for start in range(0, tl.minimum(num_positions - first, block).to(tl.int32), CHUNK):
-            position = first + start + within
-            experts = _load_experts(ids_ptr, position, num_positions, NUM_EXPERTS)
-            earlier = (experts[:, None] == experts[None, :]) & (within[None, :] < within[:, None])
-            row = tl.gather(next_row, experts, 0) + tl.sum(earlier.to(tl.int32), 1)
-            mask = position < num_positions
-            tl.store(rows_ptr + position, row, mask=mask)
-            tl.store(tokens_ptr + row.to(tl.int64), (position // top_k).to(tl.int32), mask=mask)
-            tl.store(row_probs_ptr + row.to(tl.int64), tl.load(probs_ptr + position, mask=mask, other=0.0), mask=mask)
-            next_row += tl.histogram(experts, BINS)
+        length = tl.minimum(num_positions - first, block).to(tl.int32)
+        for start in range(0, length, PART):
+            position = start + within  # in the block
+            experts = _load_experts(ids_ptr + first, position, length, NUM_EXPERTS)
+            counts = tl.histogram(experts, BINS)
+            ends = tl.cumsum(counts, 0)
+            next_row -= ends - counts  # where the first of all sorted positions would be
+            # Loaded during the sort; before the histogram, it would cost registers.
+            probs = tl.load(probs_ptr + first + position, mask=position < length, other=0.0)
+            keys = sort(experts * PART + within)  # by expert, then by position
+            experts, place = keys // PART, keys % PART
+            row = tl.gather(next_row, experts, 0) + within
+            position = start + place
+            mask = position < length
+            tl.store(rows_ptr + first + position, row, mask=mask)
+            tl.store(tokens_ptr + row.to(tl.int64), (first + position).to(tl.int32) // top_k, mask=mask)
+            tl.store(row_probs_ptr + row.to(tl.int64), tl.gather(probs, place, 0), mask=mask)
+            next_row += ends
 
 
 @Launcher
 def order_rows(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: int) -> RowOrder:
     """Contiguous ids of any integer dtype, and probabilities of any dtype; `T * K < 2**31`."""
     R = prod(ids_TK.shape)
-    block = max(_COUNTED, power_of_2(cdiv(R, _MOST_BLOCKS)))
+    block = max(_PART, power_of_2(cdiv(R, _MOST_BLOCKS)))
     num_blocks, bins = max(1, cdiv(R, block)), power_of_2(num_experts + 2)
     blocks = row_blocks(builder.target.architecture)
     counts = builder.empty((num_blocks * (num_experts + 1),), torch.int32)
@@ -146,7 +155,7 @@ def order_rows(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: in
     row_ids, places = (builder.empty((R,), torch.int32) for _ in range(2))
     made = RowOrder(plan, row_ids, places, builder.empty((R,), probs_TK.dtype))
     common = {"ids_ptr": ids_TK, "counts_ptr": counts, "num_positions": R, "block": block, "BINS": bins}
-    counted = common | {"NUM_EXPERTS": num_experts, "COUNTED": _COUNTED}
+    counted = common | {"NUM_EXPERTS": num_experts, "PART": _PART}
     builder.launch(_routing_counts_kernel, (num_blocks,), counted)
     arguments = common | {
         "probs_ptr": probs_TK,
@@ -157,10 +166,10 @@ def order_rows(builder: Builder, ids_TK: Array, probs_TK: Array, num_experts: in
         "num_blocks": num_blocks,
         "top_k": max(1, ids_TK.shape[-1]),
         "SUMMED": _SUMMED,
-        "CHUNK": _CHUNK,
+        "PART": _PART,
         **sizes_of_plan(num_experts, blocks),
     }
     grid = (num_blocks + num_plan_programs(R, num_experts, blocks),)
     costs = cost.order_rows(R, num_experts, ids_TK.dtype.itemsize, probs_TK.dtype.itemsize)
-    builder.launch(_routing_places_kernel, grid, arguments, cost=costs, num_warps=4)
+    builder.launch(_routing_places_kernel, grid, arguments, cost=costs, num_warps=8)
     return made

@@ -251,7 +251,7 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         y = torch.zeros(first + 128, N, dtype=DTYPE)
         tiles = torch.tensor([[1, 1, 0], [expert, first, first + 128]], dtype=torch.int32)
         places = x, x_scales, w, w_scales, None, None, None, y, None, None, None, tiles
-        tile = table.TABLES["sm_120"]["gemm", "pointer", "mxfp8", "long"]
+        tile = table.TABLES["sm_120"][table.Key("gemm", "pointer", "mxfp8", "long")]
         _grouped_gemm_mxfp8_triton_kernel[(1,)](*places, 0, len(y), N, K, 0, N, tile)
         torch.testing.assert_close(y[first:].float(), values[0].float() @ values[1].float().T, rtol=2**-8, atol=1e-3)
 
@@ -267,7 +267,7 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         left_scales, right_scales = (torch.full((t + 1, C // 128, 512), 127, dtype=torch.uint8) for C in (N, K))
         dw, places = torch.zeros(1, N, K), (left, left_scales, right, right_scales)
         steps, order = torch.tensor([0, 1, t, 0], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-        tile = table.TABLES["sm_120"]["wgrad", "pointer", "mxfp8", "long"]
+        tile = table.TABLES["sm_120"][table.Key("wgrad", "pointer", "mxfp8", "long")]
         constants = True, True, by_words, tile
         _grouped_wgrad_mxfp8_triton_kernel[(1,)](*places, dw, None, steps, order, 1, N, K, N * K, K, 1, *constants)
         torch.testing.assert_close(dw[0], left[t].float().T @ right[t].float())
@@ -294,7 +294,7 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         sizes = sizes_of_plan(num_experts, ())
         made = (plan, row_ids, places, row_probs)
         order._routing_places_kernel[(1,)](
-            ids, probs, counts, *made, ids.numel(), part + 1, block, 2, bins, order._SUMMED, order._CHUNK, **sizes
+            ids, probs, counts, *made, ids.numel(), part + 1, block, 2, bins, order._SUMMED, order._PART, **sizes
         )
         expected = FAR + torch.arange(64) % 5 * 13 + torch.arange(64) // 5
         assert torch.equal(places[FAR : FAR + 64].long(), expected)

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +12,7 @@ from fusedmlp.kernels.launching.cost import Cost
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
+from fusedmlp.kernels.routing.sort import sort
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poison")
@@ -56,10 +59,27 @@ def test_dtypes_and_many_experts(dtype, num_experts):
     check(ids, num_experts)
 
 
-def test_more_blocks_than_are_summed_at_once_and_several_counts_a_block(monkeypatch):
-    for name, value in (("_COUNTED", 16), ("_CHUNK", 16), ("_SUMMED", 64), ("_MOST_BLOCKS", 40)):
+def test_more_blocks_than_are_summed_at_once_and_several_parts_of_a_block(monkeypatch):
+    for name, value in (("_PART", 16), ("_SUMMED", 64), ("_MOST_BLOCKS", 40)):
         monkeypatch.setattr(order, name, value)
-    check(torch.randint(0, 5, (450, 5)), 5)  # blocks of 64 positions, 36 of them; counts of 8 at once
+    check(torch.randint(0, 5, (450, 5)), 5)  # 36 blocks of 64 positions, 4 times 16; counts of 8 blocks at once
+
+
+@triton.jit
+def _sort_kernel(x_ptr, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x_ptr + at, sort(tl.load(x_ptr + at)))
+
+
+@pytest.mark.parametrize("N", [1, 2, 64, 2048])
+@pytest.mark.parametrize("start", ["random", "rising", "falling"])
+def test_sort_of_one_program(N, start):
+    values = torch.randint(-(2**31), 2**31, (8 * N,)).unique()
+    values = values[torch.randperm(len(values))[:N]].to(torch.int32)
+    ascending = values.sort().values
+    x = {"random": values, "rising": ascending, "falling": ascending.flip(0)}[start].to(DEVICE, copy=True)
+    _sort_kernel[(1,)](x, N)
+    assert torch.equal(x.cpu(), ascending)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
