@@ -29,9 +29,9 @@ def dense_dummy() -> bool:
     return _flag("FUSEDMLP_DENSE_DUMMY")
 
 
-def warp_specialized() -> bool:
-    """Whether warp-specialized kernels are used wherever there are any."""
-    return _flag("FUSEDMLP_WARP_SPECIALIZED")
+def warp_specialized() -> bool | None:
+    """Whether warp-specialized kernels are used wherever there are any; None: where a GPU has timed them."""
+    return _flag("FUSEDMLP_WARP_SPECIALIZED") if "FUSEDMLP_WARP_SPECIALIZED" in os.environ else None
 
 
 def tuned() -> bool:

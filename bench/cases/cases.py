@@ -26,7 +26,9 @@ from bench.cases import (
 from bench.cases.experts import DEVICE
 from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
+from fusedmlp.kernels.tiles import select
 from fusedmlp.kernels.tiles.table import Path, Recipe
+from fusedmlp.kernels.warp_specialized import refusal
 
 BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
@@ -289,9 +291,9 @@ def wgrad_check(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        can_warp_specialize = not (
-            gathered and len(loads) > 1
-        )  # a warp-specialized kernel gathers the rows of one segment
+        target = select.target(torch.device(DEVICE), select.DEFAULT, dtype)
+        options = {"described": True, "gathered": bool(gathered), "segments": len(loads)}
+        can_warp_specialize = not refusal(target, **options)
         described = sizes != ODD and not shift and can_warp_specialize
         best = "tma" if described and wgrad.is_warp_specialized(dtype, bool(gathered)) else wgrad.PLACES[where]
         best = best if sizes != ODD and not shift else "unaligned"

@@ -63,14 +63,13 @@ def tiles_of(counts, num_rows, device):
 def expected_path(kernel, dtype, device, best, sizes, can_warp_specialize=True):
     """`best`, or the next path that those sizes and that device allow.
 
-    "warp_specialized" if the settings ask for it, the pass has it (for gathered rows on Blackwell alone), and the case
-    can have it (`can_warp_specialize`).
+    "warp_specialized" if the target uses such kernels, the pass has one, and the case can have it
+    (`can_warp_specialize`).
     """
     target = select.target(torch.device(device), select.DEFAULT, dtype)
-    switched = target.settings.warp_specialized
-    fits = best == "tma" or (best == "gather" and switched and target.consumers == 1)
     paths = {key.path for key in target.tiles if (key.kernel, key.format) == (kernel, table.FORMATS[dtype])}
-    if can_warp_specialize and fits and switched and "warp_specialized" in paths:
+    fits = can_warp_specialize and best in ("tma", "gather")
+    if fits and target.warp_specializes and "warp_specialized" in paths:
         return "warp_specialized"
     if best in table.BY_DESCRIPTORS and best in paths:
         return best

@@ -108,6 +108,22 @@ def check_untouched(experts, segs, accumulate):
             assert (expert == UNTOUCHED).all()
 
 
+def check_random_main_grad(one, where="packed", name=""):
+    """Add to a `main_grad` whose elements all differ, so that reading or writing another one shows; `name`: of the
+    operand whose rows are gathered.
+    """
+    (count, N, K), generator = (one.offsets.numel() - 1, one.dy.shape[1], one.x.shape[1]), torch.Generator()
+    flat, dw = main_grad(where, count, N, K)
+    flat.copy_(torch.randn(flat.shape, generator=generator.manual_seed(0)))
+    before, initial = flat.clone(), torch.stack(dw)
+    segs, row_ids = gathered([one], name) if name else ([one], {})
+    assert run(dw, segs, True, packed="packed" in where, **row_ids) == "warp_specialized"
+    check(dw, [one], initial)
+    for expert, own in zip(dw, initial, strict=True):
+        expert.copy_(own)
+    assert torch.equal(flat, before)  # nothing around main_grad has changed
+
+
 def check_bias(db, one, scale):
     """Sums of the rows of `dy`, each times its `scale` if there is one, against float64."""
 

@@ -2,7 +2,7 @@
 
 The table has one launch of each pass, and of its warp-specialized kernel and those of 8-bit recipes where there are
 some, with packed weights, `main_grad` in fp32 and sizes that are multiples of 16, in bf16 with the tiles for long
-loads, as the Triton of `constraints.txt` compiles it.
+loads, of warp-specialized kernels those for large experts, as the Triton of `constraints.txt` compiles it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import argparse
 import csv
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -44,11 +43,13 @@ def measure(target: str) -> dict[str, Costs]:
     costs = _measure(target, table.PASSES, "", cases.CORE["main_grad"])
     formats: tuple[table.Format, ...] = ("bf16", *table.RECIPES[target])
     for number_format in formats:
-        key = partial(table.Key, path="warp_specialized", format=number_format, shape="long")
-        passes = [name for name in table.PASSES if key(name) in table.TABLES[target]]
+        own = {key.kernel for key in table.TABLES[target] if key[1:4] == ("warp_specialized", number_format, "long")}
+        passes = [name for name in table.PASSES if name in own]
         of_bf16 = number_format == "bf16"
         suffix = "_warp_specialized" if of_bf16 else f"_{number_format}"
-        case = cases.CORE["main_grad"] if of_bf16 else cases.eight_bit(number_format)[f"{number_format}, main_grad"]
+        case = cases.WARP_SPECIALIZED["many rows, wide"]
+        if not of_bf16:
+            case = cases.eight_bit(number_format)[f"{number_format}, main_grad"]
         if passes:
             costs |= _measure(target, passes, suffix, case)
     return costs

@@ -61,16 +61,17 @@ class Layer:
     gathered: bool = False  # rows of x and of dy are gathered from tokens
     need_dx: bool = True
     recipe: str = ""
+    counts: tuple[int, ...] = (40, 60, 0)
 
     def __call__(self, dtype: torch.dtype) -> Calls:
         """Calls of forward and of backward."""
         H, F = self.sizes
         G = 2 * F if self.activation.gated else F
-        offsets = _offsets((40, 60, 0))
-        row_ids = torch.empty(100, dtype=torch.int32) if self.gathered else None
-        x, dy = torch.empty(2, 50 if self.gathered else 100, H, dtype=dtype)
-        h = torch.empty(100, G, dtype=dtype)
-        probs = torch.empty(100) if self.probs else None
+        offsets, rows = _offsets(self.counts), sum(self.counts)
+        row_ids = torch.empty(rows, dtype=torch.int32) if self.gathered else None
+        x, dy = torch.empty(2, 50 if self.gathered else rows, H, dtype=dtype)
+        h = torch.empty(rows, G, dtype=dtype)
+        probs = torch.empty(rows) if self.probs else None
         weights = [self._experts((G, H), dtype), self._experts((H, F), dtype)]
         grads = [self._experts(shape, self.grad_dtype or dtype) for shape in ((G, H), (H, F))]
         biases = [self._experts((width,), dtype) if self.biases else [] for width in (G, H)]
@@ -329,6 +330,12 @@ WARP_SPECIALIZED: Cases = {
     ),
     "gelu, experts apart": Layer(Activation("gelu"), experts="apart"),
     "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
+    "first micro-batch": Layer(add=False),
+    "many rows, wide": Layer(sizes=(4096, 128), counts=(3000, 0, 1)),
+    "many rows, wide, gathered": Layer(sizes=(4096, 128), counts=(3000, 0, 1), gathered=True),
+    "many rows, first micro-batch": Layer(counts=(3000, 0, 1), add=False),
+    "many rows, gathered, first micro-batch": Layer(counts=(3000, 0, 1), add=False, gathered=True),
+    "gathered micro-batches": DEMANDING["gathered micro-batches"],
     **_SEVERAL,
 }
 # Cases that differ most between kernels, and so between compilers: for every dtype and path. Together they have every

@@ -196,7 +196,8 @@ def _wanted(task: Task) -> Callable[[Launch], bool]:
     def wanted(launch: Launch) -> bool:
         if task.all_variants or (launch.chosen is None and task.dtype == "bf16"):
             return True
-        what = launch.name if task.dtype == "fp16" else (launch.chosen and launch.chosen.key[:3], launch.sizes)
+        key = launch.chosen and launch.chosen.key._replace(shape="long")
+        what = launch.name if task.dtype == "fp16" else (key, launch.sizes)
         kind = direct.compiled_kind(launch)
         if launch.chosen is None or kind in seen[what]:
             return False

@@ -41,13 +41,13 @@ class Target:
         self,
         shape: table.ShapeClass | None = None,
         with_tma: bool = True,
-        warp_specialized: bool = False,
+        warp_specialized: bool | None = False,
         tf32: bool = False,
     ) -> select.Target:
         """Return the target to plan launches for, with the tiles of `shape` for every load (None: each load's own).
 
         Without `with_tma` no tile uses descriptors, as if weights were in separate allocations. With
-        `warp_specialized`, such kernels are used where the table has them.
+        `warp_specialized`, such kernels are used where the table has them; None: by the default of the target.
         """
         from fusedmlp.kernels.tiles import select, table
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros, in a list of steps
+
 
 @triton.jit
 def tile_at(tile_index, num_m, num_n, GROUP_M: tl.constexpr):
@@ -90,3 +92,11 @@ def wgrad_tile(tile_index, num_n, num_k, GROUP_N):
     rows = min(num_n - group * GROUP_N, GROUP_N)
     within = within % (GROUP_N * num_k)
     return tile_index // tiles_per_expert, group * GROUP_N + within % rows, within // rows
+
+
+@triton.jit
+def load_step(steps_ptr, segments_ptr, step, num_segments, num_experts):
+    """Step of `wgrad/steps.py`: `(first row, rows from there on, left base, right base)`, as integers."""
+    step_ptr = steps_ptr + num_experts + 1 + 3 * step
+    left_ptr = segments_ptr + num_segments + tl.load(step_ptr)
+    return tl.load(step_ptr + 1), tl.load(step_ptr + 2), tl.load(left_ptr), tl.load(left_ptr + 2 * num_segments)

@@ -18,8 +18,8 @@ from ..operands.expert_tensors import ExpertTensors
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.select import Chosen, Target, choose
-from ..tiles.table import BY_DESCRIPTORS
-from ..warp_specialized import gluon_missing
+from ..tiles.table import BY_DESCRIPTORS, small
+from ..warp_specialized import refusal
 from .triton_kernel import _bias_dprobs, _grouped_dgrad_act_kernel
 
 
@@ -98,10 +98,12 @@ def grouped_dgrad_act_(
     fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
     dy_described = descriptors.fits(dy_RH)
-    fits = fits and (vectors_fit((dy_RH,), [], (H,)) if gathered else dy_described)
+    dy_vectors = vectors_fit((dy_RH,), [], (H,))
+    fits = fits and (dy_vectors if gathered else dy_described)
     vectors = vectors_fit((dy_RH, h_RG, dh_RG, a_RF), [w_EFH], (H, F))
-    warp_specialized = dy_described and not gluon_missing()
-    chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, warp_specialized)
+    described = fits and (dy_described or (gathered and target.consumers == 2))
+    refused, regime = refusal(target, described=described, gathered=gathered, vectors=dy_vectors), small(H)
+    chosen = choose("dgrad_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, refused, regime)
     chosen = _without_spills(chosen, act, target)
     path, tile = chosen.path, chosen.tile
     num_f = cdiv(F, tile.BLOCK_N)
@@ -113,7 +115,7 @@ def grouped_dgrad_act_(
     block_m, width = target.consumer_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
     channels = {"block_columns": width * act.CHANNEL_STEP, "halves": halves, "apart": path == "warp_specialized"}
     if path in BY_DESCRIPTORS and w_view is not None:
-        dy_desc = descriptors.operand_rows(dy_RH, block_m, tile.BLOCK_K, gathered, path)
+        dy_desc = descriptors.operand_rows(dy_RH, block_m, tile.BLOCK_K, gathered, target.gathers_by_tma(path))
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         dh_desc = descriptors.ragged_rows(dh_RG, block_m, **channels)
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)
@@ -151,6 +153,8 @@ def grouped_dgrad_act_(
             plan_bias_dprobs(builder, partial_PR[num_f], dy_RH, bias_EH, schedule, row_ids_R, blocks)
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
         arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
+        copied = dy_RH if dy_desc is None else None
+        arguments |= {"dy_ptr": copied, "stride_dy_r": copied and copied.strides[0]}
         builder.launch(grouped_dgrad_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return partial_PR
     arguments |= {

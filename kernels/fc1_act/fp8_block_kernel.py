@@ -1,5 +1,5 @@
 """Pass (1) of 8-bit operands (recipe fp8_block) on Hopper, warp-specialized, which also quantizes the activation: the
-partitions of the pass gemm (`warp_specialized/fp8_block.py`) with an epilogue of its own.
+partitions of the pass gemm (`warp_specialized/sm_90_fp8.py`) with an epilogue of its own.
 
 A consumer has two parts of 128 columns of `h`, so it has whole blocks of 128 columns of the activation. The parts are
 gates and linear channels of one block or, interleaved, one half of a block each, or without a linear part two blocks.
@@ -8,25 +8,26 @@ Each consumer has a buffer for 64 columns of `h`, and one for a block of the act
 there is no room for more.
 """
 
-from triton.tools.ragged_tma import to_ragged_indices
-
 from ..device import activation
 from ..device.quantization import chunk_of_scales, exponent_of_zeros, in_whole_rows, store_scales
-from ..device.tile_order import load_tile, tile_at, zero_padding_at
+from ..device.tile_order import zero_padding_at
 from ..device.tiles import column_subtiles, expert_base, round_to, side_by_side, to_fp32
-from ..warp_specialized.fp8_block import BLOCK, load_operands, operands, product
-from ..warp_specialized.gluon_compat import gl, gluon, tma_store, tma_store_wait
-from ..warp_specialized.hopper import ROWS
-from ..warp_specialized.partitions import worker_registers, worker_warps
-from ..warp_specialized.ring import (
+from ..warp_specialized.gluon_compat import aggregate, gl, gluon, tma_store, value
+from ..warp_specialized.partitions import run
+from ..warp_specialized.ring import shared_tiles
+from ..warp_specialized.scaled_rows import CHUNK
+from ..warp_specialized.sm_90 import ROWS
+from ..warp_specialized.sm_90_fp8 import ragged_operands
+from ..warp_specialized.subtiles import (
+    WithoutBegin,
     column_numbers,
     load_for_rows,
     overwrite,
     row_numbers,
-    shared_tiles,
     whole_rows,
     write,
 )
+from ..warp_specialized.walks import row_tiles
 from .epilogue import activate, pre_activation
 
 
@@ -98,41 +99,38 @@ def _store_block(a_MF, outputs, m_tile, rows, place, column, buffer, CONSUMER: g
         store_scales(chunk_of_scales(a_scales_ptr, m_tile, column, F), exponent_M, row_M, 0, "fp8_block")
 
 
-@gluon.jit
-def _consume(
-    arguments,
-    inputs,
-    outputs,
-    pipeline,
-    buffers,
-    CONSUMER: gl.constexpr,
-    ACT: gl.constexpr,
-    TILE: gl.constexpr,
-):
-    """Partition of a consumer; `buffers`: for stores of `h` and of the activation, of both consumers."""
-    w_scales_ptr, probs_ptr, tiles_ptr, H, F = inputs
-    h_buffer, a_buffer = buffers[0].index(CONSUMER), buffers[1].index(CONSUMER)
-    HALVES: gl.constexpr = activation.halves(ACT)
-    STEP: gl.constexpr = ACT.CHANNEL_STEP
-    BLOCKS: gl.constexpr = TILE.BLOCK_N // (HALVES * STEP * BLOCK)  # of the activation, in a tile
-    num_m, num_n = pipeline[0], pipeline[1]
-    i = 0
-    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
-        place = to_ragged_indices(first, rows, CONSUMER * ROWS)
-        parts, i = product(i, expert, n_tile, HALVES * STEP * F, H, w_scales_ptr, pipeline, CONSUMER, TILE, HALVES)
+@aggregate
+class Epilogue(WithoutBegin):
+    """Stores `h`, then each block of the activation that both parts have columns of."""
+
+    arguments: value  # of `_half_of_block`
+    probs_ptr: value
+    outputs: value  # of `_store_block`
+    h_out: value  # buffers of both consumers
+    a_out: value
+    ACT: value
+    TILE: value
+
+    @gluon.jit
+    def write(self, walk, accumulators, acc, i, tile, turn, CONSUMER: gl.constexpr):
+        """Store a consumer's part of a tile."""
+        ACT: gl.constexpr = self.ACT
+        BLOCKS: gl.constexpr = self.TILE.BLOCK_N // (activation.halves(ACT) * ACT.CHANNEL_STEP * CHUNK)  # in a tile
+        h_buffer, a_buffer = self.h_out.index(CONSUMER), self.a_out.index(CONSUMER)
+        place = tile.place(CONSUMER * ROWS)
+        parts = accumulators.finish(acc, i)
         probs_M1 = None
-        if probs_ptr is not None:
-            probs_M1 = load_for_rows(probs_ptr + first, parts[0], CONSUMER * ROWS, rows)
+        if self.probs_ptr is not None:
+            probs_M1 = load_for_rows(self.probs_ptr + tile.first, parts[0], CONSUMER * ROWS, tile.rows)
         for b in gl.static_range(BLOCKS):
-            column = (n_tile * BLOCKS + b) * BLOCK
-            h_column = column * STEP
-            left = _half_of_block(parts, probs_M1, arguments, expert, place, h_column, h_buffer, b, 0, ACT)
-            h_column += BLOCK // 2 * STEP
-            right = _half_of_block(parts, probs_M1, arguments, expert, place, h_column, h_buffer, b, 1, ACT)
-            _store_block(side_by_side(left, right), outputs, m_tile, rows, place, column, a_buffer, CONSUMER)
-    tma_store_wait(0)
+            column = (tile.n * BLOCKS + b) * CHUNK
+            at = tile.expert, place
+            h_column = column * ACT.CHANNEL_STEP
+            left = _half_of_block(parts, probs_M1, self.arguments, *at, h_column, h_buffer, b, 0, ACT)
+            h_column += CHUNK // 2 * ACT.CHANNEL_STEP
+            right = _half_of_block(parts, probs_M1, self.arguments, *at, h_column, h_buffer, b, 1, ACT)
+            a_MF = side_by_side(left, right)
+            _store_block(a_MF, self.outputs, tile.m, tile.rows, place, column, a_buffer, CONSUMER)
 
 
 @gluon.jit
@@ -162,21 +160,14 @@ def grouped_fc1_act_fp8_block_kernel(
     """
     HALVES: gl.constexpr = activation.halves(ACT)
     num_gates = F * ACT.CHANNEL_STEP
-    x, w, scales, full, empty = operands(x_desc.dtype, TILE)
-    pipeline = (gl.load(tiles_ptr), gl.cdiv(HALVES * num_gates, TILE.BLOCK_N), x, w, scales, full, empty)
-    h_out = shared_tiles(h_desc.dtype, CONSUMERS, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
-    buffers = (h_out, shared_tiles(a_desc.dtype, CONSUMERS, ROWS, BLOCK))
-    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, h_desc, F)
-    inputs, outputs = (w_scales_ptr, probs_ptr, tiles_ptr, H, F), (a_desc, a_scales_ptr, F)
-    loads = (x_desc, x_scales_desc, w_desc, tiles_ptr)
-    gl.warp_specialize(
-        [
-            (_consume, (arguments, inputs, outputs, pipeline, buffers, gl.constexpr(0), ACT, TILE)),
-            (_consume, (arguments, inputs, outputs, pipeline, buffers, gl.constexpr(1), ACT, TILE)),
-            (load_operands, (loads, H, pipeline, TILE, HALVES)),
-        ],
-        worker_warps(CONSUMERS),
-        worker_registers(CONSUMERS),
+    walk = row_tiles(tiles_ptr, HALVES * num_gates, H, TILE, True)
+    left, right, ring, accumulators = ragged_operands(
+        (x_desc, x_scales_desc), w_desc, w_scales_ptr, HALVES * num_gates, HALVES, TILE
     )
+    h_out = shared_tiles(h_desc.dtype, CONSUMERS, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
+    a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, CHUNK)
+    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, h_desc, F)
+    epilogue = Epilogue(arguments, probs_ptr, (a_desc, a_scales_ptr, F), h_out, a_out, ACT, TILE)
+    run(walk, left, right, ring, accumulators, epilogue, CONSUMERS)
     row_M1, column_1N = whole_rows(2 * ROWS)
     zero_padding_at(h_ptr, tiles_ptr, HALVES * num_gates, stride_h_r, 1, row_M1, column_1N)

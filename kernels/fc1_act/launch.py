@@ -17,7 +17,7 @@ from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.select import choose
 from ..tiles.table import BY_DESCRIPTORS
-from ..warp_specialized import gluon_missing
+from ..warp_specialized import refusal
 from .triton_kernel import _grouped_fc1_act_kernel
 
 
@@ -51,15 +51,17 @@ def grouped_fc1_act_(
     fits = w_view is not None and descriptors.fits(h_RG) and descriptors.fits(a_RF)
     fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))
     x_described = descriptors.fits(x_RH)
-    fits = fits and (vectors_fit((x_RH,), [], (H,)) if gathered else x_described)
+    x_vectors = vectors_fit((x_RH,), [], (H,))
+    fits = fits and (x_vectors if gathered else x_described)
     vectors = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
-    warp_specialized = x_described and not w_by_pointers and not gluon_missing()
-    chosen = choose("fc1_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, warp_specialized)
+    described = fits and not w_by_pointers and (x_described or (gathered and target.consumers == 2))
+    refused = refusal(target, described=described, gathered=gathered, vectors=x_vectors)
+    chosen = choose("fc1_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, refused)
     path, tile = chosen.path, chosen.tile
     x_desc = w_desc = h_desc = a_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = target.consumer_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
-        x_desc = descriptors.operand_rows(x_RH, block_m, tile.BLOCK_K, gathered, path)
+        x_desc = descriptors.operand_rows(x_RH, block_m, tile.BLOCK_K, gathered, target.gathers_by_tma(path))
         if not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
         h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "warp_specialized")
@@ -91,6 +93,8 @@ def grouped_fc1_act_(
     if path == "warp_specialized":
         from .gluon_kernel import grouped_fc1_act_warp_specialized_kernel
 
+        copied = x_RH if x_desc is None else None
+        arguments |= {"x_ptr": copied, "stride_x_r": copied and copied.strides[0]}
         builder.launch(grouped_fc1_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {

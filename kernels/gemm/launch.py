@@ -16,8 +16,8 @@ from ..operands.quantized import CHUNK, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.select import choose, eight_bit
-from ..tiles.table import BY_DESCRIPTORS, Recipe, Tile
-from ..warp_specialized import gluon_missing
+from ..tiles.table import BY_DESCRIPTORS, Recipe, Tile, small
+from ..warp_specialized import gluon_missing, refusal
 from .dprobs import Dprobs, sum_partials_kernel
 from .triton_kernel import _grouped_gemm_kernel
 
@@ -42,8 +42,8 @@ def grouped_gemm_(
     w_view = descriptors.matrices(w_ENK, (N, K))
     fits = w_view is not None and descriptors.fits(x_RK) and descriptors.fits(y_RN)
     vectors = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
-    warp_specialized = not gluon_missing()
-    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, warp_specialized=warp_specialized)
+    refused, regime = refusal(target, described=fits), small(N, K)
+    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, refused=refused, regime=regime)
     path, tile = chosen.path, chosen.tile
     k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..tiles.table import Path
 from .arrays import ALIGNMENT, Array, contiguous_strides
 from .expert_tensors import ExpertTensors
 
@@ -105,11 +104,13 @@ def gathered_rows(array_RN: Array, block_columns: int) -> Descriptor:
     return Descriptor(array_RN, array_RN.shape, array_RN.strides, (1, block_columns))
 
 
-def operand_rows(array_RN: Array, block_rows: int, block_columns: int, gathered: bool, path: Path) -> Descriptor | None:
-    """Describe rows in groups, or gathered rows; None on paths where kernels load gathered rows by pointers."""
+def operand_rows(
+    array_RN: Array, block_rows: int, block_columns: int, gathered: bool, by_tma: bool
+) -> Descriptor | None:
+    """Describe rows in groups, or gathered rows if TMA gathers them (`by_tma`); None: threads gather them."""
     if not gathered:
         return ragged_rows(array_RN, block_rows, block_columns)
-    return gathered_rows(array_RN, block_columns) if path == "warp_specialized" else None
+    return gathered_rows(array_RN, block_columns) if by_tma else None
 
 
 def matrices(w: ExpertTensors, size: tuple[int, int]) -> Array | None:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Recipe, Tile, Tiles, shape_class
+from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Recipe, Regime, Tile, Tiles, shape_class
 
 
 class Chosen(NamedTuple):
@@ -23,6 +23,7 @@ class Chosen(NamedTuple):
 
     key: Key
     tile: Tile
+    refused: str = ""  # why a warp-specialized kernel, which the target uses, cannot do the launch
 
     @property
     def path(self) -> Path:
@@ -34,9 +35,8 @@ class Chosen(NamedTuple):
 class Settings:
     """Choices of a user. Compared by identity: two objects are never equal."""
 
-    # Whether warp-specialized kernels are used wherever the tables have them. Not by default until a GPU has
-    # timed them.
-    warp_specialized: bool = False
+    # Whether warp-specialized kernels are used wherever the tables have them; None: where a GPU has timed them.
+    warp_specialized: bool | None = None
     tuned: Tiles = field(default_factory=dict)  # go before the tables
 
 
@@ -65,9 +65,19 @@ class Target:
         return 2 if self.architecture == "sm_90" else 1
 
     @property
+    def warp_specializes(self) -> bool:
+        """Whether warp-specialized kernels in 16 bits are used: by default on Hopper, where they are faster."""
+        asked = self.settings.warp_specialized
+        return self.architecture == "sm_90" if asked is None else asked
+
+    @property
     def triton_warp_specializes(self) -> bool:
         """Whether Triton itself can divide the loop of a kernel among warps: with tensor memory, since Triton 3.7."""
         return TRITON >= (3, 7) and self.architecture == "sm_100"
+
+    def gathers_by_tma(self, path: Path) -> bool:
+        """Whether TMA gathers rows on that path: Blackwell's does, in warp-specialized kernels."""
+        return path == "warp_specialized" and self.consumers == 1
 
     def num_programs(self, tile: Tile, tiles: int) -> int:
         """How many programs to launch for at most that many tiles."""
@@ -121,22 +131,27 @@ def architecture(device: torch.device) -> str:
 
 
 def choices(
-    kernel: str, dtype: torch.dtype, target: Target, rows_per_expert: float, gathered: bool = False
+    kernel: str,
+    dtype: torch.dtype,
+    target: Target,
+    rows_per_expert: float,
+    gathered: bool = False,
+    regime: Regime = "any",
 ) -> Iterator[Chosen]:
     """Tiles for activations of `dtype`, best path first; `gathered`: one operand has rows by an index.
 
-    Path `warp_specialized` is included if `settings.warp_specialized` is set or, for rows in order, if it has a tuned
-    tile. On Hopper it is left out for gathered rows, as TMA follows no index there.
+    Path `warp_specialized` is included if the target uses such kernels, or if it has a tuned tile. A tile of the
+    `regime` goes before one of any.
     """
     paths: tuple[Path, ...] = ("warp_specialized", "gather" if gathered else "tma", "pointer", "unaligned")
     for path in paths:
         key = Key(kernel, path, FORMATS[dtype], shape_class(rows_per_expert))
-        tile, tuned = target.tiles.get(key), target.settings.tuned.get(key)
         if path == "warp_specialized":
-            tuned = None if gathered else tuned
-            if not (target.settings.warp_specialized or tuned) or (gathered and target.consumers == 2):
-                continue
-        if tile is not None:
+            key = key._replace(gathered=gathered, regime=regime)
+            if key not in target.tiles:
+                key = key._replace(regime="any")
+        tile, tuned = target.tiles.get(key), target.settings.tuned.get(key)
+        if tile is not None and (path != "warp_specialized" or target.warp_specializes or tuned):
             yield Chosen(key, tuned or tile)
 
 
@@ -164,12 +179,13 @@ def choose(
     vectors_fit: bool,
     rows_per_expert: float,
     gathered: bool = False,
-    warp_specialized: bool = True,
+    refused: str = "",
+    regime: Regime = "any",
 ) -> Chosen:
-    """The first of `choices` that tensors and device allow; `warp_specialized`: whether such a kernel can do it."""
-    allowed = {"warp_specialized": warp_specialized, "pointer": vectors_fit}
-    return next(
-        chosen
-        for chosen in choices(kernel, dtype, target, rows_per_expert, gathered)
-        if allowed.get(chosen.path, True) and (tma_fits or chosen.path not in BY_DESCRIPTORS)
+    """The first of `choices` that tensors and device allow; `refused`: why a warp-specialized kernel cannot do it."""
+    allowed = {"warp_specialized": not refused, "pointer": vectors_fit}
+    every = [*choices(kernel, dtype, target, rows_per_expert, gathered, regime)]
+    found = next(
+        chosen for chosen in every if allowed.get(chosen.path, True) and (tma_fits or chosen.path not in BY_DESCRIPTORS)
     )
+    return found if every[0].path != "warp_specialized" or found is every[0] else found._replace(refused=refused)

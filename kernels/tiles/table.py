@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import triton
@@ -37,6 +37,25 @@ RECIPES: Mapping[str, tuple[Recipe, ...]] = {
 ShapeClass = Literal["short", "long"]
 # Mean rows per expert below which a shape is "short".
 SHORT_ROWS = 64
+# For a warp-specialized kernel of Hopper, the reason for its ring and epilogue. gemm, dgrad_act: "small" if what they
+# contract, and gemm's columns, are at most SMALL. wgrad: whether MMAs or the memory of main_grad limit it, and whether
+# it adds to main_grad or writes it. Memory does below FLOPS_A_BYTE of MMAs for a byte of main_grad.
+Regime = Literal["any", "small", "mma_add", "mma_write", "memory_add", "memory_write"]
+SMALL = 2048
+FLOPS_A_BYTE = 183  # 789 TFLOP/s of dense bf16 over 4.3 TB/s of copies, both measured on an H200
+
+
+def small(*sizes: int) -> Regime:
+    """The regime of a gemm or of dgrad_act with these sizes."""
+    return "small" if max(sizes) <= SMALL else "any"
+
+
+def regime_of_wgrad(rows_per_expert: float, accumulate: bool, grad_bytes: int) -> Regime:
+    """The regime of wgrad for experts with so many rows on average, and elements of `main_grad` of that size."""
+    moved = (2 if accumulate else 1) * grad_bytes
+    if 2 * rows_per_expert < FLOPS_A_BYTE * moved:
+        return "memory_add" if accumulate else "memory_write"
+    return "mma_add" if accumulate else "mma_write"
 
 
 class Tile(NamedTuple):
@@ -50,6 +69,7 @@ class Tile(NamedTuple):
     SUBTILES: int = 1  # column subtiles of the epilogue
     GROUP_M: int = 1  # M-tiles that share a weight tile while it is in L2
     PER_SM: int = 0  # persistent programs on one multiprocessor; 0: one program for each tile
+    SLOTS: int = 0  # wgrad: subtiles of main_grad that each consumer loads ahead; 0: TMA adds
 
 
 class Key(NamedTuple):
@@ -59,30 +79,49 @@ class Key(NamedTuple):
     path: Path
     format: Format
     shape: ShapeClass
+    gathered: bool = False  # whether rows of an operand are gathered; where that matters, on path warp_specialized
+    regime: Regime = "any"
 
 
 Tiles = Mapping[Key, Tile]
 _ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 _LINES = """
 # architectures                 pass      path             formats   load    M   N   K warps stages SUBTILES GROUP SM
-# Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each 64 of a tile's rows
-# (`warp_specialized/hopper.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
-# eight write (`warp_specialized/blackwell.py`). Its dgrad_act and wgrad have narrow subtiles, whose buffers leave
-# shared memory for a fourth stage. In fc1 of 8 bits, N are channels of both halves together.
-sm_90                           fc1_act   warp_specialized bf16,fp16 long  128 128  64   4   3   2   8   1
-sm_100                          fc1_act   warp_specialized bf16,fp16 long  128 128  64   8   4   4   8   1
+# Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each half of a tile's rows
+# (`warp_specialized/sm_90.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
+# eight write (`warp_specialized/sm_100.py`). Its dgrad_act and wgrad have narrow subtiles, whose buffers leave shared
+# memory for a fourth stage. In fc1 of 8 bits, N are channels of both halves together. A load may be followed by
+# /gathered and by a regime.
+#
+# Lines of sm_90 in 16 bits were measured on an H200 (ms, this line and the one before it in time). gemm, small: fc2 of
+# qwen3-30b-8k 0.302 and 0.318. dgrad_act, small: 0.385 and 0.415 there; the other line 1.65 and 1.70 in sonic-c. wgrad
+# that adds: 32 rows by 8 stages 3.19 and 3.57 in fc1 of sonic-c, 5.60 and 6.3 in mixtral; main_grad loaded ahead 1.09
+# and 1.49 in fc1 of qwen3. wgrad that writes: 64 rows by 3 stages 3.00 and 3.04 in fc1 of sonic-c, 5.21 and 5.35 in
+# mixtral; 32 rows by 8 stages 0.77 and 0.81 in fc1 of qwen3. Gathered, fc1: 64 rows by 4 stages 4.04 and 4.10 in
+# sonic-c, by 3 stages with main_grad loaded ahead 1.37 and 1.54 in qwen3; there, 32 rows by 6 stages took 5.2 and 1.73.
+sm_90                           fc1_act   warp_specialized bf16,fp16 long,long/gathered 128 128 64 4 3 2 8 1
+sm_100                          fc1_act   warp_specialized bf16,fp16 long,long/gathered 128 128 64 8 4 4 8 1
 sm_90                           gemm      warp_specialized bf16,fp16 long  128 256  64   4   3   1   8   1
+sm_90                           gemm      warp_specialized bf16,fp16 long/small  128 256  64   4   4   4   8   1
 sm_90                           fc1_act   warp_specialized fp8_block long  128 256 128   4   4   4   8   1
 sm_90                           gemm      warp_specialized fp8_block long  128 256 128   4   4   4   8   1
 sm_100                          fc1_act   warp_specialized mxfp8     long  128 256 128   8   3   4   8   1
 sm_100                          gemm      warp_specialized mxfp8     long  128 256 128   8   3   4   8   1
 sm_100                          gemm      warp_specialized bf16,fp16 long  128 256  64   8   4   4   8   1
-sm_90                           dgrad_act warp_specialized bf16,fp16 long  128 256  64   4   3   8   8   1
-sm_100                          dgrad_act warp_specialized bf16,fp16 long  128 256  64   8   4  16   8   1
-sm_90                           wgrad     warp_specialized bf16,fp16 long   64 128 256   4   3   4  16   1
+sm_90                           dgrad_act warp_specialized bf16,fp16 long,long/gathered 128 256 64 4 3 8 8 1
+sm_90                           dgrad_act warp_specialized bf16,fp16 long/small,long/gathered/small 128 256 32 4 6 8 8 1
+sm_100                          dgrad_act warp_specialized bf16,fp16 long,long/gathered 128 256 64 8 4 16 8 1
+sm_90                           wgrad     warp_specialized bf16,fp16 long/mma_add     32 128 256 4 8 8 16 1
+sm_90                           wgrad     warp_specialized bf16,fp16 long/memory_write 32 128 256 4 8 8 16 1
+sm_90                           wgrad     warp_specialized bf16,fp16 long/mma_write 64 128 256 4 3 4 16 1
+sm_90                           wgrad     warp_specialized bf16,fp16 long/memory_add 32 128 256 4 6 8 16 1 4
+sm_90                           wgrad     warp_specialized bf16,fp16 long/gathered/memory_add 64 128 256 4 3 8 16 1 4
+sm_90                           wgrad     warp_specialized bf16,fp16 long/gathered/mma_add 64 128 256 4 4 8 16 1
+sm_90                           wgrad     warp_specialized bf16,fp16 long/gathered/mma_write 64 128 256 4 4 8 16 1
+sm_90                           wgrad     warp_specialized bf16,fp16 long/gathered/memory_write 64 128 256 4 4 8 16 1
 sm_90                           wgrad     warp_specialized fp8_block long  128 128 256   4   3   8  16   1
 sm_100                          wgrad     warp_specialized mxfp8     long  128 128 256   8   3   8  16   1
-sm_100                          wgrad     warp_specialized bf16,fp16 long   64 128 256   8   4   8  16   1
+sm_100                          wgrad     warp_specialized bf16,fp16 long,long/gathered 64 128 256 8 4 8 16 1
 # M-ragged passes have accumulators of 128 x 256 (fc1: 128 channels of each half), because at 128 x 128 the operands
 # come from L2 at 64 FLOPs a byte, more than L2 delivers at full speed. Such programs fill a multiprocessor, so they
 # are persistent: `flatten` in the kernel then loads a tile's first operands under the stores of the tile before.
@@ -186,10 +225,19 @@ def _tables(lines: str) -> dict[str, dict[Key, Tile]]:
         if line and not line.startswith("#"):
             *columns, sizes = line.split(maxsplit=5)
             tile = Tile(*map(int, sizes.split()))
-            for name, *key in product(*(words.get(column) or column.split(",") for column in columns)):
-                if tables.setdefault(name, {}).setdefault(Key(*key), tile) is not tile:
-                    raise ValueError(f"{line!r}: another line has a tile of {name} for {key}")
+            for name, *names, load in product(*(words.get(column) or column.split(",") for column in columns)):
+                key: list[Any] = [*names, *_load(load)]
+                own = Key(*key)
+                if tables.setdefault(name, {}).setdefault(own, tile) is not tile:
+                    raise ValueError(f"{line!r}: another line has a tile of {name} for {own}")
     return tables
+
+
+def _load(text: str) -> tuple[ShapeClass, bool, Regime]:
+    """Shape class, whether rows are gathered, and regime."""
+    shape, *more = text.split("/")
+    (regime,) = [word for word in more if word != "gathered"] or ["any"]
+    return cast(ShapeClass, shape), "gathered" in more, cast(Regime, regime)
 
 
 TABLES = _tables(_LINES)

@@ -1,161 +1,174 @@
-"""Partitions that M-ragged passes share, some of them with wgrad.
+"""Partitions of warp-specialized kernels. All passes share them: a pass has its walk, operands, accumulators, epilogue.
 
-The producer (one warp, or four where rows are gathered) loads. On Hopper, two consumers multiply in registers and write
-(`hopper.py`). On Blackwell, one warp multiplies, and one consumer reads accumulators in tensor memory and writes
-(`blackwell.py`).
-
-`pipeline` is `(num_m, num_n, x, w, full, empty, accumulators)`: numbers of row tiles and of column tiles, then the
-result of `operands`.
+The producer loads: one warp or, where rows are gathered, four (in dgrad_act on Hopper two). On Hopper, two consumers
+multiply in registers and write (`sm_90.py`). On Blackwell, one warp multiplies, and one consumer reads accumulators in
+tensor memory and writes (`sm_100.py`).
 """
 
 import triton
-from triton.tools.ragged_tma import to_ragged_indices
 
-from ..device.tile_order import load_tile, tile_at
-from ..device.tiles import column_subtiles
-from . import blackwell, hopper
-from .gluon_compat import fence_async_shared, gl, gluon, tma_gather, tma_load
-from .ring import begin_loads, load_row_ids, mbarriers, shared_tiles, wait_for_operands
+from . import sm_90, sm_100
+from .gluon_compat import fence_async_shared, gl, gluon, tma_store_wait
+from .ring import make_ring, shared_tiles
+from .rows import rows_operand, weights_operand
 
 
 @triton.constexpr_function
 def worker_warps(consumers, gathered=False, others=0):
     """Number of warps of each partition after the first consumer: second consumer or multiplying warp, producer,
-    `others`. Where rows are gathered, each of the producer's four warps loads a quarter of a tile's.
+    `others`.
+
+    A producer that gathers has four warps or, beside `others` on Hopper, two: with 512 threads ptxas would have 128
+    registers for each, too few for `wgmma`.
     """
-    return [4 if consumers == 2 else 1, 4 if gathered else 1, *[1] * others]
+    gathering = 2 if consumers == 2 and others else 4
+    return [4 if consumers == 2 else 1, gathering if gathered else 1, *[1] * others]
 
 
 @triton.constexpr_function
 def worker_registers(consumers, gathered=False, others=0):
     """Registers per thread of the same partitions; the default one takes the rest of the 65,536.
 
-    Partitions of one warp need few; up to four of them count as one warpgroup. Where rows are gathered, each thread has
-    the ids of all rows that its warp loads.
+    Partitions of one warp need few; up to four of them count as one warpgroup. Threads that gather have row ids and
+    addresses: on Hopper 216 + 216 + 72 = 3 * 168.
     """
-    return [232 if consumers == 2 else 40, 88 if gathered else 40, *[40] * others]
+    if consumers == 2:
+        return [216, 72, *[72] * others] if gathered else [232, 40, *[40] * others]
+    return [40, 88 if gathered else 40, *[40] * others]
+
+
+@triton.constexpr_function
+def copiers(consumers, gathered, others=0):
+    """Threads that copy gathered rows, each of which arrives at a stage: none on Blackwell, where TMA gathers."""
+    return 32 * worker_warps(consumers, gathered, others)[1] if consumers == 2 and gathered else 0
 
 
 @gluon.jit
-def barriers_and_accumulators(CONSUMERS: gl.constexpr, COLUMNS: gl.constexpr, STAGES: gl.constexpr):
-    """`(full, empty, accumulators)`: mbarriers of stages; for one consumer, accumulators of COLUMNS in tensor memory.
-
-    For two consumers `full` stands in for them: a partition takes None only if it is an argument of the kernel.
-    """
-    # Each of two consumers arrives at `empty`; a single one does not, as its MMAs do.
-    full, empty = mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS)
-    accumulators = full
-    if CONSUMERS == 1:
-        accumulators = blackwell.tile_accumulators(COLUMNS)
-    fence_async_shared()
-    return full, empty, accumulators
+def produce(walk, left, right, ring):
+    """Partition of the producer: load both operands of each step of each tile."""
+    BYTES: gl.constexpr = left.BYTES + right.BYTES
+    i = 0
+    for turn in range(0, walk.turns):
+        tile = walk.tile(turn)
+        left_ids, right_ids = left.begin(walk, tile), right.begin(walk, tile)
+        if walk.LISTED:
+            at = walk.step(tile, 0)
+        for step in range(0, tile.steps):
+            stage = ring.acquire(i, BYTES)
+            i += 1
+            arrived = ring.full.index(stage)
+            if not walk.LISTED:
+                at = walk.step(tile, step)
+            if left.BYTES:
+                left_ids = left.load(left_ids, walk, tile, step, at, stage, arrived)
+            right_ids = right.load(right_ids, walk, tile, step, at, stage, arrived)
+            if not left.BYTES:  # copies take longer to issue than TMA's loads
+                left_ids = left.load(left_ids, walk, tile, step, at, stage, arrived)
+            if walk.LISTED:
+                at = walk.step(tile, gl.minimum(step + 1, tile.steps - 1))
 
 
 @gluon.jit
-def operands(
-    DTYPE: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+def consume(walk, accumulators, epilogue, CONSUMER: gl.constexpr):
+    """Partition of a consumer: finish each tile. It looks a tile up before its steps (EARLY), or while the MMAs of the
+    last one run.
+    """
+    i = 0
+    epilogue.begin(walk, CONSUMER)
+    for turn in range(0, walk.turns):
+        if walk.EARLY:
+            tile = walk.tile(turn)
+            acc, i = accumulators.multiply(turn, i, tile, tile.steps, CONSUMER)
+        else:
+            acc, i = accumulators.multiply(turn, i, None, walk.steps, CONSUMER)
+            tile = walk.tile(turn)
+        epilogue.write(walk, accumulators, acc, i, tile, turn, CONSUMER)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _help(walk, helper):
+    """Partition of one more warp."""
+    helper.load(walk)
+
+
+@gluon.jit
+def run(walk, left, right, ring, accumulators, epilogue, CONSUMERS: gl.constexpr, helper=None):
+    """Run all partitions; the one of `helper`, if there is one, calls its method `load(walk)`."""
+    GATHERED: gl.constexpr = left.GATHERED or right.GATHERED
+    if helper is None:
+        gl.warp_specialize(
+            [
+                (consume, (walk, accumulators, epilogue, gl.constexpr(0))),
+                (consume, (walk, accumulators, epilogue, gl.constexpr(1)))
+                if CONSUMERS == 2
+                else (sm_100.multiply_tiles, (walk, accumulators)),
+                (produce, (walk, left, right, ring)),
+            ],
+            worker_warps(CONSUMERS, GATHERED),
+            worker_registers(CONSUMERS, GATHERED),
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (walk, accumulators, epilogue, gl.constexpr(0))),
+                (consume, (walk, accumulators, epilogue, gl.constexpr(1)))
+                if CONSUMERS == 2
+                else (sm_100.multiply_tiles, (walk, accumulators)),
+                (produce, (walk, left, right, ring)),
+                (_help, (walk, helper)),
+            ],
+            worker_warps(CONSUMERS, GATHERED, 1),
+            worker_registers(CONSUMERS, GATHERED, 1),
+        )
+
+
+@gluon.jit
+def ring_and_accumulators(
+    left,
+    right,
+    LEFT_TRANSPOSED: gl.constexpr,
+    RIGHT_TRANSPOSED: gl.constexpr,
     COLUMNS: gl.constexpr,
-    K_CONTIGUOUS: gl.constexpr,
-    TILE: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    GATHERED: gl.constexpr,
+    OTHERS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """`(x, w, full, empty, accumulators)`: stages in shared memory of a tile's rows of `x`, apart for each consumer,
-    and of COLUMNS of `w`; then `barriers_and_accumulators`.
-    """
-    STAGES: gl.constexpr = TILE.num_stages
-    DEPTH: gl.constexpr = TILE.BLOCK_K
-    x = shared_tiles(DTYPE, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, DEPTH)
-    w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else DEPTH, DEPTH if K_CONTIGUOUS else COLUMNS)
-    full, empty, accumulators = barriers_and_accumulators(CONSUMERS, COLUMNS, STAGES)
-    return x, w, full, empty, accumulators
+    """The ring of both operands' stages, and the accumulators of a tile with COLUMNS."""
+    ring = make_ring(STAGES, CONSUMERS, copiers(CONSUMERS, GATHERED, OTHERS))
+    if CONSUMERS == 2:
+        accumulators = sm_90.Accumulators(left, right, ring, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, COLUMNS)
+    else:
+        accumulators = sm_100.make_accumulators(left, right, ring, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, COLUMNS)
+    fence_async_shared()
+    return ring, accumulators
 
 
 @gluon.jit
-def load_operands(
-    arguments,
-    K,
-    pipeline,
+def ragged_operands(
+    x_desc,
+    gather,
+    weights,
     REVERSED: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     HALVES: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    OTHERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Partition of the producer in an M-ragged pass: for each step, load rows of `x` and columns of each half of `w`.
+    """`(left, right, ring, accumulators)` of an M-ragged pass: rows of `x` by COLUMNS of weights.
 
-    With row ids, which only Blackwell's TMA can gather by, row r is row `row_ids[r]` of `x`.
+    `gather`: as for `rows_operand`; `weights`: descriptor and number of experts.
     """
-    x_desc, row_ids_ptr, w_desc, tiles_ptr, num_experts = arguments
-    num_m, num_n, x, w, full, empty, _accumulators = pipeline
-    CONSUMERS: gl.constexpr = x.shape[0] // TILE.num_stages
-    gl.static_assert(row_ids_ptr is None or CONSUMERS == 1)
-    ROWS: gl.constexpr = x.shape[1]
-    COLUMNS: gl.constexpr = w.shape[1 if K_CONTIGUOUS else 2] // HALVES
-    BYTES: gl.constexpr = (CONSUMERS * ROWS + HALVES * COLUMNS) * TILE.BLOCK_K * x.dtype.primitive_bitwidth // 8
-    i = 0
-    for tile_index in range(gl.program_id(0), num_m * num_n, gl.num_programs(0)):
-        m_tile, n_tile = tile_at(tile_index, num_m, num_n, TILE.GROUP_M)
-        expert, first, rows = load_tile(tiles_ptr, m_tile)
-        w_e = num_experts - 1 - expert if REVERSED else expert
-        wrap, end, row = to_ragged_indices(first, rows, 0)
-        n = n_tile * COLUMNS
-        if row_ids_ptr is not None:
-            x_row_ids = load_row_ids(row_ids_ptr + first, rows, ROWS)
-        for k in range(0, K, TILE.BLOCK_K):
-            stage = begin_loads(i, full, empty, BYTES, TILE.num_stages)
-            i += 1
-            arrived = full.index(stage)
-            if row_ids_ptr is not None:
-                tma_gather(x_desc, x_row_ids, k, arrived, x.index(stage))
-            else:
-                for c in gl.static_range(CONSUMERS):
-                    tma_load(x_desc, [wrap, end, row + c * ROWS, k], arrived, x.index(stage * CONSUMERS + c))
-            if HALVES == 2:
-                tma_load(w_desc, [w_e, 0, n, k], arrived, w.index(stage))
-            elif K_CONTIGUOUS:
-                tma_load(w_desc, [w_e, n, k], arrived, w.index(stage))
-            else:
-                tma_load(w_desc, [w_e, k, n], arrived, w.index(stage))
-
-
-@gluon.jit
-def product(i, K, pipeline, CONSUMER: gl.constexpr, K_CONTIGUOUS: gl.constexpr, TILE: gl.constexpr):
-    """`(x @ w, next i)` for a consumer's rows of a tile, to be passed to `finished`; `K > 0`.
-
-    Two consumers multiply here, and i counts steps; the last step's MMAs still run, and hide what the caller computes
-    before it calls `finished`. For a single one i counts tiles, and names the tile in place of the product.
-    """
-    _, _, x, w, full, empty, _ = pipeline
     STAGES: gl.constexpr = TILE.num_stages
-    CONSUMERS: gl.constexpr = x.shape[0] // STAGES
-    if CONSUMERS == 1:
-        acc, i = i, i + 1
-    else:
-        gl.assume(K > 0)
-        acc = hopper.accumulator(w.shape[1 if K_CONTIGUOUS else 2])
-        for k in range(0, K, TILE.BLOCK_K):
-            stage = wait_for_operands(i, full, STAGES)
-            w_KN = w.index(stage)
-            if K_CONTIGUOUS:
-                w_KN = w_KN.permute((1, 0))
-            acc = hopper.multiply(x.index(stage * CONSUMERS + CONSUMER), w_KN, acc, i, k == 0, empty, STAGES)
-            i += 1
-    return acc, i
-
-
-@gluon.jit
-def finished(acc, i, pipeline, NUM_SUBTILES: gl.constexpr, TILE: gl.constexpr):
-    """Wait for the MMAs of a tile, and return it, to be read by `subtile` in NUM_SUBTILES; `acc, i` of `product`."""
-    _, _, x, _, _, empty, accumulators = pipeline
-    if x.shape[0] == TILE.num_stages:
-        subtiles = blackwell.wait_for_accumulator(acc, accumulators)
-    else:
-        subtiles = column_subtiles(hopper.finish(acc, i, empty, TILE.num_stages), NUM_SUBTILES)
-    return subtiles
-
-
-@gluon.jit
-def subtile(subtiles, S: gl.constexpr, NUM_SUBTILES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Subtile S (neighbouring columns) of a finished tile, of `finished` or of wgrad. Read each once, and the last one
-    last, which frees an accumulator in tensor memory.
-    """
-    return blackwell.read_subtile(subtiles, S, NUM_SUBTILES) if CONSUMERS == 1 else subtiles[S]
+    DEPTH: gl.constexpr = TILE.BLOCK_K
+    DTYPE: gl.constexpr = weights[0].dtype
+    GATHERED: gl.constexpr = gather[2] is not None
+    x = shared_tiles(DTYPE, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, DEPTH)
+    w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else DEPTH, DEPTH if K_CONTIGUOUS else COLUMNS)
+    left = rows_operand(x_desc, gather, x, 0, CONSUMERS, False)
+    right = weights_operand(*weights, w, REVERSED, K_CONTIGUOUS, HALVES)
+    ring, accumulators = ring_and_accumulators(x, w, False, K_CONTIGUOUS, COLUMNS, CONSUMERS, GATHERED, OTHERS, STAGES)
+    return left, right, ring, accumulators

@@ -46,13 +46,9 @@ def grouped_wgrad_(
     num_experts, num_segments = outputs.num_experts, len(offsets)
     if db_EN is not None and num_segments > 1:
         raise ValueError(f"db: expected one segment; got {num_segments}")
-    sizes: dict[str, Any] = {"N": dy_RN[0].shape[1], "K": x_RK[0].shape[1] if dw_ENK else 0, "itemsize": dtype.itemsize}
-    sizes |= {"grad": itemsize(dw_ENK and dw_ENK.base), "bias_grad": itemsize(db_EN and db_EN.base)}
-    sizes |= {"scale": itemsize(scale_R), "accumulate": accumulate}
-    sizes["dy_tokens"] = sum(t.shape[0] for t in dy_RN) if dy_row_ids else None
-    sizes["x_tokens"] = sum(t.shape[0] for t in x_RK) if x_row_ids else None
-    costs = partial(cost.wgrad, **sizes)
     left, right, swapped = Operand(dy_RN, dy_row_ids), Operand(x_RK, x_row_ids), False
+    sizes: dict[str, Any] = _sizes(dw_ENK, db_EN, left, right)
+    costs = partial(cost.wgrad, **sizes, scale=itemsize(scale_R), accumulate=accumulate)
     if dw_ENK and dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, swapped = right, left, True
         dw_ENK = dw_ENK.T
@@ -78,7 +74,8 @@ def grouped_wgrad_(
         order = plan_steps(builder, offsets[0], num_experts).order
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
     programs = target.num_programs(tile, num_experts * tiles)
-    grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
+    stay = path == "warp_specialized" or deals_out(tiles, programs)
+    grid = (programs if stay else num_experts * tiles,)
     arguments: dict[str, Any] = {
         "left_desc": plan.left,
         "left_row_ids_ptr": left_row_ids,
@@ -105,6 +102,10 @@ def grouped_wgrad_(
     if path == "warp_specialized":
         from .gluon_kernel import grouped_wgrad_warp_specialized_kernel
 
+        for side, operand, desc in (("left", left, plan.left), ("right", right, plan.right)):
+            copied = operand.arrays[0] if desc is None else None
+            stride = vectors[side == "right"] if segments else operand.arrays[0].strides[0]
+            arguments |= {f"{side}_ptr": copied, f"stride_{side}_r": copied and stride}
         builder.launch(grouped_wgrad_warp_specialized_kernel, grid, arguments, plan.chosen, costs)
         return
     arguments |= {
@@ -120,3 +121,17 @@ def grouped_wgrad_(
         "PRECISION": target.precision(dtype),
     }
     builder.launch(_grouped_wgrad_kernel, grid, arguments, plan.chosen, costs)
+
+
+def _sizes(dw_ENK: ExpertTensors | None, db_EN: ExpertTensors | None, dy: Operand, x: Operand) -> dict[str, int | None]:
+    """Sizes as `cost.wgrad` takes them."""
+    dy_RN, x_RK = dy.arrays, x.arrays
+    return {
+        "N": dy.columns,
+        "K": x.columns if dw_ENK else 0,
+        "itemsize": dy_RN[0].dtype.itemsize,
+        "grad": itemsize(dw_ENK and dw_ENK.base),
+        "bias_grad": itemsize(db_EN and db_EN.base),
+        "dy_tokens": sum(t.shape[0] for t in dy_RN) if dy.row_ids else None,
+        "x_tokens": sum(t.shape[0] for t in x_RK) if x.row_ids else None,
+    }

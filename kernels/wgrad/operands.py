@@ -13,8 +13,8 @@ from ..operands.arrays import ALIGNMENT, Array
 from ..operands.descriptors import Descriptor, fits, gathered_rows
 from ..operands.expert_tensors import ExpertTensors
 from ..tiles.select import Chosen, Target, choices
-from ..tiles.table import BY_DESCRIPTORS, Tile
-from ..warp_specialized import gluon_missing
+from ..tiles.table import BY_DESCRIPTORS, Regime, Tile, regime_of_wgrad
+from ..warp_specialized import refusal
 from .segments import one_descriptor
 from .steps import Gathered
 
@@ -36,19 +36,22 @@ class Operand(NamedTuple):
         return sum(t.shape[0] for t in self.row_ids or self.arrays)
 
     def described(
-        self, rows: int, columns: int, warp_specialized: bool = False
+        self, rows: int, columns: int, by_tma: bool = False
     ) -> tuple[Descriptor | None, Sequence[Array | int]] | None:
         """A descriptor and each segment's coordinate or array; None: impossible, all operands go by pointers.
 
-        Gathered rows have no descriptor, but vector loads from each segment's array, unless the kernel is
-        `warp_specialized`, which gathers them by TMA.
+        Gathered rows have no descriptor, but vector loads from each segment's array, unless TMA gathers (`by_tma`).
         """
         if not self.row_ids:
             return one_descriptor(self.arrays, rows, columns)
-        if warp_specialized:
-            described = len(self.arrays) == 1 and fits(self.arrays[0])
-            return (gathered_rows(self.arrays[0], columns), [0]) if described else None
-        return (None, self.arrays) if vectors_fit(self.arrays, [], [self.columns]) else None
+        if by_tma:
+            return gathered_rows(self.arrays[0], columns), [0]
+        return (None, self.arrays) if self.vectors_fit else None
+
+    @property
+    def vectors_fit(self) -> bool:
+        """Whether rows of all segments can be loaded as vectors."""
+        return vectors_fit(self.arrays, [], [self.columns])
 
     @property
     def aligned(self) -> bool:
@@ -88,6 +91,14 @@ def tma_rounds_twice(dw_ENK: ExpertTensors) -> bool:
     return bool(dw_ENK.base.dtype != torch.float32)
 
 
+def describe_ahead(dw_desc: Descriptor) -> Descriptor:
+    """`dw` for subtiles that are loaded ahead: a multiple of 8 rows, in the order of `AheadEpilogue`."""
+    (num_experts, N, K), (stride_e, stride_n, stride_k) = dw_desc.shape, dw_desc.strides
+    shape, strides = (num_experts, N // 8, 4, 2, K), (stride_e, 8 * stride_n, stride_n, 4 * stride_n, stride_k)
+    _, rows, columns = dw_desc.block
+    return Descriptor(dw_desc.array, shape, strides, (1, rows // 8, 4, 2, columns))
+
+
 def plan_operands(
     target: Target,
     dw_ENK: ExpertTensors | None,
@@ -101,14 +112,39 @@ def plan_operands(
     arrays = [array for operand in used for array in operand.arrays]
     vectors = vectors_fit(arrays, [dw_ENK] if dw_ENK else [], [operand.columns for operand in used])
     gathered = bool(left.row_ids or right.row_ids)
-    for chosen in choices("wgrad", left.arrays[0].dtype, target, left.num_rows / num_experts, gathered):
-        if chosen.path in BY_DESCRIPTORS:
-            plan = dw_ENK and _by_descriptors(target, chosen, dw_ENK, left, right, accumulate)
+    rows_per_expert = left.num_rows / num_experts
+    regime: Regime = "any"
+    if dw_ENK:
+        regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
+        if regime == "memory_add" and not _can_load_ahead(dw_ENK, left, right):
+            regime = "mma_add"
+    refused = ""
+    for chosen in choices("wgrad", left.arrays[0].dtype, target, rows_per_expert, gathered, regime):
+        if chosen.path == "warp_specialized" and dw_ENK:
+            refused = _refusal(target, left, right)
+        if chosen.path in BY_DESCRIPTORS and not (refused and chosen.path == "warp_specialized"):
+            plan = dw_ENK and _by_descriptors(target, chosen._replace(refused=refused), dw_ENK, left, right, accumulate)
             if plan:
                 return plan
-        elif vectors or chosen.path == "unaligned":
+        elif chosen.path == "unaligned" or (vectors and chosen.path == "pointer"):
             break
-    return OperandPlan(chosen, places=tuple(arrays))
+    return OperandPlan(chosen._replace(refused=refused), places=tuple(arrays))
+
+
+def _refusal(target: Target, left: Operand, right: Operand) -> str:
+    """`refusal` of wgrad's operands."""
+    gathered = [operand for operand in (left, right) if operand.row_ids]
+    sorted_fit = all(one_descriptor(each.arrays, 8, 8) for each in (left, right) if not each.row_ids)
+    tma_fits = target.consumers == 2 or all(fits(array) for each in gathered for array in each.arrays)
+    vectors, segments = all(operand.vectors_fit for operand in gathered), len(left.arrays)
+    described = sorted_fit and tma_fits
+    return refusal(target, described=described, gathered=len(gathered), vectors=vectors, segments=segments)
+
+
+def _can_load_ahead(dw_ENK: ExpertTensors, left: Operand, right: Operand) -> bool:
+    tile = Tile(64, 128, 256, 4, 2, 8)  # of any size: whether a descriptor fits depends on `dw` alone
+    described = describe_dw(dw_ENK, (left.columns, right.columns), tile.BLOCK_N, tile)
+    return described is not None and not tma_rounds_twice(dw_ENK) and left.columns % 8 == 0
 
 
 def _by_descriptors(
@@ -120,17 +156,24 @@ def _by_descriptors(
     accumulate: bool,
 ) -> OperandPlan | None:
     """None: they do not fit. Warp-specialized kernels also take a `dw` that no descriptor fits."""
-    tile, warp_specialized = chosen.tile, chosen.path == "warp_specialized"
-    if warp_specialized and gluon_missing():
-        return None
+    warp_specialized, by_tma = chosen.path == "warp_specialized", target.gathers_by_tma(chosen.path)
+    if warp_specialized:
+        if right.row_ids and not by_tma:  # the gathered operand is the narrow one: threads copy less
+            N, K = chosen.tile.BLOCK_K, chosen.tile.BLOCK_N
+            chosen = chosen._replace(tile=chosen.tile._replace(BLOCK_N=N, BLOCK_K=K))
+        if chosen.tile.SLOTS and not (accumulate and _can_load_ahead(dw_ENK, left, right)):  # a tuned tile
+            chosen = chosen._replace(tile=chosen.tile._replace(SLOTS=0))
+    tile = chosen.tile
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N
-    lefts = left.described(tile.BLOCK_M, rows, warp_specialized)
-    rights = right.described(tile.BLOCK_M, tile.BLOCK_K, warp_specialized)
+    lefts = left.described(tile.BLOCK_M, rows, by_tma)
+    rights = right.described(tile.BLOCK_M, tile.BLOCK_K, by_tma)
     dw_desc = None
     if not (warp_specialized and accumulate and tma_rounds_twice(dw_ENK)):
         dw_desc = describe_dw(dw_ENK, (left.columns, right.columns), rows, tile)
     if not (lefts and rights and (dw_desc or warp_specialized)):
         return None
+    if tile.SLOTS and dw_desc:
+        dw_desc = describe_ahead(dw_desc)
     return OperandPlan(chosen, lefts[0], rights[0], dw_desc, (*lefts[1], *rights[1]))
 
 

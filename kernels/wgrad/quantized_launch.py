@@ -78,7 +78,7 @@ def grouped_wgrad_quantized_(
             "left_desc": _columns(left.elements, rows, transposed),
             "left_scales_desc": descriptors.scale_chunks(left.scales),
             "right_desc": _columns(right.elements, tile.BLOCK_K, transposed),
-            "right_scales_desc": descriptors.scale_chunks(right.scales, 1 if transposed else tile.BLOCK_K // CHUNK),
+            "right_scales_desc": descriptors.scale_chunks(right.scales, tile.BLOCK_K // CHUNK),
             "dw_desc": dw_desc,
             "REVERSED": dw_ENK.stride_e < 0,
         }

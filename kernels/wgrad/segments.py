@@ -14,10 +14,9 @@ import triton
 import triton.language as tl
 from triton.tools.ragged_tma import load_ragged, to_ragged_indices
 
+from ..device.tile_order import NOWHERE
 from ..operands.arrays import Array
 from ..operands.descriptors import MAX_COORDINATE, MAX_ROWS, Descriptor, fits, ragged_rows
-
-NOWHERE = tl.constexpr(-(2**62))  # the place of a row that reads as zeros
 
 
 @triton.jit
@@ -43,14 +42,6 @@ def load_rows_of(
         wrap, end, row = to_ragged_indices(first, size, start)
         tile = tl.reshape(desc.load([wrap, end, base, row, column]), (ROWS, COLUMNS))
     return tile
-
-
-@triton.jit
-def load_step(steps_ptr, segments_ptr, step, num_segments, num_experts):
-    """Step of `wgrad/steps.py`: `(first row, rows from there on, left base, right base)`, as integers."""
-    step_ptr = steps_ptr + num_experts + 1 + 3 * step
-    left_ptr = segments_ptr + num_segments + tl.load(step_ptr)
-    return tl.load(step_ptr + 1), tl.load(step_ptr + 2), tl.load(left_ptr), tl.load(left_ptr + 2 * num_segments)
 
 
 @triton.jit

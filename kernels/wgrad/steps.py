@@ -15,12 +15,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..device.tile_order import NOWHERE
 from ..launching.program import Builder
 from ..operands.arrays import Array
 from ..routing.plan import EXPERTS_PER_PROGRAM, sizes_of_plan
 from ..routing.plan_kernel import write_order
 from ..tiles.rounding import cdiv
-from .segments import NOWHERE
 
 _BLOCK_T = 1024  # steps, or places, that are written at once
 

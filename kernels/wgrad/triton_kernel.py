@@ -18,10 +18,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..device.tile_order import num_turns, tile_index_at, wgrad_tile
+from ..device.tile_order import load_step, num_turns, tile_index_at, wgrad_tile
 from ..device.tiles import dot, expert_base, round_to, zeros
 from .epilogue import add_to_descriptor, add_to_pointers
-from .segments import load_rows_of, load_rows_of_step, load_step
+from .segments import load_rows_of, load_rows_of_step
 
 
 @triton.jit

@@ -89,7 +89,7 @@ def _row(launch: Launched) -> dict[str, int]:
 def everything() -> Iterator[tuple[str, str]]:
     """All `(GPU, pass)` of the table."""
     yield from ((target, name) for target in ("sm_80", "sm_90") for name in passes())
-    yield from (("sm_90", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_WGRADS))
+    yield from (("sm_90", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
     yield from (("sm_100", name) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
     yield from (("sm_100", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
 

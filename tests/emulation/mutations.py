@@ -15,7 +15,9 @@ from emulation import layers
 from ptx_emulator import driver, known_kernels, library
 from ptx_emulator.library import EmulationError, Order
 
-from bench.cases import cases
+from bench.cases import cases, wgrad
+from bench.cases.experts import DEVICE
+from bench.cases.factory import wgrad_segment
 
 _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r\d+)\], (%r\d+);"
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"
@@ -56,6 +58,11 @@ KINDS: dict[str, tuple[str, Callable[[re.Match[str]], str]]] = {
     ),
     "mbarrier arrival removed": (r"^\s*@%p\d+ mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", lambda m: ""),
     "proxy fence removed": (r"^\s*fence\.proxy\.async\.shared::cta;", lambda m: ""),
+    "copies' arrival removed": (r"^\s*cp\.async\.mbarrier\.arrive\.noinc\.shared.*;", lambda m: ""),
+    "copied bytes": (
+        r"^(\s*cp\.async\.cg\.shared\.global .*, 0x10, )%r\d+;",
+        lambda m: f"{m[1]}8;",
+    ),
     "TMA coordinate": (_TMA, lambda m: _plus(m, m[2], 1, f"other{m[3]}")),
     "TMA gathered row": (_GATHER, lambda m: _plus(m, m[2], 1, f"other{m[3]}")),
     "matrix stride": (_DESCRIPTOR, lambda m: f"{m[1]}{int(m[2]) ^ 1 << 33}{m[3]}"),
@@ -172,6 +179,16 @@ def _of_project(target: str, shape: str, name: str, kernel: str, precision: str 
     return Subject(kernel, case.run, partial(layers.emulated, target, shape, **options))
 
 
+def _loading_ahead(gathered: str = "") -> Subject:
+    """wgrad that adds to subtiles of main_grad which were loaded ahead."""
+
+    def check() -> None:
+        one = wgrad_segment((200, 0, 70), 144, 400, torch.bfloat16, 3, seed=0, device=DEVICE)
+        wgrad.check_random_main_grad(one, "packed", gathered)
+
+    return Subject("grouped_wgrad", check, partial(layers.emulated, "sm_90", "long", warp_specialized=True))
+
+
 SUBJECTS = {
     "sm_90_wgrad": _of_project("sm_90", "long", "wgrad tall", "grouped_wgrad"),
     "sm_90_wgrad_gathered": _of_project("sm_90", "short", "wgrad tall gathered dy bias", "grouped_wgrad"),
@@ -185,10 +202,21 @@ SUBJECTS = {
             target, "long", f"{name} deep", f"grouped_{name}", warp_specialized=True
         )
         for target, name in (
-            *(("sm_90", name) for name in ("gemm", "fc1_act", "dgrad_act", "wgrad")),
+            *(("sm_90", name) for name in ("gemm", "fc1_act", "dgrad_act")),
             *(("sm_100", name) for name in ("gemm", "fc1_act", "dgrad_act")),
         )
     },
+    **{
+        f"sm_90_{kernel}_warp_specialized": _of_project(
+            "sm_90", "long", name, f"grouped_{kernel.partition('_')[0]}", warp_specialized=True, large=large
+        )
+        for kernel, name, large in (
+            ("wgrad_by_tma", "wgrad deep", True),
+            ("fc1_gathered", "fc1_act deep gathered gpt_oss", False),
+        )
+    },
+    "sm_90_wgrad_warp_specialized": _loading_ahead(),
+    "sm_90_wgrad_gathered_x_warp_specialized": _loading_ahead("x"),
     **{
         f"sm_100_{kernel}_warp_specialized": _of_project(
             "sm_100", "long", name, f"grouped_{kernel.partition('_')[0]}", warp_specialized=True

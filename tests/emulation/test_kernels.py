@@ -23,36 +23,54 @@ PART = [
 def is_warp_specialized(case, target):
     """Whether warp-specialized kernels run in the case: long loads in 16 bits by descriptors."""
     unfit = ["odd", "shifted", "without descriptors", "fc1_act in_out"]
-    # Only Blackwell's TMA gathers rows, and only those of one segment.
-    unfit.append("gathered" if target == "sm_90" else "gathered segments")
+    if target == "sm_100":  # its TMA gathers rows of one segment
+        unfit.append("gathered segments")
     if not case.name.startswith("wgrad"):  # wgrad's main_grad may lie anywhere
         unfit += ["scattered", "misaligned"]
     fits = not any(part in case.name for part in unfit)
     return fits and case.shape == "long" and case.precision in (cases.BF16, cases.FP16)
 
 
-CELLS = [(target, case, False) for target in ("sm_80", "sm_90") for case in cases.cases()]
-CELLS += [("sm_100", case, False) for case in PART]
+# Also with tiles for large experts: other rings and epilogues.
+LARGE = {
+    *("gemm packed", "gemm deep", "gemm few", "dgrad_act swiglu", "dgrad_act deep", "dgrad_act deep gathered gpt_oss"),
+    *("wgrad packed", "wgrad overwrite", "wgrad of bf16", "wgrad in_out", "wgrad reversed", "wgrad scattered"),
+    *("wgrad few", "wgrad one", "wgrad tall", "wgrad tall gathered x", "wgrad tall gathered dy bias"),
+    *("wgrad many gathered x overwrite", "wgrad deep", "wgrad deep segments", "wgrad deep segments overwrite"),
+    *("wgrad deep gathered segments", "wgrad gathered x in_out"),
+}
+# Target, case, and "", "warp_specialized" or "large".
+CELLS = [(target, case, "") for target in ("sm_80", "sm_90") for case in cases.cases()]
+CELLS += [("sm_100", case, "") for case in PART]
 CELLS += [
-    (name, case, True) for name in ("sm_90", "sm_100") for case in cases.cases() if is_warp_specialized(case, name)
+    (name, case, "warp_specialized")
+    for name in ("sm_90", "sm_100")
+    for case in cases.cases()
+    if is_warp_specialized(case, name)
 ]
-CELLS += [(name, case, False) for name in ("sm_90", "sm_100") for case in cases.of_recipes(name)]
+CELLS += [
+    ("sm_90", case, "large")
+    for case in cases.cases()
+    if is_warp_specialized(case, "sm_90") and case.name in LARGE and case.precision == cases.BF16
+]
+CELLS += [(name, case, "") for name in ("sm_90", "sm_100") for case in cases.of_recipes(name)]
 CASES = [
     pytest.param(
         target,
         case,
-        warp_specialized,
-        id=f"{target}{'-warp_specialized' * warp_specialized}-{case.id}",
-        marks=[] if case.quick and (target != "sm_100" or warp_specialized) else [pytest.mark.exhaustive],
+        kernels,
+        id=f"{target}{'-warp_specialized' * bool(kernels)}{'-large' * (kernels == 'large')}-{case.id}",
+        marks=[] if case.quick and (target != "sm_100" or kernels) else [pytest.mark.exhaustive],
     )
-    for target, case, warp_specialized in CELLS
+    for target, case, kernels in CELLS
 ]
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize(("target", "case", "warp_specialized"), CASES)
-def test_case(target, case, warp_specialized):
-    with emulated(target, case.shape, descriptors=case.descriptors, warp_specialized=warp_specialized) as launched:
+@pytest.mark.parametrize(("target", "case", "kernels"), CASES)
+def test_case(target, case, kernels):
+    options = {"warp_specialized": bool(kernels), "large": kernels == "large"}
+    with emulated(target, case.shape, descriptors=case.descriptors, **options) as launched:
         case.run()
     assert launched
-    assert any("warp_specialized" in launch.kernel for launch in launched) == warp_specialized
+    assert any("warp_specialized" in launch.kernel for launch in launched) == bool(kernels)

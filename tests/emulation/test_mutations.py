@@ -10,6 +10,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 FP8_BLOCK = ("gemm_fp8_block", "fc1_act_fp8_block", "wgrad_fp8_block")
 BEGUN_ANEW = "tcgen05 sum begun anew or not"
+OF_COPIES = {"copies' arrival removed", "copied bytes"}
 SM_100_WARP_SPECIALIZED = (
     *("gemm", "fc1_act", "fc1_gathered", "dgrad_act", "wgrad", "wgrad_gathered"),
     *("gemm_mxfp8", "fc1_act_mxfp8", "wgrad_mxfp8"),
@@ -38,19 +39,35 @@ NEEDLESS = {
     # for operands; and after the last wait for stores.
     **{
         (f"sm_90_{name}_warp_specialized", "proxy fence removed"): 1
-        for name in ("gemm", "fc1_act", "dgrad_act", "wgrad", *FP8_BLOCK)
+        for name in (
+            "gemm",
+            "fc1_act",
+            "dgrad_act",
+            "wgrad",
+            "wgrad_by_tma",
+            "fc1_gathered",
+            "wgrad_gathered_x",
+            *FP8_BLOCK,
+        )
     },
     **{
         (f"sm_90_{name}_warp_specialized", "bar.sync removed"): 1
-        for name in ("gemm", "fc1_act", "wgrad", "gemm_fp8_block", "wgrad_fp8_block")
+        for name in ("gemm", "fc1_act", "wgrad", "wgrad_by_tma", "gemm_fp8_block", "wgrad_fp8_block")
     },
     ("sm_90_fc1_act_fp8_block_warp_specialized", "bar.sync removed"): 5,
     ("sm_90_dgrad_act_warp_specialized", "bar.sync removed"): 3,
+    # Between a wait for operands and what was read before, or between the two halves of a load.
+    ("sm_90_fc1_gathered_warp_specialized", "bar.sync removed"): 1,
+    ("sm_90_wgrad_gathered_x_warp_specialized", "bar.sync removed"): 1,
+    # At the end, where all stores have been waited for.
+    **{(f"sm_90_{name}_warp_specialized", "bulk store wait one short"): 2 for name in ("wgrad", "wgrad_gathered_x")},
     # The first MMA of every sum ignores what its registers held.
     **{(f"sm_90_{name}_warp_specialized", "wgmma fence removed"): MOST for name in FP8_BLOCK},
     # The last columns of a tile, as above, of which nothing is stored, either.
     ("sm_90_dgrad_act_warp_specialized", "TMA coordinate"): 1,
     ("sm_90_wgrad_warp_specialized", "TMA coordinate"): 1,
+    ("sm_90_wgrad_by_tma_warp_specialized", "TMA coordinate"): 1,
+    ("sm_90_wgrad_gathered_x_warp_specialized", "TMA coordinate"): 1,
     ("sm_90_dgrad_act_warp_specialized", "bulk store wait one short"): 1,
     # On sm_100 the same, and around the address of tensor memory, which nothing overwrites; an accumulator is released
     # as a whole after its last subtile, and by then the others have been used.
@@ -98,9 +115,10 @@ def kinds_of(subject):
         for kind in KINDS
         if of_others not in kind
         and (kind != CP_ASYNC or ("gathered" in subject and not warp_specialized))
-        and (kind != "TMA gathered row" or subject.endswith("gathered_warp_specialized"))
+        and (kind != "TMA gathered row" or (subject.startswith("sm_100") and "gathered_warp_specialized" in subject))
         and (kind not in OF_PARTITIONS or warp_specialized)
         and ("tcgen05 copy" not in kind or "mxfp8" in subject)
+        and (kind not in OF_COPIES or (subject.startswith("sm_90") and "gathered" in subject and warp_specialized))
         and (kind != "tcgen05 wait for stores removed" or not warp_specialized)  # nothing is stored there
     ]
 

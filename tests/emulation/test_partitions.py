@@ -50,7 +50,6 @@ CASES = {case.name: case for case in cases.cases() if case.id.startswith("long-b
         pytest.param(target, name, marks=[] if name == QUICK else pytest.mark.exhaustive)
         for target in TARGETS
         for name in NAMES
-        if target == "sm_100" or "gathered" not in name
     ],
 )
 def test_the_same_bits_in_many_orders(target, name):
@@ -69,22 +68,33 @@ def test_the_same_bits_in_many_orders_in_8_bits(target, name):
     assert any(case.precision in launch.kernel for launch in launched)
 
 
-# Rows of experts, with 64 rows a step and three stages (sm_90) or four: no step, one, as many as stages, one more.
+# Rows of experts, with 32 rows a step and six or eight stages (sm_90), or with 64 and three (sm_90) or four: no step,
+# one, as many as stages, one more.
 STEPS = ((1, 64, 65, 192, 193, 0, 256, 257), 5)
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "large"), [("sm_90", False), ("sm_90", True), ("sm_100", False)])
 @pytest.mark.parametrize("accumulate", [True, False])
-def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target):
+def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target, large):
     counts, padding = STEPS
     one = wgrad_segment(counts, 136, 264, torch.bfloat16, padding, seed=0, device=DEVICE)
     _, dw = wgrad.main_grad("packed", len(counts), 136, 264)
     if not accumulate:
         for expert in dw:
             expert.fill_(float("nan"))
-    with emulated(target, "long", warp_specialized=True):
+    with emulated(target, "long", warp_specialized=True, large=large):
         assert wgrad.run(dw, [one], accumulate, packed=True) == "warp_specialized"
     wgrad.check(dw, [one], wgrad.UNTOUCHED if accumulate else 0.0)
+
+
+@pytest.mark.parametrize("where", ["packed", "reversed", "packed in_out"])
+@pytest.mark.parametrize("gathered", ["", "dy", "x"])
+def test_main_grad_that_is_loaded_ahead(gathered, where):
+    """Into subtiles of its own, also at the end of rows and columns, and for tiles of several experts in turn."""
+    one = wgrad_segment((70, 0, 33, 1, 200), 208, 336, torch.bfloat16, 3, seed=0, device=DEVICE)
+    with emulated("sm_90", "long", warp_specialized=True), recording() as log:
+        wgrad.check_random_main_grad(one, where, gathered)
+    assert log[-1].chosen.tile.SLOTS
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -138,7 +148,8 @@ def test_probabilities_that_are_not_finite_leave_their_gradients_alone(target):
 
 @pytest.mark.parametrize("kind", ["int64", "no multiple of 16 bytes"])
 @pytest.mark.parametrize("name", ["fc1_act gathered", "dgrad_act gathered", "wgrad gathered x"])
-def test_indices_of_other_types_and_addresses(name, kind, monkeypatch):
+@pytest.mark.parametrize("target", TARGETS)
+def test_indices_of_other_types_and_addresses(target, name, kind, monkeypatch):
     """Each of them compiles a kernel of its own."""
     among_others, made = experts.among_others, []
 
@@ -148,7 +159,7 @@ def test_indices_of_other_types_and_addresses(name, kind, monkeypatch):
         return tokens, made[-1]
 
     monkeypatch.setattr(experts, "among_others", other)
-    with emulated("sm_100", "long", warp_specialized=True) as launched:
+    with emulated(target, "long", warp_specialized=True) as launched:
         CASES[name].run()
     assert all(index.dtype == torch.int64 or index.data_ptr() % 16 for index in made)
     assert any("warp_specialized" in launch.kernel for launch in launched)
@@ -161,9 +172,15 @@ def test_several_segments_of_gathered_rows_go_as_before():
     assert not any("warp_specialized" in launch.kernel for launch in launched)
 
 
-@pytest.mark.parametrize(("stride", "path"), [(80, "warp_specialized"), (0, "gather")])
-def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
-    """No descriptor has a distance of 0 between rows."""
+@pytest.mark.parametrize(
+    ("target", "stride", "path"),
+    [
+        ("sm_100", 80, "warp_specialized"),
+        ("sm_100", 0, "gather"),  # no descriptor has a distance of 0 between rows
+        ("sm_90", 0, "warp_specialized"),
+    ],
+)
+def test_gathered_rows_of_one_token_that_stands_for_all(target, stride, path):
     tokens = torch.ones(90, 80, dtype=torch.bfloat16).as_strided((90, 80), (stride, 1))
     row_ids, schedule = torch.arange(73, dtype=torch.int32), experts.tiles_of((70, 3), 73, DEVICE)
     h, a, act = (
@@ -172,7 +189,7 @@ def test_gathered_rows_of_one_token_that_stands_for_all(stride, path):
         act_options(Activation("swiglu").encoded),
     )
     fc1, fc2 = torch.ones(2, 288, 80).bfloat16(), torch.ones(2, 80, 144).bfloat16()
-    with emulated("sm_100", "long", warp_specialized=True), recording() as log:
+    with emulated(target, "long", warp_specialized=True), recording() as log:
         grouped_fc1_act_(h, a, tokens, experts.place(fc1, "packed", DEVICE), schedule, act, row_ids_R=row_ids)
         grouped_dgrad_act_(
             torch.empty_like(h), a, tokens, h, experts.place(fc2, "packed", DEVICE), schedule, act, row_ids_R=row_ids
@@ -193,6 +210,6 @@ def test_tiles_that_would_wait_for_ever_or_overwrite_what_is_read_do_not_compile
     own = table.TABLES["sm_90"]
     with pytest.MonkeyPatch.context() as patch:
         for key in [key for key in own if key[:2] == (kernel, "warp_specialized")]:
-            patch.setitem(own, key, own[key]._replace(**changes))
+            patch.setitem(own, key, own[key]._replace(SLOTS=0, **changes))
         with emulated("sm_90", "long", warp_specialized=True), pytest.raises(Exception, match=r"STAGES|SUBTILES"):
             CASES[check].run()

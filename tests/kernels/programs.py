@@ -173,6 +173,12 @@ def check_warp_specialized_kernels():
         _launches_warp_specialized_kernels(tokens=False)
 
 
+def check_warp_specialized_kernels_that_copy_rows():
+    """Gathered rows by pointers, on an sm_90."""
+    with tiles.changed(lambda target: replace(target, settings=select.Settings(warp_specialized=True))):
+        _launches_warp_specialized_kernels(tokens=True)
+
+
 def check_warp_specialized_kernels_that_gather_rows():
     """Gather by row ids that the kernel reads, and descriptors of one row. Device 1 is an sm_100."""
     on_device_1 = mock.patch.object(driver.active, "get_current_device", return_value=1)

@@ -43,7 +43,7 @@ def test_a_list_is_dealt_out_once(length, programs):
 
 def test_tiles_that_run_together_share_operands():
     num_n, num_k, processors = 32, 16, 132
-    tile = table.TABLES["sm_90"]["wgrad", "tma", "bf16", "long"]
+    tile = table.TABLES["sm_90"][table.Key("wgrad", "tma", "bf16", "long")]
     together = [tile_order.wgrad_tile.fn(i, num_n, num_k, tile.GROUP_M) for i in range(processors)]
     rows, columns = {n for _, n, _ in together}, {k for _, _, k in together}
     loaded = len(rows) * tile.BLOCK_N + len(columns) * tile.BLOCK_K

@@ -19,17 +19,26 @@ def target(architecture="sm_90", switch=True, tuned=()):
     return select.Target(architecture, 100, table.TABLES[architecture], select.Settings(switch, dict(tuned)))
 
 
+def tile_of(architecture, kernel, gathered=False):
+    """The shipped tile, for wgrad on Hopper that of large experts."""
+    regime = "mma_add" if (architecture, kernel) == ("sm_90", "wgrad") else "any"
+    return table.TABLES[architecture][Key(kernel, "warp_specialized", "bf16", "long", gathered, regime)]
+
+
 def chosen(kernel, on=None, dtype=torch.bfloat16, rows=64, fits=True, **options):
     """Chosen path and tile."""
-    found = select.choose(kernel, dtype, on or target(), fits, True, rows, **options)
+    on, regime = on or target(), "mma_add" if kernel == "wgrad" else "any"
+    found = select.choose(kernel, dtype, on, fits, True, rows, **{"regime": regime} | options)
     return found.path, found.tile
 
 
 @pytest.mark.parametrize("kernel", table.PASSES)
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
 def test_the_switch(architecture, kernel):
-    tile = table.TABLES[architecture][kernel, "warp_specialized", "bf16", "long"]
+    tile = tile_of(architecture, kernel)
     assert chosen(kernel, target(architecture, switch=False))[0] == "tma"
+    by_default = chosen(kernel, target(architecture, switch=None))
+    assert by_default[0] == ("warp_specialized" if architecture == "sm_90" else "tma")
     assert chosen(kernel, target(architecture)) == ("warp_specialized", tile)
     assert chosen(kernel, target(architecture), torch.float16) == ("warp_specialized", tile)
 
@@ -37,25 +46,101 @@ def test_the_switch(architecture, kernel):
 def test_what_they_do_not_take_goes_as_before():
     assert chosen("gemm", rows=63)[0] == "tma"
     assert chosen("gemm", dtype=torch.float32)[0] == "pointer"
-    assert chosen("fc1_act", warp_specialized=False)[0] == "tma"
+    assert chosen("fc1_act", refused="for a reason")[0] == "tma"
     assert chosen("gemm", fits=False)[0] == "pointer"
     for architecture in ("sm_80", "sm_120", "gfx942"):
         assert chosen("gemm", target(architecture))[0] == "pointer"
 
 
-def test_gathered_rows_take_warp_specialized_kernels_on_blackwell_alone():
-    """TMA gathers by row ids there."""
-    assert chosen("fc1_act", gathered=True)[0] == "gather"
-    blackwell = target("sm_100")
-    assert chosen("fc1_act", blackwell, gathered=True)[0] == "warp_specialized"
-    assert chosen("fc1_act", blackwell, gathered=True, warp_specialized=False)[0] == "gather"
-    assert chosen("fc1_act", blackwell, rows=63, gathered=True)[0] == "gather"
+@pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
+def test_gathered_rows(architecture):
+    on = target(architecture)
+    assert chosen("fc1_act", on, gathered=True) == ("warp_specialized", tile_of(architecture, "fc1_act", True))
+    assert chosen("fc1_act", on, gathered=True, refused="for a reason")[0] == "gather"
+    assert chosen("fc1_act", on, rows=63, gathered=True)[0] == "gather"
+
+
+REFUSALS = [
+    ("sm_90", {}, ""),
+    ("sm_90", {"described": False}, "no descriptor fits an operand"),
+    ("sm_90", {"gathered": True, "segments": 3}, ""),  # threads copy the rows
+    ("sm_90", {"gathered": True, "described": False}, "no descriptor fits an operand"),
+    ("sm_90", {"gathered": True, "vectors": False}, "gathered rows do not start, or are not, multiples of 16 elements"),
+    ("sm_90", {"gathered": 2}, "threads copy the rows of one operand"),
+    ("sm_100", {"gathered": 2}, ""),
+    ("sm_100", {"gathered": True}, ""),
+    ("sm_100", {"gathered": True, "described": False}, "no descriptor fits an operand"),
+    ("sm_100", {"gathered": True, "segments": 2}, "TMA gathers rows of one micro-batch"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "facts", "said"), REFUSALS)
+def test_why_a_kernel_cannot_do_a_launch(architecture, facts, said):
+    assert warp_specialized.refusal(target(architecture), **{"described": True} | facts) == said
+
+
+@pytest.mark.parametrize(
+    ("rows", "accumulate", "dtype", "regime"),
+    [
+        (731, True, torch.float32, "memory_add"),
+        (733, True, torch.float32, "mma_add"),
+        (365, False, torch.float32, "memory_write"),
+        (367, False, torch.float32, "mma_write"),
+        (365, True, torch.bfloat16, "mma_add"),  # TMA does not add to 16 bits, so nothing is loaded ahead
+        (182, False, torch.bfloat16, "memory_write"),
+    ],
+)
+def test_the_ring_and_the_epilogue_of_wgrad(rows, accumulate, dtype, regime):
+    dw, dy = torch.empty(2, 256, 256, dtype=dtype), torch.empty(2 * rows, 256, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
+    arguments = [dw], [], (dy,), (dy,), (offsets,), (), (), accumulate, ""
+    launch = triton_impl.wgrad_of_segments_.program(target(), *arguments).launches[-1]
+    assert launch.chosen.key == Key("wgrad", "warp_specialized", "bf16", "long", False, regime)
+    assert len(launch.arguments["dw_desc"].block if launch.arguments["dw_desc"] else ()) == (
+        5 if regime == "memory_add" else 0 if accumulate and dtype == torch.bfloat16 else 3
+    )
+
+
+@pytest.mark.parametrize(("architecture", "path"), [("sm_90", "gather"), ("sm_100", "warp_specialized")])
+def test_two_gathered_operands_of_wgrad(architecture, path):
+    """On Hopper every thread would arrive twice a step."""
+    dy, row_ids = torch.empty(256, 256, dtype=torch.bfloat16), torch.empty(256, dtype=torch.int32)
+    arguments = [torch.empty(2, 256, 256)], [], (dy,), (dy,), (row_ids[:3],), (row_ids,), (row_ids,), True, ""
+    launch = triton_impl.wgrad_of_segments_.program(target(architecture), *arguments).launches[-1]
+    assert launch.path == path
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulate"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
+)
+def test_a_tuned_tile_that_loads_ahead_does_so_only_where_it_can(dtype, accumulate):
+    keys = [key for key in table.TABLES["sm_90"] if key[:3] == ("wgrad", "warp_specialized", "bf16")]
+    tuned = {key: table.Tile(32, 128, 256, 4, 6, 8, 16, 1, 4) for key in keys}
+    dw, dy = torch.empty(2, 256, 256, dtype=dtype), torch.empty(256, 256, dtype=torch.bfloat16)
+    arguments = [dw], [], (dy,), (dy,), (torch.tensor([0, 9, 256], dtype=torch.int32),), (), (), accumulate, ""
+    launch = triton_impl.wgrad_of_segments_.program(target(tuned=tuned), *arguments).launches[-1]
+    ahead = accumulate and dtype == torch.float32
+    assert (4 if ahead else 0) == launch.chosen.tile.SLOTS
+    assert len(launch.arguments["dw_desc"].block if launch.arguments["dw_desc"] else ()) == (
+        5 if ahead else 0 if accumulate else 3
+    )
+
+
+@pytest.mark.parametrize("gathered", ["dy", "x"])
+def test_the_gathered_operand_of_wgrad_is_the_narrow_one_on_hopper(gathered):
+    """Threads copy it: half as much a step."""
+    dy, row_ids = torch.empty(256, 256, dtype=torch.bfloat16), torch.empty(256, dtype=torch.int32)
+    ids = ((row_ids,), ()) if gathered == "dy" else ((), (row_ids,))
+    arguments = [torch.empty(2, 256, 256)], [], (dy,), (dy,), (row_ids[:3],), *ids, True, ""
+    launch = triton_impl.wgrad_of_segments_.program(target(), *arguments).launches[-1]
+    assert launch.path == "warp_specialized"
+    assert launch.chosen.tile[:3] == ((64, 128, 256) if gathered == "dy" else (64, 256, 128))
 
 
 @pytest.mark.parametrize(("architecture", "rows"), [("sm_90", 64), ("sm_100", 128)])
 def test_rows_of_a_consumer(architecture, rows):
     """Rows of a consumer, for tiles of 128: `wgmma` of a warpgroup takes 64, `tcgen05.mma` of one CTA all."""
-    tile = table.TABLES["sm_100"]["gemm", "warp_specialized", "bf16", "long"]
+    tile = tile_of("sm_100", "gemm")
     assert target(architecture).consumer_rows("warp_specialized", tile) == rows
     assert target(architecture).consumer_rows("tma", tile) == 128
 
@@ -74,7 +159,7 @@ def test_what_was_tuned_is_of_rows_in_order():
     without = target("sm_100", switch=False, tuned=tuned)
     assert chosen("fc1_act", without) == ("warp_specialized", tile)
     assert chosen("fc1_act", without, gathered=True)[0] == "gather"
-    shipped = table.TABLES["sm_100"]["fc1_act", "warp_specialized", "bf16", "long"]
+    shipped = tile_of("sm_100", "fc1_act", True)
     assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("warp_specialized", shipped)
 
 
@@ -99,7 +184,9 @@ def test_dgrad_has_tiles_of_256_columns_for_every_activation(architecture, name,
     layer = cases.Layer(Activation(name, limit=limit, interleaved=interleaved))
     planned = cases.launches(layer(torch.bfloat16), TARGETS[architecture].planned_for("long", warp_specialized=True))
     (launch,) = (launch for launch in planned if "dgrad_act" in launch.name)
-    own = table.TABLES[architecture]["dgrad_act", "warp_specialized", "bf16", "long"]
+    own = tile_of(architecture, "dgrad_act")
+    if architecture == "sm_90":  # H is 256
+        own = table.TABLES[architecture][Key("dgrad_act", "warp_specialized", "bf16", "long", regime="small")]
     spills = architecture == "sm_90" and name == "geglu" and limit is not None and not interleaved
     assert launch.path == "warp_specialized"
     assert own.BLOCK_N == 256
@@ -158,7 +245,8 @@ print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls,
         # Experts apart have no descriptor, but operands of wgrad have; another kernel sums biases.
         ("sm_90", "with", "1", "gpt-oss, biases, experts apart", ["wgrad", "wgrad"]),
         ("sm_90", "with", "1", "odd sizes, biases", []),
-        ("sm_90", "with", "1", "gathered", ["gemm", "gemm"]),
+        ("sm_90", "with", "1", "gathered", ["fc1_act", "gemm", "dgrad_act", "gemm", "wgrad", "wgrad"]),
+        ("sm_90", "with", "1", "gathered micro-batches", ["wgrad"]),
         ("sm_100", "with", "1", "main_grad", ["fc1_act", "gemm", "dgrad_act", "gemm", "wgrad", "wgrad"]),
         ("sm_100", "with", "1", "gathered", ["fc1_act", "gemm", "dgrad_act", "gemm", "wgrad", "wgrad"]),
         ("sm_100", "with", "1", "gathered micro-batches", []),
@@ -184,5 +272,7 @@ def test_doctor_says_why_not(monkeypatch):
     monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "1")
     assert facts.machine().warp_specialized == "yes, on Hopper and sm_100"
+    monkeypatch.delenv("FUSEDMLP_WARP_SPECIALIZED")
+    assert facts.machine().warp_specialized.startswith("yes, on Hopper; ")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
     assert facts.machine().warp_specialized.startswith("only where tuned")
