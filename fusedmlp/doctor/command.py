@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import groupby
 from operator import attrgetter
 from textwrap import fill
@@ -74,7 +74,9 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
 
 
 def _passes(layer: dict[str, Any], target: str, problems: list[str]) -> tuple[list[dict[str, Any]], str, str]:
-    """Return the rows of `paths.passes`, `paths.note`, and why there are none ("" if there are); add to `problems`."""
+    """Return the rows of `paths.passes`, of sorted rows and of tokens, `paths.note`, and why there are no rows ("" if
+    there are); add to `problems`.
+    """
     if environment.triton_interpret():
         return [], "", "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     try:
@@ -85,7 +87,9 @@ def _passes(layer: dict[str, Any], target: str, problems: list[str]) -> tuple[li
         problems.append(str(error))
         return [], "", str(error)
     problem = paths.Problem(**(layer | {"dtype": getattr(torch, layer["dtype"])}))
-    return [asdict(row) for row in paths.passes(problem, target)], paths.note(problem), ""
+    rows = paths.passes(problem, target)
+    rows += [replace(row, name=f"{row.name}, tokens") for row in paths.passes(problem, target, tokens=True)]
+    return [asdict(row) for row in rows], paths.note(problem), ""
 
 
 def _machine_lines(machine: facts.Machine) -> list[str]:
@@ -108,7 +112,7 @@ def _machine_lines(machine: facts.Machine) -> list[str]:
 
 
 def _pass_lines(passes: list[dict[str, Any]]) -> list[str]:
-    return [f"  {row['name']:<11}{row['path']:<13}{row['tile']:<24}{row['why']}" for row in passes]
+    return [f"  {row['name']:<18}{row['path']:<17}{row['tile']:<24}{row['why']}" for row in passes]
 
 
 def _check_lines(checks: list[selftest.Check]) -> Iterator[str]:

@@ -126,10 +126,10 @@ def _warp_specialized() -> str:
     missing = gluon_missing()
     if missing:
         return f"no: {missing}"
-    where = "on Hopper and sm_100"
-    if environment.warp_specialized():
-        return f"yes, {where}"
-    return f"only where tuned; FUSEDMLP_WARP_SPECIALIZED=1 uses them {where}"
+    asked = environment.warp_specialized()
+    if asked is None:
+        return "yes, on Hopper; FUSEDMLP_WARP_SPECIALIZED=1 uses them on sm_100, too, where no GPU has timed them"
+    return "yes, on Hopper and sm_100" if asked else "only where tuned: FUSEDMLP_WARP_SPECIALIZED=0"
 
 
 def _architecture() -> str:

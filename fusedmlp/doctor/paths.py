@@ -1,7 +1,6 @@
 """Kernels, tiles and paths of a layer's passes, read from the launches that their programs plan.
 
-Programs are planned for uninitialised tensors with the layer's sizes, but few rows and experts. Besides sizes and
-addresses, a plan depends on the shape class of the load, which is set from the layer's mean rows per expert.
+Programs are planned for uninitialised tensors with the layer's sizes and mean rows per expert, but few experts.
 """
 
 from __future__ import annotations
@@ -24,6 +23,17 @@ from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 WEIGHTS = ("packed", "separate", "megatron", "megatron_ddp")
 # Launches of a step in their order, by the names that `bench --roofline` uses.
 STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
+# Those that gather rows, if these come from tokens.
+GATHERING = ("fc1_act", "dgrad_act", "wgrad fc2", "wgrad fc1")
+# Reasons for the ring and the epilogue of a warp-specialized kernel.
+_REGIMES = {
+    "any": "",
+    "small": "; four stages or more: small sizes",
+    "mma_add": "; TMA adds to main_grad: many rows an expert, so MMAs are the limit",
+    "mma_write": "; TMA writes main_grad: many rows an expert, so MMAs are the limit",
+    "memory_add": "; main_grad is loaded ahead: few rows an expert, so memory is the limit",
+    "memory_write": "; TMA writes main_grad: few rows an expert, so memory is the limit",
+}
 _EXPERTS, _ROWS = 3, 64
 
 
@@ -47,20 +57,24 @@ class Pass:
 
     name: str  # as in `bench --roofline`
     kernel: str
-    path: str  # "warp_specialized", "tma", "pointer" or "unaligned"
+    path: str  # "warp_specialized", "tma", "gather", "pointer" or "unaligned"
     tile: str
     why: str
 
 
-def passes(problem: Problem, target: str) -> list[Pass]:
-    """Plan a forward and a backward with fp32 `main_grad`; return their passes in the order of their launches."""
+def passes(problem: Problem, target: str, *, tokens: bool = False) -> list[Pass]:
+    """Plan a forward and a backward with fp32 `main_grad`; return their passes in the order of their launches.
+
+    `tokens`: return only those that gather rows, planned as for `moe_experts`.
+    """
     shape = table.shape_class(problem.R / problem.E)
     planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.SETTINGS.warp_specialized)
-    programs = (operator.program(planned_for, *args) for operator, args in _step(problem))
+    programs = (operator.program(planned_for, *args) for operator, args in _step(problem, tokens))
     launches = [launch for program in programs for launch in program.launches if launch.chosen]
     return [
         Pass(name, launch.name, launch.path, launch.sizes, _why(launch, problem, target))
         for name, launch in zip(STEP, launches, strict=True)
+        if not tokens or name in GATHERING
     ]
 
 
@@ -86,11 +100,14 @@ def note(problem: Problem) -> str:
     return ""
 
 
-def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
+def _step(problem: Problem, tokens: bool) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
     H, F = problem.H, problem.F
-    x, dy, h = (torch.empty(_ROWS, width, dtype=problem.dtype) for width in (H, H, 2 * F))
+    # As many rows as make the plans of the load; nothing is written.
+    rows = max(_ROWS, -(-_EXPERTS * problem.R // problem.E))
+    x, dy, h = (torch.empty(rows, width, dtype=problem.dtype) for width in (H, H, 2 * F))
     offsets = torch.empty(_EXPERTS + 1, dtype=torch.int32)
-    probs = torch.empty(_ROWS)
+    row_ids = torch.empty(rows, dtype=torch.int32) if tokens else None
+    probs = torch.empty(rows)
     shapes = ((2 * F, H), (H, F))
     of_weights = problem.weights.replace("megatron_ddp", "separate")
     weights = [_experts(of_weights, shape, problem.dtype) for shape in shapes]
@@ -102,7 +119,7 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
         bias1=[],
         bias2=[],
         offsets=offsets,
-        row_ids=None,
+        row_ids=row_ids,
         probs=probs,
         activation=Activation("swiglu").encoded,
         recipe="",
@@ -117,7 +134,7 @@ def _step(problem: Problem) -> Iterator[tuple[Operator, tuple[Any, ...]]]:
         db2=[],
         dy=dy,
         h=h,
-        places=None,
+        places=row_ids,
         accumulate1=True,
         accumulate2=True,
         need_dx=True,
@@ -138,9 +155,24 @@ def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Ten
 
 
 def _why(launch: Launch, problem: Problem, target: str) -> str:
-    """Return the reason for a launch's path: the first that applies, in the order in which passes are planned."""
-    if launch.path == "warp_specialized":
-        return "descriptors, warp-specialized"
+    """Return the reasons for a launch's path."""
+    refused = launch.chosen.refused if launch.chosen else ""
+    return (
+        f"{_reason(launch, problem, target)}; not warp-specialized: {refused}"
+        if refused
+        else _reason(launch, problem, target)
+    )
+
+
+def _reason(launch: Launch, problem: Problem, target: str) -> str:
+    """Return the first reason that applies, in the order in which passes are planned."""
+    if launch.path == "warp_specialized" and launch.chosen:
+        gathers = ""
+        if launch.chosen.key.gathered:
+            gathers = ", threads copy rows" if target == "sm_90" else ", TMA gathers rows"
+        return f"descriptors, warp-specialized{gathers}{_REGIMES[launch.chosen.key.regime]}"
+    if launch.path == "gather":
+        return "descriptors, but for rows that are gathered: threads load these"
     if launch.path == "tma":
         return "descriptors: the GPU has TMA, and all bases and rows are multiples of 16 bytes"
     misaligned = [f"{letter}={size}" for letter, size in (("H", problem.H), ("F", problem.F)) if size % 16]

@@ -4,13 +4,14 @@ The tables in `kernels/tiles/table.py` need no tuning. For one GPU and shape the
 table's tile, the tuner changes one number at a time, keeps a change that is faster, and stops when none is. All runs
 use scratch tensors, as a kernel that accumulates would otherwise add many times. A tile that does not compile, does not
 fit, or gives other results than the table's is rejected. Where the table also has a warp-specialized kernel,
-the tuner searches its tiles next, and returns the best if it is faster than the best tile so far.
+the tuner searches its tiles next, and returns the best if it is faster than the best tile so far, or if such kernels
+are used anyway.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.tiles import select
 from fusedmlp.kernels.tiles.select import Settings
-from fusedmlp.kernels.tiles.table import Key, Tile
+from fusedmlp.kernels.tiles.table import Key, Tile, regime_of_wgrad, small
 from fusedmlp.kernels.warp_specialized import gluon_missing
 from fusedmlp.operators import triton_impl
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
@@ -35,11 +36,15 @@ _CHOICES: dict[str, tuple[int, ...]] = {
     "SUBTILES": (1, 2, 4),
     "GROUP_M": (1, 4, 8, 16),
 }
-# Choices for a warp-specialized kernel: the shape of its tile is fixed.
+# Choices for a warp-specialized kernel: rows and columns of its tile are fixed, its ring is not.
 _WARP_SPECIALIZED_CHOICES: dict[str, tuple[int, ...]] = {
-    "num_stages": (2, 3, 4, 5),
+    "num_stages": (2, 3, 4, 5, 6, 8, 12),
     "SUBTILES": (1, 2, 4, 8),
     "GROUP_M": (1, 4, 8, 16),
+}
+_DEPTHS: dict[str, dict[str, tuple[int, ...]]] = {  # added on Hopper
+    "wgrad": {"BLOCK_M": (16, 32, 64), "SLOTS": (0, 2, 4)},
+    "dgrad_act": {"BLOCK_K": (32, 64)},
 }
 _CONSUMER_WARPS = {"num_warps": (4, 8)}  # added where there is one consumer; of two, each has four
 _MIN_SAVING = 0.01  # share of the time that a change must save; less is noise
@@ -111,15 +116,13 @@ def tune(problem: Problem, timer: Timer | None = None) -> Iterator[Trial | Found
         assert found is not None  # `expected` is what the shipped tile gives
         tuned[found.key] = found.tile
         yield found
-        warp_specialized = key._replace(path="warp_specialized")
-        shipped_warp_specialized = target.tiles.get(warp_specialized)
-        if key.path == "tma" and shipped_warp_specialized and not gluon_missing():
-            choices = (
-                _WARP_SPECIALIZED_CHOICES if target.consumers == 2 else _WARP_SPECIALIZED_CHOICES | _CONSUMER_WARPS
-            )
-            search = _Search(warp_specialized, scratch, shipped_warp_specialized, tuned, choices)
+        warp_specialized = _warp_specialized(scratch.kernel, problem, target)
+        if key.path == "tma" and warp_specialized and not gluon_missing():
+            more = _DEPTHS.get(scratch.kernel, {}) if target.consumers == 2 else _CONSUMER_WARPS
+            choices, shipped = _WARP_SPECIALIZED_CHOICES | more, target.tiles[warp_specialized]
+            search = _Search(warp_specialized, scratch, shipped, tuned, choices)
             faster = yield from _descend(search, timer, expected)
-            if faster is not None and faster.ms < (1 - _MIN_SAVING) * found.ms:
+            if faster and (target.warp_specializes or faster.ms < (1 - _MIN_SAVING) * found.ms):
                 tuned[warp_specialized] = faster.tile
                 yield faster
 
@@ -193,6 +196,20 @@ def _key(kernel: str, problem: Problem) -> Key:
     )
     target = select.target(problem.device, Settings(), problem.dtype)
     return select.choose(kernel, problem.dtype, target, tma_fits, vectors_fit, rows_per_expert).key
+
+
+def _warp_specialized(kernel: str, problem: Problem, target: select.Target) -> Key | None:
+    """Return the key of a warp-specialized launch of `_scratch_calls`, if the table has a tile for it."""
+    rows_per_expert, regime = problem.rows / problem.experts, small(problem.hidden, problem.ffn)
+    if kernel == "dgrad_act":
+        regime = small(problem.hidden)
+    elif kernel == "wgrad":
+        regime = regime_of_wgrad(rows_per_expert, True, 4)
+        if problem.hidden % 8:
+            regime = "mma_add"
+    on = replace(target, settings=Settings(True))
+    chosen = next(select.choices(kernel, problem.dtype, on, rows_per_expert, regime=regime), None)
+    return chosen.key if chosen and chosen.path == "warp_specialized" else None
 
 
 def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:

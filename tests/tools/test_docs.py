@@ -22,7 +22,7 @@ from fusedmlp.__main__ import main
 from fusedmlp.kernels.device import tile_order
 from fusedmlp.kernels.launching.run import Launcher
 from fusedmlp.kernels.routing.plan import Schedule, plan_tables, tables_at
-from fusedmlp.kernels.tiles.table import PASSES, TABLES
+from fusedmlp.kernels.tiles.table import PASSES, TABLES, Key
 
 ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -223,7 +223,7 @@ def test_files_of_recipes_exist():
     page = (ROOT / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (recipes,) = re.findall(r"^## Recipes\n(.*?)^## ", page, re.M | re.S)
     _, *each = re.split(r"^### ", recipes, flags=re.M)
-    assert len(each) == 4
+    assert len(each) == 5
     missing = set()
     for recipe in each:
         title, *items = [line for line in recipe.splitlines() if line]
@@ -288,7 +288,7 @@ def test_the_page_of_switches_says_what_the_code_reads(monkeypatch):
             continue
         assert values == "0, 1", name
         read = getattr(environment, name.removeprefix("FUSEDMLP_").lower())
-        assert read() is (default == "1"), name
+        assert read() is {"0": False, "1": True, "unset": None}[default], name
         for value in "01":
             monkeypatch.setenv(name, value)
             assert read() is (value == "1"), name
@@ -389,7 +389,7 @@ def test_the_drawings_show_what_the_kernels_do():
         turns = range(tile_order.num_turns.fn(experts[4] * 4, program, 3))
         assert tiles_of_program == [tile_order.tile_index_at.fn(turn, program, 3) for turn in turns]
 
-    tile = TABLES["sm_90"]["wgrad", "tma", "bf16", "long"]
+    tile = TABLES["sm_90"][Key("wgrad", "tma", "bf16", "long")]
     assert f"{tile.BLOCK_N} by {tile.BLOCK_K} sums in fp32" in epilogue
     assert f"{tile.BLOCK_K // tile.SUBTILES} columns" in epilogue
     assert epilogue.count("passing subtile") == tile.SUBTILES

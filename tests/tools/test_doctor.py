@@ -37,8 +37,12 @@ def test_the_report_as_json_and_its_exit_status():
         "dx",
         "wgrad fc2",
         "wgrad fc1",
+        "fc1_act, tokens",
+        "dgrad_act, tokens",
+        "wgrad fc2, tokens",
+        "wgrad fc1, tokens",
     ]
-    assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
+    assert [row["path"] for row in report["kernels"]["passes"]] == ["tma"] * 6 + ["gather"] * 4
     assert {row["name"]: row["ok"] for row in report["integrations"]}["Megatron-core"]
     checks = report["self_test"]["checks"]
     assert all(check["ok"] and not check["not_run"] for check in checks)
@@ -86,7 +90,7 @@ def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
     )
     for name, value in wrong.items():
         assert f"PROBLEM: {name}: expected 0 or 1; got {value!r}" in done.stdout
-    assert re.search(r"^  fc1_act    tma ", done.stdout, re.MULTILINE)
+    assert re.search(r"^  fc1_act           warp_specialized ", done.stdout, re.MULTILINE)
 
 
 def test_tuned_tiles_that_are_not_there_are_a_problem(tmp_path):
@@ -105,7 +109,8 @@ from fusedmlp.doctor import paths
 rows = []
 for target, options in json.loads(sys.argv[1]):
     options["dtype"] = getattr(torch, options.get("dtype", "bfloat16"))
-    rows.append([[p.path, p.tile, p.why] for p in paths.passes(paths.Problem(**options), target)])
+    tokens = options.pop("tokens", False)
+    rows.append([[p.path, p.tile, p.why] for p in paths.passes(paths.Problem(**options), target, tokens=tokens)])
 print(json.dumps(rows))
 """
 
@@ -120,20 +125,29 @@ def test_paths_are_those_that_the_launchers_choose():
         ("sm_90", {"weights": "megatron"}),
         ("sm_90", {"weights": "megatron_ddp"}),
         ("sm_90", {"R": 640}),
+        ("sm_90", {"tokens": True}),
+        ("sm_90", {"tokens": True, "R": 640}),
     ]
     done = forked.run("-c", _PATHS, json.dumps(cases))
     assert done.returncode == 0, done.stderr
-    tma, old, odd, fp32, separate, megatron, ddp, short = json.loads(done.stdout)
-    assert {path for path, _, _ in tma} == {"tma"}
+    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens = json.loads(done.stdout)
+    assert {path for path, _, _ in packed} == {path for path, _, _ in tokens} == {"warp_specialized"}
+    ahead = "; main_grad is loaded ahead: few rows an expert, so memory is the limit"
+    assert [why for _, _, why in packed[4:]] == [f"descriptors, warp-specialized{ahead}"] * 2
+    assert [why for _, _, why in tokens[2:]] == [f"descriptors, warp-specialized, threads copy rows{ahead}"] * 2
+    assert {path for path, _, _ in few_tokens} == {"gather"}
+    assert {why for _, _, why in few_tokens} == {"descriptors, but for rows that are gathered: threads load these"}
     assert {(path, why) for path, _, why in old} == {("pointer", "pointers: sm_80 has no TMA")}
-    assert {(path, why) for path, _, why in odd} == {("unaligned", "no vectors: H=2047 not a multiple of 16")}
+    no_vectors = "no vectors: H=2047 not a multiple of 16; not warp-specialized: no descriptor fits an operand"
+    assert {(path, why) for path, _, why in odd} == {("unaligned", no_vectors)}
     assert [path for path, _, _ in fp32] == ["pointer"] * 4 + ["tma"] * 2
     assert {why for _, _, why in fp32[:4]} == {"pointers: no configuration with descriptors for torch.float32"}
-    assert {path for path, _, _ in separate} == {"pointer"}
-    assert {why for _, _, why in separate} == {"pointers: experts lie in allocations of their own"}
-    assert megatron == tma  # evenly spaced, from the last expert to the first
-    assert ddp == separate[:4] + tma[4:]  # of its own, DDP makes a buffer for main_grad alone
-    assert [tile for _, tile, _ in short[:4]] != [tile for _, tile, _ in tma[:4]]
+    assert [path for path, _, _ in separate] == ["pointer"] * 4 + ["warp_specialized"] * 2
+    apart = "pointers: experts lie in allocations of their own; not warp-specialized: no descriptor fits an operand"
+    assert {why for _, _, why in separate[:4]} == {apart}
+    assert megatron == packed  # evenly spaced, from the last expert to the first
+    assert ddp == separate[:4] + packed[4:]  # of its own, DDP makes a buffer for main_grad alone
+    assert [tile for _, tile, _ in short[:4]] != [tile for _, tile, _ in packed[:4]]
 
 
 def test_megatron_settings_that_lead_to_other_paths(monkeypatch, capsys):

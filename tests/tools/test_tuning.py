@@ -139,7 +139,9 @@ def test_a_warp_specialized_kernel_is_found_if_it_is_faster_and_right(monkeypatc
     warp_specialized = key._replace(path="warp_specialized")
     tiles = {key: table.Tile(16, 32, 32, 1, 1), warp_specialized: table.Tile(128, 256, 64, 4, 3)}
     architecture = "sm_90" if consumers == 2 else "sm_100"
-    monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, tiles))
+    off = select.Settings(warp_specialized=False)
+    monkeypatch.setattr(select, "target", lambda *_: select.Target(architecture, 3, tiles, off))
+    monkeypatch.setattr(tuner, "_warp_specialized", lambda *_: warp_specialized)
 
     def used(settings):
         planned_for = select.Target(architecture, 3, tiles, settings)
@@ -170,3 +172,29 @@ def test_a_warp_specialized_kernel_is_found_if_it_is_faster_and_right(monkeypatc
         assert {step.tile.num_warps for step in steps if step.key == warp_specialized} == (
             {4, 8} if consumers == 1 else {4}
         )
+
+
+def test_keys_of_warp_specialized_kernels():
+    """The ring that a plan chooses for the problem."""
+    target = select.Target("sm_90", 3, table.TABLES["sm_90"])
+
+    def regimes(rows, hidden, ffn):
+        problem = tuner.Problem(8, hidden, ffn, 8 * rows, torch.bfloat16, PROBLEM.device)
+        keys = [tuner._warp_specialized(kernel, problem, target) for kernel in table.PASSES]
+        return [key and key.regime for key in keys]
+
+    assert regimes(64, 2048, 768) == ["any", "small", "small", "memory_add"]
+    assert regimes(1024, 4096, 1024) == ["any", "any", "any", "mma_add"]
+    assert regimes(63, 4096, 1024) == [None] * 4
+
+
+def test_the_tuner_reaches_every_ring_of_wgrad_on_hopper():
+    """From each shipped tile in steps of one number, whether they fit or not."""
+    tiles = {tile for key, tile in table.TABLES["sm_90"].items() if key[:3] == ("wgrad", "warp_specialized", "bf16")}
+    choices = tuner._WARP_SPECIALIZED_CHOICES | tuner._DEPTHS["wgrad"]
+    for start in tiles:
+        reached, new = {start}, {start}
+        while new:
+            new = {tile for each in new for tile in tuner._neighbours(each, choices)} - reached
+            reached |= new
+        assert tiles <= reached
