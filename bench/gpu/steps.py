@@ -73,10 +73,11 @@ def steps(device: str, out: Path) -> list[Step]:
         options = ("--csv", str(out / "timings.csv"), "--device", device)
         return Step(f"timings-{shape}", (sys.executable, "-m", "bench.gpu.timings", shape, *options), 75)
 
-    def warp_specialized(step: Step) -> Step:
-        return Step(
-            f"{step.name}-warp_specialized", ("env", "FUSEDMLP_WARP_SPECIALIZED=1", *step.command), step.seconds
-        )
+    def both(step: Step) -> tuple[Step, Step]:
+        """The step with the other kernels, and with the warp-specialized ones wherever there are any."""
+        switch, name = "FUSEDMLP_WARP_SPECIALIZED", f"{step.name}-warp_specialized"
+        with_them = Step(name, ("env", f"{switch}=1", *step.command), step.seconds)
+        return Step(step.name, ("env", f"{switch}=0", *step.command), step.seconds), with_them
 
     small = ("--small",) if device == "cpu" else ()
     checks = [check(name, 90, size=small) for name in ("bf16", "fp16", "sync", "graph", "repeat")]
@@ -90,9 +91,9 @@ def steps(device: str, out: Path) -> list[Step]:
         prefix = (*uncached, tool, "--tool", "memcheck", "--error-exitcode", "9", "--launch-timeout", "60")
         memcheck = [check("small", 90, *prefix, size=("--small",), step="memcheck-small")]
     timings = [timing(shape) for shape in shapes]
-    if device == "cuda":  # passes without such a kernel run the default one again
-        timings = [each for one in timings for each in (one, warp_specialized(one))]
-        checks = [each for one in checks for each in ((one, warp_specialized(one)) if one.name != "sync" else (one,))]
+    if device == "cuda":  # passes without a warp-specialized kernel run the same one twice
+        timings = [each for one in timings for each in both(one)]
+        checks = [each for one in checks for each in (both(one) if one.name != "sync" else (one,))]
     # The first timings come early, so that a slow memory checker cannot cost all of them.
     return [*checks, *timings[:2], *memcheck, *timings[2:]]
 

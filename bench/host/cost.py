@@ -50,7 +50,13 @@ class Row(NamedTuple):
 
 
 def layer(
-    num_experts: int, *, tokens: bool = False, packed: bool = True, flag: bool = True, delay: bool = False
+    num_experts: int,
+    *,
+    tokens: bool = False,
+    packed: bool = True,
+    flag: bool = True,
+    delay: bool = False,
+    T: int = T,
 ) -> Row:
     """A step of fusedmlp into main_grad; `flag`: parameters have `grad_added_to_main_grad`."""
     # fmt: off
@@ -149,6 +155,7 @@ def rows() -> dict[str, Row]:
     with_liger = {LIGER: liger(8)} if find_spec("liger_kernel") else {}
     return {
         "moe_experts, packed": layer(8, tokens=True),
+        "moe_experts, packed, warp-specialized (128 rows an expert)": layer(8, tokens=True, T=512),
         **with_liger,
         "grouped_mlp, packed": layer(8),
         "grouped_mlp, 8 experts, one tensor each": layer(8, packed=False),
