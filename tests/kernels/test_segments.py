@@ -10,7 +10,9 @@ from fusedmlp.kernels.wgrad import segments
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), [(32768, 7168), (81920, 1024), (5, 8)])
 def test_descriptors_keep_to_the_drivers_limits(rows, columns, dtype):
-    group = [torch.empty(rows + i, columns, dtype=dtype) for i in range(3)]  # memory that stays untouched
+    # One storage of memory that stays untouched: two of them may lie further apart than any descriptor reaches.
+    flat = torch.empty(sum(rows + i for i in range(3)) * columns, dtype=dtype)
+    group = [t.view(-1, columns) for t in flat.split([(rows + i) * columns for i in range(3)])]
     group.insert(1, torch.empty(0, columns, dtype=dtype))
     descriptor, coordinates = segments.one_descriptor(described(group, []), 64, 128)
     # Limits by the documentation of cuTensorMapEncodeTiled.

@@ -95,7 +95,7 @@ def test_each_works_in_a_clean_environment(kind, archives, tmp_path):
     assert Path(where.strip()) == site / "fusedmlp" / "__init__.py"
     report = json.loads(_run(python, "-m", "fusedmlp", "doctor", "--json", env=environment, cwd=tmp_path))
     assert report["machine"]["fusedmlp"] == fusedmlp.__version__
-    assert {row["path"] for row in report["kernels"]["passes"]} == {"tma"}
+    assert {row["path"] for row in report["kernels"]["passes"]} == {"warp_specialized"}
     assert not (site / "kernels").exists()
     assert not (site / "bench").exists()
     for command in ("kernels --target sm_90", "bench --roofline"):
