@@ -1,9 +1,10 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-# `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out.
+# `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out; with PART=2/5 the
+# second of each five of these, and so does `make emulate`.
 # `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on
 # the CPU; the warp-specialized kernels also as each Triton of EMULATED compiles them.
-# `make kernels` compiles every kernel for every GPU with the Triton of .venv and each of TRITONS; with
-# KERNELS=--all-variants in all variants, which takes about an hour.
+# `make kernels` compiles every kernel for every GPU with each Triton of COMPILED, by default that of .venv and each of
+# TRITONS; with KERNELS=--all-variants in all variants, which takes about an hour.
 # `make hashes` writes the table of code hashes anew, with which `make kernels` compares.
 # `make megatron` runs Megatron's tests with the megatron-core of .venv and each of MEGATRONS; `make megatron-0.18.0`
 # with one of them.
@@ -14,6 +15,7 @@
 # tests/requirements-newest.txt and the last of TRITONS.
 TRITONS := 3.8.0 3.9.0
 EMULATED ?= $(TRITONS)
+COMPILED ?= .venv $(TRITONS)
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' tests/requirements-newest.txt)
 NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITONS))
 MEGATRONS := 0.16.1 0.17.0 0.18.0
@@ -45,16 +47,16 @@ test: $(READY) $(VENV)/.integrations
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/emulation tests/ptx_emulator
 
 test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART) --durations 20
 
 # First the emulator's own tests and the cases of kernels; then the tests of kernels in ALSO, which no case repeats;
 # then the warp-specialized kernels and a layer of each 8-bit recipe as each Triton of EMULATED compiles them, as names
 # of Gluon change between versions (not layers of tokens or of separate experts, which run other kernels, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
-	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal tests/emulation tests/ptx_emulator
+	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART) --durations 20 tests/emulation tests/ptx_emulator
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
 	for triton in $(EMULATED:%=.triton/%); do \
-	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal \
+	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART) \
 	    tests/emulation/test_kernels.py tests/emulation/test_eight_bit.py tests/emulation/test_mxfp8_triton.py \
 	    -k '$(OTHERS)' || exit 1; \
 	done
@@ -78,7 +80,7 @@ versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(TRITONS:%=.triton/%/.ready)
 
 # All of these Tritons fuse multiply-adds by default; to say so avoids 3.9's warning that the default will change.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
-	@for triton in '' $(TRITONS:%=.triton/%); do \
+	@for triton in $(COMPILED:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton $(BIN)/python -m fusedmlp kernels $(KERNELS) >.triton/kernels.txt \
 	    || { grep -v ' ok$$' .triton/kernels.txt; exit 1; }; \
 	done

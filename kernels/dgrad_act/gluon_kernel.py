@@ -93,7 +93,7 @@ class Epilogue(WithoutBegin):
         dg_out, dl_out = self.out[0].index(CONSUMER), self.out[1].index(CONSUMER)
         a_out = self.out[2].index(CONSUMER)
         wrap, end, row = tile.place(CONSUMER * ROWS)
-        subtiles = accumulators.finish(acc, i)
+        subtiles = accumulators.finish(acc, i, SUBTILES)
         for s in gl.static_range(SUBTILES):
             da_MF, column = accumulators.subtile(subtiles, s, SUBTILES, tile), tile.n * self.TILE.BLOCK_N + s * WIDTH
             if self.probs_ptr is None:
@@ -180,9 +180,9 @@ def grouped_dgrad_act_warp_specialized_kernel(
     out = (dg_out, dl_out, shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH))
     slots = Slots(h_desc, h, make_ring(SLOTS, 1, 0, CONSUMERS), CONSUMERS, ACT, TILE)
     walk = row_tiles(tiles_ptr, F, H, TILE)
-    gather, weights = (dy_ptr, stride_dy_r, row_ids_ptr, H), (w_desc, num_experts)
+    dy, w = (dy_desc, None, (dy_ptr, stride_dy_r, row_ids_ptr, H)), (w_desc, None, num_experts, F)
     left, right, ring, accumulators = ragged_operands(
-        dy_desc, gather, weights, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 1, TILE
+        dy, w, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 1, TILE
     )
     epilogue = Epilogue(slots, probs_ptr, dh_desc, a_desc, partial_ptr, num_rows, out, ROWS, ACT, TILE)
     run(walk, left, right, ring, accumulators, epilogue, CONSUMERS, slots)

@@ -95,6 +95,7 @@ def grouped_fc1_act_(
 
         copied = x_RH if x_desc is None else None
         arguments |= {"x_ptr": copied, "stride_x_r": copied and copied.strides[0]}
+        arguments |= {"x_scales_desc": None, "w_scales": None, "a_scales_ptr": None}
         builder.launch(grouped_fc1_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {

@@ -1,6 +1,4 @@
-"""Launch pass (1) of 8-bit operands, fc1 with the activation and its quantization: see `fp8_block_kernel.py` and
-`mxfp8_kernel.py`.
-"""
+"""Launch pass (1) of 8-bit operands, fc1 with the activation and its quantization: see `gluon_kernel.py`."""
 
 from __future__ import annotations
 
@@ -65,19 +63,22 @@ def grouped_fc1_act_quantized_(
     if recipe == "mxfp8":
         width_h, width_a = width_h * act.CHANNEL_STEP, width_h
     arguments = {
-        "x_desc": descriptors.ragged_rows(x_RH.elements, rows, tile.BLOCK_K),
-        "x_scales_desc": descriptors.scale_chunks(x_RH.scales),
-        "w_desc": descriptors.of_matrices(w_EGH.elements, tile.BLOCK_N // halves, tile.BLOCK_K, True, halves),
+        **descriptors.eight_bit(x_RH, w_EGH, rows, tile, halves),
+        "x_ptr": None,
+        "row_ids_ptr": None,
         **expert_tensors.arguments("bias", bias_EG),
         "probs_ptr": probs_R,
         "h_ptr": h_RG,
         "h_desc": descriptors.ragged_rows(h_RG, rows, width_h, halves=halves, apart=True),
+        "a_ptr": None,
         "a_desc": descriptors.ragged_rows(a_rows.elements, rows, width_a),
         "a_scales_ptr": a_rows.scales,
         "tiles_ptr": schedule.tiles(builder, tile.BLOCK_M),
         "H": H,
         "F": F,
+        "stride_x_r": None,
         "stride_h_r": h_RG.strides[0],
+        "stride_a_r": None,
         "ACT": act,
     }
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(G, tile.BLOCK_N)),)
@@ -92,13 +93,7 @@ def grouped_fc1_act_quantized_(
         bias=bias,
         probs=itemsize(probs_R),
     )
-    if recipe == "fp8_block":
-        from .fp8_block_kernel import grouped_fc1_act_fp8_block_kernel as kernel
+    from .gluon_kernel import grouped_fc1_act_warp_specialized_kernel as kernel
 
-        arguments["w_scales_ptr"] = w_EGH.scales
-    else:
-        from .mxfp8_kernel import grouped_fc1_act_mxfp8_kernel as kernel
-
-        arguments["w_scales_desc"] = descriptors.scale_chunks(w_EGH.scales, tile.BLOCK_N // CHUNK, halves)
     descriptors.check_fit(arguments)
     builder.launch(kernel, grid, arguments, chosen, costs)

@@ -1,5 +1,6 @@
 """Passes (2) and (4), warp-specialized, for long loads on Hopper and Blackwell: the same tiles in the same order as
-`triton_kernel.py`, by the partitions of `warp_specialized/partitions.py`.
+`triton_kernel.py`, by the partitions of `warp_specialized/partitions.py`. Also of operands in 8 bits: recipe fp8_block
+on Hopper, mxfp8 on Blackwell.
 
 While a finished tile is stored, the next one's operands arrive, and MMAs go on: those of the other warpgroup on Hopper,
 into the other accumulator on Blackwell. No barrier covers the whole block.
@@ -7,7 +8,7 @@ into the other accumulator on Blackwell. No barrier covers the whole block.
 
 from ..device.tile_order import zero_padding_at
 from ..device.tiles import expert_base, load_bias
-from ..warp_specialized.gluon_compat import aggregate, gl, gluon, tma_store, value
+from ..warp_specialized.gluon_compat import aggregate, gl, gluon, named, tma_store, value
 from ..warp_specialized.partitions import ragged_operands, run
 from ..warp_specialized.ring import shared_tiles
 from ..warp_specialized.subtiles import WithoutBegin, column_numbers, load_for_rows, overwrite, whole_rows
@@ -37,7 +38,7 @@ class Epilogue(WithoutBegin):
         SUBTILES: gl.constexpr = self.TILE.SUBTILES
         TURNS: gl.constexpr = min(BUFFERS, SUBTILES)
         wrap, end, row = tile.place(CONSUMER * self.ROWS)
-        subtiles = accumulators.finish(acc, i)
+        subtiles = accumulators.finish(acc, i, SUBTILES)
         for s in gl.static_range(SUBTILES):
             y_MN = accumulators.subtile(subtiles, s, SUBTILES, tile)
             column = tile.n * self.TILE.BLOCK_N + s * (self.TILE.BLOCK_N // SUBTILES)
@@ -53,33 +54,12 @@ class Epilogue(WithoutBegin):
             tma_store(self.y_desc, [wrap, end, row, column], buffer)
 
 
-@gluon.jit
-def make_epilogue(bias, scale_ptr, y_desc, N, CONSUMERS: gl.constexpr, TILE: gl.constexpr):
-    """The epilogue, with its buffers."""
-    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
-    COUNT: gl.constexpr = CONSUMERS * min(BUFFERS, TILE.SUBTILES)
-    out = shared_tiles(y_desc.dtype, COUNT, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
-    return Epilogue(bias, scale_ptr, y_desc, N, out, ROWS, TILE)
-
-
-@gluon.jit
-def store_rest(y, dprobs):
-    """Store zeros in padding rows of `y` (pointer, tiles, columns, stride), and sum `dprobs`, if there are any (parts,
-    places, sums, number of parts, number of rows).
-    """
-    y_ptr, tiles_ptr, N, stride_y_r = y
-    partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows = dprobs
-    row_M1, column_1N = whole_rows(128)
-    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
-    if partial_ptr is not None:
-        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
-        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)
-
-
-@gluon.jit(do_not_specialize=["num_partials", "num_rows"])
+@gluon.jit(do_not_specialize=["num_partials", "num_rows"], repr=named("gemm", "x_scales_desc"))
 def grouped_gemm_warp_specialized_kernel(
     x_desc,
+    x_scales_desc,
     w_desc,
+    w_scales,
     bias_ptr,
     bias_table_ptr,
     scale_ptr,
@@ -101,14 +81,22 @@ def grouped_gemm_warp_specialized_kernel(
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """Passes (2) and (4); arguments as in the Triton kernel."""
+    """Passes (2) and (4); arguments as in the Triton kernel. In 8 bits, `x` `[R, K]` and `w` `[E, N, K]` are e4m3, with
+    scales in fp32 or E8M0: of `x` `[tiles, ceil(K / 128), 128]` or `[tiles, ceil(K / 128), 512]`, of `w` by a pointer
+    `[E, ceil(N / 128), ceil(K / 128)]` or by a descriptor `[E, ceil(K / 128), ceil(N / 128), 512]`.
+    """
     gl.static_assert(TILE.BLOCK_M == 128)
-    walk = row_tiles(tiles_ptr, N, K, TILE)
-    gather = (None, None, None, K)
-    weights = (w_desc, num_experts)
-    left, right, ring, accumulators = ragged_operands(
-        x_desc, gather, weights, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 0, TILE
-    )
-    epilogue = make_epilogue((bias_ptr, bias_table_ptr, stride_bias_e), scale_ptr, y_desc, N, CONSUMERS, TILE)
+    EARLY: gl.constexpr = (x_scales_desc is not None) and CONSUMERS == 2  # scales of weights depend on the tile
+    ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
+    walk = row_tiles(tiles_ptr, N, K, TILE, EARLY)
+    x, w = (x_desc, x_scales_desc, (None, None, None, K)), (w_desc, w_scales, num_experts, N)
+    left, right, ring, accumulators = ragged_operands(x, w, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 0, TILE)
+    COUNT: gl.constexpr = CONSUMERS * min(BUFFERS, TILE.SUBTILES)
+    out = shared_tiles(y_desc.dtype, COUNT, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
+    epilogue = Epilogue((bias_ptr, bias_table_ptr, stride_bias_e), scale_ptr, y_desc, N, out, ROWS, TILE)
     run(walk, left, right, ring, accumulators, epilogue, CONSUMERS)
-    store_rest((y_ptr, tiles_ptr, N, stride_y_r), (partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows))
+    row_M1, column_1N = whole_rows(TILE.BLOCK_M)
+    zero_padding_at(y_ptr, tiles_ptr, N, stride_y_r, 1, row_M1, column_1N)
+    if partial_ptr is not None:
+        indices = gl.arange(0, 256, gl.BlockedLayout([8 // gl.num_warps()], [32], [gl.num_warps()], [0]))
+        sum_partials(partial_ptr, dprobs_rows_ptr, dprobs_ptr, num_partials, num_rows, indices)

@@ -12,7 +12,7 @@ from ..operands import descriptors, expert_tensors
 from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
-from ..operands.quantized import CHUNK, Quantized
+from ..operands.quantized import Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.select import choose, eight_bit
@@ -67,6 +67,7 @@ def grouped_gemm_(
     if path == "warp_specialized":
         from .gluon_kernel import grouped_gemm_warp_specialized_kernel
 
+        arguments |= {"x_scales_desc": None, "w_scales": None}
         builder.launch(grouped_gemm_warp_specialized_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {
@@ -120,7 +121,7 @@ def grouped_gemm_quantized_(
 ) -> None:
     """`grouped_gemm_` of a row copy of `x` and of weights in 8 bits, both quantized for `recipe`; `y` has 16 bits.
 
-    See `fp8_block_kernel.py`, `mxfp8_kernel.py` and `mxfp8_triton_kernel.py`.
+    See `gluon_kernel.py` and `mxfp8_triton_kernel.py`.
 
     Raises:
         NotImplementedError: the target has no kernel for the recipe.
@@ -139,20 +140,10 @@ def grouped_gemm_quantized_(
         arguments |= {**pointers, "w_ptr": w_ENK.elements, "w_scales_ptr": w_ENK.scales}
     else:
         rows = target.consumer_rows(chosen.path, tile)
-        arguments |= {
-            "x_desc": descriptors.ragged_rows(x_RK.elements, rows, tile.BLOCK_K),
-            "x_scales_desc": descriptors.scale_chunks(x_RK.scales),
-            "w_desc": descriptors.of_matrices(w_ENK.elements, tile.BLOCK_N, tile.BLOCK_K, True),
-            "y_desc": descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES),
-        }
-        if recipe == "fp8_block":
-            from .fp8_block_kernel import grouped_gemm_fp8_block_kernel as kernel
+        arguments |= descriptors.eight_bit(x_RK, w_ENK, rows, tile)
+        arguments["y_desc"] = descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES)
+        from .gluon_kernel import grouped_gemm_warp_specialized_kernel as kernel
 
-            arguments["w_scales_ptr"] = w_ENK.scales
-        else:
-            from .mxfp8_kernel import grouped_gemm_mxfp8_kernel as kernel
-
-            arguments["w_scales_desc"] = descriptors.scale_chunks(w_ENK.scales, tile.BLOCK_N // CHUNK)
         descriptors.check_fit(arguments)
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
     bias = itemsize(bias_EN and bias_EN.base)

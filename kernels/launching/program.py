@@ -8,14 +8,14 @@ and compiled for a GPU that is not there, and say how each launch moves its tile
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from ..operands.arrays import Array, contiguous_strides
 from ..operands.descriptors import Descriptor
 from ..tiles.select import Chosen, Target
-from ..tiles.table import Path
+from ..tiles.table import Path, Recipe
 from .cost import Cost
 
 
@@ -35,9 +35,10 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The kernel's name, without the leading `_` and the suffix `_kernel`."""
-        name: str = self.kernel.fn.__name__
-        return name.removeprefix("_").removesuffix("_kernel")
+        """The kernel's name, without the leading `_` and the suffix `_kernel`; one for 8 bits has its recipe's name."""
+        name: str = self.kernel.fn.__name__.removeprefix("_").removesuffix("_kernel")
+        recipe = self.chosen.key.format if self.chosen and self.chosen.key.format in get_args(Recipe) else ""
+        return name.replace("warp_specialized", recipe) if recipe else name
 
     @property
     def path(self) -> Path:

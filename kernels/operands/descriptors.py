@@ -9,8 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..tiles.table import Tile
 from .arrays import ALIGNMENT, Array, contiguous_strides
 from .expert_tensors import ExpertTensors
+from .quantized import CHUNK, Quantized
 
 MAX_COORDINATE, MAX_ROWS = 0x7FFF0000, 2**30  # of `triton.tools.ragged_tma`
 
@@ -136,3 +138,17 @@ def of_matrices(w_ENK: Array, block_n: int, block_k: int, k_contiguous: bool, ha
     (num_experts, N, K), (stride_e, stride_n, stride_k) = w_ENK.shape, w_ENK.strides
     halved, apart = (num_experts, 2, N // 2, K), (stride_e, N // 2 * stride_n, stride_n, stride_k)
     return Descriptor(w_ENK, halved, apart, (1, 2, block_n, block_k))
+
+
+def eight_bit(x: Quantized, w: Quantized, rows: int, tile: Tile, halves: int = 1) -> dict[str, Any]:
+    """Arguments of an M-ragged kernel for a row copy, of which a load has `rows`, and for weights."""
+    by_pointer = w.scales.dtype == torch.float32
+    return {
+        "x_desc": ragged_rows(x.elements, rows, tile.BLOCK_K),
+        "x_scales_desc": scale_chunks(x.scales),
+        "w_desc": of_matrices(w.elements, tile.BLOCK_N // halves, tile.BLOCK_K, True, halves),
+        "w_scales": w.scales if by_pointer else scale_chunks(w.scales, tile.BLOCK_N // CHUNK, halves),
+        "num_experts": w.num_experts,
+        "K_CONTIGUOUS": True,
+        "REVERSED": False,
+    }

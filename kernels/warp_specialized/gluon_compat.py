@@ -5,6 +5,7 @@ instructions that a kernel issues itself. Where a name is missing, importing thi
 says why.
 """
 
+from collections.abc import Callable
 from typing import Any, dataclass_transform
 
 from triton._C.libtriton import ir
@@ -60,6 +61,17 @@ def aggregate(cls: Any) -> Any:
     __init__.__triton_builtin__ = True  # type: ignore[attr-defined]  # its source is no part of a kernel's
     cls.__init__ = __init__
     return core._aggregate(cls)
+
+
+def named(pass_name: str, scales: str) -> Callable[[Any], str]:
+    """`repr` of a kernel: its name in profiles, with the recipe of 8-bit operands, whose `scales` are not None."""
+
+    def name(specialization: Any) -> str:
+        kind = specialization.signature[scales]
+        operands = "warp_specialized" if kind == "constexpr" else "fp8_block" if "fp32" in kind else "mxfp8"
+        return f"grouped_{pass_name}_{operands}_kernel"
+
+    return name
 
 
 @_core.builtin

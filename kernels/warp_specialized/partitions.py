@@ -7,10 +7,11 @@ tensor memory and writes (`sm_100.py`).
 
 import triton
 
-from . import sm_90, sm_100
+from . import sm_90, sm_90_fp8, sm_100, sm_100_mxfp8
 from .gluon_compat import fence_async_shared, gl, gluon, tma_store_wait
 from .ring import make_ring, shared_tiles
 from .rows import rows_operand, weights_operand
+from .scaled_rows import CHUNK, scale_stages, scaled_rows, scaled_weights
 
 
 @triton.constexpr_function
@@ -124,32 +125,29 @@ def run(walk, left, right, ring, accumulators, epilogue, CONSUMERS: gl.constexpr
 
 
 @gluon.jit
-def ring_and_accumulators(
+def make_accumulators(
     left,
     right,
+    ring,
     LEFT_TRANSPOSED: gl.constexpr,
     RIGHT_TRANSPOSED: gl.constexpr,
     COLUMNS: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    GATHERED: gl.constexpr,
-    OTHERS: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
-    """The ring of both operands' stages, and the accumulators of a tile with COLUMNS."""
-    ring = make_ring(STAGES, CONSUMERS, copiers(CONSUMERS, GATHERED, OTHERS))
-    if CONSUMERS == 2:
-        accumulators = sm_90.Accumulators(left, right, ring, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, COLUMNS)
-    else:
-        accumulators = sm_100.make_accumulators(left, right, ring, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, COLUMNS)
-    fence_async_shared()
-    return ring, accumulators
+    """Accumulators of 16-bit operands, as they lie in their stages or transposed, with COLUMNS."""
+    return (
+        sm_90.Accumulators(left, right, ring, LEFT_TRANSPOSED, RIGHT_TRANSPOSED, COLUMNS)
+        if CONSUMERS == 2
+        else sm_100.Accumulators(
+            left, right, ring, sm_100.tile_accumulators(COLUMNS), LEFT_TRANSPOSED, RIGHT_TRANSPOSED
+        )
+    )
 
 
 @gluon.jit
 def ragged_operands(
-    x_desc,
-    gather,
-    weights,
+    x,
+    w,
     REVERSED: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -160,15 +158,29 @@ def ragged_operands(
 ):
     """`(left, right, ring, accumulators)` of an M-ragged pass: rows of `x` by COLUMNS of weights.
 
-    `gather`: as for `rows_operand`; `weights`: descriptor and number of experts.
+    `x`: `(descriptor, descriptor of scales, gather)`, see `rows_operand`; `w`: `(descriptor, scales, number of experts,
+    columns)`, whose scales are a pointer (fp8_block) or a descriptor (mxfp8). None where unused.
     """
+    x_desc, x_scales_desc, gather = x
+    w_desc, w_scales, num_experts, num_columns = w
     STAGES: gl.constexpr = TILE.num_stages
-    DEPTH: gl.constexpr = TILE.BLOCK_K
-    DTYPE: gl.constexpr = weights[0].dtype
     GATHERED: gl.constexpr = gather[2] is not None
-    x = shared_tiles(DTYPE, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, DEPTH)
-    w = shared_tiles(DTYPE, STAGES, COLUMNS if K_CONTIGUOUS else DEPTH, DEPTH if K_CONTIGUOUS else COLUMNS)
+    x = shared_tiles(w_desc.dtype, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, TILE.BLOCK_K)
+    w = shared_tiles(w_desc.dtype, STAGES, TILE.BLOCK_K, COLUMNS, K_CONTIGUOUS)
     left = rows_operand(x_desc, gather, x, 0, CONSUMERS, False)
-    right = weights_operand(*weights, w, REVERSED, K_CONTIGUOUS, HALVES)
-    ring, accumulators = ring_and_accumulators(x, w, False, K_CONTIGUOUS, COLUMNS, CONSUMERS, GATHERED, OTHERS, STAGES)
+    right = weights_operand(w_desc, num_experts, w, REVERSED, K_CONTIGUOUS, HALVES)
+    ring = make_ring(STAGES, CONSUMERS, copiers(CONSUMERS, GATHERED, OTHERS))
+    if x_scales_desc is None:
+        accumulators = make_accumulators(x, w, ring, False, K_CONTIGUOUS, COLUMNS, CONSUMERS)
+    else:
+        gl.static_assert(TILE.BLOCK_K == CHUNK)
+        x_scales = scale_stages(x_scales_desc.dtype, STAGES, TILE.BLOCK_M)
+        left = scaled_rows(left, x_scales_desc, x_scales)
+        if CONSUMERS == 2:
+            accumulators = sm_90_fp8.Accumulators(x, w, x_scales, w_scales, ring, num_columns, HALVES, False)
+        else:
+            scales = scale_stages(w_scales.dtype, STAGES, COLUMNS)
+            right = scaled_weights(right, w_scales, scales, num_columns)
+            accumulators = sm_100_mxfp8.make_accumulators(x, w, x_scales, scales, ring, False, False)
+    fence_async_shared()
     return left, right, ring, accumulators

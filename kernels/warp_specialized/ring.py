@@ -28,13 +28,17 @@ def mbarriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def shared_tiles(DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
-    """`[COUNT, M, N]` of shared memory as TMA and MMAs need it, swizzled as `Descriptor.described` tells TMA."""
-    WIDTH: gl.constexpr = N * DTYPE.primitive_bitwidth // 8
+def shared_tiles(
+    DTYPE: gl.constexpr, COUNT: gl.constexpr, M: gl.constexpr, N: gl.constexpr, TRANSPOSED: gl.constexpr = False
+):
+    """`[COUNT, M, N]` or TRANSPOSED, `[COUNT, N, M]`, of shared memory as TMA and MMAs need it, swizzled as
+    `Descriptor.described` tells TMA.
+    """
+    WIDTH: gl.constexpr = (M if TRANSPOSED else N) * DTYPE.primitive_bitwidth // 8
     layout: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=128 if WIDTH > 128 else WIDTH, element_bitwidth=DTYPE.primitive_bitwidth, rank=2
     )
-    return gl.allocate_shared_memory(DTYPE, [COUNT, M, N], layout)
+    return gl.allocate_shared_memory(DTYPE, [COUNT, N, M] if TRANSPOSED else [COUNT, M, N], layout)
 
 
 @aggregate

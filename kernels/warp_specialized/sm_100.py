@@ -131,7 +131,7 @@ class Accumulators(InTensorMemory):
         return i
 
     @gluon.jit
-    def finish(self, turn, i):
+    def finish(self, turn, i, NUM_SUBTILES: gl.constexpr):
         """Wait for the MMAs of a tile; return the number of its accumulator."""
         return self.tiles.wait(turn)
 
@@ -139,14 +139,6 @@ class Accumulators(InTensorMemory):
     def subtile(self, at, S: gl.constexpr, NUM_SUBTILES: gl.constexpr, tile):
         """Subtile S of a finished tile: read each once, and the last one last."""
         return self.tiles.subtile(at, S, NUM_SUBTILES)
-
-
-@gluon.jit
-def make_accumulators(
-    left, right, ring, LEFT_TRANSPOSED: gl.constexpr, RIGHT_TRANSPOSED: gl.constexpr, COLUMNS: gl.constexpr
-):
-    """Accumulators of two tiles with COLUMNS."""
-    return Accumulators(left, right, ring, tile_accumulators(COLUMNS), LEFT_TRANSPOSED, RIGHT_TRANSPOSED)
 
 
 @gluon.jit

@@ -18,16 +18,13 @@ from .gluon_compat import (
     TensorMemoryScalesLayout,
     aggregate,
     allocate_tensor_memory,
-    fence_async_shared,
     gl,
     gluon,
     tcgen05_copy,
     tcgen05_mma_scaled,
     value,
 )
-from .ring import make_ring, shared_tiles
-from .rows import rows_operand, weights_operand
-from .scaled_rows import CHUNK, LINES, scale_stages, scaled_rows, scaled_weights
+from .scaled_rows import CHUNK, LINES
 from .sm_100 import ROWS, InTensorMemory, tile_accumulators
 
 
@@ -49,7 +46,7 @@ def _scales_in_tensor_memory(COLUMNS: gl.constexpr):
 
 @aggregate
 class Accumulators(InTensorMemory):
-    """Products of two operands with scales; the consumer reads all READS subtiles before it stores any."""
+    """Products of two operands with scales; the consumer reads all subtiles before it stores any."""
 
     left: value  # stages
     right: value
@@ -59,7 +56,6 @@ class Accumulators(InTensorMemory):
     tiles: value
     scales: value  # in tensor memory, of the right and of the left operand
     MN_MAJOR: gl.constexpr
-    READS: gl.constexpr
     ZEROED: gl.constexpr  # whether a tile without steps is zeros: its accumulator has another tile's sums
 
     @gluon.jit
@@ -88,9 +84,9 @@ class Accumulators(InTensorMemory):
         return i
 
     @gluon.jit
-    def finish(self, turn, i):
+    def finish(self, turn, i, NUM_SUBTILES: gl.constexpr):
         """Wait for the MMAs of a tile; return its subtiles."""
-        return self.tiles.subtiles(self.tiles.wait(turn), 0, self.READS)
+        return self.tiles.subtiles(self.tiles.wait(turn), 0, NUM_SUBTILES)
 
     @gluon.jit
     def subtile(self, subtiles, S: gl.constexpr, NUM_SUBTILES: gl.constexpr, tile):
@@ -99,30 +95,9 @@ class Accumulators(InTensorMemory):
 
 
 @gluon.jit
-def make_accumulators(
-    operands, scales, MN_MAJOR: gl.constexpr, READS: gl.constexpr, ZEROED: gl.constexpr, TILE: gl.constexpr
-):
-    """`(ring, accumulators)`; `operands`, `scales`: stages of the left and of the right operand."""
-    gl.static_assert(TILE.num_stages > 1)
-    ring = make_ring(TILE.num_stages, 1)
-    tiles = tile_accumulators(operands[1].shape[2 if MN_MAJOR else 1], 1)
-    fence_async_shared()
-    in_memory = _scales_in_tensor_memory(operands[1].shape[2 if MN_MAJOR else 1])
-    return ring, Accumulators(
-        operands[0], operands[1], scales[0], scales[1], ring, tiles, in_memory, MN_MAJOR, READS, ZEROED
-    )
-
-
-@gluon.jit
-def ragged_operands(x, w, N, HALVES: gl.constexpr, READS: gl.constexpr, TILE: gl.constexpr):
-    """`(left, right, ring, accumulators)` of an M-ragged pass; `x`, `w`: descriptors of elements and of scales."""
-    gl.static_assert(TILE.BLOCK_M == ROWS)
-    gl.static_assert(TILE.BLOCK_K == CHUNK)
-    STAGES: gl.constexpr = TILE.num_stages
-    x_stages = shared_tiles(x[0].dtype, STAGES, ROWS, CHUNK)
-    w_stages = shared_tiles(w[0].dtype, STAGES, TILE.BLOCK_N, CHUNK)
-    x_scales, w_scales = scale_stages(gl.uint8, STAGES, ROWS), scale_stages(gl.uint8, STAGES, TILE.BLOCK_N)
-    left = scaled_rows(rows_operand(x[0], (None, None, None, None), x_stages, 0, 1, False), x[1], x_scales)
-    right = scaled_weights(weights_operand(w[0], 0, w_stages, False, True, HALVES), w[1], w_scales, N)
-    ring, accumulators = make_accumulators((x_stages, w_stages), (x_scales, w_scales), False, READS, False, TILE)
-    return left, right, ring, accumulators
+def make_accumulators(left, right, left_scales, right_scales, ring, MN_MAJOR: gl.constexpr, ZEROED: gl.constexpr):
+    """Accumulators of a tile; the first four are stages."""
+    gl.static_assert(ring.STAGES > 1)
+    COLUMNS: gl.constexpr = right.shape[2 if MN_MAJOR else 1]
+    tiles, scales = tile_accumulators(COLUMNS, 1), _scales_in_tensor_memory(COLUMNS)
+    return Accumulators(left, right, left_scales, right_scales, ring, tiles, scales, MN_MAJOR, ZEROED)

@@ -50,7 +50,7 @@ class Accumulators:
         return acc, i
 
     @gluon.jit
-    def finish(self, acc, i):
+    def finish(self, acc, i, NUM_SUBTILES: gl.constexpr):
         """Wait for the MMAs of a tile, the last of which is in step i - 1; give back that stage."""
         acc = warpgroup_mma_wait(0, deps=[acc])
         self.ring.release((i + self.ring.STAGES - 1) % self.ring.STAGES)

@@ -40,7 +40,7 @@ class Epilogue(WithoutBegin):
         dw_ptr, dw_table_ptr, dw_desc, N, K, stride_dw_e, stride_dw_n, stride_dw_k = self.dw
         SUBTILES: gl.constexpr = self.TILE.SUBTILES
         n = tile.n * self.TILE.BLOCK_N + CONSUMER * (self.TILE.BLOCK_N // self.CONSUMERS)
-        subtiles = accumulators.finish(acc, i)
+        subtiles = accumulators.finish(acc, i, SUBTILES)
         for s in gl.static_range(SUBTILES):
             k = tile.k * self.TILE.BLOCK_K + s * (self.TILE.BLOCK_K // SUBTILES)
             tile_NK = accumulators.subtile(subtiles, s, SUBTILES, tile)
@@ -142,7 +142,7 @@ class AheadEpilogue:
         LAG: gl.constexpr = SLOTS // 2
         gl.static_assert(SUBTILES % SLOTS == 0)
         following, more = walk.tile(gl.minimum(turn + 1, walk.turns - 1)), turn + 1 < walk.turns
-        subtiles = accumulators.finish(acc, i)
+        subtiles = accumulators.finish(acc, i, SUBTILES)
         for s in gl.static_range(SUBTILES + LAG):
             if s < SUBTILES:
                 at = CONSUMER * SLOTS + s % SLOTS

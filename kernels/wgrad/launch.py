@@ -105,7 +105,7 @@ def grouped_wgrad_(
         for side, operand, desc in (("left", left, plan.left), ("right", right, plan.right)):
             copied = operand.arrays[0] if desc is None else None
             stride = vectors[side == "right"] if segments else operand.arrays[0].strides[0]
-            arguments |= {f"{side}_ptr": copied, f"stride_{side}_r": copied and stride}
+            arguments |= {f"{side}_ptr": copied, f"stride_{side}_r": copied and stride, f"{side}_scales_desc": None}
         builder.launch(grouped_wgrad_warp_specialized_kernel, grid, arguments, plan.chosen, costs)
         return
     arguments |= {

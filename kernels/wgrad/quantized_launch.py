@@ -1,4 +1,4 @@
-"""Launch wgrad of token copies in 8 bits: see `fp8_block_kernel.py`, `mxfp8_kernel.py` and `mxfp8_triton_kernel.py`."""
+"""Launch wgrad of token copies in 8 bits: see `gluon_kernel.py` and `mxfp8_triton_kernel.py`."""
 
 from __future__ import annotations
 
@@ -84,10 +84,12 @@ def grouped_wgrad_quantized_(
         }
         if dw_desc is not None:
             arguments["dw_ptr"] = None
-        if recipe == "fp8_block":
-            from .fp8_block_kernel import grouped_wgrad_fp8_block_kernel as kernel
-        else:
-            from .mxfp8_kernel import grouped_wgrad_mxfp8_kernel as kernel
+        from .gluon_kernel import grouped_wgrad_warp_specialized_kernel as kernel
+
+        none = ("ptr", "row_ids_ptr")
+        arguments |= {f"{side}_{name}": None for side in ("left", "right") for name in none}
+        arguments |= {"offsets_ptr": None, "segments_ptr": None, "num_segments": 1}
+        arguments |= {"stride_left_r": None, "stride_right_r": None}
         descriptors.check_fit(arguments)
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     builder.launch(kernel, grid, arguments, chosen, costs)

@@ -1,4 +1,5 @@
-"""Selects the tests of `make test` (`--quick`): every test, but only a part of large grids. `make test-all` runs all.
+"""Selects the tests of `make test` (`--quick`): every test, but only a part of large grids. `make test-all` runs all,
+and with `--part 2/5` those of `make test` and the second of each five others.
 
 Enough cells of a grid run that every two values that meet in some cell meet in one of these: most mistakes need two
 conditions to show. With the mark `sparse`, for tests whose cells take seconds, every value is in one of the cells that
@@ -59,20 +60,26 @@ def _chosen(grid: list[pytest.Item]) -> set[int]:
 class Grids:
     """The plugin that selects tests, and prints at the end the number of tests and seconds of each folder."""
 
-    def __init__(self, quick: bool) -> None:
+    def __init__(self, quick: bool, part: str) -> None:
         global _quick
         _quick = self.quick = quick
+        self.part, self.parts = map(int, part.split("/"))
+        if not 0 < self.part <= self.parts:
+            raise pytest.UsageError(f"--part: expected K/N with K from 1 to N; got {part}")
         self.seconds: Counter[str] = Counter()
         self.numbers: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if not self.quick:
+        if not self.quick and self.parts == 1:
             return
         grids = defaultdict(list)
         for item in items:
             if not item.get_closest_marker("exhaustive"):
                 grids[item.nodeid.split("[")[0]].append(item)
         chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid)}
+        if not self.quick:
+            others = [id(item) for item in items if id(item) not in chosen]
+            chosen |= {*others[self.part - 1 :: self.parts]}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = [item for item in items if id(item) in chosen]
 

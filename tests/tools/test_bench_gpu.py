@@ -23,6 +23,7 @@ def run(*arguments, interpret="0"):
     return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.exhaustive
 def test_everything_runs_on_tiny_shapes(tmp_path):
     names = ["timings-tiny"] if is_quick() else ["cases", "bf16", "fp16", "sync", "graph", "repeat", "timings-tiny"]
     only = ["--only", *names] if is_quick() else []

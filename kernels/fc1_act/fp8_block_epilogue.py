@@ -1,5 +1,4 @@
-"""Pass (1) of 8-bit operands (recipe fp8_block) on Hopper, warp-specialized, which also quantizes the activation: the
-partitions of the pass gemm (`warp_specialized/sm_90_fp8.py`) with an epilogue of its own.
+"""Epilogue of pass (1) in 8 bits (recipe fp8_block) on Hopper, which also quantizes the activation.
 
 A consumer has two parts of 128 columns of `h`, so it has whole blocks of 128 columns of the activation. The parts are
 gates and linear channels of one block or, interleaved, one half of a block each, or without a linear part two blocks.
@@ -10,24 +9,19 @@ there is no room for more.
 
 from ..device import activation
 from ..device.quantization import chunk_of_scales, exponent_of_zeros, in_whole_rows, store_scales
-from ..device.tile_order import zero_padding_at
 from ..device.tiles import column_subtiles, expert_base, round_to, side_by_side, to_fp32
 from ..warp_specialized.gluon_compat import aggregate, gl, gluon, tma_store, value
-from ..warp_specialized.partitions import run
 from ..warp_specialized.ring import shared_tiles
 from ..warp_specialized.scaled_rows import CHUNK
 from ..warp_specialized.sm_90 import ROWS
-from ..warp_specialized.sm_90_fp8 import ragged_operands
 from ..warp_specialized.subtiles import (
     WithoutBegin,
     column_numbers,
     load_for_rows,
     overwrite,
     row_numbers,
-    whole_rows,
     write,
 )
-from ..warp_specialized.walks import row_tiles
 from .epilogue import activate, pre_activation
 
 
@@ -100,7 +94,7 @@ def _store_block(a_MF, outputs, m_tile, rows, place, column, buffer, CONSUMER: g
 
 
 @aggregate
-class Epilogue(WithoutBegin):
+class BlockEpilogue(WithoutBegin):
     """Stores `h`, then each block of the activation that both parts have columns of."""
 
     arguments: value  # of `_half_of_block`
@@ -118,7 +112,7 @@ class Epilogue(WithoutBegin):
         BLOCKS: gl.constexpr = self.TILE.BLOCK_N // (activation.halves(ACT) * ACT.CHANNEL_STEP * CHUNK)  # in a tile
         h_buffer, a_buffer = self.h_out.index(CONSUMER), self.a_out.index(CONSUMER)
         place = tile.place(CONSUMER * ROWS)
-        parts = accumulators.finish(acc, i)
+        parts = accumulators.finish(acc, i, 2)
         probs_M1 = None
         if self.probs_ptr is not None:
             probs_M1 = load_for_rows(self.probs_ptr + tile.first, parts[0], CONSUMER * ROWS, tile.rows)
@@ -134,40 +128,19 @@ class Epilogue(WithoutBegin):
 
 
 @gluon.jit
-def grouped_fc1_act_fp8_block_kernel(
-    x_desc,
-    x_scales_desc,
-    w_desc,
-    w_scales_ptr,
-    bias_ptr,
-    bias_table_ptr,
+def make_block_epilogue(
+    bias,
     probs_ptr,
-    h_ptr,
     h_desc,
     a_desc,
     a_scales_ptr,
-    tiles_ptr,
-    H,
     F,
-    stride_bias_e,
-    stride_h_r,
     ACT: gl.constexpr,
     CONSUMERS: gl.constexpr,
     TILE: gl.constexpr,
 ):
-    """`x` `[R, H]` and `w` `[E, G, H]` e4m3, with scales as in the pass gemm; `bias` `[E, G]`; `probs` `[R]`; `h` `[R,
-    G]`; `a` and its scales: a row copy of act * probs, `[R, F]`, with F a multiple of 128.
-    """
-    HALVES: gl.constexpr = activation.halves(ACT)
-    num_gates = F * ACT.CHANNEL_STEP
-    walk = row_tiles(tiles_ptr, HALVES * num_gates, H, TILE, True)
-    left, right, ring, accumulators = ragged_operands(
-        (x_desc, x_scales_desc), w_desc, w_scales_ptr, HALVES * num_gates, HALVES, TILE
-    )
+    """The epilogue with its buffers."""
     h_out = shared_tiles(h_desc.dtype, CONSUMERS, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
     a_out = shared_tiles(a_desc.dtype, CONSUMERS, ROWS, CHUNK)
-    arguments = (bias_ptr, bias_table_ptr, stride_bias_e, h_desc, F)
-    epilogue = Epilogue(arguments, probs_ptr, (a_desc, a_scales_ptr, F), h_out, a_out, ACT, TILE)
-    run(walk, left, right, ring, accumulators, epilogue, CONSUMERS)
-    row_M1, column_1N = whole_rows(2 * ROWS)
-    zero_padding_at(h_ptr, tiles_ptr, HALVES * num_gates, stride_h_r, 1, row_M1, column_1N)
+    arguments = (bias[0], bias[1], bias[2], h_desc, F)
+    return BlockEpilogue(arguments, probs_ptr, (a_desc, a_scales_ptr, F), h_out, a_out, ACT, TILE)
