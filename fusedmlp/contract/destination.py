@@ -38,7 +38,10 @@ def resolve_auto(name: str, params: Sequence[Tensor], trained: Sequence[bool]) -
     having = [has_main_grad(param) if wanted else None for param, wanted in zip(params, trained, strict=True)]
     if True in having and False in having:
         lacks, has = having.index(False), having.index(True)
-        raise ValueError(f"{name}: expected main_grad on all experts or on none; experts {lacks} and {has} differ")
+        raise ValueError(
+            f"{name}: expected main_grad on all experts or on none; experts {lacks} and {has} differ (after "
+            "experts have been unfrozen, make the buffer of main_grad again)"
+        )
     return "main_grad" if True in having else "grad"
 
 

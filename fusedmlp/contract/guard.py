@@ -1,23 +1,33 @@
-"""Check before every step of every optimizer: raise if a gradient is in `main_grad` alone, or still in a queue."""
+"""Check before every step of every optimizer: raise if a gradient is in `main_grad` alone, or still in a queue, or if
+the model has another parameter by now.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.contract.lending import wrap_closure
-from fusedmlp.contract.parameter_state import GRADIENT, LENT, STEPPED, UNSURE, find_state
+from fusedmlp.contract.parameter_state import GRADIENT, LENT, STEPPED, UNSURE, find_state, state_of
 
 
 @cache
 def guard_optimizers() -> None:
-    """Register the check, once; called when a buffer or a queue is made."""
+    """Register the check, once; called when a buffer or a queue is made, or parameters are replaced."""
     register_optimizer_step_pre_hook(_before)
+
+
+def replaced(params: Iterable[Tensor], by: str) -> None:
+    """Make steps of optimizers that have one of these parameters raise, as the model trains others in their place."""
+    guard_optimizers()
+    for param in params:
+        state_of(param).replaced_by = by
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -41,6 +51,11 @@ def _check(optimizer: Optimizer) -> None:
     ]
     for place, param, state in states:
         step = f"{type(optimizer).__name__}.step(): {place}"
+        if state.replaced_by:
+            raise RuntimeError(
+                f"{step}: expected a parameter of the model; got one that {state.replaced_by} replaced: make the "
+                "optimizer after that"
+            )
         if state.queued:
             raise RuntimeError(
                 f"{step}: expected every gradient to be computed; got one that is still in a WgradQueue: call "

@@ -154,12 +154,18 @@ def give_back_overwrite(param: Tensor) -> None:
 
 
 def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *current: Queued) -> None:
-    """Raise if the current gradient would be lost because something else writes to the same main_grad.
+    """Raise if the current gradient would be lost because something else writes to the same main_grad, or is of a step
+    that is over.
 
     Such a writer is a gradient in a queue that is going to overwrite, or a compiled graph in another backward, which
     holds no lock. `current`: the records, in order, of the gradients that the GEMM adds together; queued gradients that
     are newer than the last one do not matter.
     """
+    if current and state.buffer is None and current[0].order < state.began and not current[0].overwrites_param(param):
+        raise RuntimeError(
+            f"{label(place)}: expected gradients of the step that began with is_first_microbatch=True; got one of the "
+            "step before, which was never run: call queue.clear() to discard it"
+        )
     older = [r for r in queued_overwrites(param, state) if not current or r.order < current[-1].order]
     if any(record not in current for record in older):
         raise RuntimeError(

@@ -67,14 +67,15 @@ class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("buffer", "catch", "compiled_in", "copy", "dummy", "entered", "fsdp2", "grad_is_main", "holds",
-                 "lent", "overwritten_in", "plain", "queued", "ref")
+    __slots__ = ("began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered", "fsdp2", "grad_is_main",
+                 "holds", "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
         # The callback is C code alone: an interrupt in Python code could leave the state to a new parameter of this id.
         self.ref = weakref.ref(param, partial(_states.pop, id(param)))
         self.holds = GRADIENT  # overwrite.py: contents of main_grad
+        self.began = -1  # route.py: `order` of the last gradient that overwrote main_grad
         self.plain: Tensor | None = None  # the sum of plain gradients that arrived while `holds` was UNSURE
         self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
@@ -86,6 +87,7 @@ class ParameterState:
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
         self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 owns the parameter; None: not looked up yet
         self.copy: Any = None  # autograd/weight_copies.py: a copy of the weight, and of other experts', in 16 bits
+        self.replaced_by = ""  # guard.py: what gave the model another parameter in its place
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
     def is_fused(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract.buffer_checks import check_flag
+from fusedmlp.contract.engine import Backward, current_backward
 from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.parameter_state import accumulation_lock
@@ -44,6 +45,7 @@ class _Delayed(NamedTuple):
     transposed: bool  # the weight is stored [in, out]
     recipe: str
     impl: str
+    backward: Backward
 
     def launch_key(self) -> tuple[Any, ...]:
         """Key of a launch: gradients with equal keys can be computed by one."""
@@ -119,7 +121,8 @@ class WgradQueue:
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, recipe: str, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
-        self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl))
+        backward = current_backward()
+        self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl, backward))
         route.wait()
 
     def clear(self) -> None:
@@ -150,9 +153,11 @@ class WgradQueue:
 
     @torch.no_grad()
     def run_oldest(self) -> None:
-        """Compute the weight gradients that the oldest backward of a layer queued."""
-        oldest = self._pending[0].route.order if self._pending else None
-        while self._pending and self._pending[0].route.order == oldest:
+        """Compute the weight gradients that the oldest backward queued: those of one micro-batch, of every layer in it
+        and every use of a layer.
+        """
+        oldest = self._pending[0].backward if self._pending else None
+        while self._pending and self._pending[0].backward is oldest:
             self._run_next()
 
     def _run_next(self) -> None:

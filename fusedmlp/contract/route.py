@@ -98,9 +98,14 @@ class Route(Queued):
             for i, param, state in self.leaves:
                 if not self.delayed or state.buffer is not None:
                     self._settle_overwrite(i, param, state)
-        if False not in self._fused and True not in self.overwrites:
-            self.accumulate = True
-            return
+        if True not in self.overwrites:
+            if False not in self._fused:
+                self.accumulate = True
+                return
+        elif self.mode == "main_grad":
+            for i, _, state in self.leaves:
+                if self.overwrites[i]:
+                    state.began = self.order
         self.accumulate = any(fused and not over for fused, over in zip(self._fused, self.overwrites, strict=True))
         if self.accumulate:
             for out, fused, over in zip(self.outs, self._fused, self.overwrites, strict=True):

@@ -27,6 +27,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
+from fusedmlp.contract.guard import replaced
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.torchtitan_recipe import resolve
 
@@ -152,9 +153,8 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
     """Replace every `GroupedExperts` inside a built model with `FusedGroupedExperts`.
 
     Weights keep their values; `w1_EFD` and `w3_EFD` are copied once, into one parameter. Experts that are shared stay
-    shared. Convert before the model is parallelized, before its optimizer is made, and before anything is attached to
-    the experts: all of these would go on using the old module and parameters. For `recipe` and `wgrad` see
-    `FusedExpertsConverter.Config`.
+    shared. Convert before the model is parallelized, and before anything is attached to the experts. An optimizer that
+    was made before raises when it steps. For `recipe` and `wgrad` see `FusedExpertsConverter.Config`.
 
     Raises:
         NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
@@ -182,6 +182,7 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
         for name, child in parent._modules.items():
             if child in converted:
                 parent._modules[name] = converted[child]
+    replaced((w for experts in found for w in (experts.w1_EFD, experts.w3_EFD)), by="torchtitan's convert()")
 
 
 def _converted(experts: GroupedExperts, packed: _Packed, recipe: str | None, wgrad: str) -> FusedGroupedExperts:
@@ -197,10 +198,10 @@ def _converted(experts: GroupedExperts, packed: _Packed, recipe: str | None, wgr
     )
     with torch.device("meta"):
         fused = config.build()
-    pair = id(experts.w1_EFD), id(experts.w3_EFD)
+    w1_EFD, w3_EFD = experts.w1_EFD, experts.w3_EFD
+    pair = id(w1_EFD), id(w3_EFD)
     if pair not in packed:
-        w13_EGD = _packed(experts.w1_EFD.detach(), experts.w3_EFD.detach())
-        packed[pair] = nn.Parameter(w13_EGD, requires_grad=experts.w1_EFD.requires_grad)
+        packed[pair] = nn.Parameter(_packed(w1_EFD.detach(), w3_EFD.detach()), requires_grad=w1_EFD.requires_grad)
     fused.w13_EGD, fused.w2_EDF = packed[pair], experts.w2_EDF
     fused.train(experts.training)
     return fused
@@ -255,8 +256,7 @@ def _refuse_derived(owner: type) -> None:
 
 
 def _packed(w1_EFD: Tensor, w3_EFD: Tensor) -> Tensor:
-    packed: Tensor = torch.stack([w1_EFD, w3_EFD], 2).flatten(1, 2)
-    return packed
+    return torch.stack([w1_EFD, w3_EFD], 2).flatten(1, 2)
 
 
 def _halves(w13_EGD: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.contract.engine import EngineUse
@@ -129,6 +130,45 @@ def test_run_oldest_computes_what_one_backward_of_one_layer_queued(kind, packed,
         assert_close(layers[i].main_grads(), expected)
         assert tied or all(map(torch.equal, layers[1 - i].main_grads(), others))
     queue.run_oldest()  # a no-op when empty
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@LAYERS
+def test_run_oldest_takes_both_uses_of_a_layer_in_a_micro_batch(kind, packed, checkpointed, make_layer, assert_close):
+    layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue()
+    before = layer.attach()
+
+    def use(x):
+        return layer(x, wgrad_queue=queue)
+
+    for seeds in ((1, 2), (3, 4)):
+        batches = [layer.batch(seed) for seed in seeds]
+        ys = [checkpoint(use, x.requires_grad_(), use_reentrant=True) if checkpointed else use(x) for x, _ in batches]
+        torch.autograd.backward(ys, [dy for _, dy in batches])
+    for left, seeds in ((1, (1, 2)), (0, (1, 2, 3, 4))):
+        queue.run_oldest()
+        assert len(queue) == left * 2 * len(layer.groups)
+        assert_close(layer.main_grads(), plus(before, layer.wgrads(*seeds)))
+
+
+@pytest.mark.parametrize("delayed", [True, False])
+@LAYERS
+def test_a_gradient_that_a_second_queue_kept_from_an_earlier_step_is_refused(
+    kind, packed, delayed, make_layer, assert_close
+):
+    layer, first, second = make_layer(kind, packed), fusedmlp.WgradQueue(), fusedmlp.WgradQueue()
+    layer.attach()
+    layer.backward(1, wgrad_queue=first, is_first_microbatch=True)
+    layer.backward(2, wgrad_queue=second)
+    first.run()  # the step forgets the second queue
+    layer.backward(3, wgrad_queue=first if delayed else None, is_first_microbatch=True)
+    first.run()
+    with pytest.raises(RuntimeError, match=r"expected gradients of the step that began with is_first_microbatch=True"):
+        second.run()
+    second.clear()
+    layer.backward(4, wgrad_queue=second)
+    second.run()
+    assert_close(layer.main_grads(), layer.wgrads(3, 4))
 
 
 @LAYERS

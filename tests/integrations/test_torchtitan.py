@@ -256,6 +256,20 @@ def test_one_placement_for_both_halves():
         made.build()
 
 
+def test_an_optimizer_that_is_older_than_the_conversion_raises():
+    """It would train the gates and linear channels that the model no longer has, and w13_EGD would never move."""
+    moe = layers.build(layers.config())
+    older = torch.optim.AdamW(moe.parameters())
+    convert(moe)
+    newer = torch.optim.AdamW(moe.parameters())
+    layers.results(moe, *layers.batch())
+    with pytest.raises(RuntimeError, match=r"AdamW.step\(\): param_groups.*one that torchtitan's convert\(\) replaced"):
+        older.step()
+    before = layers.fused_of(moe).w13_EGD.detach().clone()
+    newer.step()
+    assert not torch.equal(layers.fused_of(moe).w13_EGD, before)
+
+
 def test_what_cannot_be_converted_is_refused():
     with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module; got list"):
         convert([torch.zeros(2)])

@@ -40,7 +40,8 @@ class Queued:
     overwrites: set
     term: Term
     fresh: set  # parameters that had no .grad to add to, in backward
-    layer: object = None  # the same for all of one backward of a layer
+    order: int = 0  # of backwards of layers
+    backward: object = None  # the same for all of one backward
 
 
 class Model:
@@ -64,6 +65,7 @@ class Model:
         self.status = ["zeros" for _ in count]
         self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False
+        self.order, self.began = 0, [0 for _ in count]  # `began`: that of the last gradient that overwrote
 
     # Forward
 
@@ -97,7 +99,7 @@ class Model:
     # Backward; the state after one that fails is not specified
 
     def backward(self, terms, fault=None, inputs=None):
-        self.arrived = [None for _ in self.zeros]
+        self.arrived, self.running = [None for _ in self.zeros], object()
         self._run(list(enumerate(terms)), fault, inputs)
         for p, plain in enumerate(self.arrived):
             if plain is not None and self.plain[p] is not None:  # no first micro-batch came to overwrite
@@ -141,14 +143,15 @@ class Model:
         written = [self._decide(term, params, into) for params in term.weights if wanted.issuperset(params)]
         if place.startswith("gemm"):
             raise Boom
+        self.order += 1
         for queued in written:
+            queued.order, queued.backward = self.order, self.running
             for p in queued.params if queued.into == "main" and not (self.buffer and term.delayed) else []:
                 if self.has_flag and not self.flag[p] and self.grad[p] is not None and not self.dummy[p]:
                     self.main[p] = self.grad[p] + (0 if p in queued.overwrites else self.main[p])
                     self.grad[p] = None
                     queued.overwrites.discard(p)
             if term.delayed:
-                queued.layer = written
                 self.queue.append(queued)
             else:
                 self._write(queued)
@@ -194,6 +197,7 @@ class Model:
         for p in queued.params:
             if queued.into == "main":
                 self.main[p] = queued.grads[p] + (0 if p in queued.overwrites else self.main[p])
+                self.began[p] = queued.order if p in queued.overwrites else self.began[p]
                 if self.grad_is_main:
                     self.grad[p] = self.main[p]
             elif queued.into == "grad" and self.grad[p] is not None:
@@ -235,16 +239,19 @@ class Model:
 
     def run(self, fault=None, *, oldest=False):
         """Run the queue. `fault`: the GEMM that fails, and whether it fails after its effect."""
-        gemms, layer = 0, self.queue[0].layer if self.queue else None
+        gemms, backward = 0, self.queue[0].backward if self.queue else None
         while self.queue:
             first = self.queue[0]
-            if oldest and first.layer is not layer:
+            if oldest and first.backward is not backward:
                 return
             if self.broken:
                 raise RuntimeError
             batch = list(self._batch())
             if first.into == "grad" and any(self.dummy[p] for p in first.params):
                 raise ValueError
+            added = [p for p in first.params if first.into == "main" and p not in first.overwrites]
+            if not self.buffer and any(first.order < self.began[p] for p in added):
+                raise RuntimeError  # of a step that is over
             self.broken = fault is not None and fault[0] == gemms
             if self.broken and not fault[1]:
                 raise Boom
