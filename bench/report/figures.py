@@ -5,8 +5,8 @@
 Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
 `python -m bench.cpu.overhead --json`, `python -m bench.cpu.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
 `cpu_settings.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
-(`transformers_tests.json`). In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures
-go to `docs/pictures/`.
+(`transformers_tests.json`); those of a GPU are in `bench/results/gpu/`. In a page, each figure's text stands between
+`<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import pandas as pd
 
 from bench.cpu import settings as bench_settings
-from bench.report import results
+from bench.report import gpu, results
 from bench.report.pictures import PICTURES
 from bench.report.pictures import demo as draw_demo
 
@@ -76,28 +76,6 @@ def demo_in_short() -> str:
         f"In the demo, {len(fused)} steps of a small byte-level language model, the losses with and without fusion "
         f"stay within {difference:.1e} nats/byte of each other, and weight gradients take at most {after} MB "
         f"instead of {before} MB."
-    )
-
-
-def three_numbers() -> str:
-    """Memory and time of backward beside `grouped_mm`, and the demo's difference in loss, as a list."""
-    table = _benchmarks().table
-    backward = table[table.what == "backward, sorted rows"]
-    of_peer = backward[backward.who == "grouped_mm"]
-    in_fp32 = backward[backward["dtype"] == "float32"]
-    ours, theirs = (
-        (rows.peak_bytes / rows.R / 1024).median() for rows in (in_fp32[in_fp32.who == who] for who in _BESIDE)
-    )
-    plain, fused = (_load("demo")["losses"][name] for name in ("plain", "fused"))
-    difference = max(abs(f - p) for f, p in zip(fused, plain, strict=True))
-    times = of_peer.speedup
-    return (
-        f"- **{ours:.1f} KiB instead of {theirs:.1f}**: the most memory that backward allocates at once, per routed "
-        "row, in fp32.\n"
-        f"- **{times.median():.2f}**: the time of `grouped_mm`'s backward divided by that of fusedmlp's; the median "
-        f"of {len(times)} layers ({times.min():.2f} to {times.max():.2f}).\n"
-        f"- **{difference:.1e} nats/byte**: the largest difference between the losses of {len(fused)} steps with "
-        "fusedmlp and with plain autograd, in the demo."
     )
 
 
@@ -190,10 +168,10 @@ def transformers_tests() -> str:
 
 
 FIGURES = {
-    "README.md": (three_numbers,),
+    "README.md": (gpu.gpu_numbers,),
     "docs/index.md": (demo_in_short,),
     "docs/transformers.md": (transformers_tests,),
-    "docs/benchmarks.md": (demo, comparison, machine, settings, host_cost, overhead),
+    "docs/benchmarks.md": (gpu.gpu_steps, gpu.gpu_passes, demo, comparison, machine, settings, host_cost, overhead),
 }
 
 
@@ -214,7 +192,7 @@ def pictures() -> dict[str, str]:
     """SVG text by file name."""
     found = _benchmarks()
     drawn = {f"{name}.svg": draw(found.table, found.about["device"]) for name, draw in PICTURES.items()}
-    return drawn | {"demo.svg": draw_demo(_load("demo"))}
+    return drawn | {"demo.svg": draw_demo(_load("demo")), "gpu_steps.svg": gpu.picture()}
 
 
 def main(arguments: list[str] | None = None) -> None:

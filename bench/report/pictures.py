@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from bench.report.results import OURS
 
-_COLOURS = {
+COLOURS = {
     "fusedmlp": "#1b7837",
     "fusedmlp moe_experts": "#1b7837",
     "fusedmlp, overwriting": "#7fbf7b",
@@ -24,6 +24,10 @@ _COLOURS = {
     "SonicMoE": "#35978f",
     "QuACK": "#8c510a",
     "TransformerEngine": "#666666",
+    "grouped_mm + add": "#2166ac",
+    "SonicMoE + add, from tokens": "#35978f",
+    "fusedmlp, from tokens (prototype)": "#7fbf7b",
+    "fusedmlp, sorted rows": "#1b7837",
 }
 
 
@@ -33,9 +37,10 @@ def _layers(table: pd.DataFrame) -> pd.Series:
     )
 
 
-def _svg(figure: Figure, device: str) -> str:
-    """The figure with a line that says on which kind of device it was measured."""
-    where = "a CPU: PyTorch's operators, not the kernels" if device == "cpu" else "a GPU"
+def svg(figure: Figure, device: str) -> str:
+    """The figure with a line that says on which device it was measured: "cpu", "cuda", or its name."""
+    kinds = {"cpu": "a CPU: PyTorch's operators, not the kernels", "cuda": "a GPU"}
+    where = kinds.get(device, device)
     figure.suptitle(f"Measured on {where}", fontsize=9, color="#555555")
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": "fusedmlp", "svg.fonttype": "none"}):
@@ -57,7 +62,7 @@ def speedups(table: pd.DataFrame, device: str) -> str:
     for axis, what in zip(axes, ("forward", "backward"), strict=True):
         for who, group in rows[rows.what.str.startswith(what)].groupby("who", sort=False):
             places = [layers.index(layer) for layer in group.layer]
-            axis.scatter(group.speedup, places, label=who, color=_COLOURS[str(who)], s=26, zorder=3)
+            axis.scatter(group.speedup, places, label=who, color=COLOURS[str(who)], s=26, zorder=3)
         axis.axvline(1, color="#1b7837", linewidth=1.5)
         axis.set(xscale="log", title=what, xlabel="time of the peer / time of fusedmlp")
         axis.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
@@ -65,7 +70,7 @@ def speedups(table: pd.DataFrame, device: str) -> str:
         axis.grid(axis="x", which="both", alpha=0.25)
         axis.set_yticks(range(len(layers)), layers)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return _svg(figure, device)
+    return svg(figure, device)
 
 
 def shares_of_limit(table: pd.DataFrame, device: str) -> str:
@@ -85,7 +90,7 @@ def shares_of_limit(table: pd.DataFrame, device: str) -> str:
         axis.grid(axis="x", alpha=0.25)
         axis.set_yticks(places, layers)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    return _svg(figure, device)
+    return svg(figure, device)
 
 
 def memory(table: pd.DataFrame, device: str) -> str:
@@ -98,7 +103,7 @@ def memory(table: pd.DataFrame, device: str) -> str:
         for shift, (dtype, group) in zip((0.2, -0.2), rows.groupby("dtype", sort=False), strict=False):
             per_row = (group[column] / group.R / 1024).groupby(group.who).median()
             places = [place + shift for place in range(len(peers))]
-            colours = [_COLOURS[who] for who in peers]
+            colours = [COLOURS[who] for who in peers]
             bars = axis.barh(places, [per_row[who] for who in peers], 0.36, color=colours)
             for bar in bars:
                 bar.set_alpha(1.0 if shift > 0 else 0.5)
@@ -107,7 +112,7 @@ def memory(table: pd.DataFrame, device: str) -> str:
         axis.set(title=title, xlabel="KiB per routed row")
         axis.margins(x=0.3)
         axis.set_yticks(range(len(peers)), peers)
-    return _svg(figure, device)
+    return svg(figure, device)
 
 
 def ideas(table: pd.DataFrame, device: str) -> str:
@@ -129,7 +134,7 @@ def ideas(table: pd.DataFrame, device: str) -> str:
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(-0.5, len(names) - 0.3)
     axis.grid(axis="x", alpha=0.25)
-    return _svg(figure, device)
+    return svg(figure, device)
 
 
 def demo(results: dict[str, Any]) -> str:
@@ -152,7 +157,7 @@ def demo(results: dict[str, Any]) -> str:
     bars.margins(y=0.15)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    return _svg(figure, results["settings"]["device"])
+    return svg(figure, results["settings"]["device"])
 
 
 PICTURES: dict[str, Callable[[pd.DataFrame, str], str]] = {

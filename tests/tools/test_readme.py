@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import figures
+from bench.report import figures, gpu
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -47,6 +47,21 @@ def test_every_picture_comes_from_committed_results():
         assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == svg + "\n", name
 
 
-def test_pictures_say_that_they_were_measured_on_a_cpu():
+def test_pictures_say_on_what_they_were_measured():
     for name, svg in figures.pictures().items():
-        assert "Measured on a CPU: PyTorch's operators, not the kernels" in svg, name
+        device = "one NVIDIA H200" if name == "gpu_steps.svg" else "a CPU: PyTorch's operators, not the kernels"
+        assert f"Measured on {device}" in svg, name
+
+
+def test_figures_of_a_gpu_are_the_results():
+    """Two cells and a ratio, read here without the code that makes the table."""
+    rows = (ROOT / "bench" / "results" / "gpu" / "h200_timings.csv").read_text().splitlines()
+    fields = [row.split(",") for row in rows if '"' not in row]
+    of = {(kind, shape, what): float(ms) for kind, shape, load, what, ms, _ in fields[1:] if load == "even"}
+    (line,) = [line for line in gpu.gpu_steps().splitlines() if line.startswith("| sonic-c ")]
+    ours, peer = of["ws", "sonic-c", "step"], of["default", "sonic-c", "grouped_mm step+add"]
+    assert f"| {ours:.2f} | " in line
+    assert f"| {peer:.2f} | " in line
+    assert ours < of["default", "sonic-c", "step"]
+    ratios = [of["default", s, "grouped_mm step+add"] / of["ws", s, "step"] for s in gpu.steps().index]
+    assert f"**{min(ratios):.1f} to {max(ratios):.1f} times as fast**" in gpu.gpu_numbers()
