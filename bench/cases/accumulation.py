@@ -32,7 +32,7 @@ CHUNK = 16  # products that `rounded` takes at a time
 
 
 class Sums(NamedTuple):
-    """How an instruction adds; bits are those of fractions."""
+    """Precision of the sums of one instruction, in bits of fraction."""
 
     depth: int  # products
     term_bits: int

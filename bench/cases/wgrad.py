@@ -83,7 +83,7 @@ def _rows_of_experts(segs, name, depth):
 
 
 def lost(segs):
-    """What the sums over the rows of each expert may lose, `[E, N, K]`."""
+    """Bound on what sums over the rows of each expert lose, `[E, N, K]`."""
     sums = accumulation.sums_of(8 * segs[0].x.element_size())
     dy, x = (_rows_of_experts(segs, name, sums.depth if sums else 1) for name in ("dy", "x"))
     return torch.stack([accumulation.lost(*operands, sums) for operands in zip(dy, x, strict=True)])

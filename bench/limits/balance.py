@@ -79,7 +79,7 @@ def tile_of(kernel: str, rows: Sequence[int], architecture: str, warp_specialize
     `warp_specialized`: settings ask for warp-specialized kernels, where there are any.
     """
     target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings(warp_specialized))
-    # Of wgrad the ring by which TMA adds: the table of budgets has that one.
+    # The table of budgets has one ring of wgrad, that by which TMA adds.
     regime: table.Regime = "mma_add" if kernel == "wgrad" else "any"
     return select.choose(kernel, torch.bfloat16, target, True, True, sum(rows) / len(rows), regime=regime).tile
 

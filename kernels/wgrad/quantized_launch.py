@@ -86,10 +86,8 @@ def grouped_wgrad_quantized_(
             arguments["dw_ptr"] = None
         from .gluon_kernel import grouped_wgrad_warp_specialized_kernel as kernel
 
-        none = ("ptr", "row_ids_ptr")
-        arguments |= {f"{side}_{name}": None for side in ("left", "right") for name in none}
-        arguments |= {"offsets_ptr": None, "segments_ptr": None, "num_segments": 1}
-        arguments |= {"stride_left_r": None, "stride_right_r": None}
+        pointers = ("left_ptr", "left_row_ids_ptr", "right_ptr", "right_row_ids_ptr", "offsets_ptr", "segments_ptr")
+        arguments |= dict.fromkeys((*pointers, "stride_left_r", "stride_right_r")) | {"num_segments": 1}  # of 16 bits
         descriptors.check_fit(arguments)
     grid = (programs if deals_out(tiles, programs) else num_experts * tiles,)
     builder.launch(kernel, grid, arguments, chosen, costs)
