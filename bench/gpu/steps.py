@@ -1,7 +1,7 @@
 """Everything that needs a GPU, in one command: `python -m bench.gpu --out DIR [--minutes 9]`.
 
 Every step is a process with a time limit of its own, and a failure or a hang of one leaves the others alone:
-the checks of `bench.gpu.checks`, the small one under compute-sanitizer, and `bench.gpu.timings` shape by shape into
+the checks of `tests/gpu/checks.py`, the small one under compute-sanitizer, and `bench.gpu.timings` shape by shape into
 DIR/timings.csv, each also with the warp-specialized kernels. Output of the steps goes to DIR/log.txt. Short tables of
 times and of steps, with their failures, come last. Exit status 1 if any step failed, 2 if there is no GPU.
 
@@ -66,7 +66,7 @@ def steps(device: str, out: Path) -> list[Step]:
     """The steps, in order; time limits leave room for compiling kernels the first time."""
 
     def check(name: str, seconds: float, *prefix: str, size: tuple[str, ...] = (), step: str = "") -> Step:
-        command = (*prefix, sys.executable, "-m", "bench.gpu.checks", name, "--device", device, *size)
+        command = (*prefix, sys.executable, "-m", "gpu.checks", name, "--device", device, *size)
         return Step(step or name, command, seconds)
 
     def timing(shape: str) -> Step:
@@ -102,7 +102,7 @@ def run(step: Step, seconds: float, unsupported_versions: bool = False) -> Outco
     """Run one step for at most `seconds`."""
     environment = os.environ | {
         "FUSEDMLP_UNSUPPORTED_VERSIONS": str(int(unsupported_versions)),
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))),
         "PYTHONUNBUFFERED": "1",
     }
     start = time.monotonic()

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import factory, moe
 from support.grids import seeds
 from torch import nn
 from torch._dynamo.utils import counters
@@ -15,7 +16,6 @@ from torch.library import opcheck
 from torch.profiler import profile
 
 import fusedmlp
-from bench.cases import factory, moe
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 

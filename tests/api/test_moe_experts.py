@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from cases import moe
+from cases.factory import GATED, UNGATED
+from cases.moe import Case, Inputs
 from support.grids import seeds
 
 import fusedmlp
-from bench.cases import moe
-from bench.cases.factory import GATED, UNGATED
-from bench.cases.moe import Case, Inputs
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.routing.plan import size_of_plan
 from fusedmlp.kernels.tiles.select import architecture

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import factory
+from cases.factory import Case, Inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.grids import examples, seeds
 
 import fusedmlp
-from bench.cases import factory
-from bench.cases.factory import Case, Inputs
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 

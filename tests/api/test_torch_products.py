@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import factory
+from cases.factory import Case, Inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.cases import factory
-from bench.cases.factory import Case, Inputs
 from fusedmlp.activation import Activation
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close

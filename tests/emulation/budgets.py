@@ -13,10 +13,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from cases import cases
 from emulation.layers import emulated
 from ptx_emulator.driver import ORDERS, Launched
 
-from bench.cases import cases
 from fusedmlp.kernels.launching.run import recording
 
 TABLE = Path(__file__).with_name("budgets.csv")

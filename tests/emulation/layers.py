@@ -7,9 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
+from cases import tiles
 from ptx_emulator import driver
 
-from bench.cases import tiles
 from fusedmlp import environment
 from fusedmlp.doctor.targets import tiles_of
 from fusedmlp.kernels.tiles import select, table

@@ -11,13 +11,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cases import cases, wgrad
+from cases.experts import DEVICE
+from cases.factory import wgrad_segment
 from emulation import layers
 from ptx_emulator import driver, known_kernels, library
 from ptx_emulator.library import EmulationError, Order
-
-from bench.cases import cases, wgrad
-from bench.cases.experts import DEVICE
-from bench.cases.factory import wgrad_segment
 
 _COMPLETE = r"^(\s*mbarrier\.try_wait\.parity\.shared::cta\.b64 complete, )\[(%r\d+)\], (%r\d+);"
 _TMA = r"^(\s*@%p\d+ cp\.(?:reduce\.)?async\.bulk\.tensor\.[^{]*\{)([^,}]+)(.*)"

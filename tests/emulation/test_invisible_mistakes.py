@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import cases, factory, gemm
 from emulation.layers import emulated
 from emulation.mutations import LATE, SUBJECTS, described, noticed
 
-from bench.cases import cases, factory, gemm
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.tiles import select
 

@@ -1,9 +1,8 @@
 """The project's compiled kernels, executed instruction by instruction, in three orders that must give the same bits."""
 
 import pytest
+from cases import cases
 from emulation.layers import emulated
-
-from bench.cases import cases
 
 # The cases for sm_100, few of whose instructions come from other sources than those of sm_90: every pass, all of TF32
 # wgrad, and warp-specialized wgrad.

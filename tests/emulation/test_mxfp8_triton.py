@@ -3,12 +3,12 @@ tiles: there Triton makes `tcgen05` of `tl.dot_scaled`, by other passes of the c
 """
 
 import pytest
+from cases import cases, tiles
 from emulation.layers import emulated
 from emulation.test_eight_bit import ALLOWED, EACH, compare, names
 from ptx_emulator import driver
 from support.eight_bit_layer import LAYERS, Layer
 
-from bench.cases import cases, tiles
 from fusedmlp.kernels.tiles import select, table
 
 CASES = [

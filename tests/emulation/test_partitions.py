@@ -7,12 +7,12 @@ import re
 
 import pytest
 import torch
+from cases import cases, dgrad_act, experts, factory, gemm, wgrad
+from cases.experts import DEVICE
+from cases.factory import wgrad_segment
 from emulation.layers import emulated
 from ptx_emulator.library import Order
 
-from bench.cases import cases, dgrad_act, experts, factory, gemm, wgrad
-from bench.cases.experts import DEVICE
-from bench.cases.factory import wgrad_segment
 from fusedmlp import Activation
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_

@@ -9,11 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import accumulation, cases, gemm_quantized, wgrad, wgrad_quantized
+from cases.factory import wgrad_segment
 from emulation.layers import emulated
 from ptx_emulator.library import SUMS_OF_SM_90, Order
-
-from bench.cases import accumulation, cases, gemm_quantized, wgrad, wgrad_quantized
-from bench.cases.factory import wgrad_segment
 
 HARDWARE = Order("early", **SUMS_OF_SM_90)
 FEWER = replace(HARDWARE, **{name: bits - 2 for name, bits in SUMS_OF_SM_90.items()})

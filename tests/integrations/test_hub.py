@@ -4,11 +4,11 @@ import shutil
 
 import pytest
 import torch
+from cases.factory import wgrad_segment
 from kernels import get_local_kernel
 from kernels._rust import Build
 from support import forked
 
-from bench.cases.factory import wgrad_segment
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations import hub

@@ -19,13 +19,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from cases import tiles
 from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 import fusedmlp
-from bench.cases import tiles
 from bench.host import cost as host_cost
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching import run as running

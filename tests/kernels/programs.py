@@ -12,12 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+from cases import tiles
 from direct_launches import Launches, are_as_by_triton, main, tf32
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import driver
 
 import fusedmlp
-from bench.cases import tiles
 from bench.host import null_driver
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching import direct

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-
-from bench.cases.act_quantize import (
+from cases.act_quantize import (
     OUTPUTS,
     Case,
     by_torch,
@@ -17,8 +16,9 @@ from bench.cases.act_quantize import (
     run,
     without,
 )
-from bench.cases.factory import GATED, UNGATED
-from bench.cases.quantize import UNWRITTEN
+from cases.factory import GATED, UNGATED
+from cases.quantize import UNWRITTEN
+
 from fusedmlp.recipe import BLOCKS
 
 SMALL = {"counts": (19, 0, 1), "padding": 3}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 import triton
+from cases import experts as support
 
-from bench.cases import experts as support
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_

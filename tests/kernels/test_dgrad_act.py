@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from cases import dgrad_act, experts
+from cases.dgrad_act import check, run
+from cases.experts import INTERPRETED
+from cases.factory import Case, Inputs
 
-from bench.cases import dgrad_act, experts
-from bench.cases.dgrad_act import check, run
-from bench.cases.experts import INTERPRETED
-from bench.cases.factory import Case, Inputs
 from fusedmlp.kernels.dgrad_act import launch as dgrad_act_launch
 from fusedmlp.kernels.operands import descriptors
 

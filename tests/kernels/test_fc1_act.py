@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from cases import experts, fc1_act
+from cases.experts import DEVICE, INTERPRETED
+from cases.factory import Case, Inputs
+from cases.fc1_act import check, run
 
-from bench.cases import experts, fc1_act
-from bench.cases.experts import DEVICE, INTERPRETED
-from bench.cases.factory import Case, Inputs
-from bench.cases.fc1_act import check, run
 from fusedmlp.kernels.fc1_act import launch as fc1_act_launch
 from fusedmlp.kernels.operands import descriptors
 

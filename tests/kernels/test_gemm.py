@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from cases import experts
+from cases.experts import DEVICE, INTERPRETED
+from cases.factory import Case, Inputs
+from cases.gemm import check, run
 
-from bench.cases import experts
-from bench.cases.experts import DEVICE, INTERPRETED
-from bench.cases.factory import Case, Inputs
-from bench.cases.gemm import check, run
 from fusedmlp.kernels.gemm import launch as gemm_launch
 from fusedmlp.kernels.operands import descriptors
 from fusedmlp.kernels.operands.arrays import Array

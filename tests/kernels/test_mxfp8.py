@@ -6,11 +6,11 @@ and the proof sees that compiled kernels multiply by instructions that take scal
 """
 
 import pytest
+from cases import cases, tiles
 from support.eight_bit import distances
 from support.eight_bit_layer import COUNTS, LAYERS, Layer
 
 import fusedmlp
-from bench.cases import cases, tiles
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table
 

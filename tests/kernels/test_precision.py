@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from cases.experts import DEVICE
 
-from bench.cases.experts import DEVICE
 from fusedmlp.kernels.tiles import select
 
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases.quantize import FLOAT_MAX, UNWRITTEN, Case, check, run, special, values
 
-from bench.cases.quantize import FLOAT_MAX, UNWRITTEN, Case, check, run, special, values
 from fusedmlp.recipe import BLOCKS
 
 LOADS = {

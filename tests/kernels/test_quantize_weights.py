@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from cases import experts
+from cases.quantize import FLOAT_MAX
+from cases.quantize_weights import Case, blocks, check, run
 
-from bench.cases import experts
-from bench.cases.quantize import FLOAT_MAX
-from bench.cases.quantize_weights import Case, blocks, check, run
 from fusedmlp.operators import torch_quantize
 from fusedmlp.recipe import BLOCKS
 

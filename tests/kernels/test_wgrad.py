@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from cases import tiles
+from cases.experts import DEVICE, INTERPRETED
+from cases.factory import wgrad_segment
+from cases.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 
-from bench.cases import tiles
-from bench.cases.experts import DEVICE, INTERPRETED
-from bench.cases.factory import wgrad_segment
-from bench.cases.wgrad import PLACES, UNTOUCHED, check, check_bias, gathered, main_grad, path_of, run, shifted
 from fusedmlp.kernels.launching.cost import Cost
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors

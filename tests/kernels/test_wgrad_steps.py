@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from cases.experts import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.cases.experts import DEVICE
 from fusedmlp.kernels.launching.run import Launcher
 from fusedmlp.kernels.operands.expert_tensors import device_table
 from fusedmlp.kernels.wgrad import steps

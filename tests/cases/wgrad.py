@@ -4,9 +4,9 @@ import dataclasses
 
 import torch
 
-from bench.cases import accumulation
-from bench.cases import experts as support
-from bench.cases.experts import DEVICE
+from cases import accumulation
+from cases import experts as support
+from cases.experts import DEVICE
 from fusedmlp.doctor import tolerance
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors

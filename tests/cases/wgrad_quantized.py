@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cases import accumulation, quantize, wgrad
-from bench.cases.experts import DEVICE
-from bench.cases.gemm_quantized import PROMOTED
+from cases import accumulation, quantize, wgrad
+from cases.experts import DEVICE
+from cases.gemm_quantized import PROMOTED
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 import fusedmlp
-from bench.cases.factory import GATED, UNGATED
+from cases.factory import GATED, UNGATED
 from fusedmlp.doctor import reference as oracle
 
 WEIGHTS, BIASES = ("fc1", "fc2"), ("bias1", "bias2")

@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from bench.cases import (
+from cases import (
     dgrad_act,
     factory,
     fc1_act,
@@ -23,8 +23,8 @@ from bench.cases import (
     wgrad,
     wgrad_quantized,
 )
-from bench.cases.experts import DEVICE
-from bench.cases.factory import wgrad_segment
+from cases.experts import DEVICE
+from cases.factory import wgrad_segment
 from fusedmlp.doctor import tolerance
 from fusedmlp.kernels.tiles import select
 from fusedmlp.kernels.tiles.table import Path, Recipe

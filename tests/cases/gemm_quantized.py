@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from bench.cases import accumulation, experts, quantize, quantize_weights
-from bench.cases.experts import DEVICE
+from cases import accumulation, experts, quantize, quantize_weights
+from cases.experts import DEVICE
 from fusedmlp.doctor import reference as oracle
 from fusedmlp.kernels.gemm.dprobs import Dprobs
 from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_

@@ -3,9 +3,9 @@
 import torch
 
 import fusedmlp
-from bench.cases import experts
-from bench.cases.experts import DEVICE
-from bench.cases.factory import Inputs
+from cases import experts
+from cases.experts import DEVICE
+from cases.factory import Inputs
 from fusedmlp.doctor import reference as oracle
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.cases.experts import DEVICE
+from cases.experts import DEVICE
 from fusedmlp.kernels.tiles import select
 
 TRUNCATES = DEVICE == "cuda"  # not in the interpreter, and in the emulator on request only

@@ -1,6 +1,6 @@
-"""Checks of the kernels on a real GPU, one per process: `python -m bench.gpu.checks STEP [--device cpu]`.
+"""Checks of the kernels on a real GPU, one per process: `PYTHONPATH=tests:. python -m gpu.checks STEP`.
 
-    cases        passes by themselves, as the emulator executes them at every commit (bench/cases/cases.py)
+    cases        passes by themselves, as the emulator executes them at every commit (tests/cases/cases.py)
     all-cases    the same for every pass and path, which takes a while
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
     sync         the same under PyTorch's sync debug mode "error"
@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 import torch
 
-from bench.gpu.layers import LOADS, SMALL_LOADS, Case, Layer, cases, compare
 from fusedmlp.environment import triton_interpret
+from gpu.layers import LOADS, SMALL_LOADS, Case, Layer, cases, compare
 
 
 def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
@@ -43,8 +43,9 @@ def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
 
 def passes(device: str, small: bool, everything: bool = False) -> None:
     """Run the cases that the emulator executes, too, and report all failures."""
-    from bench.cases import cases as listed
-    from bench.cases import tiles
+    from cases import cases as listed
+    from cases import tiles
+
     from fusedmlp.operators import triton_impl
 
     if device == "cpu" and not triton_interpret():

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from bench.cases import experts
-from bench.cases.experts import DEVICE
+from cases import experts
+from cases.experts import DEVICE
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.quantized import Quantized

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import torch
 
-from bench.cases import experts
-from bench.cases.experts import DEVICE
-from bench.cases.quantize import E4M3, FLOAT_MAX, UNWRITTEN, values
+from cases import experts
+from cases.experts import DEVICE
+from cases.quantize import E4M3, FLOAT_MAX, UNWRITTEN, values
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.quantized import Quantized

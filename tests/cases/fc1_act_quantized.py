@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bench.cases import experts, gemm_quantized, quantize
-from bench.cases.experts import DEVICE
-from bench.cases.factory import GATED
+from cases import experts, gemm_quantized, quantize
+from cases.experts import DEVICE
+from cases.factory import GATED
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_
 from fusedmlp.kernels.fc1_act.quantized_launch import grouped_fc1_act_quantized_

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from bench.cases import experts, quantize
-from bench.cases.experts import DEVICE
-from bench.cases.factory import GATED
+from cases import experts, quantize
+from cases.experts import DEVICE
+from cases.factory import GATED
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
 from fusedmlp.kernels.dgrad_act.launch import grouped_dgrad_act_
