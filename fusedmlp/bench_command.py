@@ -19,31 +19,17 @@ def add(commands: Commands) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "bench",
-        help="comparisons with peers, limit times and modelled times of every pass, and the balance of schedules",
+        help="comparisons with peers, limit times of every pass, and the balance of schedules",
         description="Limits, computed from shapes and datasheets; with a GPU, also measured times beside the limits "
-        "measured in the same run. Or times by a model of the compiled kernels. Every shape comes with even loads, "
-        "Zipf-skewed ones and a quarter of the experts empty.",
+        "measured in the same run. Every shape comes with even loads, Zipf-skewed ones and a quarter of the experts "
+        "empty.",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
-    what.add_argument("--model", action="store_true", help="times of every pass by what its compiled code costs")
     what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
-    parser.add_argument("--budgets", type=_budgets, metavar="CSV", help="for --model: another table to compare with")
     parser.add_argument(
-        "--warp-specialized", action="store_true", help="for --model: warp-specialized kernels, beside the others"
-    )
-    parser.add_argument(
-        "--eight-bit", action="store_true", help="for --roofline and --model: layers with 8-bit recipes, beside bf16"
-    )
-    parser.add_argument(
-        "--published", action="store_true", help="for --model: its errors at measurements that others published"
-    )
-    parser.add_argument(
-        "--cublas",
-        type=arguments.positive,
-        metavar="TFLOPS",
-        help="for --model: what cuBLAS reaches at 8192 x 8192 x 8192 in 16 bits on your machine, which sets the clock",
+        "--eight-bit", action="store_true", help="for --roofline: layers with 8-bit recipes"
     )
     for name, default in arguments.LAYER.items():
         parser.add_argument(
@@ -58,23 +44,16 @@ def add(commands: Commands) -> None:
 
 # Options that each report has; others would do nothing.
 _SCOPE = {*arguments.LAYER, "target"}
-_REPORTS = {
-    "roofline": {*_SCOPE, "eight_bit"},
-    "schedule": _SCOPE,
-    "model": {*_SCOPE, "eight_bit", "budgets", "warp_specialized", "published", "cublas"},
-    "report": {"results", "tiny"},
-}
-_ALONE = {"published": set[str](), "eight_bit": {*_SCOPE}, "cublas": {*_SCOPE, "budgets", "warp_specialized"}}
+_REPORTS = {"roofline": {*_SCOPE, "eight_bit"}, "schedule": _SCOPE, "report": {"results", "tiny"}}
 
 
 def _bench(args: argparse.Namespace) -> int:
     what = next(name for name in _REPORTS if getattr(args, name))
     given = {name for names in _REPORTS.values() for name in names if getattr(args, name) not in (None, False)}
-    for option, allowed in ({what: _REPORTS[what]} | {name: _ALONE[name] for name in _ALONE if name in given}).items():
-        if unused := given - allowed - {option}:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
-            print(f"bench --{option.replace('_', '-')}: expected no {named}, which does nothing here", file=sys.stderr)
-            return 2
+    if unused := given - _REPORTS[what]:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(unused))
+        print(f"bench --{what}: expected no {named}, which does nothing here", file=sys.stderr)
+        return 2
     if not in_clone("bench"):
         return 2
     if args.report is not None:
@@ -86,14 +65,10 @@ def _bench(args: argparse.Namespace) -> int:
         status: int = report.run(args.report, args.results, args.tiny, args.json)
         return status
     command, scope = import_module("bench.limits.command"), import_module("bench.limits.scope")
-    if args.published:
-        command.run_published(args.json)
-        return 0
     layer = tuple(getattr(args, name) or default for name, default in arguments.LAYER.items())
     try:
         of = scope.of(layer if given & {*arguments.LAYER} else None, args.target)
-        options = command.Options(of, args.eight_bit, args.budgets, args.warp_specialized, args.cublas)
-        command.run(what, args.json, options)
+        command.run("eight_bit" if args.eight_bit else what, args.json, of)
     except ValueError as error:
         print(f"bench --{what}: {error}", file=sys.stderr)
         return 2
@@ -113,10 +88,3 @@ def in_clone(command: str) -> bool:
     if str(root) not in sys.path:  # an editable install finds fusedmlp alone
         sys.path.insert(0, str(root))
     return True
-
-
-def _budgets(argument: str) -> Path:
-    path = Path(argument)
-    if not path.is_file() or not path.read_text(encoding="utf-8").startswith("gpu,pass,"):
-        raise argparse.ArgumentTypeError(f"expected a table like bench/proof/budgets.csv; got {argument}")
-    return path

@@ -1,1 +1,1 @@
-"""Limits of hardware, and how near the kernels come: shapes, GPUs, limit times, schedules, a model, measurements."""
+"""Limits of hardware, and how near the kernels come: shapes, GPUs, limit times, schedules, measurements."""

@@ -66,20 +66,16 @@ def tile_costs(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> li
     return costs
 
 
-def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU, warp_specialized: bool = False) -> bool:
+def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> bool:
     """Whether tiles of different costs go to programs in turns."""
-    tile = tile_of(kernel, rows, gpu.architecture, warp_specialized)
+    tile = tile_of(kernel, rows, gpu.architecture)
     programs = gpu.processors * tile.PER_SM
     return kernel == "wgrad" and tile_order.deals_out(-(-N // tile.BLOCK_N) * -(-K // tile.BLOCK_K), programs)
 
 
-def tile_of(kernel: str, rows: Sequence[int], architecture: str, warp_specialized: bool = False) -> table.Tile:
-    """The tile that a plan chooses for 16-bit elements where sizes and addresses fit descriptors.
-
-    `warp_specialized`: settings ask for warp-specialized kernels, where there are any.
-    """
-    target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings(warp_specialized))
-    # The table of budgets has one ring of wgrad, that by which TMA adds.
+def tile_of(kernel: str, rows: Sequence[int], architecture: str) -> table.Tile:
+    """The tile that a plan chooses for 16-bit elements where sizes and addresses fit descriptors."""
+    target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings())
     regime: table.Regime = "mma_add" if kernel == "wgrad" else "any"
     return select.choose(kernel, torch.bfloat16, target, True, True, sum(rows) / len(rows), regime=regime).tile
 

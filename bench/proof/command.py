@@ -13,7 +13,6 @@ from typing import Any
 import triton
 
 from bench.proof import hashes, proof
-from bench.proof.main_loop import MainLoop
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.progress import lines
 
@@ -82,14 +81,10 @@ def _compare(rows: Sequence[proof.Row], targets: Sequence[str], file: Path) -> i
     return 1 if lines else 0
 
 
-# Columns of a step of the main loop, then of a tile beside its steps, in the order of `MainLoop`; "left": in flight.
-_LOOP = ("step", "MMA", "waits", "bar", "MMA left", "loads left", "tile", "stores", "waits", "bar", "joined")
-
-
 def table(rows: Sequence[proof.Row]) -> str:
     """Rows as text; the last column is ok, or the problems of a row."""
     resources = ("regs", "spill B", "shared B", "tensor core", "TMA")
-    header = ("target", "dtype", "kernel", *resources, *_LOOP, "config", "ok")
+    header = ("target", "dtype", "kernel", *resources, "config", "ok")
     lines: list[tuple[Any, ...]] = [header]
     lines += [
         (
@@ -101,7 +96,6 @@ def table(rows: Sequence[proof.Row]) -> str:
             f"{row.shared_bytes:,}",
             row.tensor_core_instructions,
             row.tma_instructions,
-            *_numbers(row.main_loop),
             row.config,
             "; ".join(row.problems) or "ok",
         )
@@ -113,10 +107,6 @@ def table(rows: Sequence[proof.Row]) -> str:
 def _aligned(lines: Sequence[tuple[Any, ...]]) -> str:
     widths = [max(len(str(line[i])) for line in lines) for i in range(len(lines[0]))]
     return "\n".join("  ".join(str(v).ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def _numbers(loop: MainLoop | None) -> Iterator[str]:
-    return ("-" if number is None else f"{number:g}" for number in loop or [None] * len(_LOOP))
 
 
 @contextmanager

@@ -1,63 +1,37 @@
-"""Reports of NVIDIA's tools, which come with Triton, on a compiled kernel."""
+"""Reports of cuobjdump and ptxas, which come with Triton, on a compiled kernel."""
 
 from __future__ import annotations
 
 import re
-import struct
 import subprocess
 import tempfile
-from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from io import StringIO
-from itertools import accumulate, pairwise
 from typing import Any
 
 import triton
 from triton.compiler.compiler import make_backend
 
-_ADDRESS = re.compile(r"\s*/\*([0-9a-f]{4,})\*/")
 _WARNING = re.compile(r"\((C75\d\d)\)")
 
 
 def resource_usage(cubin: bytes) -> str:
     """Registers and memory, as cuobjdump prints them."""
-    return _inspect(triton.knobs.nvidia.cuobjdump.path, ["-res-usage"], cubin)
+    return _inspect(["-res-usage"], cubin)
 
 
-def disassemblies(cubins: Sequence[bytes], capability: int) -> list[str]:
-    """The SASS of each, as nvdisasm prints it: all in one run, because its start takes longer than a kernel."""
-    codes = [code(cubin) for cubin in cubins]
-    # -ndf: without data-flow analysis, which would not be printed.
-    options = ["-ndf", "--binary", f"SM{capability}"]
-    listing = _inspect(triton.knobs.nvidia.nvdisasm.path, options, b"".join(codes)) if codes else ""
-    lines = [(int(found[1], 16), line) for line in listing.splitlines() if (found := _ADDRESS.match(line))]
-    ends = list(accumulate(map(len, codes)))
-    bounds = [0, *(bisect_left(lines, (end, "")) for end in ends)]
-    return ["\n".join(line for _, line in lines[start:end]) for start, end in pairwise(bounds)]
+def sass(compiled: Any) -> str:
+    """The instructions of a `CompiledKernel`."""
+    return _inspect(["-sass"], compiled.asm["cubin"])
 
 
-def code(cubin: bytes) -> bytes:
-    """The one kernel in a 64-bit ELF file: its section `.text.<name>` (System V ABI, Object Files)."""
-    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
-    size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
-    headers = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(number)]
-    found = [
-        cubin[offset : offset + length]
-        for name, _, _, _, offset, length in headers
-        if cubin.startswith(b".text.", headers[names][4] + name)
-    ]
-    if len(found) != 1:
-        raise RuntimeError(f"cubin: expected one section .text.<name>; got {len(found)}")
-    return found[0]
-
-
-def _inspect(tool: str, options: Sequence[str], binary: bytes) -> str:
+def _inspect(options: Sequence[str], cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile() as file:
-        file.write(binary)
+        file.write(cubin)
         file.flush()
-        done = subprocess.run([tool, *options, file.name], capture_output=True, text=True, check=True)
-    return done.stdout
+        command = [triton.knobs.nvidia.cuobjdump.path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def warnings(compiled: Any, log: str) -> tuple[str, ...]:

@@ -15,9 +15,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from bench.proof import assembly, cases, cubin, main_loop, resources
+from bench.proof import assembly, cases, cubin, resources
 from bench.proof.compiling import Compiled, compiled, compiling_for
-from bench.proof.main_loop import MainLoop, UnreadLoop
 from fusedmlp.doctor.targets import TARGETS, Target
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching.program import Launch
@@ -52,7 +51,6 @@ class Row:
     shared_bytes: int = 0
     tensor_core_instructions: int = 0
     tma_instructions: int = 0
-    main_loop: MainLoop | None = None  # None: no loop multiplies on tensor cores
     warnings: tuple[str, ...] = ()  # ptxas's, of wgmma
     hash: str = ""  # of the PTX or assembly; empty if it does not compile
     problems: tuple[str, ...] = field(default=())
@@ -64,7 +62,7 @@ class Row:
 
     def as_json(self) -> dict[str, Any]:
         """The row as `--json` prints it."""
-        row = asdict(self) | {"main_loop": self.main_loop and self.main_loop._asdict(), "ok": self.ok}
+        row = asdict(self) | {"ok": self.ok}
         del row["problems"]
         return row
 
@@ -209,14 +207,11 @@ def _wanted(task: Task) -> Callable[[Launch], bool]:
 
 def judge(launches: Sequence[tuple[Compiled, str]], task: Task) -> list[Row]:
     """The rows of launches, each with the name of its case."""
-    kernels = [made.kernel for made, _ in launches if not isinstance(made.kernel, Exception)]
-    loops = {} if task.only_hashes else dict(zip(map(id, kernels), main_loop.of(kernels), strict=True))
-    return [_row(made, case, task, loops.get(id(made.kernel))) for made, case in launches]
+    return [_row(made, case, task) for made, case in launches]
 
 
-def _row(made: Compiled, case: str, task: Task, read: MainLoop | UnreadLoop | None) -> Row:
+def _row(made: Compiled, case: str, task: Task) -> Row:
     launch, kernel = made.launch, made.kernel
-    loop = None if isinstance(read, UnreadLoop) else read
     config = f"{launch.path} {launch.sizes}; {case}"
     if isinstance(kernel, Exception):
         text = " ".join(f"{type(kernel).__name__}: {kernel}".split())
@@ -229,13 +224,11 @@ def _row(made: Compiled, case: str, task: Task, read: MainLoop | UnreadLoop | No
     is_gemm = launch.name.startswith("grouped_") and not _sums_biases_alone(launch)
     warnings = cubin.warnings(kernel, made.log)
     found = [f"{code}: wgmma serialized" for code in warnings]
-    if is_gemm and used.tensor_core and loop is None:
-        found.append(str(read or "no loop that multiplies"))
     spills_allowed = SPILLS_OUTSIDE_OF_STEPS.get(launch.name, 0)
     found += problems(
         used, TARGETS[task.target], task.dtype, launch.path, is_gemm=is_gemm, spills_allowed=spills_allowed
     )
-    if used.spill and spills_allowed and main_loop.spills_in_a_step(main_loop.sass_of(kernel)):
+    if used.spill and spills_allowed and assembly.spills_in_a_step(cubin.sass(kernel)):
         found.append("spills in a step")
     if launch.chosen and launch.chosen.key.format == "mxfp8":
         found += problems_of_mxfp8(used)
@@ -248,7 +241,6 @@ def _row(made: Compiled, case: str, task: Task, read: MainLoop | UnreadLoop | No
         used.shared,
         sum(used.tensor_core.values()),
         used.tma,
-        loop,
         warnings,
         code,
         tuple(found),

@@ -2,9 +2,8 @@
 
     python -m bench.report.figures
 
-Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`,
-`python -m bench.cpu.overhead --json`, `python -m bench.cpu.settings --json` (`cpu_demo.json`, `cpu_overhead.json`,
-`cpu_settings.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
+Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`
+(`cpu_demo.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
 (`transformers_tests.json`); those of a GPU are in `bench/results/gpu/`. In a page, each figure's text stands between
 `<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
 """
@@ -19,7 +18,6 @@ from typing import Any
 
 import pandas as pd
 
-from bench.cpu import settings as bench_settings
 from bench.report import gpu, results
 from bench.report.pictures import PICTURES
 from bench.report.pictures import demo as draw_demo
@@ -118,21 +116,6 @@ def machine() -> str:
     )
 
 
-def settings() -> str:
-    """Peers' times over ours, with other threads and allocation."""
-    header = ["threads", "allocation", "beside", "forward, times ours", "backward, times ours"]
-    return _table(header, bench_settings.summary(_load("settings")))
-
-
-def overhead() -> str:
-    """The Python cost of a step."""
-    rows = [
-        [name, f"{row['us']:.0f}", f"{row['contract_us']:.0f}" if row["contract_us"] else "-"]
-        for name, row in _load("overhead").items()
-    ]
-    return _table(["forward and backward of a tiny layer", "us", "of these the gradient contract"], rows)
-
-
 def host_cost() -> str:
     """Costs of a step on the host of a GPU."""
     counts = ("launches", "operators", "descriptors", "allocations")
@@ -171,7 +154,7 @@ FIGURES = {
     "README.md": (gpu.gpu_numbers,),
     "docs/index.md": (demo_in_short,),
     "docs/transformers.md": (transformers_tests,),
-    "docs/benchmarks.md": (gpu.gpu_steps, gpu.gpu_passes, demo, comparison, machine, settings, host_cost, overhead),
+    "docs/benchmarks.md": (gpu.gpu_steps, gpu.gpu_passes, demo, comparison, machine, host_cost),
 }
 
 

@@ -115,28 +115,6 @@ def memory(table: pd.DataFrame, device: str) -> str:
     return svg(figure, device)
 
 
-def ideas(table: pd.DataFrame, device: str) -> str:
-    """The share of the time without an idea that it saves, one dot per layer; the bar is the median of the layers."""
-    rows = table[table.what.str.startswith("idea: ") & (table.who == "without")]
-    rows = rows.assign(idea=rows.what.str.removeprefix("idea: "), saved=100 * (1 - 1 / rows.speedup))
-    names = list(dict.fromkeys(rows.idea))[::-1]
-    figure, (axis,) = _axes(2 * len(names))
-    for place, name in enumerate(names):
-        saved = rows[rows.idea == name].saved
-        axis.barh(place, saved.median(), 0.5, color="#7fbf7b")
-        axis.scatter(saved, [place] * len(saved), s=16, color="#1b7837", alpha=0.6, zorder=3)
-        interval = f"{saved.min():.0f} to {saved.max():.0f}"
-        note = ", includes 0" if saved.min() <= 0 <= saved.max() else ""
-        text = f"{saved.median():.0f}% ({interval}{note})"
-        axis.annotate(text, (saved.median(), place + 0.32), fontsize=9, ha="center")
-    axis.axvline(0, color="#444444", linewidth=1)
-    axis.set(xlabel="time saved, % of the time without the idea")
-    axis.set_yticks(range(len(names)), names)
-    axis.set_ylim(-0.5, len(names) - 0.3)
-    axis.grid(axis="x", alpha=0.25)
-    return svg(figure, device)
-
-
 def demo(results: dict[str, Any]) -> str:
     """The loss curves of both runs in the demo's `results.json`, and the most bytes that held weight gradients."""
     names = list(results["columns"])
@@ -164,5 +142,4 @@ PICTURES: dict[str, Callable[[pd.DataFrame, str], str]] = {
     "speedups": speedups,
     "shares_of_limit": shares_of_limit,
     "memory": memory,
-    "ideas": ideas,
 }

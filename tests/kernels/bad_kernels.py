@@ -28,16 +28,6 @@ def _grouped_good_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _grouped_static_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for k in tl.static_range(0, 2 * BLOCK, BLOCK):
-        a = tl.load(a_ptr + i[:, None] * K + k + i[None, :])
-        acc = tl.dot(a, tl.load(b_ptr + (k + i)[:, None] * BLOCK + i[None, :]), acc)
-    tl.store(c_ptr + i[:, None] * BLOCK + i[None, :], acc)
-
-
-@triton.jit
 def _grouped_without_dot_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     acc = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
@@ -57,7 +47,6 @@ BAD = {
     "serialized": (_grouped_good_kernel, 128, {"num_warps": 4, "num_stages": 2, "maxnreg": 96}),
     "spilling": (_grouped_good_kernel, 128, {"num_warps": 1, "num_stages": 1}),
     "too_much_shared": (_grouped_good_kernel, 128, {"num_warps": 8, "num_stages": 6}),
-    "static": (_grouped_static_kernel, 64, {"num_warps": 4, "num_stages": 2}),
     "without_dot": (_grouped_without_dot_kernel, 32, {"num_warps": 4}),
     "not_compiling": (_grouped_not_compiling_kernel, 32, {}),
 }

@@ -23,7 +23,6 @@ KEYS = {
     "shared_bytes",
     "tensor_core_instructions",
     "tma_instructions",
-    "main_loop",
     "warnings",
     "hash",
     "ok",
@@ -57,8 +56,6 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
         found = [row["tensor_core_instructions"] for row in rows if row["kernel"] == kernel and row["dtype"] == "bf16"]
         assert len(found) > 5
         assert max(found) > 0
-    multiplying = [row for row in rows if row["tensor_core_instructions"]]
-    assert all(row["main_loop"]["mma"] > 0 and row["main_loop"]["tile_stores"] > 0 for row in multiplying)
 
 
 def test_all_variants_are_all_cases():
@@ -98,7 +95,6 @@ def found_in(name, target="sm_90"):
         pytest.param("too_much_shared", "sm_120", "shared memory", marks=pytest.mark.exhaustive),
         pytest.param("without_dot", "sm_90", "without tensor-core", marks=pytest.mark.exhaustive),
         ("without_tma", "sm_90", "without TMA"),
-        ("static", "sm_90", "a loop that multiplies; got 8 MMAs in no loop"),
         ("serialized", "sm_90", "C7511: wgmma serialized"),
         pytest.param("not_compiling", "sm_90", "does not compile", marks=pytest.mark.exhaustive),
     ],

@@ -1,11 +1,10 @@
-"""Warnings of ptxas, and the place of a kernel in its file."""
+"""Warnings of ptxas, and spills in SASS."""
 
-import struct
 from types import SimpleNamespace
 
 import pytest
 
-from bench.proof import cubin
+from bench.proof import assembly, cubin
 
 LOG = """ptxas info    : (C7515) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...
 ptxas info    : Compiling entry function '_grouped_fc1_act_kernel' for 'sm_90a'
@@ -15,26 +14,34 @@ ptxas warning : (C9999) Another
 """
 
 
-def elf(*sections):
-    """An ELF file with only these sections, `(name, contents)`."""
-    names = b"\0.shstrtab\0" + b"".join(name + b"\0" for name, _ in sections)
-    contents = names + b"".join(data for _, data in sections)
-    header = bytearray(64)
-    struct.pack_into("<Q", header, 0x28, 64 + len(contents))
-    struct.pack_into("<HHH", header, 0x3A, 64, len(sections) + 1, 0)
-    heads, offset = [(1, 64, len(names))], 64 + len(names)
-    for name, data in sections:
-        heads.append((names.index(name), offset, len(data)))
-        offset += len(data)
-    packed = b"".join(struct.pack("<IIQQQQ", n, 1, 0, 0, o, s).ljust(64, b"\0") for n, o, s in heads)
-    return bytes(header) + contents + packed
+# As cuobjdump prints a kernel: a loop over tiles around one over steps, whose wait has its second try past the end.
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;                /* 0x00000a0000017a02 */
+{before}
+        /*0020*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2 ;
+        /*0030*/              @!P0 BRA 0xa0 ;
+{step}
+        /*0050*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24, gsb0 ;
+        /*0060*/               @P1 BRA 0x20 ;
+{epilogue}
+        /*0080*/              @!P2 BRA 0x10 ;
+        /*0090*/                   EXIT ;
+        /*00a0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [R1+URZ], R2 ;
+        /*00b0*/              @!P0 BRA 0xa0 ;
+        /*00c0*/                   BRA 0x40 ;
+"""
+PLACES = {"before": "0010", "step": "0040", "epilogue": "0070"}
 
 
-def test_the_kernel_is_the_section_of_text():
-    file = elf((b".nv.info._k", b"\1\2"), (b".text._k", b"\3" * 32), (b".nv.constant0._k", b"\4"))
-    assert cubin.code(file) == b"\3" * 32
-    with pytest.raises(RuntimeError, match="got 2"):
-        cubin.code(elf((b".text.a", b"\1"), (b".text.b", b"\2")))
+@pytest.mark.parametrize("spilling", [*PLACES, None])
+@pytest.mark.parametrize("access", ["STL [R1+0x4], R3", "LDL.64 R4, [R1]"])
+def test_spills_in_a_step_are_told_from_those_of_a_tile(spilling, access):
+    lines = {name: f"/*{at}*/ {access if name == spilling else 'NOP'} ;" for name, at in PLACES.items()}
+    assert assembly.spills_in_a_step(SASS.format(**lines)) == (spilling == "step")
+
+
+def test_without_a_loop_every_spill_may_be_in_a_step():
+    assert assembly.spills_in_a_step("/*0000*/ QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24 ;")
 
 
 def test_warnings_of_wgmma_are_found_once():

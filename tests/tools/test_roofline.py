@@ -4,11 +4,14 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 from support import forked
 
-from bench.limits import balance, measure, roofline, shapes
+from bench.limits import balance, eight_bit, measure, roofline, scope, shapes
 from bench.limits.gpus import GPUS, limit_ms
+from bench.proof import cases
 from fusedmlp.__main__ import main
+from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching import cost
 
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
@@ -150,7 +153,7 @@ def test_passes_are_timed_one_by_one(monkeypatch):
 LAYER = ("--experts", "16", "--hidden", "1024", "--ffn", "512", "--rows", "8192")
 
 
-@pytest.mark.parametrize("report", ["--roofline", "--schedule", "--model"])
+@pytest.mark.parametrize("report", ["--roofline", "--schedule"])
 def test_ones_own_layer(report):
     done = forked.run("-m", "fusedmlp", "bench", report, *LAYER, "--target", "sm_90", "--json")
     rows = json.loads(done.stdout)
@@ -160,36 +163,68 @@ def test_ones_own_layer(report):
     fc1 = next(row for row in rows if row["pass"] == "fc1_act")
     if report == "--roofline":
         assert fc1["flops"] == 2 * 8192 * 1024 * 2 * 512
-    elif report == "--schedule":
-        assert fc1["tiles"] == 8192 // 128 * 512 // 128
     else:
-        assert fc1["tflops"] * fc1["us"] * 1e6 == pytest.approx(2 * 8192 * 1024 * 2 * 512)
-        text = forked.run("-m", "fusedmlp", "bench", report, *LAYER, "--target", "sm_100").stdout.splitlines()
-        assert len(text) == 2 + 9  # a model's titles, six passes and three sums
+        assert fc1["tiles"] == 8192 // 128 * 512 // 128
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("--roofline", "--budgets", "bench/proof/budgets.csv"),
-            "--roofline: expected no --budgets, which does nothing",
-        ),
         (("--schedule", "--eight-bit"), "--schedule: expected no --eight-bit"),
-        (("--model", "--tiny"), "--model: expected no --tiny"),
-        (("--model", "--published", "--rows", "4"), "--published: expected no --rows"),
-        (("--model", "--eight-bit", "--cublas", "700"), "--eight-bit: expected no --cublas"),
+        (("--roofline", "--tiny"), "--roofline: expected no --tiny"),
         (("--report", "nowhere", "--experts", "4", "--target", "sm_90"), "--report: expected no --experts, --target"),
         (
-            ("--model", "--target", "gfx950"),
-            "--model: expected the architecture of a GPU whose ceilings are known (sm_90,",
+            ("--schedule", "--target", "gfx950"),
+            "--schedule: expected the architecture of a GPU whose ceilings are known (sm_90,",
         ),
-        (("--model", "--target", "gfx942"), "--model: expected one of sm_90, sm_100"),
-        (("--model", "--eight-bit", "--hidden", "2880"), "--model: expected a GPU with an 8-bit recipe, and sizes"),
+        (
+            ("--roofline", "--eight-bit", "--hidden", "2880", "--target", "sm_90"),
+            "--roofline: expected a GPU with an 8-bit recipe, and sizes",
+        ),
     ],
 )
 def test_options_that_do_nothing_are_refused(arguments, message, capsys):
-    if arguments[-1] == "2880":
-        arguments = (*arguments, "--target", "sm_90")
     assert main(["bench", *arguments]) == 2
     assert f"bench {message}" in capsys.readouterr().err
+
+
+RECIPES = {"sm_90": "fp8_block", "sm_100": "mxfp8"}
+
+
+def test_architectures_with_recipes():
+    found = {name: eight_bit.recipe_of(name) for name in TARGETS}
+    assert found == {name: RECIPES.get(name) for name in TARGETS}
+
+
+@pytest.mark.parametrize(("architecture", "recipe"), RECIPES.items())
+def test_launches_of_a_recipe_are_those_of_a_layer(architecture, recipe):
+    """Reports have the launches that plans have, with their costs."""
+    calls = cases.Layer(recipe=f"{recipe}/{recipe}", sizes=(384, 256))(torch.bfloat16)
+    launches = cases.launches(calls, TARGETS[architecture].planned_for("long"))
+    costs = [launch.cost_of((40, 60, 0)) for launch in launches]
+    shape = shapes.Shape("three experts", E=3, H=384, F=256, R=100, most=100)
+    expected = eight_bit.passes(shape, [40, 60, 0], recipe).values()
+    assert sorted(map(str, filter(None, costs))) == sorted(map(str, expected))
+
+
+def test_limits_of_a_recipe():
+    shape = BY_NAME["sonic-c"]
+    found = [row for row in eight_bit.rows() if row["load"] == "even"]
+    recipes = {(row["recipe"], row["shape"]) for row in found}
+    assert ("mxfp8", "gpt-oss-20b") in recipes
+    assert ("fp8_block", "gpt-oss-20b") not in recipes  # 2880 is no multiple of 128
+    rows = {row["pass"]: row for row in found if (row["gpu"], row["shape"]) == (H100.name, shape.name)}
+    fc1 = rows["fc1"]
+    assert fc1["flops"] == 2 * shape.R * shape.H * 2 * shape.F
+    assert fc1["limit_ms"] == pytest.approx(1e3 * fc1["flops"] / 1978.8e12)
+    of_x = rows["quantize x"]
+    assert of_x["flops"] == 0
+    tiles = sum(-(-n // 128) for n in shapes.even(shape))
+    assert of_x["bytes"] == 3 * shape.R * shape.H + 512 * tiles * shape.H // 128
+
+
+def test_every_row_of_a_recipe_is_printed(capsys):
+    assert main(["bench", "--roofline", "--eight-bit", "--target", "sm_90"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(list(eight_bit.rows(scope.of(None, "sm_90"))))
+    assert "dgrad_act_quantize" in "".join(lines)
