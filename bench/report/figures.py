@@ -4,8 +4,9 @@
 
 Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -m fusedmlp demo --json`
 (`cpu_demo.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
-(`transformers_tests.json`); those of a GPU are in `bench/results/gpu/`. In a page, each figure's text stands between
-`<!-- name -->` and `<!-- /name -->`; pictures go to `docs/pictures/`.
+(`transformers_tests.json`); those of a GPU are in `bench/results/gpu/`, and what other projects published is in
+`published.json`. In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures go to
+`docs/pictures/`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.report import gpu, results
+from bench.report import gpu, gpu_pages, results
 from bench.report.pictures import PICTURES
 from bench.report.pictures import demo as draw_demo
 
@@ -154,7 +155,18 @@ FIGURES = {
     "README.md": (gpu.gpu_numbers,),
     "docs/index.md": (demo_in_short,),
     "docs/transformers.md": (transformers_tests,),
-    "docs/benchmarks.md": (gpu.gpu_steps, gpu.gpu_passes, demo, comparison, machine, host_cost),
+    "docs/benchmarks.md": (
+        gpu.gpu_machine,
+        gpu.gpu_steps,
+        gpu.gpu_passes,
+        demo,
+        comparison,
+        machine,
+        host_cost,
+    ),
+    "docs/compared.md": (gpu_pages.gpu_sorted_rows, gpu_pages.gpu_tokens, gpu_pages.liger_published),
+    "docs/eight_bit.md": (gpu_pages.gpu_eight_bit,),
+    "docs/warp_specialized.md": (gpu_pages.gpu_two_sets, gpu_pages.gpu_gathered, gpu_pages.gpu_rings),
 }
 
 

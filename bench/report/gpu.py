@@ -1,4 +1,8 @@
-"""Tables and a picture of what was measured on a GPU: `bench/results/gpu/`, whose README says on which, and how."""
+"""What was measured on a GPU, as data, as the figures of README and benchmarks.md, and as a picture.
+
+Results are in `bench/results/gpu/`, whose README says on which GPU they were measured, and how. `gpu_pages.py` has the
+figures of other pages.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,14 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from bench.limits.shapes import SHAPES
+from bench.limits import roofline
+from bench.limits.gpus import limit_ms
+from bench.limits.shapes import SHAPES, even
 from bench.report.pictures import COLOURS, svg
 
 FOLDER = Path(__file__).parents[1] / "results" / "gpu"
-SHOWN = ("sonic-a", "sonic-c", "sonic-d", "qwen3-30b-8k", "mixtral")
-_PASSES = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc1", "wgrad fc2")
+PASSES = (*roofline.FORWARD, *roofline.BACKWARD)
+OVERWRITING = ("wgrad fc2, overwrite", "wgrad fc1, overwrite")
 
 
 @cache
@@ -25,37 +31,86 @@ def about() -> dict[str, Any]:
 
 
 @cache
+def read(name: str) -> pd.DataFrame:
+    """The table `h200_NAME.csv`."""
+    return pd.read_csv(FOLDER / f"h200_{name}.csv")
+
+
+def timings() -> pd.DataFrame:
+    """Steps, passes and kernels of commit 1d590e7 and of `grouped_mm`, with the same rows for every expert."""
+    found = read("timings")
+    return found[found.load == "even"]
+
+
+def _least(rows: pd.DataFrame, what: str) -> pd.Series:
+    return rows[rows.what == what].groupby("shape").ms.min()
+
+
+@cache
 def steps() -> pd.DataFrame:
-    """Milliseconds of a step by layer, of even loads: columns are who, whether sustained."""
-    ours, peers = pd.read_csv(FOLDER / "h200_timings.csv"), pd.read_csv(FOLDER / "h200_sonicmoe.csv")
-    prototypes = pd.read_csv(FOLDER / "h200_prototypes_tokens.csv")
-    ours = ours[ours.load == "even"]
-
-    def least(rows: pd.DataFrame, what: str) -> pd.Series:
-        return rows[rows.what == what].groupby("shape").ms.min()
-
-    own, sustained = "forward+backward+main_grad", ", sustained 0.25 s"
+    """Milliseconds of a step by layer: columns are who, whether sustained."""
+    ours, peers, prototypes = timings(), read("sonicmoe"), read("prototypes_tokens")
+    alone, sustained = "forward+backward", ", sustained 0.25 s"
     columns = {
-        ("fusedmlp", False): least(ours, "step"),
-        ("fusedmlp", True): least(ours, "sustained step"),
-        ("grouped_mm + add", False): least(ours, "grouped_mm step+add"),
-        ("grouped_mm + add", True): least(ours, "grouped_mm sustained step+add"),
-        ("moe_experts", False): least(ours, "tokens step"),
-        ("moe_experts", True): least(ours, "tokens sustained step"),
-        ("prototype", False): least(prototypes, "step"),
-        ("prototype", True): least(prototypes, "sustained step"),
-        ("SonicMoE + add", False): least(peers, own),
-        ("SonicMoE + add", True): least(peers, own + sustained),
+        ("fusedmlp", False): _least(ours, "step"),
+        ("fusedmlp", True): _least(ours, "sustained step"),
+        ("grouped_mm + add", False): _least(ours, "grouped_mm step+add"),
+        ("grouped_mm + add", True): _least(ours, "grouped_mm sustained step+add"),
+        ("moe_experts", False): _least(ours, "tokens step"),
+        ("moe_experts", True): _least(ours, "tokens sustained step"),
+        ("prototype", False): _least(prototypes, "step"),
+        ("prototype", True): _least(prototypes, "sustained step"),
+        ("SonicMoE + add", False): _least(peers, f"{alone}+main_grad"),
+        ("SonicMoE + add", True): _least(peers, f"{alone}+main_grad{sustained}"),
+        ("SonicMoE", False): _least(peers, alone),
+        ("SonicMoE", True): _least(peers, alone + sustained),
     }
     return pd.DataFrame(columns)
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def layers(found: pd.DataFrame | pd.Series) -> list[str]:
+    """The names of the layers in it, in the order of the glossary."""
+    return [shape.name for shape in SHAPES if shape.name in found.index]
+
+
+def limits(rate: str = "burst") -> pd.DataFrame:
+    """The least milliseconds of each pass by layer, by the ceilings measured on that GPU."""
+    flops, bandwidth = 1e12 * about()["dense_tflops"][rate], 1e12 * about()["copy_tb_s"]
+    return pd.DataFrame(
+        {
+            shape.name: {
+                name: limit_ms(cost.flops, cost.bytes, flops, bandwidth)
+                for name, cost in roofline.passes(shape, even(shape)).items()
+            }
+            for shape in SHAPES
+        }
+    ).T
+
+
+def passes(kind: str | None = None) -> pd.DataFrame:
+    """Milliseconds of each pass by layer with one set of kernels, "default" or "ws"; None: with the faster one."""
+    found = timings()
+    found = found[found.what.str.startswith("pass ") & (kind is None or found.kind == kind)]
+    return found.groupby(["shape", found.what.str.removeprefix("pass ")]).ms.min().unstack()
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Markdown of a table."""
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *rows))
 
 
-def _ms(value: float) -> str:
-    return "-" if pd.isna(value) else f"{value:.2f}"
+def ms(value: float, digits: int = 2) -> str:
+    """Milliseconds in a cell."""
+    return "-" if pd.isna(value) else f"{value:.{digits}f}"
+
+
+def _share(limit: float, time: float) -> str:
+    return f"{100 * limit / time:.0f}%"
+
+
+def spread(values: pd.Series, unit: str = "%") -> str:
+    """The least and the largest value in percent."""
+    return f"{100 * values.min():.0f} to {100 * values.max():.0f}{unit}"
 
 
 def gpu_numbers() -> str:
@@ -64,60 +119,79 @@ def gpu_numbers() -> str:
     times = (found["grouped_mm + add", False] / found["fusedmlp", False]).dropna()
     joules, memory = facts["joules_of_a_step"]["sonic-c"], facts["peak_mib_of_a_step"]["sonic-c"]
     return (
-        f"- **{times.min():.1f} to {times.max():.1f} times as fast**: a step of {len(times)} layers.\n"
-        f"- **{joules['fusedmlp']} joules instead of {joules['grouped_mm + add']}**: a step of sonic-c.\n"
-        f"- **{memory['fusedmlp']:,} MiB instead of {memory['grouped_mm + add']:,}**: the memory of that step, above "
-        "what stays."
+        f"- **Speed: {times.min():.1f} to {times.max():.1f} times as fast**, in {len(times)} layers.\n"
+        f"- **Energy: {joules['fusedmlp']} joules instead of {joules['grouped_mm + add']}** for a step of sonic-c.\n"
+        f"- **Memory: {memory['fusedmlp']:,} MiB instead of {memory['grouped_mm + add']:,}** at the peak of that step, "
+        "above what stays."
     )
 
 
 def gpu_steps() -> str:
-    """Times of a step, burst and sustained."""
-    found, shapes = steps(), {shape.name: shape for shape in SHAPES}
-    names = [name for name in shapes if name in found.index]
-    who = dict.fromkeys(name for name, _ in found.columns)
-    header = ["", "experts, H, F, rows", *(f"{name}, {kind}" for name in who for kind in ("burst", "sustained"))]
+    """Times of a step beside its limit, burst and sustained, and its energy."""
+    found, shapes, joules = steps(), {shape.name: shape for shape in SHAPES}, about()["joules_of_a_step"]
+    least = {rate: limits(rate)[[*PASSES]].sum(axis=1) for rate in ("burst", "sustained")}
+    header = ["", "experts, H, F, rows", "ms, burst", "limit", "share", "ms, sustained", "limit", "share", "joules"]
     rows = []
-    for name in names:
+    for name in layers(found["fusedmlp", False].dropna()):
         shape = shapes[name]
-        sizes = f"{shape.E}, {shape.H:,}, {shape.F:,}, {shape.R:,}"
-        rows.append([name, sizes, *(_ms(found.loc[name, (each, kind)]) for each in who for kind in (False, True))])
-    return _table(header, rows)
+        cells = [name, f"{shape.E}, {shape.H:,}, {shape.F:,}, {shape.R:,}"]
+        for rate, sustained in (("burst", False), ("sustained", True)):
+            time, limit = found.loc[name, ("fusedmlp", sustained)], least[rate][name]
+            cells += ["-"] * 3 if pd.isna(time) else [ms(time), ms(limit), _share(limit, time)]
+        rows.append([*cells, str(joules.get(name, {}).get("fusedmlp", "-"))])
+    return table(header, rows)
 
 
 def gpu_passes() -> str:
-    """Milliseconds of each pass, with the kernels that were faster."""
-    timings = pd.read_csv(FOLDER / "h200_timings.csv")
-    timings = timings[(timings.load == "even") & timings.what.str.startswith("pass ")]
-    best = timings.groupby(["shape", "what"]).ms.min().unstack()
-    names = [shape.name for shape in SHAPES if shape.name in best.index]
-    rows = [[name, *(_ms(best.loc[name, f"pass {each}"]) for each in _PASSES)] for name in names]
-    return _table(["ms", *_PASSES], rows)
+    """The limit of each pass, its milliseconds with the kernels that were faster, and the share."""
+    best, least, names = passes(), limits(), (*PASSES, *OVERWRITING)
+    rows = [
+        [
+            name,
+            *(
+                f"{ms(least[each][name])} / {ms(best[each][name])} = {_share(least[each][name], best[each][name])}"
+                for each in names
+            ),
+        ]
+        for name in layers(best)
+    ]
+    rows.append(["all", *(spread((least[each] / best[each]).dropna()) for each in names)])
+    return table(["limit / ms = share", *names], rows)
+
+
+def gpu_machine() -> str:
+    """What was measured on, and the ceilings that limits are computed from."""
+    facts, dense = about(), about()["dense_tflops"]
+    return (
+        f"Measured on one {facts['gpu']} on {facts['date']}: the kernels of commit {facts['commit']}, with torch "
+        f"{facts['torch']} and Triton {facts['triton']}. In the same run a dense product reached {dense['burst']} "
+        f"TFLOP/s, sustained {dense['sustained']}, and a copy {facts['copy_tb_s']} TB/s, read and written together."
+    )
 
 
 def picture() -> str:
-    """Time of a step of five layers, as times that of `grouped_mm` with the addition."""
-    found = steps().loc[[*SHOWN]]
-    base = found["grouped_mm + add", False]
-    bars = {
-        "grouped_mm + add": base,
-        "SonicMoE + add, from tokens": found["SonicMoE + add", False],
-        "fusedmlp, from tokens (prototype)": found["prototype", False],
-        "fusedmlp, sorted rows": found["fusedmlp", False],
-    }
+    """Milliseconds of a step of every layer on sorted rows, as a share of those of `grouped_mm` with the addition."""
+    found = steps()
+    names = layers(found)
+    base, ours = (found[who, False][names] for who in ("grouped_mm + add", "fusedmlp"))
+    bars = {"PyTorch: grouped_mm, then main_grad.add_": base, "fusedmlp": ours}
     shapes = {shape.name: shape for shape in SHAPES}
-    labels = [f"{name}\n{shapes[name].E} experts, {shapes[name].H} x {shapes[name].F}" for name in SHOWN]
-    figure = Figure(figsize=(8.2, 4.6), layout="constrained")
+    labels = [f"{name}\n{shapes[name].E} experts, {shapes[name].H} x {shapes[name].F}" for name in names]
+    figure = Figure(figsize=(8.2, 5.0), layout="constrained")
     axis = figure.subplots()
     for i, (name, times) in enumerate(bars.items()):
-        places = [place + 0.2 * (1.5 - i) for place in range(len(SHOWN))]
-        drawn = axis.barh(places, times / base, 0.18, label=name, color=COLOURS[name])
-        axis.bar_label(drawn, ["" if pd.isna(ms) else f"{ms:.1f} ms" for ms in times], padding=3, fontsize=8)
-    axis.set_yticks(range(len(SHOWN)), labels)
-    axis.set_xlim(0, 1.15)
+        places = [place + 0.36 * (i - 0.5) for place in range(len(names))]
+        drawn = axis.barh(places, times / base, 0.34, label=name, color=COLOURS[name])
+        faster = [""] * len(names) if i == 0 else [f": {ratio:.1f} times as fast" for ratio in base / ours]
+        texts = [f"{time:.1f} ms{text}" for time, text in zip(times, faster, strict=True)]
+        axis.bar_label(drawn, texts, padding=4, fontsize=9, fontweight="bold" if i else "normal")
+    axis.set_yticks(range(len(names)), labels)
+    axis.set_xlim(0, 1.13)
     axis.xaxis.set_major_formatter(lambda x, _: f"{100 * x:.0f}%")
-    axis.set_xlabel("time of forward, backward and the sum in fp32 main_grad; shorter is better")
+    axis.set_title("Time of a training step of the experts: shorter is better", fontsize=12, fontweight="bold")
+    axis.set_xlabel("forward, backward, and weight gradients summed up in fp32; share of PyTorch's time")
     axis.spines[["top", "right"]].set_visible(False)
     axis.invert_yaxis()
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
-    return svg(figure, f"one {about()['gpu']}, {about()['date']}, commit {about()['commit']}, bf16")
+    gpu, date, commit = (about()[name] for name in ("gpu", "date", "commit"))
+    return svg(figure, f"one {gpu}, {date}, commit {commit}, bf16, rows sorted by expert")

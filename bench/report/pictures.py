@@ -24,10 +24,7 @@ COLOURS = {
     "SonicMoE": "#35978f",
     "QuACK": "#8c510a",
     "TransformerEngine": "#666666",
-    "grouped_mm + add": "#2166ac",
-    "SonicMoE + add, from tokens": "#35978f",
-    "fusedmlp, from tokens (prototype)": "#7fbf7b",
-    "fusedmlp, sorted rows": "#1b7837",
+    "PyTorch: grouped_mm, then main_grad.add_": "#2166ac",
 }
 
 

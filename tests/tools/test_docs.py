@@ -245,16 +245,17 @@ def test_the_glossary_has_every_layer():
 
 def test_every_cell_of_the_comparison_has_its_source():
     page = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
-    tables, sources = page.split("\nSources, ")
+    text, sources = page.split("\n## Sources\n")
+    tables = text.split("\n## Features\n")[1]
     rows = [line.strip("| ").split(" | ") for line in tables.splitlines() if re.match(r"\| \w", line)]
     others = [row for row in rows if row[0] != "fusedmlp"]
-    assert len(others) == 2 * 9
+    assert len(others) == 2 * 10
     for name, *cells in others:
         for cell in cells:
             assert re.search(r"\[\d+\]$", cell) or "not found" in cell, f"{name}: {cell}"
     listed = re.findall(r"^(\d+)\. ", sources, re.MULTILINE)
     assert listed == [str(number + 1) for number in range(len(listed))]
-    assert set(re.findall(r"\[(\d+)\]", tables)) == set(listed)
+    assert set(re.findall(r"\[(\d+)\]", text)) == set(listed)
 
 
 def test_every_public_name_is_in_the_reference():

@@ -1,5 +1,7 @@
 """The README is true: its example runs as pasted, and all figures are those of the committed results."""
 
+import csv
+import json
 import re
 import subprocess
 import sys
@@ -7,10 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import figures, gpu
+from bench.limits import roofline
+from bench.limits.shapes import SHAPES, even
+from bench.report import figures, gpu, gpu_pages
+from fusedmlp.kernels.tiles.table import FLOPS_A_BYTE
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "bench" / "results"
 
 
 def test_it_is_read_in_five_minutes():
@@ -21,7 +27,11 @@ def test_every_link_leads_somewhere():
     links = re.findall(r"\]\(([^)]*)\)", README)
     assert len(links) > 10
     for link in links:
-        assert (ROOT / link).is_file(), link
+        page, _, anchor = link.partition("#")
+        assert (ROOT / page).is_file(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", (ROOT / page).read_text(encoding="utf-8"), re.M)
+            assert anchor in [heading.lower().replace(" ", "-") for heading in headings], link
 
 
 def test_the_example_runs_as_pasted(tmp_path):
@@ -53,15 +63,137 @@ def test_pictures_say_on_what_they_were_measured():
         assert f"Measured on {device}" in svg, name
 
 
+def _rows(name):
+    """Rows of a table of the H200, read without the code that makes the pages."""
+    with (RESULTS / "gpu" / f"h200_{name}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row.get("load", "even") == "even"]
+
+
+def _times(rows, **columns):
+    found = [float(row["ms"]) for row in rows if all(row[name] == value for name, value in columns.items())]
+    assert found, columns
+    return found
+
+
+ABOUT = json.loads((RESULTS / "gpu" / "about.json").read_text())
+TIMINGS = _rows("timings")
+LAYERS = sorted({row["shape"] for row in TIMINGS if row["what"] == "step"})
+
+
 def test_figures_of_a_gpu_are_the_results():
-    """Two cells and a ratio, read here without the code that makes the table."""
-    rows = (ROOT / "bench" / "results" / "gpu" / "h200_timings.csv").read_text().splitlines()
-    fields = [row.split(",") for row in rows if '"' not in row]
-    of = {(kind, shape, what): float(ms) for kind, shape, load, what, ms, _ in fields[1:] if load == "even"}
+    """Cells of every table of steps, passes and kernels, computed here without the code that makes the table."""
+    ours, peer = (min(_times(TIMINGS, shape="sonic-c", what=what)) for what in ("step", "grouped_mm step+add"))
+    (line,) = [line for line in gpu_pages.gpu_sorted_rows().splitlines() if line.startswith("| sonic-c ")]
+    assert f"| {ours:.2f} | {peer:.2f} | **{peer / ours:.2f}** | " in line
+    ratios = [
+        min(_times(TIMINGS, shape=each, what="grouped_mm step+add")) / min(_times(TIMINGS, shape=each, what="step"))
+        for each in LAYERS
+    ]
+    assert f"**Speed: {min(ratios):.1f} to {max(ratios):.1f} times as fast**, in {len(LAYERS)} layers" in README
+    # sonic-c is bound by FLOPs in all passes: 6 R H F in forward, 12 in backward.
+    limit = 1e3 * 18 * 131072 * 4096 * 1024 / (1e12 * ABOUT["dense_tflops"]["burst"])
     (line,) = [line for line in gpu.gpu_steps().splitlines() if line.startswith("| sonic-c ")]
-    ours, peer = of["ws", "sonic-c", "step"], of["default", "sonic-c", "grouped_mm step+add"]
-    assert f"| {ours:.2f} | " in line
-    assert f"| {peer:.2f} | " in line
-    assert ours < of["default", "sonic-c", "step"]
-    ratios = [of["default", s, "grouped_mm step+add"] / of["ws", s, "step"] for s in gpu.steps().index]
-    assert f"**{min(ratios):.1f} to {max(ratios):.1f} times as fast**" in gpu.gpu_numbers()
+    assert f"| {ours:.2f} | {limit:.2f} | {100 * limit / ours:.0f}% | " in line
+    # wgrad of qwen3-30b-8k is bound by main_grad: 8 bytes for each weight, and its operands in bf16.
+    moved = 8 * 128 * 2 * 768 * 2048 + 2 * 65536 * (2 * 768 + 2048)
+    limit, time = 1e-9 * moved / ABOUT["copy_tb_s"], min(_times(TIMINGS, shape="qwen3-30b-8k", what="pass wgrad fc1"))
+    (line,) = [line for line in gpu.gpu_passes().splitlines() if line.startswith("| qwen3-30b-8k ")]
+    assert f"| {limit:.2f} / {time:.2f} = {100 * limit / time:.0f}% |" in line
+    changes = [
+        _times(TIMINGS, kind="ws", shape=each, what="pass dgrad_act")[0]
+        / _times(TIMINGS, kind="default", shape=each, what="pass dgrad_act")[0]
+        - 1
+        for each in LAYERS
+    ]
+    assert f"| {100 * min(changes):+.0f}% to {100 * max(changes):+.0f}% |" in gpu_pages.gpu_two_sets()
+    (kept,) = _times(TIMINGS, what="fp8 sustained step, weights kept")
+    assert f"| {kept:.2f} |" in gpu_pages.gpu_eight_bit()
+
+
+def test_ceilings_are_those_of_the_results():
+    for rate, what in (("burst", "dense product"), ("sustained", "dense product sustained")):
+        with (RESULTS / "gpu" / "h200_timings.csv").open(newline="") as file:
+            (found,) = [float(row["tflops"]) for row in csv.DictReader(file) if row["what"] == what]
+        assert round(found) == ABOUT["dense_tflops"][rate]
+    assert round(ABOUT["dense_tflops"]["burst"] / ABOUT["copy_tb_s"]) == FLOPS_A_BYTE
+
+
+def _beside(others, ours, whats):
+    """Least and largest quotient of the fastest times, over the layers and kinds of runs that both have."""
+    found = []
+    for mine, theirs in whats:
+        for layer in LAYERS:
+            times = [
+                [float(row["ms"]) for row in rows if (row["shape"], row["what"]) == (layer, what)]
+                for rows, what in ((ours, mine), (others, theirs))
+            ]
+            if all(times):
+                found.append(min(times[0]) / min(times[1]))
+    return min(found), max(found)
+
+
+def sentences():
+    """Sentences with figures that are measured, by page: their text without figures, and the figures."""
+    sonic, prototypes, tiles = _rows("sonicmoe"), _rows("prototypes_tokens"), _rows("tiles")
+    added, sustained = "forward+backward+main_grad", ", sustained 0.25 s"
+    shipped = _beside(sonic, TIMINGS, [("tokens step", added), ("tokens sustained step", added + sustained)])
+    prototype = _beside(sonic, prototypes, [("step", added), ("sustained step", added + sustained)])
+    alone = _beside(prototypes, sonic, [("forward+backward", "step")])
+    longer = [f"{100 * (ratio - 1):.0f}" for ratio in shipped]
+    peak = ABOUT["peak_mib_of_a_step"]["sonic-c"].values()
+    ring = {"path": "warp_specialized", "BLOCK_M": "128", "BLOCK_N": "256", "GROUP_M": "8", "shape": "qwen3-30b-8k"}
+    gemm, dgrad = (
+        [
+            f"{_times(tiles, **ring, **{'pass': name}, BLOCK_K=k, num_stages=stages, SUBTILES=subtiles)[0]:.3f}"
+            for k, stages, subtiles in rings
+        ]
+        for name, rings in (
+            ("gemm", (("64", "4", "4"), ("64", "3", "1"))),
+            ("dgrad", (("32", "6", "8"), ("64", "3", "8"))),
+        )
+    )
+    dense, copy = ABOUT["dense_tflops"]["burst"], ABOUT["copy_tb_s"]
+    return [
+        ("README.md", "that commit took {} to {}% longer than SonicMoE with the addition", longer),
+        ("README.md", "the kernels of commit {}, on one H200", [ABOUT["commit"]]),
+        ("docs/compared.md", "commit 1d590e7 took {} to {}% longer than SonicMoE with the addition", longer),
+        (
+            "docs/compared.md",
+            "it took {} to {}% less. In a burst, SonicMoE without the addition took {} to {}% less time",
+            [f"{100 * (1 - ratio):.0f}" for ratio in (*prototype[::-1], *alone[::-1])],
+        ),
+        (
+            "docs/compared.md",
+            "fusedmlp needs {2} MiB, `grouped_mm` with the addition {0}, and SonicMoE with it {1}.",
+            [f"{mib:,}" for mib in peak],
+        ),
+        (
+            "docs/warp_specialized.md",
+            "Below {} FLOPs a byte ({} TFLOP/s over {} TB/s, both measured on an H200), so with fewer than {} rows or, "
+            "overwriting, {}, memory is the limit.",
+            [FLOPS_A_BYTE, dense, copy, 4 * FLOPS_A_BYTE, 2 * FLOPS_A_BYTE],
+        ),
+        ("docs/warp_specialized.md", "(fc2 of qwen3: {} instead of {})", gemm),
+        ("docs/warp_specialized.md", "(qwen3: {} instead of {})", dgrad),
+    ]
+
+
+@pytest.mark.parametrize(("page", "text", "values"), sentences(), ids=lambda value: str(value)[:40])
+def test_a_sentence_has_the_measured_figures(page, text, values):
+    words = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert text.format(*values) in words
+
+
+def test_figures_of_others_are_those_published():
+    """The page says where each was published, and the FLOPs of backward that its text names are those of the limits."""
+    found, page = gpu_pages.published()["Liger"], (ROOT / "docs" / "compared.md").read_text()
+    assert Path(found["source"].split(",")[0]).name in page
+    assert f"at `{found['commit']}`" in page
+    for shape in SHAPES:
+        if shape.name in found["tflops"]:
+            costs = roofline.passes(shape, even(shape))
+            flops = sum(costs[name].flops for name in roofline.BACKWARD)
+            assert flops == 12 * shape.R * shape.H * shape.F
+            row = f"| {shape.name}, backward | {found['tflops'][shape.name]['backward']} | "
+            times = _times(TIMINGS, shape=shape.name, what="backward")
+            assert row + f"{1e-9 * flops / min(times):.0f} |" in page
