@@ -28,9 +28,7 @@ def add(commands: Commands) -> None:
     what.add_argument("--roofline", action="store_true", help="FLOPs, bytes and limit times of every pass")
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
     what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
-    parser.add_argument(
-        "--eight-bit", action="store_true", help="for --roofline: layers with 8-bit recipes"
-    )
+    parser.add_argument("--eight-bit", action="store_true", help="for --roofline: layers with 8-bit recipes")
     for name, default in arguments.LAYER.items():
         parser.add_argument(
             f"--{name}", type=arguments.positive, help=f"your layer, with even loads; default: {default}"
