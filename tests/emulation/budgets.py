@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from cases import cases
+from cases import act_quantize, cases, fc1_act_quantized, gemm_quantized, quantize, wgrad_quantized
 from emulation.layers import emulated
 from ptx_emulator.driver import ORDERS, Launched
 
 from fusedmlp.kernels.launching.run import recording
+from fusedmlp.kernels.tiles.table import Recipe
 
 TABLE = Path(__file__).with_name("budgets.csv")
 TOLERANCE = 0.02
@@ -26,6 +27,8 @@ WARP_SPECIALIZED = ", warp_specialized"  # added to the names of warp-specialize
 _WGRADS = ("wgrad", "wgrad overwrite", "wgrad scattered", "wgrad segments")
 _RAGGED = ("fc1_act", "gemm", "dgrad_act")
 _GATHERED = ("fc1_act gathered", "dgrad_act gathered", "wgrad gathered dy", "wgrad gathered x")
+_COPIES = act_quantize.OUTPUTS[:3]  # in 8 bits
+RECIPES: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8"}
 COLUMNS = {
     "instructions": ("instructions",),  # of warps
     "mma": ("mma", "wgmma", "tcgen05_mma"),
@@ -67,17 +70,48 @@ def passes() -> dict[str, Callable[[torch.dtype], None]]:
     }
 
 
+def of_recipe(recipe: Recipe) -> dict[str, Callable[[], object]]:
+    """Checks by name of a kernel for that recipe; each makes at least one launch of it, and others."""
+    (counts, padding), (H, F) = cases.LOADS["even"], _SIZES
+    rows = (recipe, counts, padding)
+    activation = partial(_act_quantize, act_quantize.Case(*rows, F=F, outputs=_COPIES))
+    return {
+        f"grouped_fc1_act_{recipe}": partial(_fc1_act, fc1_act_quantized.Case(*rows, F=F, H=H)),
+        f"grouped_gemm_{recipe}": partial(gemm_quantized.check, gemm_quantized.Case(*rows, N=H, K=F)),
+        f"grouped_wgrad_{recipe}": partial(
+            wgrad_quantized.check, wgrad_quantized.Case(recipe, (counts,), padding, N=H, K=F)
+        ),
+        f"quantize, {recipe}": partial(quantize.check, quantize.Case(*rows, C=H)),
+        f"act_quantize, {recipe}": activation,
+        f"dgrad_act_quantize, {recipe}": activation,
+    }
+
+
+def _fc1_act(case: fc1_act_quantized.Case) -> None:
+    fc1_act_quantized.run(case, gemm_quantized.Inputs(case.of_gemm), at_once=True)
+
+
+def _act_quantize(case: act_quantize.Case) -> None:
+    act_quantize.run(case, act_quantize.inputs(case))
+
+
 def measure(target: str, name: str) -> dict[str, int]:
-    """Counters of a pass, in bf16 with tiles for long loads, and the bytes that its equation needs."""
-    name, warp_specialized, _ = name.partition(WARP_SPECIALIZED)
-    check = passes()[name]
+    """Counters of a pass, in bf16 with tiles for long loads, or in 8 bits, and the bytes that its equation needs."""
+    pass_, warp_specialized, _ = name.partition(WARP_SPECIALIZED)
+    recipe, kernel = RECIPES.get(target), pass_.partition(",")[0]
+    is_eight_bit = recipe is not None and recipe in name
+    check = of_recipe(recipe)[name] if is_eight_bit else partial(passes()[pass_], torch.bfloat16)
     torch.manual_seed(0)
-    options = {"orders": ORDERS[:1], "warp_specialized": bool(warp_specialized)}
+    options = {"orders": ORDERS[:1], "warp_specialized": is_eight_bit or bool(warp_specialized)}
     with emulated(target, "long", **options) as launched, recording() as asked:
-        check(torch.bfloat16)
-    (launch,) = (each for each in launched if "grouped" in each.kernel)
-    counts = cases.LOADS["even"][0]
-    rows = [n * (3 if "segments" in name else 1) for n in counts]
+        check()
+    if is_eight_bit:
+        launched = [each for each in launched if each.kernel.removeprefix("_") == f"{kernel}_kernel"]
+        asked = [each for each in asked if each.name == kernel]
+    else:
+        launched = [each for each in launched if "grouped" in each.kernel]
+    (launch,) = launched
+    rows = [n * (3 if "segments" in name else 1) for n in cases.LOADS["even"][0]]
     costs = filter(None, (each.cost_of(rows) for each in asked))
     return {**_row(launch), "asked_bytes": sum(each.bytes for each in costs)}
 
@@ -92,6 +126,7 @@ def everything() -> Iterator[tuple[str, str]]:
     yield from (("sm_90", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
     yield from (("sm_100", name) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
     yield from (("sm_100", name + WARP_SPECIALIZED) for name in (*_RAGGED, *_GATHERED, *_WGRADS))
+    yield from ((target, name) for target, recipe in RECIPES.items() for name in of_recipe(recipe))
 
 
 def allowed() -> dict[tuple[str, str], dict[str, int]]:
