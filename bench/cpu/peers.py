@@ -105,12 +105,13 @@ def _transformer_engine(layer: Layer) -> Tensor:
     return linear(layer.fc2, a)
 
 
-def needs(module: str, gpu: bool = True) -> Callable[[str], str]:
-    """Why a peer cannot run on a device, if its module is not installed or runs on GPUs alone."""
+def needs(*modules: str, gpu: bool = True) -> Callable[[str], str]:
+    """Why a peer cannot run on a device: a module of it is not installed, or it runs on GPUs alone."""
 
     def missing(device: str) -> str:
-        if find_spec(module) is None:
-            return f"{module} is not installed"
+        for module in modules:
+            if find_spec(module) is None:
+                return f"{module} is not installed"
         return "needs a GPU" if gpu and device == "cpu" else ""
 
     return missing
@@ -127,5 +128,6 @@ PEERS = (
     Peer("Transformers grouped_mm", "tokens", _transformers("grouped_mm"), needs("transformers", gpu=False)),
     Peer("Transformers eager", "tokens", _transformers("eager"), needs("transformers", gpu=False)),
     Peer("Liger", "tokens", _liger, needs("liger_kernel")),
-    Peer("SonicMoE", "tokens", _transformers("sonicmoe"), needs("sonicmoe")),
+    # Transformers loads the kernel from the Hub, and that is written in CuTe DSL (PyPI: nvidia-cutlass-dsl).
+    Peer("SonicMoE", "tokens", _transformers("sonicmoe"), needs("kernels", "cutlass")),
 )
