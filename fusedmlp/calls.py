@@ -18,13 +18,13 @@ from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
 from fusedmlp.recipe import NAMES, check_blocks, formats
-from fusedmlp.validate import Experts, Input, Options
+from fusedmlp.validate import ExpertWeight, Input, Options
 
 
 def run(
     function: type[torch.autograd.Function],
     call: Call,
-    weights: dict[str, Experts],
+    weights: dict[str, ExpertWeight],
     tensors: Sequence[Tensor | None],
     options: Options,
 ) -> Tensor:
@@ -55,7 +55,7 @@ def run(
 
 def prepare(
     x: Input,
-    weights: dict[str, Experts],
+    weights: dict[str, ExpertWeight],
     biases: list[list[Tensor]],
     options: Options,
     num_rows: int,

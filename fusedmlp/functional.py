@@ -21,7 +21,7 @@ from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import RowOrder
 from fusedmlp.quantized_weights import QuantizedWeights
-from fusedmlp.validate import Experts, Input, Options
+from fusedmlp.validate import ExpertWeight, Input, Options
 
 
 def grouped_mlp(
@@ -208,7 +208,7 @@ def _mlp_arguments(
     fc2_bias: Tensor | Sequence[Tensor] | None,
     activation: str | Activation,
     weight_layout: str,
-) -> tuple[Activation, dict[str, Experts], list[list[Tensor]]]:
+) -> tuple[Activation, dict[str, ExpertWeight], list[list[Tensor]]]:
     """The activation, the weights by name, and the biases of an MLP, checked against each other."""
     if isinstance(activation, str):
         activation = (Activation if torch.compiler.is_compiling() else _activation)(activation)

@@ -13,7 +13,7 @@ from fusedmlp.autograd import weight_copies
 from fusedmlp.autograd.layers import Call
 from fusedmlp.operators.types import WeightCopies
 from fusedmlp.recipe import BLOCKS, DTYPES, Formats, check_blocks
-from fusedmlp.validate import Experts, Input, Options
+from fusedmlp.validate import ExpertWeight, Input, Options
 
 
 class QuantizedWeights(NamedTuple):
@@ -25,7 +25,7 @@ class QuantizedWeights(NamedTuple):
     fc2: WeightCopies
     of: tuple[tuple[int, int], ...]  # address and version of every weight when it was quantized
 
-    def check(self, weights: dict[str, Experts], recipe: str | None, weight_layout: str) -> None:
+    def check(self, weights: dict[str, ExpertWeight], recipe: str | None, weight_layout: str) -> None:
         """Raise unless these are copies of the weights as they are now, in this recipe and layout."""
         if (recipe, weight_layout) != (self.recipe, self.weight_layout):
             raise ValueError(
@@ -95,7 +95,7 @@ def quantize_weights(
     return QuantizedWeights(recipe, weight_layout, fc1, fc2, weight_copies.origin(_tensors(weights)))
 
 
-def copies_of(call: Call, weights: dict[str, Experts], options: Options) -> list[Tensor]:
+def copies_of(call: Call, weights: dict[str, ExpertWeight], options: Options) -> list[Tensor]:
     """8-bit copies of the weights that a call need not make, as `autograd/layers.py` takes them: of all, or none."""
     given = options.quantized_weights
     if given is not None:
@@ -114,5 +114,5 @@ def copies_of(call: Call, weights: dict[str, Experts], options: Options) -> list
     return [copy for copies in kept for copy in copies] if all(kept) else []
 
 
-def _tensors(weights: dict[str, Experts]) -> list[Tensor]:
+def _tensors(weights: dict[str, ExpertWeight]) -> list[Tensor]:
     return [w for experts in weights.values() for w in experts.tensors]

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.contract.buffer_checks import check_flag
 from fusedmlp.contract.destination import MODES, Mode, are_alike, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.flags import check_flag
 from fusedmlp.recipe import DTYPES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
@@ -24,7 +24,7 @@ _WITHOUT_KERNELS = ("cpu", "meta")  # types of devices
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-class Experts(NamedTuple):
+class ExpertWeight(NamedTuple):
     """A weight as a list of tensors (one packed, or one per expert), and its logical sizes."""
 
     tensors: list[Tensor]
@@ -108,7 +108,7 @@ def rows(name: str, x: object, recipe: str | None) -> Input:
     return Input(name, plain(name, x), dtypes)
 
 
-def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
+def experts(name: str, weight: object, weight_layout: str, x: Input) -> ExpertWeight:
     """Check a weight: `[E, out, in]` or E times `[out, in]`, the last two swapped for `in_out`."""
     tensors, packed = _group(name, weight)
     alike = not torch.compiler.is_compiling() and are_alike(tensors)
@@ -127,7 +127,7 @@ def experts(name: str, weight: object, weight_layout: str, x: Input) -> Experts:
     out_features, in_features = tensors[0].shape[-2:]
     if weight_layout == "in_out":
         out_features, in_features = in_features, out_features
-    return Experts(tensors, count, out_features, in_features)
+    return ExpertWeight(tensors, count, out_features, in_features)
 
 
 def first_tensor(name: str, weight: object) -> Tensor:
@@ -135,7 +135,7 @@ def first_tensor(name: str, weight: object) -> Tensor:
     return _group(name, weight)[0][0]
 
 
-def biases(name: str, bias: object, weight: Experts, x: Input) -> list[Tensor]:
+def biases(name: str, bias: object, weight: ExpertWeight, x: Input) -> list[Tensor]:
     """Check a bias: None, `[E, out]` or E times `[out]`."""
     if bias is None:
         return []

@@ -219,8 +219,14 @@ class Operators(TorchDispatchMode):
 def count(row: Row, counters: null_driver.Counters) -> dict[str, dict[str, int]]:
     """Counts by kind: of a forward, of a backward, and their sum."""
 
-    def now() -> list[int]:
-        return [*counters.read(), operators.launching, operators.allocated]
+    def now() -> dict[str, int]:
+        launches, descriptors = counters.read()
+        return {
+            "launches": launches,
+            "descriptors": descriptors,
+            "operators": operators.launching,
+            "allocations": operators.allocated,
+        }
 
     with Operators() as operators:
         start = now()
@@ -228,10 +234,10 @@ def count(row: Row, counters: null_driver.Counters) -> dict[str, dict[str, int]]
         middle = now()
         row.backward(result)
         end = now()
-    found = {}
-    for name, a, b, c in zip(("launches", "descriptors", "operators", "allocations"), start, middle, end, strict=True):
-        found[name] = dict(zip(PARTS, (b - a, c - b, c - a), strict=True))
-    return found
+    return {
+        name: dict(zip(PARTS, (middle[name] - first, last - middle[name], last - first), strict=True))
+        for name, first, last in ((name, start[name], end[name]) for name in start)
+    }
 
 
 def _step(row: Row) -> tuple[float, float, float]:

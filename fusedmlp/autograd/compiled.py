@@ -32,7 +32,7 @@ from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock,
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient
 from fusedmlp.contract.route import Route, mark_fused
 from fusedmlp.operators.ops import register
-from fusedmlp.validate import Experts
+from fusedmlp.validate import ExpertWeight
 
 
 def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[tuple[str, list[Any]]]:
@@ -224,7 +224,9 @@ class _NothingSaved:
         """Save nothing."""
 
 
-def run(call: Call, weights: dict[str, Experts], tensors: Sequence[Tensor | None], first_microbatch: bool) -> Tensor:
+def run(
+    call: Call, weights: dict[str, ExpertWeight], tensors: Sequence[Tensor | None], first_microbatch: bool
+) -> Tensor:
     """Run the layer inside a graph; `tensors` as its `autograd.Function` takes them.
 
     An exported program holds the operators alone, which return plain gradients: see `operators.py`.

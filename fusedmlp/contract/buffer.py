@@ -18,6 +18,7 @@ from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim,
 from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
 from fusedmlp.contract.parameter_state import GRADIENT, LENT, STALE, ZEROS, ParameterState, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
+from fusedmlp.flags import check_flag
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64
@@ -93,7 +94,7 @@ class MainGradBuffer:
         self._lent = False  # True inside as_grad
         self._with_optimizer = optimizer is not None
         buffer_checks.check(self.params, dtype)
-        buffer_checks.check_flag("grad_added_to_main_grad", grad_added_to_main_grad)
+        check_flag("grad_added_to_main_grad", grad_added_to_main_grad)
         if optimizer is not None:
             check_optimizer(optimizer, self.params)
         sizes = [-(-param.numel() // _ALIGNMENT) * _ALIGNMENT for param in self.params]
@@ -176,7 +177,7 @@ class MainGradBuffer:
             error_if_nonfinite: raise RuntimeError, before scaling, if the norm is not finite; waits for the device.
         """
         buffer_checks.check_max_norm(max_norm)
-        buffer_checks.check_flag("error_if_nonfinite", error_if_nonfinite)
+        check_flag("error_if_nonfinite", error_if_nonfinite)
         norm = self.norm()
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(f"clip_norm_: expected a finite norm of the gradients; got {norm.item()}")

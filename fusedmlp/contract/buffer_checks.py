@@ -75,9 +75,3 @@ def check_max_norm(max_norm: float | Tensor) -> None:
         limit = math.nan
     if not limit >= 0 or isinstance(max_norm, str):
         raise ValueError(f"max_norm: expected a number of at least 0; got {max_norm!r}")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Check a boolean: any other value would count as True or False by chance ("no" is True)."""
-    if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in (0, 1):
-        raise TypeError(f"{name}: expected True or False; got {type(value).__name__} {value!r}"[:200])

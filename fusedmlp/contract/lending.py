@@ -37,10 +37,10 @@ def lend(param: Tensor, state: ParameterState, exact: Tensor, *, takes_gradients
 
 
 def reclaim(param: Tensor, state: ParameterState) -> bool:
-    """Set `.grad` to the exact tensor again, before a gradient is added.
+    """Put the exact tensor back into `.grad`, before a gradient is added to it.
 
-    Returns whether `.grad` had been set to None, which makes the exact tensor stale. If `.grad` is not `main_grad`, it
-    then stays None.
+    Returns True if `.grad` had been set to None. What the exact tensor holds is then of an earlier step. It becomes
+    `.grad` again if it is `main_grad`; otherwise `.grad` stays None.
 
     Raises:
         RuntimeError: inside `as_grad`, where `.grad` is a copy to which no gradient can be added unrounded.

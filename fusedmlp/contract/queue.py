@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmlp.contract.buffer_checks import check_flag
 from fusedmlp.contract.engine import Backward, current_backward
 from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Route
+from fusedmlp.flags import check_flag
 from fusedmlp.operators import ops
 
 

@@ -174,7 +174,11 @@ class Route(Queued):
         return targets if self.delayed else destination.of_one_kind(targets)
 
     def _may_add(self, param: Tensor) -> bool:
-        """Whether this route may accumulate into a parameter, as no other thread does; else AccumulateGrad has to."""
+        """Whether this route may accumulate into a parameter; otherwise AccumulateGrad has to.
+
+        It may if other threads are held back or there are none (`held` is a list, which may be empty; None says that
+        one may be adding already), or if no thread accumulates into the parameter, as it is frozen.
+        """
         return self.held is not None or not param.requires_grad
 
     def finish(self) -> list[Tensor | None]:

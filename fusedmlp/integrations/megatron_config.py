@@ -6,14 +6,17 @@ Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`,
 initialisation fields, expert and tensor parallel sizes, `moe_single_grouped_weight`, `moe_single_grouped_bias`;
 `fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, and `fp8_wgrad`. `bias_activation_fusion`,
 `use_fused_weighted_squared_relu`, `use_transformer_engine_op_fuser` and `moe_act` recomputation ask for what the
-kernels always do. `moe_router_padding_for_quantization` adds rows, which 8-bit recipes do not need.
-`refuse_unsupported`, `activation` and `recipe` refuse the rest.
+kernels always do; so does `moe_use_grouped_tensor` (0.20). `moe_router_padding_for_quantization` adds rows, which
+8-bit recipes do not need. `refuse_unsupported`, `activation` and `recipe` refuse the rest, also fields about experts
+that megatron-core 0.16 to 0.20 do not have, if they are set.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -45,10 +48,59 @@ _REFUSED = {
     "moe_paged_stash": "paged activations of TransformerEngine's own fused experts",
     "init_model_with_meta_device": "parameters on the meta device",
 }
+_SENT_AS_MXFP8 = {"moe_dispatch_fwd_dtype": "rows", "moe_combine_bwd_dtype": "gradients of the experts' output"}
+# Fields whose name says that they may be about experts, and those of them that 0.16 to 0.20 have: honoured, refused, or
+# about the router, the dispatcher, shared experts, losses, recomputation and attention.
+_MAY_BE_ABOUT_EXPERTS = re.compile("moe_|activation_|glu_|expert|fp8|fp4|quant|wgrad")
+_KNOWN = re.compile(
+    r"moe_(router|shared_expert|hybridep|permute_fusion|token_drop|paged_stash|deepep|flex_dispatcher|enable)\w*"
+    r"|moe_(apply_probs_on_input|aux_loss_coeff|combine_bwd_dtype|dispatch_fwd_dtype|expert_(rank_)?capacity_factor"
+    r"|extended_tp|ffn_hidden_size|grad_scale_func|grouped_gemm|input_jitter_eps|latent_size|layer_(freq|recompute)"
+    r"|mlp_glu_interleave_size|ncclep_(static_shape|zero_copy)|pad_expert_input_to_capacity"
+    r"|pad_experts_for_cuda_graph_inference|per_layer_logging|single_grouped_(weight|bias)|token_dispatcher_type"
+    r"|use_grouped_tensor|use_legacy_grouped_gemm|z_loss_coeff)"
+    r"|fp8(_\w+)?|fp4(_\w+)?|inference_moe_\w+"
+    r"|activation_(func(_clamp_value|_fp8_input_store)?|offload_fraction)|bias_activation_fusion|glu_linear_offset"
+    r"|expert_(gtp_weight_remat_size|model_parallel_size|tensor_parallel_(num_weight_shards|size))|num_moe_experts"
+    r"|fine_grained_activation_offloading|num_microbatches_with_partial_activation_checkpoints"
+    r"|delay_wgrad_compute|defer_embedding_wgrad_compute|overlap_dispatch_backward_with_experts_wgrad"
+    r"|overlap_moe_expert_parallel_comm|quant_recipe|tp_comm_bulk_wgrad|use_grouped_gemm_for_shared_expert"
+    r"|use_te_activation_func|wgrad_deferral_limit"
+)
+
+
+def unknown_fields(kind: type) -> Iterator[dataclasses.Field[Any]]:
+    """Fields of Megatron's own config classes that may be about experts and that this module does not know."""
+    own = {
+        name
+        for cls in kind.__mro__
+        if cls.__module__.startswith("megatron.")
+        for name in vars(cls).get("__annotations__", ())
+    }
+    for field in dataclasses.fields(kind):
+        if field.name in own and _MAY_BE_ABOUT_EXPERTS.search(field.name) and not _KNOWN.fullmatch(field.name):
+            yield field
+
+
+def _refuse_unknown(config: Any) -> None:
+    for field in unknown_fields(type(config)):
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if (value := getattr(config, field.name, default)) != default:
+            raise ValueError(
+                f"config.{field.name}: expected {default!r}, as FusedGroupedMLP does not know this field and what it "
+                f"changes (keep TEGroupedMLP for that); got {value!r}"
+            )
 
 
 def refuse_unsupported(config: Any) -> None:
     """Raise for the first config field that the fused experts cannot honour."""
+    _refuse_unknown(config)
+    for name, sent in _SENT_AS_MXFP8.items():
+        if (value := getattr(config, name, "bf16")) != "bf16":
+            raise ValueError(
+                f"config.{name}: expected 'bf16', as FusedGroupedMLP takes {sent} in 16 bits (keep TEGroupedMLP for "
+                f"that); got {value!r}"
+            )
     for name, feature in _REFUSED.items():
         value = getattr(config, name, None)
         if value not in (None, False):
@@ -109,7 +161,8 @@ def activation(config: Any) -> Activation:
     if not config.gated_linear_unit:
         return Activation(name)
     limit = config.activation_func_clamp_value
-    if limit is not None and config.bias_activation_fusion and function is F.silu:
+    clamps = hasattr(config, "moe_use_grouped_tensor")  # 0.20
+    if limit is not None and config.bias_activation_fusion and function is F.silu and not clamps:
         warnings.warn(
             f"config.activation_func_clamp_value: FusedGroupedMLP clamps at {limit}; TEGroupedMLP, up to megatron-core "
             "0.19, does not clamp swiglu with bias_activation_fusion (set None to compute as it does)",

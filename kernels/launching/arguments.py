@@ -6,7 +6,8 @@ An operator takes tensors, lists of all experts' tensors, the elements and scale
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -105,6 +106,14 @@ def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
     return found
 
 
+class AroundTensor(ABC):
+    """An argument that is not a tensor itself, but holds one: `routing.plan.Schedule`."""
+
+    @abstractmethod
+    def with_tensor(self, replaced: Callable[[Any], Any]) -> Any:
+        """The same around `replaced(tensor)`."""
+
+
 def described(value: Any, tensors: list[Tensor]) -> Any:
     """Replace tensors by arrays, also in named tuples, lists of segments and schedules; append them to `tensors`:
     the sources of the arrays.
@@ -117,7 +126,9 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         lowest = _lowest(value)
         return [replace(described(own, tensors), distance=_distance(own, lowest)) for own in value]
-    return value.mapped(lambda own: described(own, tensors)) if hasattr(value, "mapped") else value
+    if isinstance(value, AroundTensor):
+        return value.with_tensor(lambda own: described(own, tensors))
+    return value
 
 
 def _lowest(segments: Sequence[Tensor]) -> int:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..launching.arguments import AroundTensor
 from ..launching.program import Builder
 from ..launching.run import Launcher
 from ..operands.arrays import Array
@@ -127,7 +128,7 @@ def plan_of_counts(builder: Builder, counts_E: Array, num_rows: int) -> CheckedP
     return CheckedPlan(plan_tables(builder, counts_E, None, valid, num_rows, counts_E.shape[0], blocks), valid)
 
 
-class Schedule:
+class Schedule(AroundTensor):
     """A plan, as launchers read it: a tensor or, while a program is planned, an array."""
 
     def __init__(self, plan: Any, num_rows: int, num_experts: int | None = None):
@@ -151,9 +152,9 @@ class Schedule:
         blocks = row_blocks(builder.target.architecture)
         return plan_tables(builder, None, offsets, None, self.num_rows, self.num_experts, blocks)
 
-    def mapped(self, function: Callable[[Any], Any]) -> Schedule:
-        """The same with another plan: a tensor's array."""
-        return Schedule(function(self._plan), self.num_rows, self.num_experts)
+    def with_tensor(self, replaced: Callable[[Any], Any]) -> Schedule:
+        """The same schedule, of `replaced(plan)`: a launcher plans with the array that describes the plan's tensor."""
+        return Schedule(replaced(self._plan), self.num_rows, self.num_experts)
 
     @property
     def offsets(self) -> Any:

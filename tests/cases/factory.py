@@ -1,7 +1,7 @@
 """Makes the inputs of all numerical tests, and runs the library on them."""
 
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn import Parameter
@@ -168,10 +168,6 @@ def reference(inputs, dtype, magnitudes=None):
         activation=case.activation,
         **case.options,
     )
-
-
-def with_counts(case, counts, padding):
-    return replace(case, counts=tuple(counts), padding=padding)
 
 
 @dataclass(frozen=True)

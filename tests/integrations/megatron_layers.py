@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 import warnings
 from functools import partial
@@ -26,6 +27,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from fusedmlp.doctor import reference
+from fusedmlp.integrations import megatron_config
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 
 VERSION = package_info.VERSION[:2]
@@ -454,7 +456,10 @@ def clamp_is_said():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fused(config)
-    (warning,) = caught
+        (warning,) = caught
+        config.moe_use_grouped_tensor = True  # a field of 0.20, which clamps with the fusion, too
+        fused(config)
+    assert caught == [warning]
     return str(warning.message)
 
 
@@ -483,6 +488,28 @@ def raised(run):
     return None
 
 
+def newer_config(module="megatron.core.transformer.transformer_config", **options):
+    """A config with two more fields, defined in a module of that name."""
+    config = make_config()
+    newer = dataclasses.make_dataclass(
+        "Newer",
+        [
+            ("moe_squared_experts", bool, False),
+            ("moe_expert_scales", list, dataclasses.field(default_factory=list)),
+            ("moe_router_of_tomorrow", bool, False),
+        ],
+        bases=(type(config),),
+        namespace={"__post_init__": lambda self: None, "__module__": module},
+    )
+    own = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+    return newer(**own, **options, moe_router_of_tomorrow=True)
+
+
+def fields_unknown():
+    """Names of fields of this version that may be about experts and are not known."""
+    return [field.name for field in megatron_config.unknown_fields(TransformerConfig)]
+
+
 def refusals():
     """Errors for every config that cannot be honoured, and for uses that would give a wrong gradient."""
     megatron_world.model_parallel()
@@ -494,6 +521,8 @@ def refusals():
         "use_te_activation_func": True,
         "moe_mlp_glu_interleave_size": 32,
         "moe_ncclep_zero_copy": True,
+        "moe_dispatch_fwd_dtype": "mxfp8",
+        "moe_combine_bwd_dtype": "mxfp8",
         "activation_func_fp8_input_store": True,
         "overlap_dispatch_backward_with_experts_wgrad": True,
         "activation_func": torch.tanh,
@@ -509,6 +538,11 @@ def refusals():
         config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
         setattr(config, name, value)
         found[name] = raised(lambda config=config: fused(config))
+    for name, value in {"moe_squared_experts": True, "moe_expert_scales": [2.0]}.items():
+        config = newer_config(**{name: value})
+        found[name] = raised(lambda config=config: fused(config))
+    found["unset fields of a newer version"] = raised(lambda: fused(newer_config()))
+    found["fields of one's own config"] = raised(lambda: fused(newer_config("my_training", moe_squared_experts=True)))
     found["one expert on a rank"] = raised(lambda: fused(overlapped("alltoall", 1)))
     found["first_last_layers_bf16"] = raised(lambda: fused(eight_bit_config("blockwise", first_last_layers_bf16=True)))
     for recipe in ("tensorwise", "delayed", "custom", Fp8Recipe.delayed):
@@ -559,7 +593,7 @@ def order_of_hooks():
 
 def config_and_state():
     """On one rank: the results of several functions, by name."""
-    functions = freed_inputs, honoured, clamp_is_said, kept, refusals, order_of_hooks, recipes
+    functions = fields_unknown, freed_inputs, honoured, clamp_is_said, kept, refusals, order_of_hooks, recipes
     functions += state_dict_names, grouped_state_dict
     return {function.__name__: function() for function in functions}
 

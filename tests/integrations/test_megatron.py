@@ -68,6 +68,10 @@ MESSAGES = {
     "use_te_activation_func": r"config\.use_te_activation_func: expected it unset",
     "moe_mlp_glu_interleave_size": r"config\.moe_mlp_glu_interleave_size: expected it unset, .* got 32",
     "moe_ncclep_zero_copy": r"config\.moe_ncclep_zero_copy: expected it unset",
+    "moe_dispatch_fwd_dtype": r"config\.moe_dispatch_fwd_dtype: expected 'bf16', .* takes rows in .* got 'mxfp8'",
+    "moe_combine_bwd_dtype": r"config\.moe_combine_bwd_dtype: expected 'bf16', .* takes gradients .* got 'mxfp8'",
+    "moe_squared_experts": r"config\.moe_squared_experts: expected False, .* does not know this field .* got True",
+    "moe_expert_scales": r"config\.moe_expert_scales: expected \[\], .* does not know this field .* got \[2\.0\]",
     "activation_func_fp8_input_store": r"config\.activation_func_fp8_input_store: expected it unset",
     "overlap_dispatch_backward_with_experts_wgrad": r"config\.overlap_dispatch_backward_with_experts_wgrad: ",
     "activation_func": r"config\.activation_func: expected a gated activation that fusedmlp has \(.*\); got .*tanh",
@@ -173,7 +177,9 @@ def test_config_and_state(tmp_path):
         assert refuses == (name in frees), name
         assert freed in (refuses, None), name
     refused = found["refusals"]
-    assert refused.pop("DDP does not delay, no gradient") is None
+    for allowed in ("DDP does not delay, no gradient", "unset fields of a newer version", "fields of one's own config"):
+        assert refused.pop(allowed) is None, allowed
+    assert found["fields_unknown"] == []
     assert refused.keys() == MESSAGES.keys()
     for name, message in MESSAGES.items():
         assert re.search(message, refused[name] or ""), (name, refused[name])
