@@ -174,10 +174,8 @@ class Route(Queued):
         return targets if self.delayed else destination.of_one_kind(targets)
 
     def _may_add(self, param: Tensor) -> bool:
-        """Whether this route may accumulate into a parameter; otherwise AccumulateGrad has to.
-
-        It may if other threads are held back or there are none (`held` is a list, which may be empty; None says that
-        one may be adding already), or if no thread accumulates into the parameter, as it is frozen.
+        """Whether this route may accumulate into a parameter: else AccumulateGrad has to, as `held` is None, which says
+        that another thread may be adding. Frozen parameters get nothing from other threads.
         """
         return self.held is not None or not param.requires_grad
 
