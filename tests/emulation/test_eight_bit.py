@@ -30,6 +30,7 @@ QUICK = ("swiglu", "biases")
 EACH = [pytest.param(kind, marks=[] if kind in QUICK else [pytest.mark.exhaustive]) for kind in LAYERS]
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("kind", EACH)
 @pytest.mark.parametrize("wgrad", ["recipe", "bf16"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -59,6 +60,7 @@ def test_linear_channels_within_a_chunk_of_scales():
     compare(got, layer.results(recipe="mxfp8", impl="torch"))
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("kind", ["swiglu", "list of experts", "in_out", "float32 weights"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kept_copies_of_weights(recipe, kind):
@@ -81,6 +83,7 @@ def test_kept_copies_of_weights(recipe, kind):
         assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("wgrad", ["at once", "delayed", "fused"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_microbatches(recipe, wgrad):

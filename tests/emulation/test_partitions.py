@@ -73,6 +73,7 @@ def test_the_same_bits_in_many_orders_in_8_bits(target, name):
 STEPS = ((1, 64, 65, 192, 193, 0, 256, 257), 5)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(("target", "large"), [("sm_90", False), ("sm_90", True), ("sm_100", False)])
 @pytest.mark.parametrize("accumulate", [True, False])
 def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target, large):
@@ -87,6 +88,7 @@ def test_steps_of_wgrad_around_the_number_of_stages(accumulate, target, large):
     wgrad.check(dw, [one], wgrad.UNTOUCHED if accumulate else 0.0)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("where", ["packed", "reversed", "packed in_out"])
 @pytest.mark.parametrize("gathered", ["", "dy", "x"])
 def test_main_grad_that_is_loaded_ahead(gathered, where):
@@ -97,6 +99,7 @@ def test_main_grad_that_is_loaded_ahead(gathered, where):
     assert log[-1].chosen.tile.SLOTS
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("K", [8, 64, 192, 264, 328])
 def test_steps_of_a_gemm_around_the_number_of_stages(K, target):

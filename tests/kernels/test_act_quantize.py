@@ -30,7 +30,7 @@ LOADS = {
     "last only": ((0, 0, 33), 130),
 }
 GPT_OSS = {"interleaved": True, "limit": 1.5, "alpha": 1.702, "linear_offset": 1.0}
-pytestmark = pytest.mark.parametrize("recipe", BLOCKS)
+pytestmark = [pytest.mark.parametrize("recipe", BLOCKS), pytest.mark.sparse]
 
 
 @pytest.mark.parametrize("load", LOADS)
@@ -39,13 +39,11 @@ def test_loads(recipe, load):
     check(Case(recipe, counts=counts, padding=padding))
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("name", [*GATED, *UNGATED])
 def test_activations(recipe, name):
     check(Case(recipe, **SMALL, activation=name))
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("probs", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -62,7 +60,6 @@ def test_halves_of_any_width(recipe, blocks):
     check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe]))
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("name", ["interleaved", "no linear part"])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 def test_channels_of_any_number(recipe, blocks, name):
@@ -71,7 +68,6 @@ def test_channels_of_any_number(recipe, blocks, name):
     check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe], activation=activation, options=options))
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("name", OUTPUTS)
 @pytest.mark.parametrize("options", [{}, {"interleaved": True}], ids=["halves", "interleaved"])
 def test_an_absent_output_is_left_alone(recipe, name, options):

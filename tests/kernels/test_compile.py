@@ -171,6 +171,7 @@ def test_limits_are_those_of_the_chips():
     }
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_that_nothing_launches_is_a_failing_row():
     code = (
         "from fusedmlp.kernels.tiles import table; from bench.proof import cases, proof;"

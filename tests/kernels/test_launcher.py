@@ -27,7 +27,16 @@ CHECKS = [
 ]
 
 
-EXHAUSTIVE = {"layers_of_every_kind"}  # it compiles many kernels
+# They compile kernels that no other check needs.
+EXHAUSTIVE = {
+    "layers_of_every_kind",
+    "other_operators",
+    "segments",
+    "tf32_is_asked_of_what_is_multiplied",
+    "warp_specialized_kernels",
+    "warp_specialized_kernels_that_copy_rows",
+    "warp_specialized_kernels_that_gather_rows",
+}
 
 
 @cache

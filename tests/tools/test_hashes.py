@@ -22,6 +22,7 @@ print(json.dumps({"problems": [row.problems for row in rows if row.problems], "f
 
 
 @pytest.mark.skipif(triton.__version__ not in hashes.TRITONS, reason=f"the table is of Tritons {hashes.TRITONS}")
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("target", ["sm_90", "sm_100"])
 def test_launches_are_the_code_of_the_table(target):
     done = forked.run("-c", _COMPILE, target)
