@@ -7,6 +7,9 @@ from typing import Any
 
 import pandas as pd
 
+from bench.limits import eight_bit
+from bench.limits.gpus import limit_ms
+from bench.limits.shapes import SHAPES, even
 from bench.report.gpu import FOLDER, OVERWRITING, about, layers, ms, passes, read, steps, table, timings
 
 PUBLISHED = FOLDER.parent / "published.json"
@@ -88,6 +91,27 @@ def gpu_eight_bit() -> str:
         ["`fp8_block`, weights kept", least("fp8 step, weights kept"), least("fp8 sustained step, weights kept")],
     ]
     return table(["step of sonic-c, ms", "burst", "sustained"], rows)
+
+
+# Launches in the order of a step with kept weights, but for plans of a load; as `eight_bit.passes` names them.
+_LAUNCHES = ("quantize x", "fc1", "fc2", "quantize dy", "dgrad", "dgrad_act_quantize", "dx", "wgrad fc2",
+             "quantize x for wgrad", "wgrad fc1")  # fmt: skip
+
+
+def gpu_eight_bit_launches() -> str:
+    """Launches of a step in 8 bits beside their limits, products at twice the measured rate of bf16."""
+    shape = next(shape for shape in SHAPES if shape.name == "sonic-c")
+    measured = timings()
+    measured = measured[measured.what.str.startswith("fp8 kernel ") & ~measured.what.str.contains("plan|token_tiles")]
+    costs = eight_bit.passes(shape, even(shape), "fp8_block")
+    flops, bandwidth = eight_bit.SPEED * 1e12 * about()["dense_tflops"]["burst"], 1e12 * about()["copy_tb_s"]
+    rows = []
+    for name, time in zip(_LAUNCHES, measured.ms, strict=True):
+        cost, multiplies = costs[name], name in eight_bit.MULTIPLYING
+        limit = limit_ms(cost.flops if multiplies else 0, cost.bytes, flops, bandwidth)
+        rate = f"{cost.flops / time / 1e9:,.0f}" if multiplies else "-"
+        rows.append([f"`{name}`", ms(time), ms(limit), f"{time / limit:.1f}", rate])
+    return table(["sonic-c", "ms", "limit, ms", "times the limit", "TFLOP/s"], rows)
 
 
 def gpu_two_sets() -> str:
