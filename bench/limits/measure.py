@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -37,11 +38,11 @@ class Layer:
         torch.manual_seed(0)
         E, H, F, R = shape.E, shape.H, shape.F, sum(rows)
         options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.x = torch.randn(R, H, **options, requires_grad=True)
-        self.dy = torch.randn(R, H, **options)
+        self.x = torch.empty(R, H, **options).normal_().requires_grad_()
+        self.dy = torch.empty(R, H, **options).normal_()
         self.probs = torch.rand(R, device=device, requires_grad=True)
-        self.fc1 = nn.Parameter(torch.randn(E, 2 * F, H, **options) * H**-0.5)
-        self.fc2 = nn.Parameter(torch.randn(E, H, F, **options) * F**-0.5)
+        self.fc1 = nn.Parameter(torch.empty(E, 2 * F, H, **options).normal_(std=H**-0.5))
+        self.fc2 = nn.Parameter(torch.empty(E, H, F, **options).normal_(std=F**-0.5))
         self.counts = torch.tensor(rows, device=device)
         self.buffer = fusedmlp.MainGradBuffer([self.fc1, self.fc2])
 
@@ -120,19 +121,76 @@ def kernel_times() -> Iterator[list[tuple[str, Callable[[], float]]]]:
             chain.remove(hook)
 
 
-def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, float]:
-    """Median ms of every pass of a step. The GPU first waits, so that launches queue up and no gap is timed."""
-    step()
-    samples: dict[str, list[float]] = {name: [] for name in STEP}
+def kernel_medians(run: Callable[[], object], repetitions: int = 10) -> list[tuple[str, float]]:
+    """Name and median ms of every Triton kernel of a run, in the order of their launches.
+
+    The GPU first waits, so that launches queue up and no gap is timed.
+    """
+    run()
+    found: list[list[tuple[str, float]]] = []
     for _ in range(repetitions):
         torch.cuda._sleep(_WAIT)
         with kernel_times() as launches:
-            step()
+            run()
         torch.cuda.synchronize()
-        times = [ms() for name, ms in launches if name.removeprefix("_").startswith("grouped_")]
-        for name, ms in zip(STEP, times, strict=True):
-            samples[name].append(ms)
-    return {name: statistics.median(times) for name, times in samples.items()}
+        found.append([(name, ms()) for name, ms in launches])
+    return [(same[0][0], statistics.median(ms for _, ms in same)) for same in zip(*found, strict=True)]
+
+
+def pass_times(step: Callable[[], object], repetitions: int = 10) -> dict[str, float]:
+    """Median ms of every pass of a step."""
+    times = [ms for name, ms in kernel_medians(step, repetitions) if name.removeprefix("_").startswith("grouped_")]
+    return dict(zip(STEP, times, strict=True))
+
+
+def sustained(
+    run: Callable[[], object], seconds: float, joules: Callable[[], float | None]
+) -> tuple[float, float | None]:
+    """Mean ms and joules of a run among many back to back, where the power limit counts.
+
+    `joules` returns the energy that the GPU has used so far, or None.
+    """
+
+    def several(number: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(number):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end)) / number
+
+    several(1)
+    number = max(5, int(1e3 * seconds / several(1)))
+    before = joules()
+    ms, after = several(number), joules()
+    return ms, None if before is None or after is None else (after - before) / number
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most memory that a run allocates above what was allocated before it."""
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def host_ms(run: Callable[[], object], repetitions: int = 20) -> float:
+    """Time of the host alone, in the fastest of three rounds, while the GPU waits."""
+    run()
+    rounds = []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(75 * _WAIT)
+        start = time.perf_counter()
+        for _ in range(repetitions):
+            run()
+        rounds.append(1e3 * (time.perf_counter() - start) / repetitions)
+    torch.cuda.synchronize()
+    return min(rounds)
 
 
 def beside_limits(rows: Iterable[dict[str, Any]], scope: Scope) -> Iterator[dict[str, Any]]:
