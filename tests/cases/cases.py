@@ -34,6 +34,8 @@ BF16, FP16, FP32, TF32 = "bf16", "fp16", "fp32", "tf32"
 DTYPES = {BF16: torch.bfloat16, FP16: torch.float16, FP32: torch.float32, TF32: torch.float32}
 EVERY = (BF16, FP16, FP32, TF32)
 SHAPES = ("short", "long")
+# The recipe that the kernels of a GPU multiply in.
+RECIPES: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8", "sm_120": "mxfp8", "gfx950": "mxfp8"}
 
 # Rows of each expert, and padding rows after them.
 LOADS = {
@@ -84,10 +86,9 @@ def cases() -> list[Case]:
 
 def of_recipes(architecture: str) -> list[Case]:
     """Cases of kernels that multiply in 8 bits, on a GPU that has them."""
-    recipes: dict[str, Recipe] = {"sm_90": "fp8_block", "sm_100": "mxfp8", "sm_120": "mxfp8", "gfx950": "mxfp8"}
-    if architecture not in recipes:
+    if architecture not in RECIPES:
         return []
-    recipe, path = recipes[architecture], "warp_specialized" if architecture in ("sm_90", "sm_100") else "pointer"
+    recipe, path = RECIPES[architecture], "warp_specialized" if architecture in ("sm_90", "sm_100") else "pointer"
     fused = _fc1_act_quantized(recipe) if path == "warp_specialized" else ()
     return [*_gemm_quantized(recipe, path), *fused, *_wgrad_quantized(recipe, path)]
 

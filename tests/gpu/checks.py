@@ -1,15 +1,16 @@
 """Checks of the kernels on a real GPU, one per process: `PYTHONPATH=tests:. python -m gpu.checks STEP`.
 
-    cases        passes by themselves, as the emulator executes them at every commit (tests/cases/cases.py)
-    all-cases    the same for every pass and path, which takes a while
+    cases        every pass and path by itself, in 16, 32 and 8 bits (tests/cases/cases.py); --part 2/6: every sixth
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
+    recipes      layers of 8-bit recipes against float64 products of quantized operands
     sync         the same under PyTorch's sync debug mode "error"
     graph        capture, then replays with other loads, against runs without a graph
     repeat       the same bits in every run
     small        one small step, for compute-sanitizer
 
 On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves; cases
-need the interpreter.
+need the interpreter. With `--device sm_90` kernels are compiled for that GPU and launched on a driver that does
+nothing, and no numbers are compared.
 """
 
 from __future__ import annotations
@@ -17,80 +18,162 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
+from bench.host.without_gpu import without_gpu
 from fusedmlp.environment import triton_interpret
-from gpu.layers import LOADS, SMALL_LOADS, Case, Layer, cases, compare
+from gpu.layers import LOADS, SMALL_LOADS, Case, Counts, Layer, cases, compare
+
+# Norm of a difference: tensor cores drop up to 2^-10 of a sum's magnitudes; a scale of another block shows as 2^-4.
+ALLOWED = 2**-8
 
 
-def numerics(dtype: torch.dtype, device: str, small: bool) -> None:
-    """Check every case and load, and report all failures."""
+@dataclass(frozen=True)
+class On:
+    """Where checks run. `executes`: kernels do, so there are numbers to compare."""
+
+    device: str  # of tensors
+    small: bool = False
+    executes: bool = True
+    part: tuple[int, int] = (1, 1)
+
+    @property
+    def impl(self) -> str:
+        """The implementation."""
+        return "triton" if self.device == "cuda" or not self.executes or triton_interpret() else "torch"
+
+    @property
+    def runs(self) -> int:
+        """How often to run what must repeat; an interpreter is slow."""
+        return 3 if self.device == "cuda" else 2
+
+    @property
+    def loads(self) -> dict[str, Counts]:
+        """Rows of each expert, by name."""
+        return SMALL_LOADS if self.small else LOADS
+
+    @property
+    def cases(self) -> dict[str, Case]:
+        """The layers, by name; one where kernels of tiny shapes are only compiled."""
+        every = cases(self.small)
+        return every if self.executes or not self.small else {"add": every["add"]}
+
+    def equal(self, one: torch.Tensor, other: torch.Tensor) -> bool:
+        """Whether all bits are equal, or nothing is known of them."""
+        return not self.executes or torch.equal(one, other)
+
+
+def _report(each: Iterable[tuple[str, Callable[[], str]]]) -> None:
+    """Run all checks, and report all failures."""
     failures = 0
-    for (name, case), (load, counts) in itertools.product(
-        cases(small).items(), (SMALL_LOADS if small else LOADS).items()
-    ):
-        layer = Layer(case, counts, dtype, device)
+    for name, check in each:
         try:
-            print(f"ok   {dtype} {name}, {load}: error {compare(layer, layer.run(_impl(device))):.1e}", flush=True)
-        except Exception as error:  # after a fault of the GPU, all other cases fail, too, and are reported
+            print(f"ok   {name}{check()}", flush=True)
+        except Exception as error:  # after a fault of the GPU, all other checks fail, too, and are reported
             failures += 1
-            print(f"FAIL {dtype} {name}, {load}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            print(f"FAIL {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     if failures:
         raise SystemExit(f"{failures} failures")
 
 
-def passes(device: str, small: bool, everything: bool = False) -> None:
-    """Run the cases that the emulator executes, too, and report all failures."""
+def numerics(dtype: torch.dtype, on: On) -> None:
+    """Check every case and load."""
+
+    def check(case: Case, counts: Counts) -> str:
+        layer = Layer(case, counts, dtype, on.device)
+        results = layer.run(on.impl)
+        return f": error {compare(layer, results):.1e}" if on.executes else ""
+
+    _report(
+        (f"{dtype} {name}, {load}", lambda case=case, counts=counts: check(case, counts))
+        for (name, case), (load, counts) in itertools.product(on.cases.items(), on.loads.items())
+    )
+
+
+def passes(on: On) -> None:
+    """Run the cases that the emulator executes, too."""
     from cases import cases as listed
     from cases import tiles
 
+    from fusedmlp.kernels.tiles import select
     from fusedmlp.operators import triton_impl
 
-    if device == "cpu" and not triton_interpret():
+    if on.impl == "torch":
         raise SystemExit("cases: expected a GPU, or TRITON_INTERPRET=1, with which they are interpreted")
-    failures = 0
-    for case in listed.cases():
-        if not (everything or (case.quick and (not small or case.id.startswith("short-bf16")))):
-            continue
-        try:
-            with tiles.of(case.shape, triton_impl.SETTINGS, descriptors=case.descriptors):
+
+    def check(case: listed.Case) -> str:
+        with tiles.of(case.shape, triton_impl.SETTINGS, descriptors=case.descriptors):
+            try:
                 case.run()
-            print(f"ok   {case.id}", flush=True)
-        except Exception as error:
-            failures += 1
-            print(f"FAIL {case.id}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    if failures:
-        raise SystemExit(f"{failures} failures")
+            except AssertionError:
+                if on.executes:
+                    raise
+        return ""
+
+    every = [*listed.of_recipes(select.architecture(torch.device(on.device))), *listed.cases()]
+    if on.small:
+        every = [case for case in every if case.quick and case.id.startswith("short-bf16")]
+    which, parts = on.part
+    _report((case.id, lambda case=case: check(case)) for case in every[which - 1 :: parts])
 
 
-def sync(device: str, small: bool) -> None:
+def recipes(on: On) -> None:
+    """Check layers whose GEMMs have operands of 8 bits, where the GPU has such kernels."""
+    from cases import cases as listed
+    from support.eight_bit import distances
+    from support.eight_bit_layer import LAYERS
+    from support.eight_bit_layer import Layer as EightBitLayer
+
+    from fusedmlp.kernels.tiles import select
+
+    recipe = listed.RECIPES.get(select.architecture(torch.device(on.device)))
+
+    def check(name: str, wgrad: str) -> str:
+        layer = EightBitLayer(**LAYERS[name], device=on.device)
+        got = layer.results(recipe=recipe, wgrad=wgrad, impl=on.impl)
+        if not on.executes:
+            return ""
+        found = distances(got, layer.expected(recipe, wgrad, fused_bias=True))
+        if not max(found.values()) <= ALLOWED:
+            raise AssertionError(f"expected distances of at most {ALLOWED}; got {found}")
+        return f": distance {max(found.values()):.1e}"
+
+    layers = [*LAYERS][: 1 if on.small else None] if recipe else []
+    grid = itertools.product(layers, ("recipe", "bf16"))
+    _report((f"{recipe} {name}, wgrad {wgrad}", lambda n=name, w=wgrad: check(n, w)) for name, wgrad in grid)
+
+
+def sync(on: On) -> None:
     """No case synchronises the host, once kernels are compiled."""
-    for name, case in cases(small).items():
-        layer = Layer(case, (SMALL_LOADS if small else LOADS)["ragged"], torch.bfloat16, device)
-        layer.run(_impl(device))
-        if device == "cuda":
+    for name, case in on.cases.items():
+        layer = Layer(case, on.loads["ragged"], torch.bfloat16, on.device)
+        layer.run(on.impl)
+        if on.device == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            layer.run(_impl(device))
+            layer.run(on.impl)
         finally:
-            if device == "cuda":
+            if on.device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         print(f"ok   {name}: nothing synchronises", flush=True)
 
 
-def graph(device: str, small: bool) -> None:
+def graph(on: On) -> None:
     """Replay captured steps: plain, with tables of addresses (of experts' tensors, of micro-batches), and of tokens."""
-    for name in ("add", "apart", "fused queue", "tokens", "tokens, apart, fused queue"):
-        _replay(name, cases(small)[name], device, small)
+    names = ("add", "apart", "fused queue", "tokens", "tokens, apart, fused queue")
+    for name in filter(on.cases.get, names):
+        _replay(name, on.cases[name], on)
 
 
-def _replay(name: str, case: Case, device: str, small: bool) -> None:
+def _replay(name: str, case: Case, on: On) -> None:
     """A captured step, replayed with other loads of no more rows, equals the step without a graph."""
-    loads = ((20, 0, 7, 3), (0, 30, 0, 0)) if small else ((300, 0, 100, 56), (0, 456, 0, 0))
-    layer, fresh = (Layer(case, loads[0], torch.bfloat16, device) for _ in range(2))
-    if device == "cuda":
+    loads = ((20, 0, 7, 3), (0, 30, 0, 0)) if on.small else ((300, 0, 100, 56), (0, 456, 0, 0))
+    layer, fresh = (Layer(case, loads[0], torch.bfloat16, on.device) for _ in range(2))
+    if on.device == "cuda":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -105,46 +188,39 @@ def _replay(name: str, case: Case, device: str, small: bool) -> None:
             one.load(counts)
             for param in itertools.chain(*one.weights):
                 param.main_grad.fill_(0.5)
-        if device == "cuda":
+        if on.device == "cuda":
             captured.replay()
         else:
-            results = layer.run(_impl(device))
-        expected = fresh.run(_impl(device))
+            results = layer.run(on.impl)
+        expected = fresh.run(on.impl)
         for key, want in expected.items():
-            if not torch.equal(results[key], want):
+            if not on.equal(results[key], want):
                 raise AssertionError(f"{name}, {key}: the replay differs at load {counts}")
         print(f"ok   {name}: replay at load {counts}", flush=True)
 
 
-def repeat(device: str, small: bool) -> None:
+def repeat(on: On) -> None:
     """Equal inputs give the same bits."""
-    for name, case in cases(small).items():
-        runs = [
-            Layer(case, (SMALL_LOADS if small else LOADS)["ragged"], torch.bfloat16, device).run(_impl(device))
-            for _ in range(3)
-        ]
+    for name, case in on.cases.items():
+        runs = [Layer(case, on.loads["ragged"], torch.bfloat16, on.device).run(on.impl) for _ in range(on.runs)]
         for other, key in itertools.product(runs[1:], runs[0]):
-            if not torch.equal(runs[0][key], other[key]):
+            if not on.equal(runs[0][key], other[key]):
                 raise AssertionError(f"{name}: {key} differs between runs")
         print(f"ok   {name}: the same bits", flush=True)
 
 
-def small_step(device: str, small: bool) -> None:
+def small_step(on: On) -> None:
     """Every case once, for a memory checker."""
-    for case in cases(small).values():
-        Layer(case, SMALL_LOADS["ragged"], torch.bfloat16, device).run(_impl(device))
+    for case in on.cases.values():
+        Layer(case, on.loads["ragged"], torch.bfloat16, on.device).run(on.impl)
     print("ok   small steps", flush=True)
 
 
-def _impl(device: str) -> str:
-    return "triton" if device == "cuda" or triton_interpret() else "torch"
-
-
-STEPS: dict[str, Callable[[str, bool], None]] = {
+STEPS: dict[str, Callable[[On], None]] = {
     "cases": passes,
-    "all-cases": lambda device, small: passes(device, small, everything=True),
-    "bf16": lambda device, small: numerics(torch.bfloat16, device, small),
-    "fp16": lambda device, small: numerics(torch.float16, device, small),
+    "bf16": lambda on: numerics(torch.bfloat16, on),
+    "fp16": lambda on: numerics(torch.float16, on),
+    "recipes": recipes,
     "sync": sync,
     "graph": graph,
     "repeat": repeat,
@@ -156,11 +232,16 @@ def main(arguments: list[str]) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("step", choices=STEPS)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--device", default="cuda", help="cuda, cpu, or a GPU that is not there, such as sm_90")
     parser.add_argument("--small", action="store_true", help="tiny shapes")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th of the cases, from the K-th on")
     parsed = parser.parse_args(arguments)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    STEPS[parsed.step](parsed.device, parsed.small)
+    which, parts = map(int, parsed.part.split("/"))
+    missing = parsed.device.startswith("sm_")
+    on = On("cpu" if missing else parsed.device, parsed.small, not missing, (which, parts))
+    with without_gpu(parsed.device) if missing else nullcontext():
+        STEPS[parsed.step](on)
 
 
 if __name__ == "__main__":

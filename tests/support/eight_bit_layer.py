@@ -33,6 +33,7 @@ class Layer:
         dtype=torch.bfloat16,
         spread=12,
         F=F,
+        device="cpu",
     ):
         generator = torch.Generator().manual_seed(0)
 
@@ -44,12 +45,13 @@ class Layer:
         G = 2 * F if self.activation.gated else F
         shapes = [(len(COUNTS), G, H), (len(COUNTS), H, F)]
         self.logical = [normal(*shape, scale=shape[2] ** -0.5) for shape in shapes]
-        stored = [w.mT.contiguous() if layout == "in_out" else w for w in self.logical]
+        stored = [(w.mT.contiguous() if layout == "in_out" else w).to(device) for w in self.logical]
         self.params = [[Parameter(w.to(dtype))] if packed else [Parameter(e.to(dtype)) for e in w] for w in stored]
-        self.biases = [Parameter(normal(*shape[:2], scale=0.1).float()) if bias else None for shape in shapes]
-        self.x, self.dy = normal(ROWS, H), normal(ROWS, H, scale=1e-4)
+        biases = [normal(*shape[:2], scale=0.1).float() if bias else None for shape in shapes]
+        self.biases = [b if b is None else Parameter(b.to(device)) for b in biases]
+        self.x, self.dy = normal(ROWS, H).to(device), normal(ROWS, H, scale=1e-4).to(device)
         self.x[sum(COUNTS) :] = self.dy[sum(COUNTS) :] = float("nan")
-        self.probs = torch.rand(ROWS, generator=generator) if probs else None
+        self.probs = torch.rand(ROWS, generator=generator).to(device) if probs else None
         self.packed, self.layout = packed, layout
 
     def __call__(self, x=None, **options):
@@ -77,13 +79,14 @@ class Layer:
         if self.biases[0] is not None:
             found |= {"dbias1": self.biases[0].grad, "dbias2": self.biases[1].grad}
         buffer.detach()
-        return {name: t.double() for name, t in found.items()}
+        return {name: t.double().cpu() for name, t in found.items()}
 
     def expected(self, recipe, wgrad="recipe", fused_bias=False):
         """`results` by float64 products of quantized operands; padding rows are zeros."""
         rows = slice(sum(COUNTS))
-        probs = None if self.probs is None else self.probs[rows].detach()
-        given = self.x[rows], self.dy[rows], *self.logical, COUNTS, probs, *self.biases, self.activation
+        probs, *biases = (None if t is None else t.detach().cpu() for t in (self.probs, *self.biases))
+        probs = None if probs is None else probs[rows]
+        given = self.x[rows].cpu(), self.dy[rows].cpu(), *self.logical, COUNTS, probs, *biases, self.activation
         pad = lambda t: torch.cat([t, t.new_zeros(ROWS - len(t), *t.shape[1:])])  # noqa: E731
         found = eight_bit.layer(recipe, wgrad, *given, fused_bias)
         return {name: pad(t) if name in ("y", "dx", "dprobs") else t for name, t in found.items()}
