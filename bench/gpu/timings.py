@@ -1,219 +1,228 @@
-"""Times of one shape on a GPU, in a process of its own: `python -m bench.gpu.timings SHAPE --csv FILE`.
+"""Times of one shape and load, in groups: `python -m bench.gpu.timings SHAPE LOAD GROUP...`; see GROUPS.
 
-For every load: every pass, forward, backward and both, beside `grouped_mm`, autograd and `main_grad.add_`, and Liger's
-fused MoE when that can be imported (its rows are permuted inside, and the load is always even). With
-FUSEDMLP_WARP_SPECIALIZED=1 the warp-specialized kernels alone, without peers. The ceilings, a dense bf16 product and a
-large copy, are measured first and again last. Times are medians in ms by CUDA events.
+A row a time goes to timings.csv in the folder $BENCH_GPU_OUT as it comes. Times are medians in ms by CUDA events: of
+runs before which the L2 is flushed and the GPU waits, or, "sustained", of runs back to back. A row with "+add" ends
+with `main_grad.add_`. A group that is in measured.txt is not measured again; one that fails leaves the others alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import shutil
-import subprocess
+import json
+import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-import triton
 
+import fusedmlp
+from bench.gpu import peers
+from bench.gpu.card import Card
+from bench.gpu.rows import COLUMNS, Table
+from bench.host.without_gpu import without_gpu
 from bench.limits import measure, roofline
 from bench.limits.gpus import limit_ms
-from bench.limits.measure import Ceilings, Layer
+from bench.limits.measure import Layer
 from bench.limits.shapes import LOADS, SHAPES, Shape
-from fusedmlp.operators import triton_impl
 
-COLUMNS = (
-    "gpu",
-    "driver",
-    "torch",
-    "triton",
-    "kernels",
-    "clock_mhz",
-    "shape",
-    "load",
-    "what",
-    "ms",
-    "tflops",
-    "gb_s",
-    "of_limit",
-)
-TINY = Shape("tiny", 4, 32, 16, 40, 40)
+SMALL = (Shape("tiny", 4, 128, 128, 64, 32), Shape("host", 8, 256, 256, 2048, 1024))
+RECIPES = {9: ("fp8", "fp8_block"), 10: ("mxfp8", "mxfp8"), 12: ("mxfp8", "mxfp8")}  # by compute capability
+FORWARD, BACKWARD = roofline.FORWARD, roofline.BACKWARD
+STEP = FORWARD + BACKWARD
+Rows = Iterator[dict[str, Any]]
+Run = Callable[[], object]
 
 
-def machine(device: str) -> dict[str, str]:
-    """The columns with which every row of the CSV starts."""
-    versions = {"torch": torch.__version__, "triton": triton.__version__}
-    versions["kernels"] = "warp_specialized" if triton_impl.SETTINGS.warp_specialized else "default"
-    if device == "cpu":
-        return {"gpu": "none", "driver": "none", **versions}
-    return {"gpu": torch.cuda.get_device_name(), "driver": nvidia_smi("driver_version"), **versions}
+@dataclass
+class Subject:
+    """A layer to time; tensors are made when a group first needs them."""
+
+    shape: Shape
+    load: str
+    device: str
+    card: Card
+    ceilings: tuple[float, float] | None  # FLOP/s and bytes/s of this GPU, if measured
+
+    @cached_property
+    def layer(self) -> Layer:
+        return Layer(self.shape, LOADS[self.load](self.shape), self.device)
+
+    @cached_property
+    def tokens(self) -> peers.Tokens | None:
+        """None for rows of several ranks."""
+        return peers.Tokens(self.shape, self.device) if self.shape.most < self.shape.R else None
+
+    @cached_property
+    def costs(self) -> dict[str, Any]:
+        return roofline.passes(self.shape, LOADS[self.load](self.shape))
+
+    def row(self, what: str, ms: float, passes: tuple[str, ...] = (), **other: Any) -> dict[str, Any]:
+        """A row; where it is of passes, with their rates and their share of the limit."""
+        costs, found = [self.costs[each] for each in passes], {"what": what, "ms": round(ms, 4), **other}
+        if costs:
+            found["tflops"] = round(sum(cost.flops for cost in costs) / ms / 1e9, 1)
+            found["gb_s"] = round(sum(cost.bytes for cost in costs) / ms / 1e6, 1)
+        if costs and self.ceilings:
+            limit = sum(limit_ms(cost.flops, cost.bytes, *self.ceilings) for cost in costs)
+            found["of_limit"] = round(limit / ms, 3)
+        return found
+
+    def burst(self, name: str, forward: Run, step: Run, suffix: str = "") -> Rows:
+        """Rows of forward, of a step and, by their difference, of backward."""
+        yield self.row(f"{name}forward", first := measure.time_ms(forward, 8), FORWARD)
+        yield self.row(f"{name}step{suffix}", whole := measure.time_ms(step, 8), STEP)
+        yield self.row(f"{name}backward{suffix}", max(whole - first, 1e-4), BACKWARD)
+
+    def sustained(self, what: str, step: Run) -> dict[str, Any]:
+        ms, joules = measure.sustained(step, 0.6, self.card.joules)
+        return self.row(what, ms, STEP, joules="" if joules is None else round(joules, 3))
+
+    def kernels(self, name: str, step: Run) -> Rows:
+        for kernel, ms in measure.kernel_medians(step, 5):
+            yield self.row(f"{name} kernel {kernel}", ms)
 
 
-def clock_mhz(device: str) -> str:
-    """The multiprocessors' clock at this moment."""
-    if device == "cpu":
-        return ""
-    return nvidia_smi("clocks.sm")
+def ceilings(on: Subject) -> Rows:
+    found, n = measure.ceilings(), 8192 if on.device == "cuda" else 8
+    a, b = (torch.empty(n, n, dtype=torch.bfloat16, device=on.device).normal_() for _ in range(2))
+    ms, _ = measure.sustained(lambda: a @ b, 0.4, on.card.joules)
+    for what, flops in (("dense product", found.flops), ("dense product sustained", 2e3 * n**3 / ms)):
+        yield {"what": what, "load": "", "ms": round(2e3 * n**3 / flops, 4), "tflops": round(flops / 1e12, 1)}
+    yield {"what": "copy", "load": "", "gb_s": round(found.bandwidth / 1e9, 1)}
 
 
-def nvidia_smi(field: str) -> str:
-    """One property of the GPU; "unknown" where there is no nvidia-smi, as in some containers."""
-    if shutil.which("nvidia-smi") is None:
-        return "unknown"
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    return subprocess.run(query, capture_output=True, text=True).stdout.split("\n")[0].strip()
+def steps(on: Subject) -> Rows:
+    yield from on.burst("", on.layer.forward, on.layer.step)
+    yield on.row("step, overwrite", measure.time_ms(partial(on.layer.step, True), 6), STEP)
 
 
-class GroupedMM:
-    """PyTorch's grouped_mm with autograd; the gradients are then added to main_grad."""
-
-    def __init__(self, layer: Layer) -> None:
-        self.layer = layer
-        self.ends = layer.counts.cumsum(0).to(torch.int32)
-
-    def forward(self) -> torch.Tensor:
-        """Run forward under plain autograd."""
-        layer = self.layer
-        gate, linear = F.grouped_mm(layer.x, layer.fc1.mT, offs=self.ends).chunk(2, dim=-1)
-        a = (F.silu(gate) * linear * layer.probs.unsqueeze(1)).to(layer.x.dtype)
-        return F.grouped_mm(a, layer.fc2.mT, offs=self.ends)
-
-    def step(self) -> None:
-        """Forward, backward and the adds."""
-        self.layer.reset()
-        self.forward().backward(self.layer.dy)
-        for weight in (self.layer.fc1, self.layer.fc2):
-            weight.main_grad.add_(weight.grad)
-            weight.grad = None
+def passes(on: Subject) -> Rows:
+    for name, ms in measure.pass_times(on.layer.step, 5).items():
+        yield on.row(f"pass {name}", ms, (name,))
+    for name, ms in measure.pass_times(partial(on.layer.step, True), 5).items():
+        if name.startswith("wgrad"):
+            yield on.row(f"pass {name}, overwrite", ms, (f"{name}, overwrite",))
 
 
-def liger(layer: Layer, shape: Shape) -> Callable[[], None] | None:
-    """Liger's fused MoE on `R / top-k` tokens, or None."""
-    try:
-        from liger_kernel.ops.fused_moe import LigerFusedMoEFunction
-    except ImportError:
-        return None
-    top_k = shape.R // shape.most
-    device = layer.x.device
-    x = torch.randn(shape.most, shape.H, dtype=layer.x.dtype, device=device, requires_grad=True)
-    dy = torch.randn_like(x)
-    index = (torch.arange(shape.R, device=device) % shape.E).view(-1, top_k).to(torch.int32)
-    weights = torch.rand(shape.most, top_k, device=device, dtype=x.dtype, requires_grad=True)
+def sustained(on: Subject) -> Rows:
+    forward, _ = measure.sustained(on.layer.forward, 0.25, on.card.joules)
+    yield on.row("sustained forward", forward, FORWARD)
+    yield (step := on.sustained("sustained step", on.layer.step))
+    yield on.row("sustained backward", max(step["ms"] - forward, 1e-4), BACKWARD)
 
-    def step() -> None:
+
+def tokens(on: Subject) -> Rows:
+    if on.tokens:
+        yield from on.burst("tokens ", on.tokens.forward, on.tokens.step)
+        yield on.sustained("tokens sustained step", on.tokens.step)
+        yield from on.kernels("tokens", on.tokens.step)
+
+
+def eight_bit(on: Subject) -> Rows:
+    layer, (name, recipe) = on.layer, RECIPES.get(torch.cuda.get_device_capability()[0], ("", ""))
+    if not recipe:
+        return
+
+    def forward(**more: Any) -> torch.Tensor:
+        options = {"probs": layer.probs, "recipe": recipe, **more}
+        return fusedmlp.grouped_mlp(layer.x, layer.fc1, layer.fc2, layer.counts, **options)
+
+    def step(**more: Any) -> None:
         layer.reset()
-        LigerFusedMoEFunction.apply(x, layer.fc1, layer.fc2, index, weights).backward(dy)
-        for weight in (layer.fc1, layer.fc2):
-            weight.main_grad.add_(weight.grad)
-            weight.grad = None
+        forward(**more).backward(layer.dy)
 
-    return step
-
-
-def host_ms(run: Callable[[], object], repetitions: int = 2) -> float:
-    """Stands in for `measure.time_ms` where there is no GPU, to try the rest of this file."""
-    import time
-
-    start = time.perf_counter()
-    for _ in range(repetitions):
-        run()
-    return (time.perf_counter() - start) * 1e3 / repetitions
+    kept = partial(step, quantized_weights=fusedmlp.quantize_weights(layer.fc1, layer.fc2, recipe))
+    yield from on.burst(f"{name} ", forward, step)
+    yield on.row(f"{name} step, weights kept", measure.time_ms(kept, 6), STEP)
+    overwriting = partial(kept, is_first_microbatch=True)
+    yield on.row(f"{name} step, weights kept, overwrite", measure.time_ms(overwriting, 6), STEP)
+    yield on.sustained(f"{name} sustained step, weights kept", kept)
+    yield from on.kernels(name, kept)
 
 
-def rows_of(shape: Shape, load: str, ceiling: Ceilings, device: str) -> Iterator[dict[str, Any]]:
-    """Every time of one load. A peer or a list of passes that fails is reported and left out."""
-    counts = LOADS[load](shape)
-    layer = Layer(shape, counts, device)
-    passes = roofline.passes(shape, counts)
-    time_ms = measure.time_ms if device == "cuda" else host_ms
-    forward_backward = [passes[name] for name in roofline.FORWARD + roofline.BACKWARD]
-
-    def row(what: str, ms: float, launches: list[Any]) -> dict[str, Any]:
-        flops, num_bytes = (sum(getattr(launch, name) for launch in launches) for name in ("flops", "bytes"))
-        limit = sum(limit_ms(launch.flops, launch.bytes, *ceiling) for launch in launches)
-        rates = {"tflops": round(flops / ms / 1e9, 1), "gb_s": round(num_bytes / ms / 1e6, 1)}
-        return {"load": load, "what": what, "ms": round(ms, 4), **rates, "of_limit": round(limit / ms, 3)}
-
-    forward = time_ms(layer.forward)
-    both = time_ms(layer.step)
-    yield row("forward", forward, [passes[name] for name in roofline.FORWARD])
-    yield row("backward", max(both - forward, 1e-6), [passes[name] for name in roofline.BACKWARD])
-    yield row("forward + backward", both, forward_backward)
-    peers: dict[str, Callable[[], object] | None] = {}
-    if not triton_impl.SETTINGS.warp_specialized:
-        peers["grouped_mm"] = GroupedMM(layer).step
-    if load == "even" and not triton_impl.SETTINGS.warp_specialized:
-        peers["liger"] = liger(layer, shape)
-    for name, step in peers.items():
-        if step is not None:
-            with _reporting(f"{name} on {shape.name}, {load}"):
-                yield row(f"{name} forward + backward", time_ms(step), forward_backward)
-    if device == "cuda":
-        with _reporting(f"passes on {shape.name}, {load}"):
-            times = measure.pass_times(layer.step)
-            overwriting = measure.pass_times(partial(layer.step, overwrite=True))
-            times |= {f"{name}, overwrite": overwriting[name] for name in times if name.startswith("wgrad")}
-            for name, ms in times.items():
-                yield row(name, ms, [passes[name]])
+def peak(on: Subject) -> Rows:
+    for name, run in (("peak memory", on.layer.step), ("grouped_mm peak memory", peers.GroupedMM(on.layer).step)):
+        on.layer.reset()
+        yield {"what": name, "mib": round(measure.peak_bytes(run) / 2**20)}
 
 
-@contextmanager
-def _reporting(what: str) -> Iterator[None]:
-    """Print a failure inside, and go on."""
-    try:
-        yield
-    except Exception as error:
-        print(f"FAIL {what}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+def host(on: Subject) -> Rows:
+    """Of a small layer, where the host is the limit."""
+    runs = {"step": on.layer.step, "grouped_mm step+add": peers.GroupedMM(on.layer).step}
+    for name, run in (runs | ({"tokens step": on.tokens.step} if on.tokens else {})).items():
+        yield on.row(f"host {name}", measure.host_ms(run))
 
 
-def measure_shape(shape: Shape, device: str, path: Path) -> None:
-    """Append the rows of every load to the CSV as they come."""
-    fixed = machine(device)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if is_new:
-            writer.writeheader()
-
-        def write(row: dict[str, Any]) -> None:
-            writer.writerow(fixed | {"clock_mhz": clock_mhz(device), "shape": shape.name} | row)
-            file.flush()
-            print(f"{shape.name:<14}{row['load']:<15}{row['what']:<30}{row['ms']!s:>9} ms", end=" ")
-            print(f"{row['tflops']!s:>7} TFLOP/s {row['gb_s']!s:>7} GB/s {row['of_limit']!s:>6}", flush=True)
-
-        def write_ceilings() -> Ceilings:
-            found = measure.ceilings() if device == "cuda" else Ceilings(1e12, 1e11)
-            flops, gb_s = round(found.flops / 1e12, 1), round(found.bandwidth / 1e9, 1)
-            write({"load": "", "what": "dense product", "ms": "", "tflops": flops, "gb_s": "", "of_limit": ""})
-            write({"load": "", "what": "copy", "ms": "", "tflops": "", "gb_s": gb_s, "of_limit": ""})
-            return found
-
-        ceiling = write_ceilings()
-        for load in LOADS:
-            for row in rows_of(shape, load, ceiling, device):
-                write(row)
-            if device == "cuda":
-                torch.cuda.empty_cache()
-        write_ceilings()
+def grouped_mm(on: Subject, name: str = "grouped_mm", activate: Any = peers.activate) -> Rows:
+    peer = peers.GroupedMM(on.layer, activate)
+    yield from on.burst(f"{name} ", peer.forward, peer.step, "+add")
+    yield on.sustained(f"{name} sustained step+add", peer.step)
 
 
-def main(arguments: list[str]) -> None:
+def compiled(on: Subject) -> Rows:
+    """The activation by inductor, the fairer peer."""
+    backend = "inductor" if on.device == "cuda" else "eager"
+    return grouped_mm(on, "grouped_mm compiled", torch.compile(peers.activate, backend=backend))
+
+
+def _from_tokens(make: Callable[..., peers.Steps], on: Subject) -> Rows:
+    for what, run in make(on.tokens, on.shape).items() if on.tokens else ():
+        yield on.row(f"{make.__name__} {what}", measure.time_ms(run, 6), STEP)
+        yield on.sustained(f"{make.__name__} sustained {what}", run)
+
+
+_OWN = (ceilings, steps, passes, sustained, tokens, eight_bit, grouped_mm, peak, host, compiled)
+GROUPS: dict[str, Callable[[Subject], Rows]] = {each.__name__: each for each in _OWN}
+GROUPS |= {each.__name__: partial(_from_tokens, each) for each in (peers.liger, peers.sonicmoe)}
+
+
+def measure_groups(groups: list[str], shape: Shape, load: str, device: str, out: Path) -> int:
+    """Write the rows of groups; return how many groups failed."""
+    table, card, measured, failed = Table(out / "timings.csv"), Card(device), out / "measured.txt", 0
+    kernels = "warp_specialized" if os.environ.get("FUSEDMLP_WARP_SPECIALIZED") == "1" else "default"
+    fixed = json.loads((out / "machine.json").read_text()) | {"kernels": kernels, "shape": shape.name, "load": load}
+    rates = {row["what"]: row for row in table.read()}
+    known = {"dense product", "copy"} <= set(rates)
+    of_gpu = (1e12 * float(rates["dense product"]["tflops"]), 1e9 * float(rates["copy"]["gb_s"])) if known else None
+    on = Subject(shape, load, "cuda" if device == "cuda" else "cpu", card, of_gpu)
+    for group in groups:
+        name = f"{shape.name}, {load}, {kernels}: {group}"
+        if measured.exists() and name in measured.read_text().splitlines():
+            continue
+        try:
+            for row in GROUPS[group](on):
+                table.append({**fixed, "clock_mhz": card.clock_mhz(), **row}, COLUMNS)
+                print(f"{kernels} {shape.name} {load}: {row}")
+        except Exception as error:
+            failed += 1
+            traceback.print_exc()
+            print(f"FAIL {name}: {type(error).__name__}: {str(error)[:200]}")
+        else:
+            vars(on).pop("tokens", None)  # large, and rarely needed twice
+            with measured.open("a") as file:
+                print(name, file=file)
+    return failed
+
+
+def main(arguments: list[str]) -> int:
     """Command line."""
-    shapes = {shape.name: shape for shape in (*SHAPES, TINY)}
+    shapes = {shape.name: shape for shape in (*SHAPES, *SMALL)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=shapes)
-    parser.add_argument("--csv", type=Path, required=True)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("load", choices=LOADS)
+    parser.add_argument("groups", nargs="+", choices=GROUPS)
+    parser.add_argument("--device", default="cuda", help="cuda, or a GPU that is not there, such as sm_90")
     parsed = parser.parse_args(arguments)
-    measure_shape(shapes[parsed.shape], parsed.device, parsed.csv)
+    out = Path(os.environ["BENCH_GPU_OUT"])
+    with nullcontext() if parsed.device == "cuda" else without_gpu(parsed.device):
+        return int(bool(measure_groups(parsed.groups, shapes[parsed.shape], parsed.load, parsed.device, out)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """CUDA graphs, as far as a CPU can show: a step reads no values of tensors on the host, so that it can be captured.
 
-`python -m bench.gpu.checks graph` captures and replays on a GPU.
+`python -m gpu.checks graph` captures and replays on a GPU.
 """
 
 import re

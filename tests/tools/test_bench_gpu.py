@@ -1,133 +1,292 @@
-"""The program for GPU machines, tried without one: steps run, and failures and hangs do not stop other steps."""
+"""The program for GPU machines, tried without one: on a driver that does nothing, and with steps that fail and hang."""
 
 import csv
+import json
 import math
-import os
 import re
 import subprocess
-import sys
+import tarfile
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from gpu import checks
 from support import forked
-from support.grids import is_quick
 
-from bench.gpu import steps
+from bench.gpu import archive, compare, jobs, rows, timings
 
 ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "bench" / "results" / "gpu"
+# Of `--small`: kernels of 16 and of 8 bits, both kinds of kernels, checks and times.
+ONLY = ("bf16, default", "graph, default", "cases 1/6, warp", "sync", "tiny, even", "memcheck")
 
 
-def run(*arguments, interpret="0"):
-    environment = os.environ | {"TRITON_INTERPRET": interpret, "PYTHONPATH": f"{ROOT / 'tests'}{os.pathsep}{ROOT}"}
-    return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+def bench_gpu(*arguments, cwd=ROOT, **environment):
+    return forked.run("-m", "bench.gpu", *map(str, arguments), cwd=cwd, **environment)
 
 
-@pytest.mark.exhaustive
-def test_everything_runs_on_tiny_shapes(tmp_path):
-    names = ["timings-tiny"] if is_quick() else ["cases", "bf16", "fp16", "sync", "graph", "repeat", "timings-tiny"]
-    only = ["--only", *names] if is_quick() else []
-    done = forked.run("-m", "bench.gpu", "--out", str(tmp_path), "--device", "cpu", *only, cwd=ROOT)
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_kernels_are_packed_and_run_elsewhere_and_results_go_on_and_compare(tmp_path):
+    """One test, as each part needs the one before, and kernels take long to compile."""
+    there, out = _pack(tmp_path), tmp_path / "results"
+    output = _run(there, out)
+    assert "was measured on no sm_90" in output
+    _resume(there, out)
+    _start_afresh(there, tmp_path / "fresh")
+    _compare(there, out)
+
+
+def _pack(folder):
+    """Pack, and unpack in another place, which is returned."""
+    done = bench_gpu("prepare", "--small", "--jobs", 2, "--only", *ONLY, "--out", folder / "packed.tar.gz")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"log.txt", "timings.csv"}
-    log = (tmp_path / "log.txt").read_text()
-    assert re.findall(r"^== (.*): ok$", log, re.MULTILINE) == names
-    with (tmp_path / "timings.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {row["what"] for row in rows} >= {
-        "dense product",
-        "copy",
-        "forward",
-        "backward",
-        "forward + backward",
-        "grouped_mm forward + backward",
+    with tarfile.open(folder / "packed.tar.gz") as file:
+        names = [name.removeprefix("fusedmlp-gpu/") for name in file.getnames()]
+        manifest = json.load(file.extractfile("fusedmlp-gpu/prepared/manifest.json"))
+        groups = [file.extractfile(each).read().decode() for each in file.getnames() if "__grp__" in each]
+        file.extractall(folder, filter="fully_trusted")
+    assert {"fusedmlp/kernels", "bench/gpu/run.py", "tests/gpu/checks.py", "kernels/gemm/launch.py"} <= set(names)
+    kinds = Counter(Path(name).suffix for name in names if name.startswith("prepared/cache/"))
+    assert set(kinds) == {".cubin", ".json"}
+    assert kinds[".cubin"] == len(groups) == int(manifest["kernels"]) > 10
+    assert not any("/" in group for group in groups)  # they name files by paths of no machine
+    assert manifest["target"] == "sm_90"
+    assert re.search(rf"prepare: {kinds['.cubin']} kernels in \d+ s; [\d.]+ MiB in ", done.stdout)
+    return folder / "fusedmlp-gpu"
+
+
+def _run(there, out):
+    """Everything runs, and nothing is compiled."""
+    done = bench_gpu("--out", out, "--device", "sm_90", "--small", "--jobs", 2, "--only", *ONLY, cwd=there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 kernels compiled here" in done.stdout
+    assert "FAIL" not in done.stdout
+    wanted = [step.name for step in jobs.steps("sm_90", small=True) if any(text in step.name for text in ONLY)]
+    assert {row["step"] for row in table(out / "steps.csv") if row["status"] == "ok"} == set(wanted)
+    assert f"{len(wanted)} of {len(wanted)} steps ok" in done.stdout
+    assert (out / "log.txt").read_text().count("\n== ") == len(wanted) - 1
+    found = table(out / "timings.csv")
+    assert tuple(found[0]) == rows.COLUMNS
+    of = {(row["kernels"], row["load"], row["what"]): row for row in found}
+    for kernels in ("default", "warp_specialized"):
+        for what in ("step", "step, overwrite", "sustained step", "pass wgrad fc1, overwrite", "tokens step"):
+            assert math.isfinite(float(of[kernels, "even", what]["ms"]))
+    for what in ("fp8 step, weights kept", "grouped_mm step+add", "grouped_mm compiled step+add", "host tokens step"):
+        assert ("default", "even", what) in of
+    assert of["default", "even", "peak memory"]["mib"]
+    assert of["default", "", "dense product"]["tflops"]
+    assert of["default", "even", "step"]["of_limit"]
+    commit = json.loads((there / "prepared" / "manifest.json").read_text())["commit"]
+    machine = {(row["gpu"], row["commit"], row["torch"], bool(row["date"])) for row in found}
+    assert machine == {("no sm_90", commit, torch.__version__, True)}
+    return done.stdout
+
+
+def _resume(there, out):
+    """A second run measures what is missing."""
+    arguments = ("--out", out, "--device", "sm_90", "--small", "--only", "tiny, even, default")
+    before = (out / "timings.csv").read_text()
+    done = bench_gpu(*arguments, cwd=there)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r": 0 of \d+ steps to run", done.stdout)
+    assert (out / "timings.csv").read_text() == before
+    steps = (out / "steps.csv").read_text().splitlines(keepends=True)
+    (out / "steps.csv").write_text("".join(line for line in steps if "default: steps+passes" not in line))
+    groups = (out / "measured.txt").read_text()
+    (out / "measured.txt").write_text(groups.replace("tiny, even, default: peak\n", ""))
+    done = bench_gpu(*arguments, cwd=there)
+    assert re.search(r": 1 of \d+ steps to run", done.stdout), done.stdout
+    new = (out / "timings.csv").read_text().removeprefix(before).splitlines()
+    assert [line.split(",")[3] for line in new] == ["peak memory", "grouped_mm peak memory"]
+
+
+def _start_afresh(there, out):
+    """Results of another GPU are not mixed with these, and `--fresh` replaces them."""
+    arguments = ("--out", out, "--device", "sm_90", "--small", "--only", "ceilings")
+    assert bench_gpu(*arguments, cwd=there).returncode == 0
+    (out / "steps.csv").write_text((out / "steps.csv").read_text().replace("no sm_90", "another"))
+    done = bench_gpu(*arguments, cwd=there)
+    assert done.returncode == 2
+    assert "got {'gpu': 'another'" in done.stderr
+    assert bench_gpu(*arguments, "--fresh", cwd=there).returncode == 0
+    assert len(table(out / "timings.csv")) == 3
+
+
+def _compare(there, out):
+    """Committed results of the same GPU, changed here: what is slower, faster and missing is named."""
+    found = table(out / "timings.csv")
+    for row in found:
+        changes = {"sustained step": 1 / 1.06, "step": 1.06, "forward": 1.04}
+        row["ms"] = float(row["ms"]) * changes.get(row["what"], 1) if row["ms"] else ""
+        if row["what"] == "tokens forward":
+            row["shape"] = "huge"
+    path = there / "bench" / "results" / "gpu" / "faked.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows.COLUMNS)
+        writer.writeheader()
+        writer.writerows(found)
+    done = bench_gpu("compare", out, cwd=there)
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    kinds = Counter(line.split(":")[0] for line in lines)
+    assert kinds["slower"] == kinds["faster"] == kinds["missing"] == 2, done.stdout + done.stderr
+    assert re.search(r"slower: tiny +even +default +sustained step: +0.9434 -> +1.0000 ms +\+6.0%", done.stdout)
+    assert re.search(r"missing: huge +even +warp_specialized +tokens forward", done.stdout)
+    assert lines[-1].startswith("2 slower, 2 faster, ")
+    assert lines[-1].endswith(" 2 missing, 2 new")
+
+
+def test_committed_results_compare_as_equal_with_themselves(tmp_path, capsys):
+    """The H200's have the columns of an older program."""
+    assert compare.main(tmp_path) == 2
+    found = [row for row in rows.committed(RESULTS) if row["gpu"] == "NVIDIA H200"]
+    assert {row["kernels"] for row in found} == {"default", "warp_specialized"}
+    for row in found:
+        rows.Table(tmp_path / "timings.csv").append({name: row.get(name, "") for name in rows.COLUMNS}, rows.COLUMNS)
+    capsys.readouterr()
+    assert compare.main(tmp_path) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line == f"0 slower, 0 faster, {len(found)} within 5%, 0 missing, 0 new"
+
+
+def test_every_step_can_start():
+    names = [step.name for step in jobs.steps("cuda", small=False)]
+    assert len(names) == len(set(names))
+    shapes = {*(shape.name for shape in (*timings.SHAPES, *timings.SMALL))}
+    for step in jobs.steps("cuda", small=False):
+        if step.module == "bench.gpu.timings":
+            shape, load, *groups = step.arguments[:-2]
+            assert shape in shapes
+            assert load in timings.LOADS
+            assert set(groups) <= set(timings.GROUPS)
+        else:
+            assert step.arguments[0] in checks.STEPS
+    measured = {
+        group for step in jobs.steps("cuda", small=False) for group in step.arguments if group in timings.GROUPS
     }
-    assert {row["load"] for row in rows} == {"", "even", "zipf", "quarter empty"}
-    assert all(math.isfinite(float(row["ms"])) for row in rows if row["load"])  # backward's is a difference
+    assert measured == set(timings.GROUPS)
+
+
+def test_checks_run_beside_each_other_and_times_alone():
+    steps = jobs.steps("cuda", small=False)
+    beside = [step.beside_others for step in steps]
+    assert beside == sorted(beside, reverse=True)
+    assert all(step.beside_others == (step.module == "gpu.checks") for step in steps if not step.prefix)
+
+
+def test_every_time_of_ours_is_prepared():
+    run, prepared = (
+        {
+            (*step.arguments[:2], group)
+            for step in steps
+            if step.module == "bench.gpu.timings"
+            for group in step.arguments
+        }
+        for steps in (jobs.steps("cuda", small=False), jobs.steps("sm_90", small=False, large_peers=False))
+    )
+    left_out = {group for _, _, group in run - prepared} & set(timings.GROUPS)
+    assert left_out == {"grouped_mm", "peak", "compiled", "liger", "sonicmoe"}
+
+
+def test_the_memory_checker_sees_every_tensor_by_itself(monkeypatch):
+    monkeypatch.setattr(jobs.shutil, "which", lambda name: f"/bin/{name}")
+    (step,) = [step for step in jobs.steps("cuda", small=False) if step.name == "memcheck"]
+    assert step.environment == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    assert step.prefix[:3] == ("/bin/compute-sanitizer", "--tool", "memcheck")
+    assert not step.beside_others
+
+
+_STEPS = """
+import sys
+from bench.gpu import __main__ as program
+from bench.gpu.jobs import Step
+sys.path.insert(0, {folder!r})
+steps = [Step(name, name, (), 100) for name in ("failing", "crashing", "hanging", "good")]
+program.jobs.steps = lambda *_: steps
+sys.exit(program.main(sys.argv[1:]))
+"""
+
+
+def test_a_failure_a_crash_and_a_hang_leave_the_other_steps_alone(tmp_path):
+    modules = {
+        "failing": "print('FAIL because'); raise SystemExit(3)",
+        "crashing": "import os; os.abort()",
+        "hanging": f"import os, subprocess\nfile = open({str(tmp_path / 'pid')!r}, 'w')\n"
+        "print(subprocess.Popen(['sleep', '600']).pid, file=file, flush=True)\nos.wait()",
+        "good": "print(5)",
+    }
+    for name, code in modules.items():
+        (tmp_path / f"{name}.py").write_text(code)
+    start = time.monotonic()
+    out = tmp_path / "out"
+    program = _STEPS.format(folder=str(tmp_path))
+    arguments = ("--device", "sm_90", "--out", str(out), "--minutes", "0.15")
+    done = forked.run("-c", program, *arguments, cwd=ROOT)
+    assert done.returncode == 1
+    assert time.monotonic() - start < 30
+    for text in ("failing: exit status 3", "FAIL because", "crashing: killed by SIGABRT", "hanging: stopped after"):
+        assert text in done.stdout, done.stdout + done.stderr
+    assert "good: no time left" in done.stdout
+    started = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
+    assert not started.exists() or ") Z " in started.read_text()  # nor does what it started run on
+    (tmp_path / "hanging.py").write_text("")
+    done = forked.run("-c", program, *arguments, cwd=ROOT)
+    assert "good: ok" in done.stdout, done.stdout + done.stderr
+    (tmp_path / "failing.py").write_text("")
+    (tmp_path / "crashing.py").write_text("")
+    done = forked.run("-c", program, *arguments, cwd=ROOT)
+    assert ": 2 of 4 steps to run" in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_steps_that_do_not_exist_are_refused(tmp_path):
-    done = forked.run("-m", "bench.gpu", "--out", str(tmp_path), "--device", "cpu", "--only", "timing-tiny", cwd=ROOT)
+    done = bench_gpu("--out", tmp_path, "--device", "sm_90", "--only", "sync", "timing-tiny")
     assert done.returncode == 2
     assert "--only: expected a part of the name of a step; got 'timing-tiny'" in done.stderr
+    done = bench_gpu("prepare", "--out", tmp_path / "file.zip")
+    assert done.returncode == 2
+    assert "expected --out to end with .tar.xz, .tar.gz or .tar; got " in done.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, capsys):
-    assert steps.main(["--out", str(tmp_path / "out")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == "bench.gpu: expected a GPU; torch finds none. --device cpu tries the steps without one"
+def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
+    done = bench_gpu("--out", tmp_path / "out")
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line == "bench.gpu: expected a GPU; torch finds none. --device sm_90 tries the steps without one"
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
-def test_the_checks_pass_on_interpreted_kernels(step):
-    done = run("gpu.checks", step, "--device", "cpu", "--small", interpret="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ok" in done.stdout
+def test_the_checks_pass_on_interpreted_kernels(step, capsys):
+    checks.main([step, "--device", "cpu", "--small"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 10
+    assert all(line.startswith("ok ") for line in lines)
 
 
-def in_bench(code):
-    return forked.run("-c", f"from bench.gpu import steps\nfrom gpu import checks\n{code}", cwd=ROOT)
+def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
+    run, cases = checks.Layer.run, checks.cases
+
+    def wrong(self, impl):
+        results = run(self, impl)
+        results["dfc2"] = results["dfc2"] * 1.05
+        return results
+
+    monkeypatch.setattr(checks.Layer, "run", wrong)
+    monkeypatch.setattr(checks, "cases", lambda small: {"add": cases(small)["add"]})
+    with pytest.raises(SystemExit, match="2 failures"):
+        checks.main(["bf16", "--device", "cpu", "--small"])
+    assert "FAIL torch.bfloat16 add, ragged: AssertionError: dfc2" in capsys.readouterr().out
 
 
-def test_a_failure_and_a_hang_leave_the_other_steps_alone(tmp_path):
-    done = in_bench(
-        "import sys; from pathlib import Path\n"
-        "def step(name, code, seconds): return steps.Step(name, (sys.executable, '-c', code), seconds)\n"
-        "steps.steps = lambda device, out: [\n"
-        "    step('bad', 'print(\"FAIL because\"); raise SystemExit(3)', 300),\n"
-        "    step('hang', 'import time; time.sleep(60)', 1),\n"
-        "    step('good', 'print(5)', 300)]\n"
-        f"sys.exit(steps.main(['--device', 'cpu', '--out', {str(tmp_path)!r}]))"
-    )
-    assert done.returncode == 1
-    for text in ("bad: exit status 3", "FAIL because", "hang: stopped after 1 s", "good: ok"):
-        assert text in done.stdout, done.stdout + done.stderr
-
-
-def test_no_step_starts_without_time(tmp_path):
-    done = run("bench.gpu", "--out", str(tmp_path), "--device", "cpu", "--minutes", "0")
-    assert done.returncode == 1
-    assert "bf16: no time left" in done.stdout
-
-
-@pytest.mark.exhaustive
-def test_a_wrong_result_is_a_failure():
-    done = in_bench(
-        "import torch\n"
-        "run = checks.Layer.run\n"
-        "def wrong(self, impl):\n"
-        "    results = run(self, impl)\n"
-        "    results['dfc2'] = results['dfc2'] * 1.05\n"
-        "    return results\n"
-        "checks.Layer.run = wrong\n"
-        "checks.numerics(torch.bfloat16, 'cpu', True)"
-    )
-    assert done.returncode == 1
-    assert "FAIL torch.bfloat16 add, ragged: AssertionError: dfc2" in done.stdout
-
-
-@pytest.mark.parametrize(("switch", "kernels"), [("0", "default"), ("1", "warp_specialized")])
-def test_rows_say_which_kernels_they_are_of(switch, kernels):
-    code = "from bench.gpu import timings; print(timings.machine('cpu')['kernels'])"
-    done = forked.run("-c", code, cwd=ROOT, FUSEDMLP_WARP_SPECIALIZED=switch)
-    assert done.stdout.strip() == kernels, done.stderr
-
-
-def test_both_kinds_of_kernels_run_next_to_each_other():
-    done = in_bench("from pathlib import Path\nprint(*[step.name for step in steps.steps('cuda', Path('.'))])")
-    names = done.stdout.split()
-    for one in ("cases", "bf16", "timings-qwen3-30b-8k", "timings-sonic-c"):
-        assert names[names.index(one) + 1] == f"{one}-warp_specialized"
-
-
-def test_the_memory_checker_sees_every_tensor_by_itself():
-    done = in_bench(
-        "from pathlib import Path\n"
-        "steps.shutil.which = lambda name: '/bin/' + name\n"
-        "step, = [s for s in steps.steps('cuda', Path('.')) if s.name.startswith('memcheck')]\n"
-        "print(*step.command)"
-    )
-    assert done.stdout.startswith("env PYTORCH_NO_CUDA_MEMORY_CACHING=1 /bin/compute-sanitizer --tool memcheck")
+def test_the_commit_is_that_of_the_clone():
+    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(archive.commit().removesuffix("+"))

@@ -131,7 +131,7 @@ GIVEN = {
         """,
 }
 # Blocks, by page and place, that cannot run here.
-NEEDS_A_GPU = {("cuda_graphs", 1)}  # bench/gpu/checks.py captures and replays the same step
+NEEDS_A_GPU = {("cuda_graphs", 1)}  # tests/gpu/checks.py captures and replays the same step
 # Pages whose code needs the libraries of `make .frameworks/.ready`, each in a process of its own.
 NEED_LIBRARIES = {"automodel", "deepspeed", "lightning"}
 EDITS = {

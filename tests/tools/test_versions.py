@@ -81,23 +81,23 @@ def test_the_switch_is_set_by_bench_gpu_alone():
         for path in (ROOT / folder).rglob("*.py")
         if "FUSEDMLP_UNSUPPORTED_VERSIONS" in path.read_text(encoding="utf-8")
     }
-    assert mentions == {"bench/gpu/steps.py", "fusedmlp/environment.py", "fusedmlp/versions.py"}
+    assert mentions == {"bench/gpu/__main__.py", "fusedmlp/environment.py", "fusedmlp/versions.py"}
     assert not environment.unsupported_versions()
 
 
 _PROGRAM = """
 import sys
-from pathlib import Path
-from bench.gpu import steps
-code = "import os; print(os.environ['FUSEDMLP_UNSUPPORTED_VERSIONS'])"
-steps.steps = lambda device, out: [steps.Step("one", (sys.executable, "-c", code), 60)]
-sys.exit(steps.main(sys.argv[1:]))
+from bench.gpu import __main__ as program, jobs
+sys.path.insert(0, sys.argv.pop(1))
+program.jobs.steps = lambda *_: [jobs.Step("one", "printing", (), 60)]
+sys.exit(program.main(sys.argv[1:]))
 """
 
 
 def test_bench_gpu_sets_it_only_when_asked(tmp_path):
-    for options, expected in ([], "0"), (["--unsupported-versions"], "1"):
-        arguments = ["--device", "cpu", "--out", str(tmp_path), *options]
+    (tmp_path / "printing.py").write_text("import os; print(os.environ['FUSEDMLP_UNSUPPORTED_VERSIONS'])")
+    for options, expected in ([], "0"), (["--unsupported-versions", "--fresh"], "1"):
+        arguments = [str(tmp_path), "--device", "sm_90", "--out", str(tmp_path), *options]
         done = forked.run("-c", _PROGRAM, *arguments, cwd=ROOT, FUSEDMLP_UNSUPPORTED_VERSIONS="1")
         assert done.returncode == 0, done.stderr
         assert (tmp_path / "log.txt").read_text().split() == ["==", "one:", "ok", expected]
