@@ -84,7 +84,7 @@ def _main(step: Step, output: Path) -> None:
 
 
 def import_once(site: Path) -> None:
-    """Import what every process needs: the Triton of `site` if there is one, and this project."""
+    """Set this process up: import what every step needs, the Triton of `site` if there is one, and this project."""
     folders = [str(site), str(archive.ROOT), str(archive.ROOT / "tests")]
     sys.path[:0] = folders
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -93,6 +93,7 @@ def import_once(site: Path) -> None:
     from triton.runtime import cache
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the processes that run, too
     with suppress(Exception):  # private: it reads all of Triton, and is remembered
         cache.triton_key()
 
@@ -144,7 +145,6 @@ def _machine(device: str) -> dict[str, str] | None:
 
 def everything(steps: list[Step], out: Path, device: str, deadline: float, jobs: int, fresh: bool) -> int:
     """Run the steps that `out` does not have yet, and print how they ended, the times, and what they compare to."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes that run are ended
     start = time.monotonic()
     import_once(archive.SITE)
     archive.unpack()

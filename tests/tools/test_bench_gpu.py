@@ -213,12 +213,25 @@ sys.exit(program.main(sys.argv[1:]))
 """
 
 
+_HANGING = """
+import os, subprocess
+with open("{path}", "w") as file:
+    print(subprocess.Popen(["sleep", "600"]).pid, file=file)
+os.wait()
+"""
+
+
+def _has_ended(file):
+    """Whether the process whose id is in the file has ended; perhaps nothing waits for it."""
+    started = Path("/proc", file.read_text().strip(), "stat")
+    return not started.exists() or ") Z " in started.read_text()
+
+
 def test_a_failure_a_crash_and_a_hang_leave_the_other_steps_alone(tmp_path):
     modules = {
         "failing": "print('FAIL because'); raise SystemExit(3)",
         "crashing": "import os; os.abort()",
-        "hanging": f"import os, subprocess\nfile = open({str(tmp_path / 'pid')!r}, 'w')\n"
-        "print(subprocess.Popen(['sleep', '600']).pid, file=file, flush=True)\nos.wait()",
+        "hanging": _HANGING.format(path=tmp_path / "pid"),
         "good": "print(5)",
     }
     for name, code in modules.items():
@@ -233,8 +246,7 @@ def test_a_failure_a_crash_and_a_hang_leave_the_other_steps_alone(tmp_path):
     for text in ("failing: exit status 3", "FAIL because", "crashing: killed by SIGABRT", "hanging: stopped after"):
         assert text in done.stdout, done.stdout + done.stderr
     assert "good: no time left" in done.stdout
-    started = Path("/proc", (tmp_path / "pid").read_text().strip(), "stat")
-    assert not started.exists() or ") Z " in started.read_text()  # nor does what it started run on
+    assert _has_ended(tmp_path / "pid")
     (tmp_path / "hanging.py").write_text("")
     done = forked.run("-c", program, *arguments, cwd=ROOT)
     assert "good: ok" in done.stdout, done.stdout + done.stderr
@@ -290,3 +302,17 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
 def test_the_commit_is_that_of_the_clone():
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.startswith(archive.commit().removesuffix("+"))
+
+
+def test_what_is_ended_ends_its_steps(tmp_path):
+    (tmp_path / "hanging.py").write_text(_HANGING.format(path=tmp_path / "pid"))
+    arguments = [str(tmp_path), "--device", "sm_90", "--out", str(tmp_path / "out")]
+    code = _STEPS.replace('"failing", "crashing", ', "").format(folder=str(tmp_path))
+    process = forked.start(forked._command, ["-c", code, *arguments[1:]], ROOT, out=tmp_path / "log")
+    deadline = time.monotonic() + 100
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    process.terminate()
+    process.join()
+    assert process.exitcode == 143, (tmp_path / "log").read_text()
+    assert _has_ended(tmp_path / "pid")
