@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     )
     parsed = parser.parse_args(arguments)
     os.environ["FUSEDMLP_UNSUPPORTED_VERSIONS"] = str(int(parsed.unsupported_versions))
-    chosen = _chosen(parser, parsed.only, jobs.steps(parsed.device, parsed.small))
+    chosen = _chosen(parser, parsed.only, jobs.steps(parsed.device, parsed.small, large_peers=parsed.device == "cuda"))
     deadline = START + 60 * parsed.minutes
     return run.everything(chosen, parsed.out.resolve(), parsed.device, deadline, parsed.jobs, parsed.fresh)
 

@@ -208,7 +208,7 @@ from bench.gpu import __main__ as program
 from bench.gpu.jobs import Step
 sys.path.insert(0, {folder!r})
 steps = [Step(name, name, (), 100) for name in ("failing", "crashing", "hanging", "good")]
-program.jobs.steps = lambda *_: steps
+program.jobs.steps = lambda *_, **__: steps
 sys.exit(program.main(sys.argv[1:]))
 """
 

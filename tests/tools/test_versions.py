@@ -89,7 +89,7 @@ _PROGRAM = """
 import sys
 from bench.gpu import __main__ as program, jobs
 sys.path.insert(0, sys.argv.pop(1))
-program.jobs.steps = lambda *_: [jobs.Step("one", "printing", (), 60)]
+program.jobs.steps = lambda *_, **__: [jobs.Step("one", "printing", (), 60)]
 sys.exit(program.main(sys.argv[1:]))
 """
 
