@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Sequence
@@ -167,15 +168,14 @@ class _End:
 
 
 _running: dict[int, Backward] = {}  # by id of the graph task
-_OUTER = "fusedmlp.backward"  # key of the outermost `Backward` in PyTorch's thread-local state
+_OUTER = "fusedmlp.backward"  # key of the outermost `Backward`, as `(backward,)`, in PyTorch's thread-local state
 
 
 def current_backward() -> Backward:
     """The running backward; inside one in which `nest_backwards` was called, the outermost."""
-    if torch._C._is_key_in_tls(_OUTER):
-        outer: Backward = torch._C._get_obj_in_tls(_OUTER)
-        if not outer.over:
-            return outer
+    outer = _outer()
+    if outer is not None:
+        return outer
     task = torch._C._current_graph_task_id()
     backward = _running.get(task)
     if backward is None:
@@ -192,7 +192,19 @@ def nest_backwards() -> None:
     This uses PyTorch's own thread-local state: the engine copies it to the thread that runs a nested backward, and
     resets it when the node ends.
     """
-    torch._C._stash_obj_in_tls(_OUTER, current_backward())
+    stashed = (current_backward(),)  # new, so that nothing else changes how many refer to it
+    references = sys.getrefcount(stashed)
+    torch._C._stash_obj_in_tls(_OUTER, stashed)
+    if sys.getrefcount(stashed) == references:  # torch 2.11 takes no reference, and still gives one up in the end
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stashed))
+
+
+def _outer() -> Backward | None:
+    """The backward of `nest_backwards`, while it runs; None elsewhere."""
+    if not torch._C._is_key_in_tls(_OUTER):
+        return None
+    backward: Backward = torch._C._get_obj_in_tls(_OUTER)[0]
+    return None if backward.over else backward
 
 
 def other_threads() -> bool:
@@ -219,7 +231,7 @@ def is_nested(on_gpu: bool) -> bool:
     the stack is a nested one. It runs CPU nodes in the thread that called backward, where the second call is nested;
     if nesting is deep, in a thread of its own, which Python did not start.
     """
-    if torch._C._is_key_in_tls(_OUTER) and not torch._C._get_obj_in_tls(_OUTER).over:
+    if _outer() is not None:
         return False
     runs, frame = 0, sys._getframe()
     while frame.f_back is not None:
