@@ -22,8 +22,10 @@ from fusedmlp.operators import ops
 from fusedmlp.operators.types import RowOrder
 from fusedmlp.quantized_weights import QuantizedWeights
 from fusedmlp.validate import ExpertWeight, Input, Options
+from fusedmlp.versions import outside_of_wrong_graphs
 
 
+@outside_of_wrong_graphs
 def grouped_mlp(
     x: Tensor,
     fc1_weight: Tensor | Sequence[Tensor],
@@ -102,6 +104,7 @@ def grouped_mlp(
     return calls.run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(x.dtype)
 
 
+@outside_of_wrong_graphs
 def moe_experts(
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -160,6 +163,7 @@ def moe_experts(
     return calls.run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(hidden_states.dtype)
 
 
+@outside_of_wrong_graphs
 def grouped_linear(
     x: Tensor,
     weight: Tensor | Sequence[Tensor],

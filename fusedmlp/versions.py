@@ -1,21 +1,29 @@
 """Versions of torch and Triton: those supported, those found, and the check that `import fusedmlp` begins with.
 
 Outside them gradients are wrong without an error (docs/limits.md), so the import raises. `bench.gpu` alone sets the
-switch that turns this into a warning.
+switch that turns this into a warning. A torch whose compiler is wrong, and nothing else, keeps layers out of graphs.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import warnings
+from collections.abc import Callable
+from functools import cache, wraps
 from importlib.metadata import PackageNotFoundError, version
+from typing import ParamSpec, TypeVar
 
 import torch
 
 from fusedmlp import environment
 
-OLDEST = {"torch": "2.13", "triton": "3.7"}
-TESTED = {"torch": ("2.13.0", "2.15.0"), "triton": ("3.7.1", "3.8.0", "3.9.0")}  # by .ci/run
+OLDEST = {"torch": "2.11", "triton": "3.7"}
+OLDEST_COMPILED = "2.13"  # the oldest torch inside whose graphs a layer's gradients are right
+TESTED = {"torch": ("2.11.0", "2.12.1", "2.13.0", "2.15.0"), "triton": ("3.7.1", "3.8.0", "3.9.0")}  # by .ci/run
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def found(package: str) -> str | None:
@@ -49,6 +57,44 @@ def check() -> None:
         raise ImportError(message)
     if message:
         warnings.warn(f"{message}. FUSEDMLP_UNSUPPORTED_VERSIONS=1 is for bench.gpu: do not train", stacklevel=2)
+
+
+def compiler_problem() -> str:
+    """Why layers stay outside of the graphs of `torch.compile` with this torch; empty if they do not."""
+    torch_version = found("torch") or ""
+    if _numbers(torch_version) >= _numbers(OLDEST_COMPILED):
+        return ""
+    return (
+        f"expected torch>={OLDEST_COMPILED} for layers inside of its graphs; got torch {torch_version}, which leaves "
+        "wrong numbers in main_grad there: layers run outside of them, and fullgraph=True is an error"
+    )
+
+
+def outside_of_wrong_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """With a torch whose compiler is wrong, break a graph before `function` and run it, and all it calls, eagerly.
+
+    Under `fullgraph=True` the compiler raises an error with `compiler_problem()`. This is `torch.compiler.disable`, but
+    does not import the compiler, which takes seconds: in these versions, which do not change, it looks for the mark.
+    """
+    problem = compiler_problem()
+    if not problem:
+        return function
+    reason = f"fusedmlp inside torch.compile: {problem}"
+
+    @cache
+    def eager() -> Callable[_P, _R]:
+        disabled: Callable[_P, _R] = torch.compiler.disable(function, reason=reason)
+        return disabled
+
+    @wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            raise RuntimeError(reason)  # while this function itself is traced, which then runs as it is
+        # Only a program that has imported the compiler can compile what `function` calls.
+        return (eager() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
+    return run
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -25,6 +25,7 @@ from fusedmlp.contract.route import Route, Routes, route
 from fusedmlp.contract.sharded import local_weights
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput
+from fusedmlp.versions import outside_of_wrong_graphs
 
 operators.register()
 
@@ -119,6 +120,7 @@ _LayerBackward = Callable[[Any, Sequence[Any], Tensor, Routes], _Grads]
 def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grads]:
     """Run a backward `(ctx, saved tensors, dy, routes)` without recording it; abandon its `routes` if it fails."""
 
+    @outside_of_wrong_graphs  # where a whole step is compiled, and this function reached as a frame of its own
     @wraps(backward)
     def run(ctx: Any, dy: Tensor) -> _Grads:
         if torch.compiler.is_compiling():  # a graph has no second order

@@ -21,6 +21,7 @@ from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
 from fusedmlp.contract.parameter_state import GRADIENT, STALE, UNSURE, ParameterState, accumulation_lock
+from fusedmlp.versions import outside_of_wrong_graphs
 
 
 def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
@@ -31,6 +32,7 @@ def catch_plain_gradients(param: Tensor, state: ParameterState) -> None:
                 state.catch = param.register_hook(unserializable_hook(partial(_catch, state)))
 
 
+@outside_of_wrong_graphs
 def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     """The hook. `grad` is None if only fused gradients reached the parameter.
 

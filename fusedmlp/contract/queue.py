@@ -17,6 +17,7 @@ from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Route
 from fusedmlp.flags import check_flag
 from fusedmlp.operators import ops
+from fusedmlp.versions import outside_of_wrong_graphs
 
 
 class Operands(NamedTuple):
@@ -160,6 +161,7 @@ class WgradQueue:
         while self._pending and self._pending[0].backward is oldest:
             self._run_next()
 
+    @outside_of_wrong_graphs
     def _run_next(self) -> None:
         if self._begun is not None:
             raise RuntimeError(

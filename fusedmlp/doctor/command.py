@@ -106,6 +106,7 @@ def _machine_lines(machine: facts.Machine) -> list[str]:
             f"{machine.architecture}, driver {machine.driver or 'unknown'}"
         )
     lines.append(f'impl="auto" is "{machine.implementation}" here: {machine.why}')
+    lines.append(f"torch.compile: {machine.compiled}")
     lines.append(f"Warp-specialized kernels: {machine.warp_specialized}")
     lines += [f"{name}={value} is set" for name, value in machine.switches.items()]
     return lines + [f"PROBLEM: {problem}" for problem in machine.problems]

@@ -39,6 +39,7 @@ class Machine:
     multiprocessors: int | None
     implementation: str  # what impl="auto" means for tensors on the GPU, or on the CPU without one
     why: str  # why that implementation
+    compiled: str  # whether layers run inside of the graphs of torch.compile, or why they do not
     warp_specialized: str  # whether warp-specialized kernels are used, or why they cannot be
     switches: dict[str, str]  # environment variables that are set
     problems: list[str]
@@ -74,6 +75,7 @@ def machine() -> Machine:
         multiprocessors,
         implementation,
         why,
+        versions.compiler_problem() or "layers run inside of its graphs",
         _warp_specialized(),
         environment.switches(),
         problems,
