@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import factory, moe
+from support.compiler import in_graphs
 from support.grids import seeds
 from torch import nn
 from torch._dynamo.utils import counters
@@ -21,6 +22,7 @@ from fusedmlp.doctor.tolerance import assert_close
 
 # Dynamo itself instantiates an autograd.Function while it traces one.
 pytestmark = [
+    in_graphs,
     pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning"),  # imported by inductor

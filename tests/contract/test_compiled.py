@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from support.compiler import in_graphs
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -14,6 +15,7 @@ from fusedmlp.autograd import compiled
 ABSENT = None
 # Dynamo itself instantiates an autograd.Function while it traces one, and looks at .grad of every input.
 pytestmark = [
+    in_graphs,
     pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -6,12 +6,14 @@ from functools import partial
 
 import pytest
 import torch
+from support.compiler import in_graphs
 from support.contract_helpers import in_threads
 
 import fusedmlp
 from fusedmlp.operators import torch_impl
 
 pytestmark = [
+    in_graphs,
     pytest.mark.sparse,
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.compiler import in_graphs
 from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -64,6 +65,7 @@ def test_an_expert_whose_elements_share_memory_is_named(make_layer):
     assert (memory == 1).all()
 
 
+@in_graphs
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_a_compiled_layer_refuses_a_target_whose_elements_share_memory(make_layer):

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 from support import systems
+from support.compiler import in_graphs
 from support.contract_helpers import in_threads
 from support.systems import MODES, SYSTEMS, Step
 from torch.utils.checkpoint import checkpoint
@@ -22,9 +23,13 @@ from fusedmlp.operators.types import MLPBackwardArguments
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 
+# A layer in a program of torch.export is in a graph.
+RUN = [pytest.param(s, marks=[in_graphs] * ("torch.export" in s.name), id=s.name) for s in SYSTEMS if s.run is not None]
+
+
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "per expert"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("system", [s for s in SYSTEMS if s.run is not None], ids=lambda s: s.name)
+@pytest.mark.parametrize("system", RUN)
 def test_system(system, mode, packed, make_layer, assert_close):
     step = Step(make_layer, mode, packed)
     if mode in system.refused:

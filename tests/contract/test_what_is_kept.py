@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.compiler import in_graphs
 from support.contract_helpers import in_threads
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -134,7 +135,7 @@ def only_new_garbage():
 
 
 @pytest.mark.sparse
-@pytest.mark.parametrize("train", [*EAGER, compiled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("train", [*EAGER, pytest.param(compiled, marks=in_graphs)], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("owner", ["buffer", "attributes"])
 def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_layer, only_new_garbage):
     torch._dynamo.reset()

@@ -26,7 +26,7 @@ def test_the_report_as_json_and_its_exit_status():
     report = json.loads(done.stdout)
     assert report["machine"]["torch"] == torch.__version__
     assert report["machine"]["supported"] == {
-        "torch": "2.13 or newer, tested with 2.13.0, 2.15.0",
+        "torch": "2.11 or newer, tested with 2.11.0, 2.12.1, 2.13.0, 2.15.0",
         "triton": "3.7 or newer, tested with 3.7.1, 3.8.0, 3.9.0",
     }
     assert report["kernels"]["layer"] == LAYER | {"dtype": "float16"}
@@ -83,7 +83,9 @@ def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
     done = forked.run("-m", "fusedmlp", "doctor", CXX="no-such-compiler", **wrong)
     assert done.returncode == 2
     assert re.search(
-        r"^torch \S+ \(supported: 2\.13 or newer, tested with 2\.13\.0, 2\.15\.0\)$", done.stdout, re.MULTILINE
+        r"^torch \S+ \(supported: 2\.11 or newer, tested with 2\.11\.0, 2\.12\.1, 2\.13\.0, 2\.15\.0\)$",
+        done.stdout,
+        re.MULTILINE,
     )
     assert re.search(
         r"bfloat16  compiled +not run: torch.compile needs a C\+\+ compiler; there is no no-such-c", done.stdout
@@ -272,9 +274,9 @@ def test_a_layer_computes_what_the_doctor_says():
 
 
 def test_old_versions_are_problems(monkeypatch):
-    monkeypatch.setattr(versions, "found", {"torch": "2.12.1+cu128", "triton": "3.6.0"}.get)
+    monkeypatch.setattr(versions, "found", {"torch": "2.10.0+cu128", "triton": "3.6.0"}.get)
     (problem,) = facts.machine().problems
-    assert "expected torch>=2.13 and triton>=3.7; got torch 2.12.1+cu128 and triton 3.6.0" in problem
+    assert "expected torch>=2.11 and triton>=3.7; got torch 2.10.0+cu128 and triton 3.6.0" in problem
 
 
 @pytest.fixture

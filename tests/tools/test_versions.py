@@ -17,11 +17,13 @@ ROOT = Path(__file__).parents[2]
     ("torch_version", "triton_version", "supported"),
     [
         ("2.13.0+cpu", "3.7.1", True),
-        ("2.13.0a0+git0", "3.7.0", True),
+        ("2.12.1+cu128", "3.7.1", True),
+        ("2.11.0a0+git0", "3.7.0", True),
         ("2.100.0.dev20270101+cu130", "4.0.0", True),
         ("3.0.0", None, True),  # without Triton, as on macOS
-        ("2.12.1+cu128", "3.7.1", False),
+        ("2.10.0+cu128", "3.7.1", False),
         ("2.9.1", "3.7.1", False),
+        ("2.11.0", "3.6.0", False),
         ("2.13.0", "3.6.0", False),
     ],
 )
@@ -33,7 +35,7 @@ def test_old_versions_are_refused_in_one_sentence(torch_version, triton_version,
     with pytest.raises(ImportError) as raised:
         versions.check()
     expected = (
-        f"expected torch>=2.13 and triton>=3.7; got torch {torch_version} and triton {triton_version}, with which"
+        f"expected torch>=2.11 and triton>=3.7; got torch {torch_version} and triton {triton_version}, with which"
     )
     assert str(raised.value).startswith(f"fusedmlp: {expected}")
 
@@ -47,16 +49,16 @@ fusedmlp.grouped_mlp
 """
 
 
-@pytest.mark.parametrize("found", [{"torch": "2.12.0", "triton": "3.7.1"}, {"torch": "2.13.0", "triton": "3.6.0"}])
+@pytest.mark.parametrize("found", [{"torch": "2.10.0", "triton": "3.7.1"}, {"torch": "2.11.0", "triton": "3.6.0"}])
 def test_the_import_looks(found):
     code = _IMPORT.format(**found)
     refused = forked.run("-c", code)
     assert refused.returncode == 1
-    assert "ImportError: fusedmlp: expected torch>=2.13 and triton>=3.7; got" in refused.stderr
+    assert "ImportError: fusedmlp: expected torch>=2.11 and triton>=3.7; got" in refused.stderr
     assert not re.search(r"fusedmlp/(?!__init__|versions)\w+\.py", refused.stderr)  # before its other imports
     allowed = forked.run("-c", code, FUSEDMLP_UNSUPPORTED_VERSIONS="1")
     assert allowed.returncode == 0, allowed.stderr
-    assert "UserWarning: fusedmlp: expected torch>=2.13" in allowed.stderr
+    assert "UserWarning: fusedmlp: expected torch>=2.11" in allowed.stderr
 
 
 def test_what_is_declared_is_what_is_checked_and_tested():
@@ -67,10 +69,13 @@ def test_what_is_declared_is_what_is_checked_and_tested():
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     requirements = (ROOT / "tests" / "requirements-newest.txt").read_text(encoding="utf-8")
     newest = re.search(r"^torch==(.*)$", requirements, re.MULTILINE)[1]
-    tritons = re.search(r"^TRITONS := (.*)$", makefile, re.MULTILINE)[1].split()
-    assert {"torch": (pinned["torch"], newest), "triton": (pinned["triton"], *tritons)} == versions.TESTED
+    tritons, older = (
+        re.search(rf"^{name} := (.*)$", makefile, re.MULTILINE)[1].split() for name in ("TRITONS", "OLD_TORCHES")
+    )
+    assert {"torch": (*older, pinned["torch"], newest), "triton": (pinned["triton"], *tritons)} == versions.TESTED
     limits = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
     assert f"torch {versions.OLDEST['torch']} or newer and Triton {versions.OLDEST['triton']} or newer" in limits
+    assert ".".join(pinned["torch"].split(".")[:2]) == versions.OLDEST_COMPILED
     assert all(version in limits for tested in versions.TESTED.values() for version in tested)
 
 

@@ -1,0 +1,8 @@
+"""A mark for tests of layers inside the graphs of `torch.compile`, which older versions of torch must not have."""
+
+import pytest
+
+from fusedmlp import versions
+
+# tests/tools/test_old_versions.py has what these versions do instead.
+in_graphs = pytest.mark.skipif(bool(versions.compiler_problem()), reason=versions.compiler_problem())
