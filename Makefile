@@ -12,12 +12,18 @@
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
 # PART=1/3 only those of every third architecture.
 # `make versions` runs the tests of the contract and of compiled layers, and the doctor, with the torch of
-# tests/requirements-newest.txt and the last of TRITONS.
+# tests/requirements-newest.txt and the last of TRITONS; and with each torch of OLDER, by default OLD_TORCHES, the tests
+# of IN_OLD_TORCHES, and the doctor.
 TRITONS := 3.8.0 3.9.0
 EMULATED ?= $(TRITONS)
 COMPILED ?= .venv $(TRITONS)
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' tests/requirements-newest.txt)
 NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITONS))
+PLAIN := ddp fsdp2 grad_stealing
+OLD_TORCHES := 2.11.0 2.12.1
+OLDER ?= $(OLD_TORCHES)
+IN_OLD_TORCHES := tests/contract $(PLAIN:%=tests/integrations/test_%.py) tests/tools/test_old_versions.py \
+  tests/tools/test_versions.py tests/tools/test_readme.py::test_the_example_runs_as_pasted
 MEGATRONS := 0.16.1 0.17.0 0.18.0
 OLD_TRANSFORMERS := 5.7.0 5.14.1
 FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow dill multiprocess xxhash deepspeed hjson \
@@ -71,12 +77,16 @@ docs: $(READY)
 	$(BIN)/python -m mkdocs build --strict --quiet -f .mkdocs.yml
 	@echo "docs: wrote $(CURDIR)/build/site; open it with: $(BIN)/python -m http.server -d build/site"
 
-# .venv has the oldest supported torch, with which every other target tests. Only warnings of fusedmlp itself are
-# errors: a newer torch also warns of changes to come in calls that PyTorch itself makes.
-versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(TRITONS:%=.triton/%/.ready)
+# .venv has the oldest torch with which layers compile; every other target tests with it. Only warnings of fusedmlp
+# itself are errors: a newer torch also warns of changes to come in calls that PyTorch itself makes.
+versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(OLDER:%=.torch/%/.ready) $(TRITONS:%=.triton/%/.ready)
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
 	  tests/contract tests/api/test_compile.py tests/tools/test_versions.py tests/kernels/test_routing.py
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m fusedmlp doctor
+	for torch in $(OLDER:%=$(CURDIR)/.torch/%); do \
+	  PYTHONPATH=$$torch $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
+	    $(IN_OLD_TORCHES) && PYTHONPATH=$$torch $(BIN)/python -m fusedmlp doctor || exit 1; \
+	done
 
 # All of these Tritons fuse multiply-adds by default; to say so avoids 3.9's warning that the default will change.
 kernels: $(READY) $(TRITONS:%=.triton/%/.ready)
@@ -98,11 +108,11 @@ hashes: $(READY) $(TRITONS:%=.triton/%/.ready)
 	  { echo "kernels: Triton $*, one of TRITONS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 
-# The newest torch, with stand-ins for the CUDA libraries that it needs.
+# Another torch in a folder, with stand-ins for the CUDA libraries that it needs; Triton and the rest are .venv's.
 .torch/%/.ready: $(READY)
 	rm -rf $(@D)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) torch==$* || \
-	  { echo "versions: torch $*, that of tests/requirements-newest.txt, cannot be installed: see above"; exit 1; }
+	  { echo "versions: torch $*, of OLD_TORCHES or tests/requirements-newest.txt, cannot be installed: see above"; exit 1; }
 	$(BIN)/python tests/cuda_stand_ins.py $(@D)/torch/lib
 	@touch $@
 
