@@ -9,13 +9,14 @@ or a patched `JITFunction.run`, under the interpreter, and on AMD.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from triton import knobs
 from triton.compiler.compiler import CompiledKernel
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITCallable, JITFunction
 
 from ..operands.arrays import Array
 from ..operands.descriptors import Descriptor
@@ -157,6 +158,43 @@ def compiled_kind(launch: Launch) -> tuple[Any, ...]:
         else:
             kind.append(value.kind if type(value) is Descriptor else value)
     return tuple(kind)
+
+
+def settle_key(launch: Launch) -> None:
+    """Compute the part of the kernel's key in Triton's cache that its functions give, those that it calls first.
+
+    Triton 3.7 computes a function's key with the global constants of functions that it calls if their keys have been
+    computed before, and without them otherwise. The key would depend on what this process has launched before, and
+    another process would compile the kernel again.
+    """
+    for function in (launch.kernel, *launch.arguments.values()):
+        if isinstance(function, JITCallable):
+            _settle_key(function, set())
+
+
+def _settle_key(function: Any, seen: set[int]) -> None:
+    if function.hash is not None or id(function) in seen:
+        return
+    seen.add(id(function))  # a function may call itself
+    for callee in _callees(function):
+        _settle_key(callee, seen)
+    function.cache_key  # noqa: B018  # a property, which keeps what it computes
+
+
+def _callees(function: Any) -> Iterator[Any]:
+    """The functions that a function may call: global ones, those of modules, and methods of Triton's aggregates."""
+    names, seen = function.fn.__code__.co_names, set()
+    found = [function.__globals__.get(name) for name in names]
+    for value in found:  # which grows
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, JITCallable):
+            yield value
+        elif isinstance(value, ModuleType):
+            found += [getattr(value, name, None) for name in names]
+        else:
+            found += getattr(value, "hash_attrs", None) or ()
 
 
 def _make_room(kept: dict[Any, Any]) -> None:

@@ -173,6 +173,7 @@ def _bind(bound: _Bound, sources: Sequence[Tensor], active: Any, addresses: Sequ
 def _by_triton(launch: Launch, sources: Sequence[Tensor]) -> Any:
     """Triton's own launch, which compiles if it must."""
     by_gluon = isinstance(launch.kernel, JITFunction) and launch.kernel.is_gluon()
+    direct.settle_key(launch)
     arguments = {name: _value(value, sources, by_gluon) for name, value in launch.arguments.items()}
     return launch.kernel[launch.grid](**arguments, **launch.options)
 

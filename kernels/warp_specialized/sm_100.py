@@ -22,7 +22,7 @@ from .gluon_compat import (
 )
 from .ring import mbarriers
 
-ROWS = gl.constexpr(128)  # lanes of tensor memory
+LANES = gl.constexpr(128)  # of tensor memory
 
 
 @gluon.jit
@@ -38,7 +38,7 @@ def _fence(j, WHERE: gl.constexpr):
 
 @aggregate
 class TileAccumulators:
-    """`[TILES, ROWS, columns]` of tensor memory, which has 512 columns, and the mbarriers of each."""
+    """`[TILES, LANES, columns]` of tensor memory, which has 512 columns, and the mbarriers of each."""
 
     acc: value
     done: value
@@ -85,8 +85,8 @@ class TileAccumulators:
 @gluon.jit
 def tile_accumulators(COLUMNS: gl.constexpr, TILES: gl.constexpr = 2):
     """Allocate them. Call `fence_async_shared` before they are used."""
-    layout: gl.constexpr = TensorMemoryLayout([ROWS, COLUMNS], col_stride=1)
-    acc = allocate_tensor_memory(gl.float32, [TILES, ROWS, COLUMNS], layout)
+    layout: gl.constexpr = TensorMemoryLayout([LANES, COLUMNS], col_stride=1)
+    acc = allocate_tensor_memory(gl.float32, [TILES, LANES, COLUMNS], layout)
     return TileAccumulators(acc, mbarriers(TILES, 1), mbarriers(TILES, 1), TILES)
 
 

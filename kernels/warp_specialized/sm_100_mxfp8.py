@@ -25,7 +25,7 @@ from .gluon_compat import (
     value,
 )
 from .scaled_rows import CHUNK, LINES
-from .sm_100 import ROWS, InTensorMemory, tile_accumulators
+from .sm_100 import LANES, InTensorMemory, tile_accumulators
 
 
 @gluon.jit
@@ -41,7 +41,7 @@ def _scales_in_tensor_memory(COLUMNS: gl.constexpr):
     layout: gl.constexpr = TensorMemoryScalesLayout()
     # In this order: Triton 3.6 writes the second chunk of a copy to the wrong place if others are allocated before.
     right = allocate_tensor_memory(gl.uint8, [COLUMNS, 4], layout)
-    return right, allocate_tensor_memory(gl.uint8, [ROWS, 4], layout)
+    return right, allocate_tensor_memory(gl.uint8, [LANES, 4], layout)
 
 
 @aggregate
