@@ -1,0 +1,1 @@
+"""`python -m fusedmlp compile`: a layer's kernels, compiled into Triton's cache for a GPU that need not be there."""
