@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from fusedmlp import arguments, bench_command, environment
 from fusedmlp.arguments import without_triton
+from fusedmlp.compile_ahead import command as compile_ahead
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.memory import command as memory
 from fusedmlp.version import __version__
@@ -29,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     parser.add_argument("--version", action="version", version=f"fusedmlp {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune, memory.add):
+    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune, memory.add, compile_ahead.add):
         add(commands)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -110,8 +111,8 @@ def _step(problem: Problem, tokens: bool) -> Iterator[tuple[Operator, tuple[Any,
     probs = torch.empty(rows)
     shapes = ((2 * F, H), (H, F))
     of_weights = problem.weights.replace("megatron_ddp", "separate")
-    weights = [_experts(of_weights, shape, problem.dtype) for shape in shapes]
-    grads = [_experts(problem.weights, shape, torch.float32) for shape in shapes]
+    weights = [experts(of_weights, _EXPERTS, shape, problem.dtype) for shape in shapes]
+    grads = [experts(problem.weights, _EXPERTS, shape, torch.float32) for shape in shapes]
     forward = MLPArguments(
         x=x,
         fc1=weights[0],
@@ -143,15 +144,15 @@ def _step(problem: Problem, tokens: bool) -> Iterator[tuple[Operator, tuple[Any,
     yield triton_impl.grouped_mlp_backward_, backward.without_impl
 
 
-def _experts(where: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
-    """Return uninitialised expert tensors."""
+def experts(where: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    """Return uninitialised tensors of so many experts, as `Problem.weights` lays them."""
     if where == "packed":
-        return [torch.empty(_EXPERTS, *shape, dtype=dtype)]
+        return [torch.empty(count, *shape, dtype=dtype)]
     if where == "separate":
-        return [torch.empty(shape, dtype=dtype) for _ in range(_EXPERTS)]
-    size = shape[0] * shape[1]
-    buffer = torch.empty(_EXPERTS * size, dtype=dtype)
-    return [buffer[e * size : (e + 1) * size].view(shape) for e in reversed(range(_EXPERTS))]
+        return [torch.empty(shape, dtype=dtype) for _ in range(count)]
+    size = prod(shape)
+    buffer = torch.empty(count * size, dtype=dtype)
+    return [buffer[e * size : (e + 1) * size].view(shape) for e in reversed(range(count))]
 
 
 def _why(launch: Launch, problem: Problem, target: str) -> str:

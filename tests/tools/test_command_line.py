@@ -93,6 +93,8 @@ WRONG_ARGUMENTS = {
     "memory --tokens 1e6": ("memory [-h]", "argument --tokens: expected an integer of at least 1; got '1e6'"),
     "memory --tokens 0": ("memory [-h]", "argument --tokens: expected an integer of at least 1; got '0'"),
     "memory --experts 4 --top-k 8": ("", "memory: --top-k: expected at most --experts 4; got 8"),
+    "compile --target sm_90 --experts 4": ("", "compile: --top-k: expected at most --experts 4; got 8"),
+    "compile --experts 4": ("compile [-h]", "the following arguments are required: --target"),
     "kernels --write": ("", "kernels: expected --write and --table together with --hashes; got them alone"),
     "tune --device cpu": ("", "tune: --device: expected a GPU, such as cuda or cuda:0; got cpu"),
     "bench --report README.md": ("", f"bench: --report: expected a folder; got the file {ROOT}/README.md"),
@@ -130,7 +132,8 @@ assert main(["doctor"]) == 0
 
 
 def test_commands_that_need_triton_say_so():
-    commands = ["kernels", "bench --schedule", "bench --roofline --eight-bit", "tune --device cpu"]
+    commands = ["kernels", "compile --target sm_90", "bench --schedule", "bench --roofline --eight-bit"]
+    commands.append("tune --device cpu")
     done = forked.run("-c", _WITHOUT_TRITON, *commands, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     says = [f"{each.split()[0]}: expected triton to be installed; got none: pip install triton" for each in commands]
