@@ -43,6 +43,8 @@ NOT_RUN = {
     ".ci/run": "runs this",
     "torchrun --nproc-per-node 2 examples/zero_bubble.py": "tests/integrations/test_pipelining.py",
     "python -m fusedmlp doctor": "test_doctor.py",
+    "python -m fusedmlp compile": "test_compile_ahead.py, with a smaller layer",
+    "sed -i": "test_compile_ahead.py",
     "python -m fusedmlp kernels": "tests/kernels/test_compile.py, and .ci/run",
 }
 
@@ -264,6 +266,7 @@ def test_every_public_name_is_in_the_reference():
         assert f"::: fusedmlp.{name}\n" in page
 
 
+OF_TRITON = {"TRITON_CACHE_DIR"}  # that fusedmlp does not read
 SWITCH = r"\b(?:FUSEDMLP|TRITON)_[A-Z_]+"
 
 
@@ -276,7 +279,7 @@ def test_the_page_of_switches_says_what_the_code_reads(monkeypatch):
     assert names == set(re.findall(rf'"({SWITCH})"', source))
     named = [*PAGES, ROOT / "README.md", *(ROOT / "fusedmlp").rglob("*.py"), *(ROOT / "kernels").rglob("*.py")]
     for path in named:
-        assert set(re.findall(SWITCH, path.read_text(encoding="utf-8"))) <= names, path
+        assert set(re.findall(SWITCH, path.read_text(encoding="utf-8"))) <= names | OF_TRITON, path
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert environment.switches() == {}
