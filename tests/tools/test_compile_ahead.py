@@ -90,7 +90,7 @@ from fusedmlp.compile_ahead.compiling import compiling_for
 from fusedmlp.compile_ahead.layer import Layer, launches
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching import direct
-many = (*range(1, 40, 6), *(2**k + odd for k in range(6, 15) for odd in (-1, 0, 1)))
+many = (*range(1, 40, 9), *(2**k + odd for k in range(6, 14) for odd in (0, 1)))
 options = dict(E=8, H=256, F=128, K=2, activation=Activation("swiglu"), wgrad="recipe", weights="packed",
                weight_layout="out_in", bias=False, probs=torch.float32, main_grad=torch.float32, delay_wgrad=True)
 for target, dtype, recipe in (("sm_90", torch.bfloat16, None), ("sm_90", torch.bfloat16, "fp8_block"),
