@@ -1,4 +1,4 @@
-"""A layer as the command line describes it, trained for two steps on tensors without memory."""
+"""A layer as the command line describes it, trained on tensors without memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fusedmlp.operators import triton_impl
 
 # Rows an expert, on average, of loads that between them launch every kernel: tiles and formats differ from 64 rows on,
 # and wgrad's tiles where MMAs begin to take longer than main_grad does (`regime_of_wgrad`), at most at 732 rows.
-MEANS = (0, 1, 64, 128, 256, 512, 1024)
-# Arguments `is_first_microbatch` of the micro-batches of two steps. In the first, copies of weights are kept.
-_STEPS = ((True, False), (None, None))
+MEANS = (0, 1, 48, 64, 128, 256, 512, 1024)
+# Micro-batches of a step. wgrad's tiles depend on the rows of all that one launch computes: 16 times 48 are past 732.
+_MICRO_BATCHES, _FUSED_MICRO_BATCHES = (2,), (2, 4, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _forwards(layer: Layer, load: int, integers: torch.dtype) -> Iterator[tuple[
 
 
 def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forward: Callable[..., Tensor]) -> None:
-    """Run two steps."""
+    """Run steps in which copies of weights are kept, and steps in which they are made in every micro-batch."""
     options: dict[str, Any] = {
         **parameters.named,
         "activation": layer.activation,
@@ -147,7 +147,8 @@ def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forw
         "recipe": layer.recipe,
         "wgrad": layer.wgrad,
     }
-    for step in _STEPS:
+    counts = _FUSED_MICRO_BATCHES if queue is not None and queue.fuse_microbatches else _MICRO_BATCHES
+    for step in (step for n in counts for step in ((True, *[False] * (n - 1)), [None] * n)):
         for param in parameters.every:
             param.grad = None
         for is_first_microbatch in step:
