@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedmlp import arguments, bench_command, environment
-from fusedmlp.arguments import without_triton
+from fusedmlp import bench_command, command_line, environment
+from fusedmlp.command_line import without_triton
 from fusedmlp.compile_ahead import command as compile_ahead
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.memory import command as memory
@@ -57,7 +57,7 @@ def _add_demo(commands: Commands) -> None:
         "--recipe, on the CPU, also train with experts in bf16 and with that recipe, and compare their losses.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for loss.png and results.json")
-    parser.add_argument("--steps", type=arguments.positive, help="optimizer steps per run")
+    parser.add_argument("--steps", type=command_line.positive, help="optimizer steps per run")
     parser.add_argument(
         "--recipe", choices=("fp8_block", "mxfp8"), help="also train with experts in bf16 and with this 8-bit recipe"
     )
@@ -71,7 +71,7 @@ def _demo(args: argparse.Namespace) -> int:
     try:
         from fusedmlp.demo import command
     except ModuleNotFoundError as error:
-        print(f"the demo needs {error.name}: {arguments.install(error.name, 'demo')}", file=sys.stderr)
+        print(f"the demo needs {error.name}: {command_line.install(error.name, 'demo')}", file=sys.stderr)
         return 2
     return command.run(args.out, args.steps, args.recipe, args.seed, args.device, args.json)
 
@@ -84,7 +84,7 @@ def _add_doctor(commands: Commands) -> None:
         "integrations that can be imported, and a numerical self-test. Exit status 1 if a number is wrong, 2 if "
         "fusedmlp cannot run here as it should.",
     )
-    arguments.add_layer(parser)
+    command_line.add_layer(parser)
     parser.add_argument(
         "--weights",
         choices=("packed", "separate", "megatron", "megatron_ddp"),
@@ -110,7 +110,7 @@ def _add_tune(commands: Commands) -> None:
         description="Time the kernels' tiles for one layer on this GPU, on scratch tensors, and keep the fastest for "
         "FUSEDMLP_TUNED=1. The shipped tiles need no tuning.",
     )
-    arguments.add_layer(parser)
+    command_line.add_layer(parser)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON instead of a table")
     parser.set_defaults(run=_tune)
@@ -151,7 +151,7 @@ def _add_kernels(commands: Commands) -> None:
         action="store_true",
         help="with every combination of optional inputs, layouts and activations, not only the most demanding",
     )
-    parser.add_argument("--jobs", type=arguments.positive, help="processes that compile; default: one for each core")
+    parser.add_argument("--jobs", type=command_line.positive, help="processes that compile; default: one for each core")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.add_argument(
         "--hashes",

@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fusedmlp import arguments
+from fusedmlp import command_line
 from fusedmlp.doctor.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def add(commands: Commands) -> None:
     what.add_argument("--schedule", action="store_true", help="multiprocessor time that every pass leaves idle")
     what.add_argument("--report", type=Path, metavar="DIR", help="run comparisons with peers; write a page to DIR")
     parser.add_argument("--eight-bit", action="store_true", help="for --roofline: layers with 8-bit recipes")
-    for name, default in arguments.LAYER.items():
+    for name, default in command_line.LAYER.items():
         parser.add_argument(
-            f"--{name}", type=arguments.positive, help=f"your layer, with even loads; default: {default}"
+            f"--{name}", type=command_line.positive, help=f"your layer, with even loads; default: {default}"
         )
     parser.add_argument("--target", choices=TARGETS, help="GPUs of this architecture alone; not for --report")
     parser.add_argument("--results", type=Path, help="for --report: JSON of `pytest bench`, or CSV of --report")
@@ -41,7 +41,7 @@ def add(commands: Commands) -> None:
 
 
 # Options that each report has; others would do nothing.
-_SCOPE = {*arguments.LAYER, "target"}
+_SCOPE = {*command_line.LAYER, "target"}
 _REPORTS = {"roofline": {*_SCOPE, "eight_bit"}, "schedule": _SCOPE, "report": {"results", "tiny"}}
 
 
@@ -58,14 +58,14 @@ def _bench(args: argparse.Namespace) -> int:
         try:
             report = import_module("bench.report.command")
         except ModuleNotFoundError as error:
-            print(f"bench --report needs {error.name}: {arguments.install(error.name, 'bench')}", file=sys.stderr)
+            print(f"bench --report needs {error.name}: {command_line.install(error.name, 'bench')}", file=sys.stderr)
             return 2
         status: int = report.run(args.report, args.results, args.tiny, args.json)
         return status
     command, scope = import_module("bench.limits.command"), import_module("bench.limits.scope")
-    layer = tuple(getattr(args, name) or default for name, default in arguments.LAYER.items())
+    layer = tuple(getattr(args, name) or default for name, default in command_line.LAYER.items())
     try:
-        of = scope.of(layer if given & {*arguments.LAYER} else None, args.target)
+        of = scope.of(layer if given & {*command_line.LAYER} else None, args.target)
         command.run("eight_bit" if args.eight_bit else what, args.json, of)
     except ValueError as error:
         print(f"bench --{what}: {error}", file=sys.stderr)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["LIGER_FUSED_MOE_AUTOTUNE"] = "0"
 
-from fusedmlp.arguments import without_triton
+from fusedmlp.command_line import without_triton
 
 if find_spec("triton") is None:
     sys.exit(without_triton("bench.host"))

@@ -15,7 +15,7 @@ import torch
 
 from fusedmlp import environment
 from fusedmlp.activation import Activation
-from fusedmlp.arguments import LAYER, positive
+from fusedmlp.command_line import LAYER, positive
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.progress import lines
 from fusedmlp.recipe import DTYPES, WGRADS

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fusedmlp.arguments import positive
+from fusedmlp.command_line import positive
 from fusedmlp.memory.layer import Bytes, Layer, modes
 from fusedmlp.recipe import DTYPES
 
