@@ -9,7 +9,7 @@ in its folder. With `--with-triton` the archive has Triton, too. The versions of
 must be those of the machine that prepared it; else kernels are compiled where they run.
 
 A run writes DIR/timings.csv (a row a time, as it comes), DIR/steps.csv (how each step ended) and DIR/log.txt. Exit
-status: 1 if a step failed, or if `compare` found a time that is longer by more than 5%; 2 if there is no GPU.
+status: 1 if a step failed, of the command `compare` if a time is longer by more than 5%; 2 if there is no GPU.
 
 `--unsupported-versions` is for GPU machines that have nothing newer than torch 2.11 and Triton 3.6: kernels run there,
 but the library does not work with them (docs/limits.md), so nothing else may set FUSEDMLP_UNSUPPORTED_VERSIONS.
@@ -67,7 +67,8 @@ def main(arguments: list[str]) -> int:
     os.environ["FUSEDMLP_UNSUPPORTED_VERSIONS"] = str(int(parsed.unsupported_versions))
     chosen = _chosen(parser, parsed.only, jobs.steps(parsed.device, parsed.small, large_peers=parsed.device == "cuda"))
     deadline = START + 60 * parsed.minutes
-    return run.everything(chosen, parsed.out.resolve(), parsed.device, deadline, parsed.jobs, parsed.fresh)
+    out, many = parsed.out.resolve(), parsed.jobs
+    return run.everything(chosen, out, parsed.device, deadline, many, parsed.fresh, parsed.small)
 
 
 def _chosen(parser: argparse.ArgumentParser, only: list[str], steps: list[jobs.Step]) -> list[jobs.Step]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -21,12 +22,16 @@ def manifest() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the project, with "+" if files have changed since."""
+    """The commit of the project; where files have changed since, with "+" and a hash of the changes."""
     if MANIFEST.exists():
         return str(json.loads(MANIFEST.read_text())["commit"])
     command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    found = done.stdout.strip() or "unknown"
+    if found.endswith("+"):
+        changes = subprocess.run(["git", "diff", "HEAD"], cwd=ROOT, capture_output=True)
+        found += hashlib.sha256(changes.stdout).hexdigest()[:6]
+    return found
 
 
 def unpack() -> None:

@@ -43,8 +43,9 @@ class Card:
 
     def clock_mhz(self) -> str:
         """The multiprocessors' clock at this moment."""
-        if self._nvml:
-            return str(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+        with suppress(Exception):  # some machines open NVML and refuse this
+            if self._nvml:
+                return str(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
         return _smi("clocks.sm") if self._is_there else ""
 
     def joules(self) -> float | None:

@@ -48,9 +48,8 @@ def committed(folder: Path) -> list[dict[str, str]]:
         for row in Table(path).read():
             kind = row.get("kind", "").replace("ws", "warp_specialized")
             if {"shape", "load", "what", "ms"} <= set(row) and (kind or row.get("kernels")):
-                found.append(
-                    {name: about.get(name, "") for name in ("gpu", "date", "commit")} | {"kernels": kind} | row
-                )
+                known = {name: about.get(name, "") for name in ("gpu", "date", "commit")}
+                found.append(known | {"kernels": kind, "file": path.name} | row)
     return sorted(found, key=lambda row: row["date"])
 
 
@@ -64,7 +63,7 @@ def by_key(rows: Iterable[dict[str, str]]) -> dict[Key, dict[str, str]]:
     for row in rows:
         key = tuple(row[name] for name in ("gpu", "shape", "load", "kernels", "what"))
         if " kernel " in row["what"]:
-            counted[own := (*key, row["date"], row["commit"])] += 1
+            counted[own := (*key, row["date"], row["commit"], row.get("file", ""))] += 1
             key = (*key, str(counted[own]))
         if float(row["ms"] or 0):
             found[key] = row

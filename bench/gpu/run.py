@@ -143,7 +143,7 @@ def _machine(device: str) -> dict[str, str] | None:
     return card.facts(device)
 
 
-def everything(steps: list[Step], out: Path, device: str, deadline: float, jobs: int, fresh: bool) -> int:
+def everything(steps: list[Step], out: Path, device: str, deadline: float, jobs: int, fresh: bool, small: bool) -> int:
     """Run the steps that `out` does not have yet, and print how they ended, the times, and what they compare to."""
     start = time.monotonic()
     import_once(archive.SITE)
@@ -154,7 +154,8 @@ def everything(steps: list[Step], out: Path, device: str, deadline: float, jobs:
             "bench.gpu: expected a GPU; torch finds none. --device sm_90 tries the steps without one", file=sys.stderr
         )
         return 2
-    here, ended = {name: machine[name] for name in ("gpu", "commit")}, Table(out / "steps.csv")
+    here = {name: machine[name] for name in ("gpu", "torch", "triton", "commit")} | {"small": str(small)}
+    ended = Table(out / "steps.csv")
     if fresh:
         for name in ("steps.csv", "timings.csv", "measured.txt", "log.txt"):
             (out / name).unlink(missing_ok=True)

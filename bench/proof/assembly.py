@@ -41,7 +41,8 @@ def spills_in_a_step(sass: str) -> bool:
     mmas = [int(address, 16) for address, _, opcode, _ in code if _MMA.match(opcode)]
     loops = set()
     for address, guard, opcode, operands in code:
-        target = _TARGET.search(operands) if guard and opcode.startswith("BRA") else None
+        is_branch = opcode.startswith("BRA") and opcode != "BRA.DIV"
+        target = _TARGET.search(operands) if is_branch and (guard or "," in operands) else None
         start, end = int(target[1], 16) if target else 0, int(address, 16)
         if target and any(start <= mma <= end for mma in mmas):
             loops.add((start, end))

@@ -118,12 +118,13 @@ def gpu_numbers() -> str:
     found, facts = steps(), about()
     times = (found["grouped_mm + add", False] / found["fusedmlp", False]).dropna()
     joules, memory = facts["joules_of_a_step"]["sonic-c"], facts["peak_mib_of_a_step"]["sonic-c"]
+    peer = "grouped_mm + add"
     return (
         f"- **Speed: {times.min():.1f} to {times.max():.1f} times as fast**: forward and backward of the experts, in "
         f"{len(times)} layers, each by itself.\n"
-        f"- **Energy: {joules['fusedmlp']} joules instead of {joules['grouped_mm + add']}** a step of sonic-c (64 experts, "
+        f"- **Energy: {joules['fusedmlp']} joules instead of {joules[peer]}** a step of sonic-c (64 experts, "
         "4096 x 1024), back to back.\n"
-        f"- **Memory: {memory['fusedmlp']:,} MiB instead of {memory['grouped_mm + add']:,}** at the peak of such a step, "
+        f"- **Memory: {memory['fusedmlp']:,} MiB instead of {memory[peer]:,}** at the peak of such a step, "
         "beside inputs, weights and `main_grad`."
     )
 

@@ -86,6 +86,13 @@ def run(args: argparse.Namespace) -> int:
     if args.top_k > args.experts:
         print(f"compile: --top-k: expected at most --experts {args.experts}; got {args.top_k}", file=sys.stderr)
         return 2
+    if environment.tuned() and (here := _architecture()) != args.target:
+        print(
+            f"compile: expected FUSEDMLP_TUNED unset, or a GPU of {args.target} here, with its tuned tiles; got "
+            f"{here or 'no GPU'}",
+            file=sys.stderr,
+        )
+        return 2
     import triton  # noqa: F401  # if it is not there, the command line says so
 
     try:
@@ -109,6 +116,13 @@ def run(args: argparse.Namespace) -> int:
     report = _report(args.target, kernels, time.perf_counter() - start)
     print(json.dumps(report, indent=1) if args.json else table(report))
     return 0
+
+
+def _architecture() -> str:
+    """The architecture of the GPU of this machine; empty without one."""
+    from fusedmlp.kernels.tiles import select
+
+    return select.architecture(torch.device("cuda")) if torch.cuda.is_available() else ""
 
 
 def _layer(args: argparse.Namespace) -> Layer:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -69,17 +69,16 @@ _KNOWN = re.compile(
 )
 
 
-def unknown_fields(kind: type) -> Iterator[dataclasses.Field[Any]]:
-    """Fields of Megatron's own config classes that may be about experts and that this module does not know."""
-    own = {
-        name
-        for cls in kind.__mro__
-        if cls.__module__.startswith("megatron.")
-        for name in vars(cls).get("__annotations__", ())
-    }
-    for field in dataclasses.fields(kind):
-        if field.name in own and _MAY_BE_ABOUT_EXPERTS.search(field.name) and not _KNOWN.fullmatch(field.name):
-            yield field
+def unknown_fields(kind: type) -> list[dataclasses.Field[Any]]:
+    """Fields of Megatron-core's own classes that may be about experts and that this module does not know, with the
+    defaults that Megatron gives them: classes derived from them may have others.
+    """
+    found: dict[str, dataclasses.Field[Any]] = {}
+    for cls in reversed(kind.__mro__):
+        if cls.__module__.startswith("megatron.core") and dataclasses.is_dataclass(cls):
+            for field in dataclasses.fields(cls):
+                found.setdefault(field.name, field)
+    return [field for name, field in found.items() if _MAY_BE_ABOUT_EXPERTS.search(name) and not _KNOWN.fullmatch(name)]
 
 
 def _refuse_unknown(config: Any) -> None:

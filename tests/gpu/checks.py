@@ -138,7 +138,7 @@ def recipes(on: On) -> None:
         if not on.executes:
             return ""
         found = distances(got, layer.expected(recipe, wgrad, fused_bias=True))
-        if not max(found.values()) <= ALLOWED:
+        if not all(distance <= ALLOWED for distance in found.values()):  # NaN fails
             raise AssertionError(f"expected distances of at most {ALLOWED}; got {found}")
         return f": distance {max(found.values()):.1e}"
 

@@ -541,6 +541,15 @@ def refusals():
     for name, value in {"moe_squared_experts": True, "moe_expert_scales": [2.0]}.items():
         config = newer_config(**{name: value})
         found[name] = raised(lambda config=config: fused(config))
+    provider = dataclasses.make_dataclass(
+        "Provider",
+        [("moe_squared_experts", bool, True)],
+        bases=(type(newer_config()),),
+        namespace={"__module__": "my_training", "__post_init__": lambda self: None},
+    )
+    own = {field.name: getattr(newer_config(), field.name) for field in dataclasses.fields(newer_config())}
+    del own["moe_squared_experts"]
+    found["a default of a derived class"] = raised(lambda: fused(provider(**own)))
     found["unset fields of a newer version"] = raised(lambda: fused(newer_config()))
     found["fields of one's own config"] = raised(lambda: fused(newer_config("my_training", moe_squared_experts=True)))
     found["one expert on a rank"] = raised(lambda: fused(overlapped("alltoall", 1)))

@@ -71,6 +71,7 @@ MESSAGES = {
     "moe_dispatch_fwd_dtype": r"config\.moe_dispatch_fwd_dtype: expected 'bf16', .* takes rows in .* got 'mxfp8'",
     "moe_combine_bwd_dtype": r"config\.moe_combine_bwd_dtype: expected 'bf16', .* takes gradients .* got 'mxfp8'",
     "moe_squared_experts": r"config\.moe_squared_experts: expected False, .* does not know this field .* got True",
+    "a default of a derived class": r"config\.moe_squared_experts: expected False, .* got True",
     "moe_expert_scales": r"config\.moe_expert_scales: expected \[\], .* does not know this field .* got \[2\.0\]",
     "activation_func_fp8_input_store": r"config\.activation_func_fp8_input_store: expected it unset",
     "overlap_dispatch_backward_with_experts_wgrad": r"config\.overlap_dispatch_backward_with_experts_wgrad: ",
@@ -125,7 +126,7 @@ def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
 def test_eight_bits_under_fsdp(world_size, tmp_path):
     for found in launch("integrations.megatron_eight_bit_fsdp:under_fsdp", world_size, tmp_path):
         assert len(found) == (4 if metadata.version("megatron-core") >= "0.17" else {1: 1, 2: 3}[world_size])
-        assert max(found.values()) < 5e-4, found  # megatron_eight_bit.ALLOWED
+        assert all(distance < 5e-4 for distance in found.values()), found  # megatron_eight_bit.ALLOWED
 
 
 def test_rows_arrive_in_8_bits(tmp_path):

@@ -22,7 +22,7 @@ SASS = """
         /*0030*/              @!P0 BRA 0xa0 ;
 {step}
         /*0050*/                   QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR20], R24, gsb0 ;
-        /*0060*/               @P1 BRA 0x20 ;
+        /*0060*/               {latch} ;
 {epilogue}
         /*0080*/              @!P2 BRA 0x10 ;
         /*0090*/                   EXIT ;
@@ -33,11 +33,12 @@ SASS = """
 PLACES = {"before": "0010", "step": "0040", "epilogue": "0070"}
 
 
+@pytest.mark.parametrize("latch", ["@P1 BRA 0x20", "BRA.U UP0, 0x20"])
 @pytest.mark.parametrize("spilling", [*PLACES, None])
 @pytest.mark.parametrize("access", ["STL [R1+0x4], R3", "LDL.64 R4, [R1]"])
-def test_spills_in_a_step_are_told_from_those_of_a_tile(spilling, access):
+def test_spills_in_a_step_are_told_from_those_of_a_tile(spilling, access, latch):
     lines = {name: f"/*{at}*/ {access if name == spilling else 'NOP'} ;" for name, at in PLACES.items()}
-    assert assembly.spills_in_a_step(SASS.format(**lines)) == (spilling == "step")
+    assert assembly.spills_in_a_step(SASS.format(latch=latch, **lines)) == (spilling == "step")
 
 
 def test_without_a_loop_every_spill_may_be_in_a_step():

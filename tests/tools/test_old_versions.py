@@ -15,10 +15,12 @@ HERE = [torch.__version__] if versions.compiler_problem() else OLD
 
 _LAYERS = """
 import copy, sys
+from unittest import mock
 import torch
 from torch.utils.checkpoint import checkpoint
 torch.__version__ = sys.argv[1]
 import fusedmlp
+from fusedmlp.operators import ops
 from torch._dynamo.utils import counters
 counts, ids = torch.tensor([3, 0, 4]), torch.tensor([[0, 2], [2, 1], [0, 0]])
 
@@ -86,6 +88,33 @@ for use_reentrant, begins_steps, whole_step in [
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right)
     assert expected[0].norm() > 0
+
+# A step with a queue, compiled whole: its GEMMs run outside of graphs, too.
+graphs, wgrad = [], ops.grouped_wgrad_
+
+
+def spied(*args):
+    graphs.append(torch.compiler.is_compiling())
+    return wgrad(*args)
+
+
+def step(layer, buffer):
+    buffer.zero_()
+    layer(x, counts).square().mean().backward()
+    layer.backward_dw()
+
+
+layer, x = fusedmlp.GroupedMLP(3, 8, 6, delay_wgrad=True), torch.randn(7, 8)
+found = []
+with mock.patch.object(ops, "grouped_wgrad_", spied):
+    for call in (step, torch.compile(step, backend="aot_eager")):
+        each = copy.deepcopy(layer)
+        buffer = fusedmlp.MainGradBuffer(each.parameters())
+        for _ in range(2):
+            call(each, buffer)
+        found.append(buffer.flat.clone())
+torch.testing.assert_close(*found)
+assert found[0].any() and graphs == [False] * 8, graphs
 
 model = Model()
 calls = {
