@@ -43,6 +43,8 @@ NOT_RUN = {
     ".ci/run": "runs this",
     "torchrun --nproc-per-node 2 examples/zero_bubble.py": "tests/integrations/test_pipelining.py",
     "python -m fusedmlp doctor": "test_doctor.py",
+    "python -m bench.gpu": "test_bench_gpu.py, with tiny shapes",
+    "tar -xf gpu.tar.xz": "test_bench_gpu.py",
     "python -m fusedmlp compile": "test_compile_ahead.py, with a smaller layer",
     "sed -i": "test_compile_ahead.py",
     "python -m fusedmlp kernels": "tests/kernels/test_compile.py, and .ci/run",
