@@ -45,8 +45,9 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test test-all emulate lint docs bench kernels hashes versions hub megatron transformers peers clean
 
+# Threads that have nothing to do sleep: spinning, they would keep the others from running beside other processes.
 demo: $(READY)
-	$(BIN)/python -m fusedmlp demo
+	OMP_WAIT_POLICY=passive $(BIN)/python -m fusedmlp demo
 
 test: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick

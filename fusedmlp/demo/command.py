@@ -20,8 +20,6 @@ def run(out: Path, steps: int | None, recipe: train.Column | None, seed: int, de
     if wrong:
         print(f"demo: {wrong}", file=sys.stderr)
         return 2
-    # The model is too small for several threads; and a thread that another process keeps from running holds up all.
-    torch.set_num_threads(1)
     settings = train.Settings(seed=seed, device=device)
     if steps is not None:
         settings = train.Settings(steps=steps, seed=seed, device=device)

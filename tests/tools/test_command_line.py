@@ -148,6 +148,11 @@ def test_the_module_that_needs_triton_says_so():
     assert done.stderr == "bench.host: expected triton to be installed; got none: pip install triton\n"
 
 
+def test_threads_of_the_demo_wait_asleep():
+    done = subprocess.run(["make", "-n", "demo", "VENV=none"], capture_output=True, text=True, cwd=ROOT)
+    assert "OMP_WAIT_POLICY=passive none/bin/python -m fusedmlp demo" in done.stdout
+
+
 def test_make_explains_what_pip_says_before_it_says_so():
     done = subprocess.run(["make", "-n", "bench", "VENV=none"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
