@@ -30,7 +30,7 @@ class Step:
 
     @property
     def beside_others(self) -> bool:
-        """Whether it may run beside others; nothing runs beside what is timed."""
+        """True if it may run beside others; nothing runs beside what is timed."""
         return self.module == "gpu.checks" and not self.prefix
 
 

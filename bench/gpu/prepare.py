@@ -17,7 +17,7 @@ from bench.gpu import archive, run
 from bench.gpu.jobs import Step
 
 NAME = "fusedmlp-gpu"
-# Of Triton: profilers, the assembler of other GPUs, and tools that nothing here starts.
+# Parts of Triton that nothing here uses: profilers, tools.
 LEFT_OUT = ("__pycache__", "libproton.so", "profiler", "cupti", "lib*cupti*", "plugins", "FileCheck", "instrumentation")
 TOOLS = ("cuobjdump", "nvdisasm")
 

@@ -153,7 +153,7 @@ def peak(on: Subject) -> Rows:
 
 
 def host(on: Subject) -> Rows:
-    """Of a small layer, where the host is the limit."""
+    """Rows of a small layer, where the host is the limit."""
     runs = {"step": on.layer.step, "grouped_mm step+add": peers.GroupedMM(on.layer).step}
     for name, run in (runs | ({"tokens step": on.tokens.step} if on.tokens else {})).items():
         yield on.row(f"host {name}", measure.host_ms(run))

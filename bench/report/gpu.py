@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as data, as the figures of README and benchmarks.md, and as a picture.
+"""Measurements on a GPU: as data, as the figures of README and benchmarks.md, and as a picture.
 
 Results are in `bench/results/gpu/`, whose README says on which GPU they were measured, and how. `gpu_pages.py` has the
 figures of other pages.
@@ -163,7 +163,7 @@ def gpu_passes() -> str:
 
 
 def gpu_machine() -> str:
-    """What was measured on, and the ceilings that limits are computed from."""
+    """The machine, and the ceilings that limits are computed from."""
     facts, dense = about(), about()["dense_tflops"]
     return (
         f"Measured on one {facts['gpu']} on {facts['date']}: the kernels of commit {facts['commit']}, with torch "

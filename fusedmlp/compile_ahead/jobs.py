@@ -33,7 +33,7 @@ class Kernel(NamedTuple):
 
 
 class CompilerError(RuntimeError):
-    """What the compiler said."""
+    """A kernel does not compile; the text is the compiler's."""
 
 
 class _Work(NamedTuple):

@@ -174,8 +174,8 @@ class Route(Queued):
         return targets if self.delayed else destination.of_one_kind(targets)
 
     def _may_add(self, param: Tensor) -> bool:
-        """Whether this route may accumulate into a parameter: else AccumulateGrad has to, as `held` is None, which says
-        that another thread may be adding. Frozen parameters get nothing from other threads.
+        """True if this route may accumulate into a parameter. Otherwise AccumulateGrad has to: another thread may be
+        adding, which `held` says by None. No other thread adds to a frozen parameter.
         """
         return self.held is not None or not param.requires_grad
 

@@ -167,9 +167,8 @@ def settle_key(launch: Launch) -> None:
     computed before, and without them otherwise. The key would depend on what this process has launched before, and
     another process would compile the kernel again.
     """
-    for function in (launch.kernel, *launch.arguments.values()):
-        if isinstance(function, JITCallable):
-            _settle_key(function, set())
+    if isinstance(launch.kernel, JITCallable):  # interpreted kernels have no key
+        _settle_key(launch.kernel, set())
 
 
 def _settle_key(function: Any, seen: set[int]) -> None:

@@ -34,7 +34,7 @@ ALLOWED = 2**-8
 
 @dataclass(frozen=True)
 class On:
-    """Where checks run. `executes`: kernels do, so there are numbers to compare."""
+    """The device that checks run on. `executes`: it executes kernels, so there are numbers to compare."""
 
     device: str  # of tensors
     small: bool = False
@@ -48,7 +48,7 @@ class On:
 
     @property
     def runs(self) -> int:
-        """How often to run what must repeat; an interpreter is slow."""
+        """The number of runs that must agree; an interpreter is slow."""
         return 3 if self.device == "cuda" else 2
 
     @property
@@ -121,6 +121,13 @@ def passes(on: On) -> None:
     _report((case.id, lambda case=case: check(case)) for case in every[which - 1 :: parts])
 
 
+def largest(distances: dict[str, float]) -> float:
+    """Return the largest of distances that are all allowed; a NaN is not."""
+    if not all(distance <= ALLOWED for distance in distances.values()):
+        raise AssertionError(f"expected distances of at most {ALLOWED}; got {distances}")
+    return max(distances.values())
+
+
 def recipes(on: On) -> None:
     """Check layers whose GEMMs have operands of 8 bits, where the GPU has such kernels."""
     from cases import cases as listed
@@ -137,10 +144,7 @@ def recipes(on: On) -> None:
         got = layer.results(recipe=recipe, wgrad=wgrad, impl=on.impl)
         if not on.executes:
             return ""
-        found = distances(got, layer.expected(recipe, wgrad, fused_bias=True))
-        if not all(distance <= ALLOWED for distance in found.values()):  # NaN fails
-            raise AssertionError(f"expected distances of at most {ALLOWED}; got {found}")
-        return f": distance {max(found.values()):.1e}"
+        return f": distance {largest(distances(got, layer.expected(recipe, wgrad, fused_bias=True))):.1e}"
 
     layers = [*LAYERS][: 1 if on.small else None] if recipe else []
     grid = itertools.product(layers, ("recipe", "bf16"))

@@ -19,7 +19,7 @@ from bench.gpu import archive, compare, jobs, rows, timings
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "gpu"
-# Of `--small`: kernels of 16 and of 8 bits, both kinds of kernels, checks and times.
+# Some steps of `--small`: kernels of 16 and of 8 bits, both kinds of kernels, checks and times.
 ONLY = ("bf16, default", "graph, default", "cases 1/6, warp", "sync", "tiny, even", "memcheck")
 
 
@@ -107,14 +107,19 @@ def _resume(there, out):
 
 
 def _start_afresh(there, out):
-    """Results of another GPU are not mixed with these, and `--fresh` replaces them."""
-    arguments = ("--out", out, "--device", "sm_90", "--small", "--only", "ceilings")
-    assert bench_gpu(*arguments, cwd=there).returncode == 0
-    (out / "steps.csv").write_text((out / "steps.csv").read_text().replace("no sm_90", "another"))
+    """Results of another GPU, torch or size are not mixed with these, and `--fresh` replaces them."""
+    arguments = ("--out", out, "--device", "sm_90", "--only", "ceilings")
+    assert bench_gpu(*arguments, "--small", cwd=there).returncode == 0
     done = bench_gpu(*arguments, cwd=there)
     assert done.returncode == 2
-    assert "got {'gpu': 'another'" in done.stderr
-    assert bench_gpu(*arguments, "--fresh", cwd=there).returncode == 0
+    assert re.search("expected results of .*'small': 'False'.*got .*'small': 'True'", done.stderr)
+    steps = (out / "steps.csv").read_text()
+    for old, new in (("no sm_90", "another"), (torch.__version__, "2.0")):
+        (out / "steps.csv").write_text(steps.replace(old, new))
+        done = bench_gpu(*arguments, "--small", cwd=there)
+        assert done.returncode == 2
+        assert re.search(f"got .*'{new}'", done.stderr)
+    assert bench_gpu(*arguments, "--small", "--fresh", cwd=there).returncode == 0
     assert len(table(out / "timings.csv")) == 3
 
 
@@ -222,7 +227,7 @@ os.wait()
 
 
 def _has_ended(file):
-    """Whether the process whose id is in the file has ended; perhaps nothing waits for it."""
+    """Look for the process whose id is in the file; True if it has ended, perhaps with nothing that waits for it."""
     started = Path("/proc", file.read_text().strip(), "stat")
     return not started.exists() or ") Z " in started.read_text()
 
@@ -297,6 +302,24 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2 failures"):
         checks.main(["bf16", "--device", "cpu", "--small"])
     assert "FAIL torch.bfloat16 add, ragged: AssertionError: dfc2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["y", "dfc1"])
+def test_a_gradient_of_8_bits_that_is_not_a_number_is_a_failure(name):
+    found = {"y": 1e-3, "dfc1": 2e-3, "dfc2": 1e-3}
+    assert checks.largest(found) == 2e-3
+    for wrong in (math.nan, 2**-7):
+        with pytest.raises(AssertionError, match=f"at most {checks.ALLOWED}; got"):
+            checks.largest(found | {name: wrong})
+
+
+def test_kernels_of_one_name_keep_their_places_in_every_file(tmp_path):
+    (tmp_path / "about.json").write_text('{"gpu": "G", "date": "2026-11-26", "commit": "c"}')
+    for file, ms in (("first", 1), ("second", 2)):
+        lines = [f"default,tiny,even,tokens kernel k,{ms}", f"default,tiny,even,tokens kernel k,{ms + 4}"]
+        (tmp_path / f"{file}.csv").write_text("\n".join(["kernels,shape,load,what,ms", *lines]))
+    found = rows.by_key(rows.committed(tmp_path))
+    assert [(key[-1], row["ms"]) for key, row in found.items()] == [("1", "2"), ("2", "6")]
 
 
 def test_the_commit_is_that_of_the_clone():
