@@ -1,6 +1,6 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-# `make test-all` also runs the cells of large grids and the long runs that `make test` leaves out; with PART=2/5 the
-# second of each five of these, and so does `make emulate`.
+# `make test-all` also runs the slow tests and the cells of grids that `make test` leaves out; with PART=2/5 all tests,
+# and the second of each five cells that it then leaves out, and so does `make emulate`; with PART=0/1 none of these.
 # `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on
 # the CPU; the warp-specialized kernels also as each Triton of EMULATED compiles them.
 # `make kernels` compiles every kernel for every GPU with each Triton of COMPILED, by default that of .venv and each of
@@ -51,7 +51,6 @@ demo: $(READY)
 
 test: $(READY) $(VENV)/.integrations
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick
-	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick tests/emulation tests/ptx_emulator
 
 test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART) --durations 20
@@ -61,7 +60,7 @@ test-all: $(READY) $(VENV)/.integrations .frameworks/.ready
 # of Gluon change between versions (not layers of tokens or of separate experts, which run other kernels, too).
 emulate: $(READY) $(TRITONS:%=.triton/%/.ready)
 	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART) --durations 20 tests/emulation tests/ptx_emulator
-	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --quick $(ALSO:%=tests/kernels/test_%.py)
+	EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --part 0/1 $(ALSO:%=tests/kernels/test_%.py)
 	for triton in $(EMULATED:%=.triton/%); do \
 	  TRITON_DEFAULT_FP_FUSION=1 PYTHONPATH=$$triton EMULATE=sm_90 $(BIN)/python -m pytest -n 2 --dist worksteal --part $(PART) \
 	    tests/emulation/test_kernels.py tests/emulation/test_eight_bit.py tests/emulation/test_mxfp8_triton.py \
@@ -81,11 +80,11 @@ docs: $(READY)
 # .venv has the oldest torch with which layers compile; every other target tests with it. Only warnings of fusedmlp
 # itself are errors: a newer torch also warns of changes to come in calls that PyTorch itself makes.
 versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(OLDER:%=.torch/%/.ready) $(TRITONS:%=.triton/%/.ready)
-	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
+	PYTHONPATH=$(NEWEST) $(BIN)/python -m pytest -n 2 --dist worksteal --part 0/1 -o 'filterwarnings=error:::fusedmlp' \
 	  tests/contract tests/api/test_compile.py tests/tools/test_versions.py tests/kernels/test_routing.py
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m fusedmlp doctor
 	for torch in $(OLDER:%=$(CURDIR)/.torch/%); do \
-	  PYTHONPATH=$$torch $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
+	  PYTHONPATH=$$torch $(BIN)/python -m pytest -n 2 --dist worksteal --part 0/1 -o 'filterwarnings=error:::fusedmlp' \
 	    $(IN_OLD_TORCHES) && PYTHONPATH=$$torch $(BIN)/python -m fusedmlp doctor || exit 1; \
 	done
 

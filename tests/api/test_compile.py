@@ -45,7 +45,8 @@ def compiled_functions(monkeypatch):
         monkeypatch.setattr(fusedmlp, name, run)
 
 
-@pytest.mark.parametrize("seed", seeds(5, quick=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(5, some=2))
 def test_grouped_mlp_with_random_options(seed, compiled_functions, poison):
     case = replace(factory.random_case(seed), delayed=False)
     inputs = factory.Inputs(case)
@@ -55,7 +56,8 @@ def test_grouped_mlp_with_random_options(seed, compiled_functions, poison):
     assert counters["stats"]["unique_graphs"] > 0
 
 
-@pytest.mark.parametrize("seed", seeds(5, quick=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", seeds(5, some=2))
 def test_moe_experts_with_random_options(seed, compiled_functions, poison):
     case = replace(moe.random_case(seed), queue="none")
     inputs = moe.Inputs(case)
@@ -65,6 +67,7 @@ def test_moe_experts_with_random_options(seed, compiled_functions, poison):
     assert counters["stats"]["unique_graphs"] > 0
 
 
+@pytest.mark.slow
 def test_triton_kernels_inside_a_graph(compiled_functions, poison):
     case = factory.Case(bias=True)
     inputs = factory.Inputs(case)
@@ -179,6 +182,7 @@ def test_training_a_model_of_every_layer(backend):
     assert (copies["compiled"] == copies["eager"]) == (backend == "inductor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.exhaustive), True])
 @pytest.mark.parametrize("main_grad", [False, True])
 def test_new_loads_compile_nothing(dynamic, main_grad):
@@ -233,6 +237,7 @@ class Counting(nn.Module):
         return self.mlp(h, torch.bincount(ids[:-1, 0], minlength=Model.E), probs[:, 0])  # the last row is padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "backend"),
     [

@@ -154,6 +154,7 @@ def imported(code="", **variables):
     return done.stderr
 
 
+@pytest.mark.slow
 def test_the_switch_installs_the_checks():
     code = "fusedmlp.GroupedMLP(1, 2, 2).forward_tokens(torch.ones(1, 2), torch.tensor([[7]]), torch.ones(1, 1))"
     assert "1 of 1 outside" in imported(code, FUSEDMLP_DEBUG="1", FUSEDMLP_CACHE="")

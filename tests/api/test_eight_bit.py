@@ -68,6 +68,7 @@ def test_error_beside_values_that_are_not_quantized(recipe):
     assert all(0.02 < distance < 0.12 for distance in found.values()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["delayed", "fused microbatches", "checkpoint", "compiled", "x in float32"])
 def test_is_the_same_however_it_is_run(how, recipe):

@@ -341,6 +341,7 @@ def test_triton_on_the_cpu_says_what_it_needs(monkeypatch):
         grouped_mlp(X, FC1, FC2, COUNTS, impl=impl)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["", "import fusedmlp.operators.triton_impl"])
 def test_the_interpreter_is_asked_for_too_late(kernels):
     code = f"""
@@ -371,6 +372,7 @@ def test_the_device_assertion_for_counts_it_may_not_read(impl):
         torch.ops.fusedmlp.expert_offsets(torch.tensor([3, 9]), 10, impl)
 
 
+@pytest.mark.slow
 def test_without_triton_the_torch_implementation_works():
     code = """
 import sys

@@ -28,7 +28,7 @@ def check(case, impls=IMPLS):
         assert_close(moe.run(inputs, impl, DEVICE), expected, low_precision, widest)
 
 
-@pytest.mark.parametrize("seed", seeds(100, quick=50))
+@pytest.mark.parametrize("seed", seeds(100, some=50))
 def test_random_case(seed):
     check(moe.random_case(seed), IMPLS if seed % 5 == 0 else ["torch"])  # interpreted kernels are slow
 
@@ -50,6 +50,7 @@ def test_every_way_to_accumulate(mode, queue, packed):
     check(Case(mode=mode, queue=queue, packed=packed, bias=True, microbatches=3, dtype=torch.bfloat16), ["torch"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "queue", "packed"),
     [
@@ -94,6 +95,7 @@ def test_ids_of_any_integer_dtype(dtype):
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("queue", ["none", "fused"])
 def test_the_same_bits_every_time(impl, queue):

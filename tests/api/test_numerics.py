@@ -30,7 +30,7 @@ def check(case, impls=IMPLS):
         assert_close(factory.run(inputs, impl, DEVICE), expected, low_precision, widest, magnitudes)
 
 
-@pytest.mark.parametrize("seed", seeds(200, quick=50))
+@pytest.mark.parametrize("seed", seeds(200, some=50))
 def test_random_case(seed):
     check(factory.random_case(seed))
 
@@ -61,6 +61,7 @@ def test_any_shape_and_load_torch(counts, padding, H, F, packed):
     check(Case(counts=tuple(counts), padding=padding, H=H, F=F, packed=packed, bias=True), ["torch"])
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(10), deadline=None, derandomize=True)
 @given(counts=loads, padding=st.integers(0, 20), H=sizes, F=sizes, packed=st.booleans())
 def test_any_shape_and_load_triton(counts, padding, H, F, packed):

@@ -106,6 +106,7 @@ def of_copies(impl, grad):
         yield OPS.grouped_mlp_backward_.default, backward
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poison")  # opcheck also compares what a plan leaves unwritten
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("grad", [False, True])
@@ -167,6 +168,7 @@ def test_an_exported_program_has_the_gradients_of_the_layer(kind, strict, impl):
         torch.testing.assert_close(mine, right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
 def test_an_exported_program_is_compiled_with_its_gradients(kind):
     layer = Layer(kind, "torch")

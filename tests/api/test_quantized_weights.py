@@ -205,6 +205,7 @@ def test_kept_copies_are_of_one_format():
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @RECIPES
 @pytest.mark.parametrize("what", ["delayed", "checkpoint", "compiled", "inference"])
 def test_in_other_surroundings(what, recipe):

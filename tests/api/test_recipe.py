@@ -223,6 +223,7 @@ def test_checkpoint(reentrant):
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("attached", [True, False])
 @pytest.mark.parametrize("call", ["autocast", "recipe"])

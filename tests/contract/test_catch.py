@@ -85,6 +85,7 @@ def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, m
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2, 3), of_plain(layer)))
 
 
+@pytest.mark.slow
 def test_gradients_do_not_pile_up_after_an_evaluation(make_layer, assert_close):
     """Many plain backwards may come before the weights are fused again."""
     layer = make_layer("linear")

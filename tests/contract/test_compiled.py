@@ -111,6 +111,7 @@ def test_matrix(row, make_compiled, assert_close):
     check_row(row, make_compiled("linear"), assert_close)
 
 
+@pytest.mark.slow
 @LAYERS
 def test_biases_and_layouts(kind, packed, make_compiled, assert_close):
     layer = make_compiled(kind, packed, bias=True, layout="in_out")
@@ -121,6 +122,7 @@ def test_biases_and_layouts(kind, packed, make_compiled, assert_close):
     assert_close([bias.grad for bias in layer.biases], wgrads[count:])
 
 
+@pytest.mark.slow
 @LAYERS
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_first_gradient_to_arrive_overwrites(kind, packed, order, make_compiled, assert_close):
@@ -156,6 +158,7 @@ def test_auto_decides_for_each_weight(make_compiled, assert_close):
     assert fc2.grad is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["main_grad", "off"])
 def test_frozen_experts_among_trained_ones(mode, make_compiled, assert_close):
     layer = make_compiled("mlp", False)
@@ -184,6 +187,7 @@ def test_a_wholly_frozen_weight(make_compiled, assert_close):
     assert torch.equal(layer.params[0].main_grad, before[0])
 
 
+@pytest.mark.slow
 def test_without_fullgraph_what_is_refused_runs_outside_of_the_graph(make_layer, assert_close):
     torch._dynamo.reset()
     layer, queue = make_layer("mlp"), fusedmlp.WgradQueue()
@@ -212,6 +216,7 @@ def test_main_grad_replaced_between_steps(make_compiled, assert_close):
         assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(seed), strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_one_weight_used_twice_and_in_plain_pytorch_in_one_graph(first, make_layer, assert_close):
     torch._dynamo.reset()
@@ -236,6 +241,7 @@ def test_one_weight_used_twice_and_in_plain_pytorch_in_one_graph(first, make_lay
     assert_close([weight.main_grad], [expected + layer.wgrads(1)[0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("around", ["save_on_cpu", "checkpoint", "reentrant checkpoint", "checkpoint inside"])
 def test_saved_tensors_that_others_handle(around, first, make_layer, make_compiled, assert_close):
@@ -288,6 +294,7 @@ def test_compiled_and_eager_backwards_in_one(make_compiled, make_layer, assert_c
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2), strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[3], ROWS[7], ROWS[12]], ids=str)
 def test_a_graph_that_breaks_right_before_the_layer(row, make_layer, assert_close, monkeypatch):
     torch._dynamo.reset()
@@ -302,6 +309,7 @@ def test_a_graph_that_breaks_right_before_the_layer(row, make_layer, assert_clos
     check_row(row, Compiled("linear"), assert_close)
 
 
+@pytest.mark.slow
 def test_without_fullgraph_experts_may_share_a_parameter(make_layer, assert_close):
     torch._dynamo.reset()
     layer = make_layer("linear", False)
@@ -378,6 +386,7 @@ def test_refused_in_forward(prepare, packed, options, error, message, make_compi
         layer(layer.batch(1)[0], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", ["module", "ddp"])
 def test_stock_ddp_takes_gradients_and_refuses_main_grad(outer, ddp, assert_close):
     torch._dynamo.reset()
@@ -428,6 +437,7 @@ def replace_main_grad(y, x, dy, weight):
     y.backward(dy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backward", "message"),
     [

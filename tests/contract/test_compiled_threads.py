@@ -85,6 +85,7 @@ def test_no_sum_is_lost(eager, attribute, kind, packed, pause, compiled, make_la
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1), total + 2))
 
 
+@pytest.mark.slow
 @LAYERS
 @pytest.mark.parametrize("how", ["is_first_microbatch", "overwrite_main_grad"])
 def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, assert_close):
@@ -105,6 +106,7 @@ def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, 
         assert_close(layer.main_grads(), plus([0] * len(layer.params), layer.wgrads(1), times))
 
 
+@pytest.mark.slow
 @LAYERS
 def test_graphs_that_share_nothing_run_at_once(kind, packed, pause, compiled, make_layer, assert_close):
     layers = [make_layer(kind, packed) for _ in range(THREADS)]
@@ -180,6 +182,7 @@ MEANWHILE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("add", MEANWHILE, ids=lambda f: f.__name__)
 def test_what_is_added_while_a_graph_adds_is_not_lost(add, monkeypatch, compiled, make_layer, assert_close):
     """The graph may work on a copy of main_grad: what else adds meanwhile must be kept or refused."""

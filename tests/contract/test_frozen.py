@@ -136,6 +136,7 @@ def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(case, make_layer):
 # In a graph of torch.compile
 
 
+@pytest.mark.slow
 @in_graphs
 @pytest.mark.sparse
 @pytest.mark.parametrize("first", [False, True])
@@ -163,6 +164,7 @@ def test_a_compiled_backward_refuses_a_weight_frozen_since_forward(
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1), strict=True)])
 
 
+@pytest.mark.slow
 @in_graphs
 @pytest.mark.parametrize("mode", ["off", "grad", "grad, existing"])
 def test_a_compiled_backward_that_returns_gradients_drops_that_of_a_frozen_weight(mode, make_layer, assert_close):

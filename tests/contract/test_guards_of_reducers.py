@@ -132,6 +132,7 @@ def test_a_layer_that_is_called_after_ddp_has_returned_has_the_other_modes(ddp, 
     assert_close(layer.grads(), layer.wgrads(1, 2))
 
 
+@pytest.mark.slow
 @DELAYED
 def test_ddp_that_is_made_after_the_first_step(delayed, ddp, make_layer, assert_close):
     """A parameter without a reducer gets one, and loses it again."""
@@ -180,6 +181,7 @@ def test_a_copy_of_ddp(delayed, ddp, make_layer):
     refused_in_forward(layer, delayed, "DistributedDataParallel", partial(model, layer.batch(1)[0]))
 
 
+@pytest.mark.slow
 def test_ddp_that_is_older_than_fusedmlp():
     program = """
 import tempfile, torch, torch.distributed as dist
@@ -200,6 +202,7 @@ with tempfile.TemporaryDirectory() as folder:
     assert "weight: DistributedDataParallel reduces" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reducer", ["DistributedDataParallel", r"FSDP2 \(fully_shard\)"])
 @pytest.mark.parametrize("where", ["inside", "outside"])
 def test_a_layer_that_the_compiler_gives_up_is_checked(where, reducer, make_layer):

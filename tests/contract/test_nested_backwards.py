@@ -41,6 +41,7 @@ def nested(layer, x, depth):
     return checkpoint(nested, layer, x, depth - 1, use_reentrant=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "depths", [(65, 65), pytest.param((130, 130), marks=pytest.mark.exhaustive), (0, 65), (130, 0), (59, 61)], ids=str
@@ -56,6 +57,7 @@ def test_deeply_nested_backwards_overwrite_once(depths, packed, make_layer, asse
         assert_close(layer.main_grads(), layer.wgrads(*seeds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_plain_gradient_beside_deeply_nested_backwards_does_not_overwrite(depth, make_layer, assert_close):
     layer = owned(make_layer())
@@ -94,6 +96,7 @@ def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, 
     assert_close(layer.main_grads(), [g + 2 * p.detach() for g, p in zip(layer.wgrads(1), layer.params, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_the_first_micro_batch_of_a_step_deep_inside(depth, make_layer, assert_close):
     layer = owned(make_layer())

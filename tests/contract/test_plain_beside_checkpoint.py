@@ -243,6 +243,7 @@ def run_in_megatron(overlap):
     return errors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_megatrons_own_ddp_gets_both(overlap, tmp_path):
     pytest.importorskip("megatron.core")

@@ -61,6 +61,7 @@ def test_the_document_holds_this_table():
     assert text.count("| right |") > 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "off"])
 def test_two_threads_never_add_at_once(mode, make_layer, assert_close, monkeypatch):
     """The GEMM reads, waits and writes: if both threads added at once, one of two gradients would be lost."""

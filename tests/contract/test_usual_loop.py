@@ -181,6 +181,7 @@ def test_detach_leaves_plain_gradients(dtype):
     assert_same(model, reference, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_optimizer", [True, False])
 @DTYPES
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, as the next

@@ -134,6 +134,7 @@ def only_new_garbage():
     gc.unfreeze()
 
 
+@pytest.mark.slow
 @pytest.mark.sparse
 @pytest.mark.parametrize("train", [*EAGER, pytest.param(compiled, marks=in_graphs)], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("owner", ["buffer", "attributes"])

@@ -1,9 +1,11 @@
 """Distributed autograd, FAST mode, between two processes (`distributed_autograd.py` says what is checked)."""
 
+import pytest
 from support.systems import MODES, SYSTEMS
 from support.world import launch
 
 
+@pytest.mark.slow
 def test_gradients_are_in_their_context_and_nowhere_else(tmp_path):
     (contexts, failures), (_, failures_of_the_other) = launch(
         "integrations.distributed_autograd:run", 2, tmp_path, str(tmp_path / "rpc")

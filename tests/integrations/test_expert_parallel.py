@@ -7,6 +7,7 @@ import torch
 from support.two_ranks import by_torchrun, in_forked_processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [in_forked_processes, pytest.param(by_torchrun, marks=pytest.mark.exhaustive)])
 def test_the_example_equals_one_process(start, tmp_path):
     """192 experts, so that some get no tokens; differences are of gradients, relative to the largest of each."""

@@ -154,6 +154,7 @@ def of(log, what):
     return torch.tensor([entry[what] for entry in log])
 
 
+@pytest.mark.slow
 def test_trainer_loses_as_with_gradients_added_in_fp32(tmp_path):
     ours = of(train("mixtral", "fusedmlp", tmp_path, ours=True), "loss")
     written_out = of(train("mixtral", "fusedmlp", tmp_path, ours=False, trainer=WrittenOut), "loss")
@@ -164,6 +165,7 @@ def test_trainer_loses_as_with_gradients_added_in_fp32(tmp_path):
     torch.testing.assert_close(ours, eager, rtol=torch.finfo(torch.bfloat16).eps / 2, atol=0)  # they round differently
 
 
+@pytest.mark.slow
 def test_trainer_resumes_from_a_checkpoint(tmp_path):
     whole = train("gpt_oss", "fusedmlp", tmp_path, ours=True, save_strategy="steps", save_steps=10)
     rest = train("gpt_oss", "fusedmlp", tmp_path, ours=True, resume=str(tmp_path / "checkpoint-10"))

@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sparse
 @pytest.mark.parametrize("row", CASES)
 def test_framework(row, tmp_path):

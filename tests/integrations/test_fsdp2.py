@@ -18,6 +18,7 @@ def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
         assert failures == {}
 
 
+@pytest.mark.slow
 def test_no_copy_of_a_weight_outlives_its_step(tmp_path):
     for found in launch("integrations.fsdp2_cells:kept_copies", 2, tmp_path):
         assert found["bf16"] != found["mxfp8"]

@@ -4,10 +4,12 @@ Checked by pointer, and by operators and allocations inside AccumulateGrad; ever
 `tests/contract/test_stock_pytorch.py` has the cells without modules and DDP.
 """
 
+import pytest
 from support.grids import is_quick
 from support.world import launch
 
 
+@pytest.mark.slow
 def test_no_hook_makes_pytorch_copy_a_weight_gradient(tmp_path):
     for count, failures, held in launch("integrations.grad_stealing:run_all", 2, tmp_path, is_quick()):
         assert failures == {}

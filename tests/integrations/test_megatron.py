@@ -102,6 +102,7 @@ def test_gradients_in_every_cell(world_size, tmp_path):
         assert failures == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fp8_recipe", ["blockwise", pytest.param("mxfp8", marks=pytest.mark.exhaustive)])
 @WORLDS
 def test_main_grad_of_eight_bits_in_every_cell(world_size, fp8_recipe, tmp_path):
@@ -112,6 +113,7 @@ def test_main_grad_of_eight_bits_in_every_cell(world_size, fp8_recipe, tmp_path)
         assert count == (19 if is_quick() else {1: 36, 2: 52}[world_size])
 
 
+@pytest.mark.slow
 def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
     (found,) = launch("integrations.megatron_eight_bit:kept_copies", 1, tmp_path)
     counts = {how: count for how, (count, _) in found.items()}
@@ -122,6 +124,7 @@ def test_weights_are_quantized_when_megatron_begins_a_step(tmp_path):
     assert all(other == grads[0] for other in grads[1:])
 
 
+@pytest.mark.slow
 @WORLDS
 def test_eight_bits_under_fsdp(world_size, tmp_path):
     for found in launch("integrations.megatron_eight_bit_fsdp:under_fsdp", world_size, tmp_path):
@@ -134,12 +137,14 @@ def test_rows_arrive_in_8_bits(tmp_path):
     assert found == [True] * 10
 
 
+@pytest.mark.slow
 @WORLDS
 def test_layers_of_eight_bits(world_size, tmp_path):
     """Whole layers, with and without Megatron's padding of what is routed to an expert."""
     assert launch("integrations.megatron_eight_bit:layers", world_size, tmp_path) == [4] * world_size
 
 
+@pytest.mark.slow
 @WORLDS
 def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
     """The same, with two steps of an optimizer; `megatron_fsdp.py` defines the cells, and which are refused."""
@@ -158,6 +163,7 @@ def test_megatron_would_lose_or_double_what_our_module_does_not_do(tmp_path):
     assert "param.grad being None is not safe when overlap_grad_reduce is True" in result["no dummy"]
 
 
+@pytest.mark.slow
 def test_config_and_state(tmp_path):
     (found,) = launch("integrations.megatron_layers:config_and_state", 1, tmp_path)
     assert found["honoured"] == 13
@@ -186,6 +192,7 @@ def test_config_and_state(tmp_path):
         assert re.search(message, refused[name] or ""), (name, refused[name])
 
 
+@pytest.mark.slow
 @WORLDS
 def test_layers_and_checkpoints(world_size, tmp_path):
     """Whole layers beside those with Megatron's sequential experts; see `megatron_layers.py`."""
@@ -196,6 +203,7 @@ def test_layers_and_checkpoints(world_size, tmp_path):
             assert found["sharded_names"] == SHARDED_STATE_DICT
 
 
+@pytest.mark.slow
 def test_where_ddp_lays_main_grad():
     """As `docs/megatron.md` and `doctor --weights megatron` say; see `megatron_buffers.py`."""
     done = forked.run("-m", "integrations.megatron_buffers", "--json")

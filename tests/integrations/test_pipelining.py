@@ -17,6 +17,7 @@ MIXED = {
 }
 
 
+@pytest.mark.slow
 def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
     """`pipelining_cells.py` defines the cells."""
     failures, orders = {}, {schedule: {} for schedule in SCHEDULES}
@@ -40,6 +41,7 @@ def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [in_forked_processes, pytest.param(by_torchrun, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("schedule", ["ZBVZeroBubble", pytest.param("DualPipeV", marks=pytest.mark.exhaustive)])
 def test_the_example_trains_as_plain_stages_do(schedule, start, tmp_path):

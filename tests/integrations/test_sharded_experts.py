@@ -4,6 +4,7 @@ import pytest
 from support.world import launch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fsdp", "world_size", "count"), [(False, 2, 12), (True, 4, 24)])
 def test_gradients_of_shards(fsdp, world_size, count, tmp_path):
     """`sharded_experts.py` defines the cells. With "off" PyTorch adds every micro-batch but the first."""

@@ -240,6 +240,7 @@ def test_frozen_experts_stay_frozen():
     assert not any(parameter.requires_grad for parameter in layers.fused_of(moe).parameters())
 
 
+@pytest.mark.slow
 def test_under_torchtitans_expert_and_tensor_parallelism(tmp_path):
     """Two ranks, against one process in float64; torchtitan shards the parameters, by the names of its own experts."""
     for errors in launch("integrations.torchtitan_world:parallel", 2, tmp_path):

@@ -25,6 +25,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_an_activation_that_changes_between_two_calls_of_a_graph(change):
     name, apply = CHANGES[change]

@@ -33,17 +33,19 @@ GPT_OSS = {"interleaved": True, "limit": 1.5, "alpha": 1.702, "linear_offset": 1
 pytestmark = [pytest.mark.parametrize("recipe", BLOCKS), pytest.mark.sparse]
 
 
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.slow] * (load != "ragged")) for load in LOADS])
 def test_loads(recipe, load):
     counts, padding = LOADS[load]
     check(Case(recipe, counts=counts, padding=padding))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*GATED, *UNGATED])
 def test_activations(recipe, name):
     check(Case(recipe, **SMALL, activation=name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("probs", [True, False])
 @pytest.mark.parametrize(
     "options",
@@ -54,12 +56,14 @@ def test_options(recipe, options, probs):
     check(Case(recipe, counts=(130, 3), padding=2, options=options, probs=probs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 def test_halves_of_any_width(recipe, blocks):
     """Where 128 does not divide F, halves of dh meet inside of a chunk."""
     check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["interleaved", "no linear part"])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 5])
 def test_channels_of_any_number(recipe, blocks, name):
@@ -68,17 +72,20 @@ def test_channels_of_any_number(recipe, blocks, name):
     check(Case(recipe, **SMALL, F=blocks * BLOCKS[recipe], activation=activation, options=options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTPUTS)
 @pytest.mark.parametrize("options", [{}, {"interleaved": True}], ids=["halves", "interleaved"])
 def test_an_absent_output_is_left_alone(recipe, name, options):
     check(without(Case(recipe, **SMALL, options=options), name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outputs", [(), ("dh rows",), ("dh", "a"), ("dh tokens", "a tokens", "dh")], ids=str)
 def test_some_outputs(recipe, outputs):
     check(Case(recipe, **SMALL, outputs=outputs))
 
 
+@pytest.mark.slow
 def test_rows_at_odd_addresses_and_strides(recipe):
     case = Case(recipe, **SMALL)
     given = inputs(case)
@@ -119,6 +126,7 @@ def test_special_values(recipe, name):
         assert ((got - exact)[ordinary].abs() <= exact[ordinary].abs() * 2.0**-6).all(), of
 
 
+@pytest.mark.slow
 def test_an_expert_sees_nothing_of_others(recipe):
     """Rows of the next expert, and padding rows, change no byte of a tile."""
     case = Case(recipe, counts=(70, 40), padding=9)
@@ -136,6 +144,7 @@ def test_an_expert_sees_nothing_of_others(recipe):
         assert (before[name].scales[2:].view(torch.uint8) == UNWRITTEN).all(), name
 
 
+@pytest.mark.slow
 def test_dprobs_are_the_same_bits_every_run(recipe):
     case = Case(recipe, F=256)
     given = inputs(case)
@@ -153,6 +162,7 @@ def test_nothing_to_quantize(recipe, change):
     assert found["partial"].numel() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 @pytest.mark.parametrize("outputs", [OUTPUTS, ("dh rows", "a"), ("dh tokens",)], ids=str)
 def test_cost_counts_owned_rows_and_whole_tiles(recipe, name, outputs):

@@ -255,6 +255,7 @@ if triton.knobs.runtime.interpret:  # only the interpreter can be told which blo
         _grouped_gemm_mxfp8_triton_kernel[(1,)](*places, 0, len(y), N, K, 0, N, tile)
         torch.testing.assert_close(y[first:].float(), values[0].float() @ values[1].float().T, rtol=2**-8, atol=1e-3)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("by_words", [False, True])
     def test_tokens_of_8_bits_far_out(memory, by_words):
         """A tile behind 3 * 2**30 elements of a token copy."""

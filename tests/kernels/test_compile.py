@@ -87,6 +87,7 @@ def found_in(name, target="sm_90"):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "target", "problem"),
     [

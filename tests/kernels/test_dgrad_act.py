@@ -112,6 +112,7 @@ def test_halves_of_rows_that_no_descriptor_can_tell_apart(kind, monkeypatch):
     check(case, best="tma" if kind == "interleaved" else "unaligned")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_tiles_that_run_past_the_last_channel(kind):
     # They must not write what lies there: the linear channels of the row, or another row.

@@ -47,6 +47,7 @@ def _results(script, exhaustive):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "name"),
     [pytest.param(*check, id=check[1], marks=[pytest.mark.exhaustive] * (check[1] in EXHAUSTIVE)) for check in CHECKS],
@@ -55,6 +56,7 @@ def test_without_a_gpu(script, name):
     assert not (found := _results(script, name in EXHAUSTIVE)[name]), found
 
 
+@pytest.mark.slow
 def test_a_step_does_not_import_pytorchs_compiler():
     program = """if True:
         import sys

@@ -41,6 +41,7 @@ def compare(got, want, allowed=ALLOWED):
     assert all(distance <= allowed[name] for name, distance in found.items()), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("wgrad", ["recipe", "bf16"])
 @pytest.mark.parametrize("target", TARGETS)
@@ -58,6 +59,7 @@ def test_layer(target, wgrad, kind):
     assert not got["dfc1"][1].any()  # no rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wgrad", ["at once", "delayed", "fused"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_two_microbatches(target, wgrad):

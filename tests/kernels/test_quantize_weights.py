@@ -54,6 +54,7 @@ def test_one_copy_leaves_the_other_alone(recipe, by_in, layout):
     check(Case(recipe, by_in=by_in, by_out=not by_in, layout=layout))
 
 
+@pytest.mark.slow
 def test_boundaries_between_scales(recipe):
     """One magnitude for each block: powers of two, these times 448, and their neighbours in bf16."""
     powers = [-133, -130, -127, -126, -119, -118, -9, -8, 0, 1, 8, 119]

@@ -24,6 +24,7 @@ def test_what_is_kept_is_read_again_and_extended(tmp_path):
         tuned.read(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [True, False])
 def test_the_switch_loads_them(there, tmp_path):
     if there:

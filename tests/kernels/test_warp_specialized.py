@@ -235,6 +235,7 @@ print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls,
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "gluon", "switch", "case", "expected"),
     [

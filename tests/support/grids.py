@@ -1,9 +1,12 @@
-"""Selects the tests of `make test` (`--quick`): every test, but only a part of large grids. `make test-all` runs all,
-and with `--part 2/5` those of `make test` and the second of each five others.
+"""Selects cells of grids of tests.
 
-Enough cells of a grid run that every two values that meet in some cell meet in one of these: most mistakes need two
-conditions to show. With the mark `sparse`, for tests whose cells take seconds, every value is in one of the cells that
-run. Cases with the mark `exhaustive` do not run.
+`make test-all` runs all. With `--part 2/5` it runs enough cells of a grid that every two values that meet in some cell
+meet in one of these, since most mistakes need two conditions to show, and the second of each five other cells; with
+`--part 0/1` none of the others. With the mark `sparse`, for tests whose cells take seconds, every value is in one of
+the cells. Cases with the mark `exhaustive` are among the others.
+
+`make test` (`--quick`) is done in minutes: every value is in one of the cells that run, and tests that take many
+seconds, which have the mark `slow`, or the cells that it names, do not run.
 """
 
 from __future__ import annotations
@@ -27,9 +30,13 @@ def examples(number: int) -> int:
     return max(1, number // 5) if _quick else number
 
 
-def seeds(number: int, quick: int) -> list:
-    """Parameters `0, 1, ...`; a quick run has only the first `quick`."""
-    return [pytest.param(i, marks=[pytest.mark.exhaustive] if i >= quick else []) for i in range(number)]
+def seeds(number: int, some: int) -> list:
+    """Parameters `0, 1, ...`. `make test-all` always has the first `some` of them, a quick run a fifth of these."""
+    marks = [
+        pytest.mark.exhaustive if i >= some else pytest.mark.slow if i >= max(1, some // 5) else ()
+        for i in range(number)
+    ]
+    return [pytest.param(i, marks=mark) for i, mark in enumerate(marks)]
 
 
 def covering(cells: list[tuple[str, ...]], together: int = 2) -> set[int]:
@@ -49,12 +56,18 @@ def part(cells: list, together: int = 2) -> list:
     return [cells[i] for i in sorted(covering(values, together))]
 
 
-def _chosen(grid: list[pytest.Item]) -> set[int]:
+def _chosen(grid: list[pytest.Item], together: int) -> set[int]:
     if "[" not in grid[0].nodeid:
         return {0}
     # A cell's id joins the ids of its values; a test without values has no id.
     cells = [tuple(item.callspec.id.split("-")) for item in grid]
-    return covering(cells, 1 if grid[0].get_closest_marker("sparse") else 2)
+    return covering(cells, 1 if grid[0].get_closest_marker("sparse") else together)
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    """Whether the mark `slow` is on the test, or names its cell."""
+    mark = item.get_closest_marker("slow")
+    return mark is not None and (not mark.args or item.callspec.id in mark.args)
 
 
 class Grids:
@@ -62,22 +75,23 @@ class Grids:
 
     def __init__(self, quick: bool, part: str) -> None:
         global _quick
-        _quick = self.quick = quick
+        self.quick = quick
         self.part, self.parts = map(int, part.split("/"))
-        if not 0 < self.part <= self.parts:
-            raise pytest.UsageError(f"--part: expected K/N with K from 1 to N; got {part}")
+        if not 0 <= self.part <= self.parts or self.parts < 1:
+            raise pytest.UsageError(f"--part: expected K/N with K from 0 to N; got {part}")
+        _quick = quick or not self.part
         self.seconds: Counter[str] = Counter()
         self.numbers: Counter[str] = Counter()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if not self.quick and self.parts == 1:
+        if not self.quick and self.part == self.parts == 1:
             return
         grids = defaultdict(list)
         for item in items:
-            if not item.get_closest_marker("exhaustive"):
+            if not item.get_closest_marker("exhaustive") and not (self.quick and _is_slow(item)):
                 grids[item.nodeid.split("[")[0]].append(item)
-        chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid)}
-        if not self.quick:
+        chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid, 1 if self.quick else 2)}
+        if not self.quick and self.part:
             others = [id(item) for item in items if id(item) not in chosen]
             chosen |= {*others[self.part - 1 :: self.parts]}
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])

@@ -89,6 +89,7 @@ def test_layers_of_other_code_are_measured_anew(commit, tmp_path, monkeypatch):
     assert len(ran) == 1
 
 
+@pytest.mark.slow
 def test_one_command_makes_the_page(report):
     html = (report / "index.html").read_text(encoding="utf-8")
     assert html.count("<svg") == 3
@@ -98,6 +99,7 @@ def test_one_command_makes_the_page(report):
     assert ">nan<" not in html  # neither where fusedmlp has no time of its own
 
 
+@pytest.mark.slow
 def test_every_row_was_checked_and_has_its_figures(report):
     found = results.load(report / "results.csv")
     table = found.table
@@ -124,6 +126,7 @@ def test_every_row_was_checked_and_has_its_figures(report):
     assert table.of_limit.notna().all()
 
 
+@pytest.mark.slow
 def test_backward_allocates_no_weight_gradient(report):
     table = results.load(report / "results.csv").table
     backward = table[(table.what == "backward, sorted rows") & (table.dtype == "float32")].set_index("who")
@@ -131,6 +134,7 @@ def test_backward_allocates_no_weight_gradient(report):
     assert backward.peak_bytes["fusedmlp"] < backward.peak_bytes["grouped_mm"]
 
 
+@pytest.mark.slow
 def test_a_saved_table_gives_the_same_page(report, tmp_path):
     found = results.load(report / "results.csv")
     results.save(found, tmp_path / "again.csv")
@@ -138,6 +142,7 @@ def test_a_saved_table_gives_the_same_page(report, tmp_path):
     assert page.render(found) == (report / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_turns_are_compared_one_by_one(report):
     """A machine that is slow in one turn is slow for all peers."""
     table = results.load(report / "results.csv").table

@@ -32,6 +32,7 @@ def table(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_kernels_are_packed_and_run_elsewhere_and_results_go_on_and_compare(tmp_path):
     """One test, as each part needs the one before, and kernels take long to compile."""
     there, out = _pack(tmp_path), tmp_path / "results"
@@ -232,6 +233,7 @@ def _has_ended(file):
     return not started.exists() or ") Z " in started.read_text()
 
 
+@pytest.mark.slow
 def test_a_failure_a_crash_and_a_hang_leave_the_other_steps_alone(tmp_path):
     modules = {
         "failing": "print('FAIL because'); raise SystemExit(3)",

@@ -104,6 +104,7 @@ def test_a_run_that_ends_by_itself(kind, status, says, start, tmp_path, temporar
 WAYS = [signal.SIGINT, *(pytest.param(how, marks=pytest.mark.exhaustive) for how in (signal.SIGTERM, signal.SIGKILL))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", WAYS, ids=lambda how: how.name)
 def test_a_run_that_is_interrupted(how, start, tmp_path, temporary):
     run, name = start("slow")

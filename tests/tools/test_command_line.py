@@ -23,6 +23,7 @@ from fusedmlp.__main__ import main
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "unbuffered"),
     [
@@ -72,6 +73,7 @@ def test_a_missing_package_is_named_with_a_command_that_installs_it(arguments, m
     )
 
 
+@pytest.mark.slow
 def test_what_lies_in_bench_is_found_from_any_folder(tmp_path):
     """Also with an editable install, which finds fusedmlp alone."""
     (tmp_path / "fusedmlp").symlink_to(ROOT / "fusedmlp")
@@ -131,6 +133,7 @@ assert main(["doctor"]) == 0
 """
 
 
+@pytest.mark.slow
 def test_commands_that_need_triton_say_so():
     commands = ["kernels", "compile --target sm_90", "bench --schedule", "bench --roofline --eight-bit"]
     commands.append("tune --device cpu")
@@ -141,6 +144,7 @@ def test_commands_that_need_triton_say_so():
     assert "\n  none shown: triton is not installed\n" in done.stdout
 
 
+@pytest.mark.slow
 def test_the_module_that_needs_triton_says_so():
     code = "import runpy, sys; sys.modules['triton'] = None; runpy.run_module('bench.host', run_name='__main__')"
     done = forked.run("-c", code, cwd=ROOT)
@@ -188,6 +192,7 @@ def test_kernels_print_lines_where_there_is_no_terminal(monkeypatch, capsys):
     assert {"0", "1"} <= {*found}
 
 
+@pytest.mark.slow
 def test_a_full_disk_has_an_exit_status_of_its_own():
     command = [sys.executable, "-m", "fusedmlp", "bench", "--roofline"]
     with open("/dev/full", "w") as full:
@@ -195,6 +200,7 @@ def test_a_full_disk_has_an_exit_status_of_its_own():
     assert (done.returncode, done.stderr) == (3, "fusedmlp: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "status", "says"), [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGTERM, 143, "")]
 )

@@ -29,6 +29,7 @@ def train(layer, folder):
     return json.loads(done.stdout.splitlines()[-1]).values()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_to_compile(tmp_path):
     """Nor in a folder that was moved, if the paths in it are rewritten as documented; a kernel with an old path is
     compiled again, which also shows that `train` sees what is compiled.

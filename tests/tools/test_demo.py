@@ -64,6 +64,7 @@ def test_peak_memory_is_the_gradients_plus_what_the_second_micro_batch_of_a_laye
     assert results.plain.step.peak_bytes == ALL_BYTES + FC1_BYTES + FC2_BYTES
 
 
+@pytest.mark.slow
 def test_activations_as_large_as_a_weight_are_no_weight_gradients():
     """Rows of uneven loads, whose products have a weight among their inputs."""
     rows = TINY.model.experts * TINY.model.hidden
@@ -147,6 +148,7 @@ def with_recipe():
     return compare.compare(SMALL, "mxfp8")
 
 
+@pytest.mark.slow
 def test_the_columns_of_a_recipe_compute_in_its_format(with_recipe):
     assert list(with_recipe.recipes) == ["bf16", "mxfp8"]
     for column, other in (("bf16", "fused"), ("mxfp8", "bf16")):
@@ -184,6 +186,7 @@ def test_experts_of_a_recipe_quantize_every_operand(monkeypatch):
     assert rows == {(1, 32), (32, 1)}
 
 
+@pytest.mark.slow
 def test_eight_bits_run_on_the_cpu_if_nothing_else_is_asked_for(monkeypatch, results, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -208,6 +211,7 @@ def test_a_gpu_without_the_recipe_is_named(monkeypatch, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_both_recipes_fit_the_demo(recipe):
     """Sizes and rows an expert of the demo's own settings."""
@@ -216,6 +220,7 @@ def test_both_recipes_fit_the_demo(recipe):
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_too_few_rows_for_eight_bits_are_noticed():
     results = compare.compare(dataclasses.replace(SMALL, micro_batch=7), "mxfp8")
     assert results.recipes["bf16"].passed
@@ -223,6 +228,7 @@ def test_too_few_rows_for_eight_bits_are_noticed():
     assert "mxfp8 DID NOT COMPUTE" in report.table(results)
 
 
+@pytest.mark.slow
 def test_table_and_json_of_a_recipe(with_recipe, results):
     shown = report.table(with_recipe)
     assert re.search(r"plain autograd +fusedmlp +fusedmlp bf16 +fusedmlp mxfp8\n", shown)
@@ -242,6 +248,7 @@ def test_table_and_json_of_a_recipe(with_recipe, results):
     assert list(without["losses"]) == ["plain", "fused", "control"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "says"),
     [

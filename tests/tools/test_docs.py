@@ -145,6 +145,7 @@ EDITS = {
 }
 
 
+@pytest.mark.slow("eight_bit")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
 @pytest.mark.parametrize(
     "page",
@@ -316,6 +317,7 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_builds_strictly(site):
     errors = (site / "errors" / "index.html").read_text(encoding="utf-8")
     assert "expected main_grad on all experts or on none" in errors
@@ -325,6 +327,7 @@ def test_the_site_builds_strictly(site):
     assert "grad_added_to_main_grad" in reference
 
 
+@pytest.mark.slow
 def test_every_picture_opens_large(site):
     pictures = 0
     for page in PAGES:
@@ -345,6 +348,7 @@ def test_make_says_where_the_site_is():
     assert f'echo "docs: wrote {ROOT}/build/site;' in done.stdout
 
 
+@pytest.mark.slow
 def test_the_site_has_a_dark_mode(site):
     start = (site / "index.html").read_text(encoding="utf-8")
     assert 'data-md-color-media="(prefers-color-scheme: dark)" data-md-color-scheme="slate"' in start
@@ -355,6 +359,7 @@ def test_the_site_has_a_dark_mode(site):
 CODE_COLUMNS = 80
 
 
+@pytest.mark.slow
 def test_no_code_is_wider_than_its_column(site):
     """Blocks of pages, signatures and examples of docstrings, as built; the README's, as written."""
     wide, seen = [], 0

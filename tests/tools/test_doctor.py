@@ -20,6 +20,7 @@ from fusedmlp.recipe import BLOCKS
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
 
 
+@pytest.mark.slow
 def test_the_report_as_json_and_its_exit_status():
     done = forked.run("-m", "fusedmlp", "doctor", "--json", "--target", "sm_100", "--dtype", "float16")
     assert done.returncode == 0, done.stderr
@@ -78,6 +79,7 @@ def test_the_commit_that_pip_installed(monkeypatch, tmp_path):
     assert facts.commit(tmp_path) == "0123abc"
 
 
+@pytest.mark.slow
 def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
     wrong = {"FUSEDMLP_DENSE_DUMMY": "yes", "FUSEDMLP_TUNED": "yes", "TRITON_INTERPRET": ""}
     done = forked.run("-m", "fusedmlp", "doctor", CXX="no-such-compiler", **wrong)
@@ -95,6 +97,7 @@ def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
     assert re.search(r"^  fc1_act           warp_specialized ", done.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_tuned_tiles_that_are_not_there_are_a_problem(tmp_path):
     switches = {"FUSEDMLP_TUNED": "1", "FUSEDMLP_CACHE": str(tmp_path)}
     done = forked.run("-m", "fusedmlp", "doctor", "--json", CXX="no-such-compiler", **switches)
@@ -117,6 +120,7 @@ print(json.dumps(rows))
 """
 
 
+@pytest.mark.slow
 def test_paths_are_those_that_the_launchers_choose():
     cases = [
         ("sm_90", {}),
@@ -179,6 +183,7 @@ def _all_but_some(names, some):
     return [pytest.param(name, marks=[] if name in some else pytest.mark.exhaustive) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("result", _all_but_some([*_OUTPUTS, *_WRITTEN], ("dx", "dprobs", "dfc1")))
 @pytest.mark.parametrize(
     "breakage", ["one element is off", pytest.param("one element is NaN", marks=pytest.mark.exhaustive)]
@@ -199,6 +204,7 @@ def test_the_self_test_sees_a_broken_operator(result, breakage, monkeypatch):
     assert {check.implementation for check in checks} == {"torch", "triton"}  # under the interpreter, as tests are
 
 
+@pytest.mark.slow
 def test_the_self_test_sees_a_step_that_only_checkpointing_or_compiling_breaks(monkeypatch):
     monkeypatch.setattr(selftest, "checkpoint", lambda forward, *args, use_reentrant: 1.1 * forward(*args))
     monkeypatch.setattr(torch, "compile", lambda forward, **_: lambda *args: 1.1 * forward(*args))

@@ -104,6 +104,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_a_hash_is_of_the_code_and_not_of_where_its_source_is(target, tmp_path):
     """Line information, which binaries as shipped have, changes no hash."""

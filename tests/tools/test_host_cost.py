@@ -19,6 +19,7 @@ def found():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_rows_and_columns(found):
     named = {name.split(",")[0] for name in found}
     assert named == {"moe_experts", "grouped_mlp", "kernel[grid]", "autograd alone"} | (
@@ -33,6 +34,7 @@ def test_rows_and_columns(found):
             assert row[what]["forward"] + row[what]["backward"] == row[what]["both"]
 
 
+@pytest.mark.slow
 def test_what_is_counted(found):
     assert found["kernel[grid], as many arguments"]["launches"] == {"forward": 1, "backward": 0, "both": 1}
     packed = found["grouped_mlp, packed"]

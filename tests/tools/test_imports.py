@@ -110,6 +110,7 @@ def test_every_import_of_a_source_is_seen(source, names):
     assert sorted(imported(source, "p.q")) == names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edge",
     [

@@ -135,6 +135,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", HERE)
 def test_layers_run_outside_of_graphs_whose_gradients_would_be_wrong(version):
     done = forked.run("-c", _LAYERS, version)
@@ -157,6 +158,7 @@ def test_the_doctor_says_what_a_version_can_do(version, monkeypatch):
     assert facts.machine().compiled == "layers run inside of its graphs"
 
 
+@pytest.mark.slow
 def test_the_doctor_runs_with_an_old_version():
     code = "import runpy, torch; torch.__version__ = {!r}; runpy.run_module('fusedmlp', run_name='__main__')"
     done = forked.run("-c", code.format(HERE[0]), "doctor")
@@ -210,6 +212,7 @@ for depth, use_reentrant in [(0, False), (1, False), (1, True), (3, False), (3, 
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stash", ["as it is", "borrows"])
 def test_what_checkpoints_leave_in_thread_local_state_lives_and_dies(stash):
     """torch 2.11 takes no reference to it, which "borrows" simulates elsewhere; a process that has used it crashes."""

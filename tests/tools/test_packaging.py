@@ -132,6 +132,7 @@ def without_links(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_tree_without_symlinks_makes_no_wheel_and_says_how_to_mend_it(without_links):
     run = partial(subprocess.run, cwd=without_links, capture_output=True, text=True)
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel"]

@@ -52,11 +52,13 @@ def test_every_figure_comes_from_committed_results(page):
     assert figures.render(page) == (ROOT / page).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_every_picture_comes_from_committed_results():
     for name, svg in figures.pictures().items():
         assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == svg + "\n", name
 
 
+@pytest.mark.slow
 def test_pictures_say_on_what_they_were_measured():
     for name, svg in figures.pictures().items():
         device = "one NVIDIA H200" if name == "gpu_steps.svg" else "a CPU: PyTorch's operators, not the kernels"

@@ -92,6 +92,7 @@ def test_idle_share_of_schedules_done_by_hand():
     assert balance.idle_share([8, 4, 2, 1], 2, dealt_out=True) == pytest.approx(1 / 6)  # 8 + 1 and 4 + 2
 
 
+@pytest.mark.slow
 def test_every_schedule_keeps_the_multiprocessors_busy():
     rows = list(balance.rows())
     assert len(rows) == len(GPUS) * len(shapes.SHAPES) * len(shapes.LOADS) * 6

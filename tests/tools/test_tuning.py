@@ -33,6 +33,7 @@ def clock(run):
     return 10.0 / (tile.num_warps + tile.BLOCK_M / 16)
 
 
+@pytest.mark.slow
 def test_finds_the_fastest_tile_of_every_kernel():
     found = [step for step in tuner.tune(PROBLEM, clock) if isinstance(step, tuner.Found)]
     assert [f.key.kernel for f in found] == list(KERNELS)
@@ -67,6 +68,7 @@ def test_an_accumulating_kernel_is_compared_from_the_same_start():
     assert first[0].any()
 
 
+@pytest.mark.slow
 def test_the_command(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(tuner, "_gpu_timer", clock)
     sizes = ["--experts", "3", "--hidden", "32", "--ffn", "32", "--rows", "64", "--dtype", "float32"]

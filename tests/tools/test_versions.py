@@ -118,6 +118,7 @@ def test_one(module):
 """
 
 
+@pytest.mark.slow
 def test_with_a_newer_torch_only_our_own_warnings_are_errors(tmp_path):
     (option,) = set(re.findall(r"-o '(filterwarnings=.*)'", (ROOT / "Makefile").read_text(encoding="utf-8")))
     (tmp_path / "test_warns.py").write_text(_WARNS)
