@@ -97,6 +97,16 @@ def test_grouped_gemm(tensors, impl, packed):
     assert y[6].count_nonzero() == 0
 
 
+@pytest.mark.parametrize("trained", [0, 1])
+def test_gradients_of_experts_of_which_one_is_frozen(tensors, trained):
+    x, dy, weights = tensors["x"], tensors["dy"], [w.detach() for w in tensors["fc1"][:, :4].unbind()]
+    weights[trained].requires_grad_()
+    OPS.grouped_gemm(x, weights, [], tensors["offsets"], "", "torch").backward(dy)
+    rows = [slice(0, 4), slice(4, 6)][trained]
+    torch.testing.assert_close(weights[trained].grad, dy[rows].T @ x[rows])
+    assert weights[1 - trained].grad is None
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_biases_of_several_segments_are_refused(tensors, impl):
     dw, db = torch.ones(2, 4, 4, device=DEVICE), torch.empty(2, 4, device=DEVICE)

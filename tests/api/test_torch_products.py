@@ -96,6 +96,12 @@ def test_wgrad(load, dtype, packed, accumulate, scratch, monkeypatch):
             assert each[e]._version == versions[e]
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_wgrad_adds_to_experts_with_rows_of_each_part_of_the_scratch(packed, monkeypatch):
+    """Two experts at a time: of the first two the second has no rows, of the others both have."""
+    test_wgrad("uneven", torch.bfloat16, packed, True, 2 * K * N, monkeypatch)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("elements", [1, 96, 400])
 def test_blocks_of_any_length_make_the_same_layer(elements, dtype, monkeypatch):

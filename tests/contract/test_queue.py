@@ -278,6 +278,23 @@ def test_some_experts_overwrite_amid_a_queue(fuse, make_layer, assert_close):
 
 
 @FUSE
+def test_another_use_of_a_weight_that_overwrites_amid_a_queue(fuse, assert_close):
+    """It has the other layout, so it is another launch; what comes after it is not added before it."""
+    queue, generator = fusedmlp.WgradQueue(fuse_microbatches=fuse), torch.Generator().manual_seed(1)
+    weight = torch.nn.Parameter(torch.randn(2, 4, 4, generator=generator))
+    weight.main_grad, expected = torch.full_like(weight, float("nan")), 0
+    for layout in ("out_in", "in_out", "out_in"):
+        weight.overwrite_main_grad = layout == "in_out"
+        x, dy = torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
+        fusedmlp.grouped_linear(x, weight, [3, 2], weight_layout=layout, wgrad_queue=queue).backward(dy)
+        left, right = (x, dy) if layout == "in_out" else (dy, x)
+        wgrad = torch.stack([left[:3].T @ right[:3], left[3:].T @ right[3:]])
+        expected = wgrad if layout == "in_out" else expected + wgrad
+    queue.run()
+    assert_close([weight.main_grad], [expected.double()])
+
+
+@FUSE
 def test_one_weight_used_in_both_layouts(fuse, assert_close):
     """A tied encoder and decoder. The weight is square, so that no error of shape reveals a mix-up."""
     queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)

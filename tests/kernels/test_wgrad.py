@@ -19,7 +19,6 @@ from fusedmlp.kernels.wgrad import launch as wgrad_launch
 from fusedmlp.kernels.wgrad import segments
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 
-pytestmark = pytest.mark.sparse
 RAGGED = (17, 0, 1, 40)
 
 
@@ -41,6 +40,10 @@ def test_main_grad_in_an_owners_buffer(place, accumulate, dtype, grad_dtype):
     for expert in experts:
         expert.fill_(UNTOUCHED)
     assert (flat == UNTOUCHED).all()  # nothing around it was written
+
+
+def test_main_grad_of_16_bits_is_overwritten_by_threads():
+    test_main_grad_in_an_owners_buffer("misaligned", False, torch.bfloat16, torch.bfloat16)
 
 
 @pytest.mark.parametrize("counts", [RAGGED, (0, 0, 0), (1, 1, 1), (0, 70)])

@@ -5,8 +5,8 @@ meet in one of these, since most mistakes need two conditions to show, and the s
 `--part 0/1` none of the others. With the mark `sparse`, for tests whose cells take seconds, every value is in one of
 the cells. Cases with the mark `exhaustive` are among the others.
 
-`make test` (`--quick`) is done in minutes: every value is in one of the cells that run, and tests that take many
-seconds, which have the mark `slow`, or the cells that it names, do not run.
+`make test` (`--quick`) runs the same as `--part 0/1`, but for tests that take many seconds, which have the mark `slow`,
+or the cells that it names.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def part(cells: list, together: int = 2) -> list:
     return [cells[i] for i in sorted(covering(values, together))]
 
 
-def _chosen(grid: list[pytest.Item], together: int) -> set[int]:
+def _chosen(grid: list[pytest.Item]) -> set[int]:
     if "[" not in grid[0].nodeid:
         return {0}
     # A cell's id joins the ids of its values; a test without values has no id.
     cells = [tuple(item.callspec.id.split("-")) for item in grid]
-    return covering(cells, 1 if grid[0].get_closest_marker("sparse") else together)
+    return covering(cells, 1 if grid[0].get_closest_marker("sparse") else 2)
 
 
 def _is_slow(item: pytest.Item) -> bool:
@@ -90,7 +90,7 @@ class Grids:
         for item in items:
             if not item.get_closest_marker("exhaustive") and not (self.quick and _is_slow(item)):
                 grids[item.nodeid.split("[")[0]].append(item)
-        chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid, 1 if self.quick else 2)}
+        chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid)}
         if not self.quick and self.part:
             others = [id(item) for item in items if id(item) not in chosen]
             chosen |= {*others[self.part - 1 :: self.parts]}
