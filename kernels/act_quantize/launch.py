@@ -13,6 +13,7 @@ from ..launching.program import Builder
 from ..launching.run import Launcher
 from ..operands.arrays import Array, itemsize
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
+from ..quantize.launch import stages
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.table import Recipe
@@ -101,7 +102,7 @@ def grouped_dgrad_act_quantize_(
     partial_PR = None if probs_R is None else builder.empty((F // columns + num_others, num_rows), torch.float32)
     if not num_tiles * F:
         return partial_PR
-    arguments = {
+    arguments: dict[str, Any] = {
         "d_ptr": d_RF,
         "h_ptr": h_RG,
         "probs_ptr": probs_R,
@@ -122,9 +123,6 @@ def grouped_dgrad_act_quantize_(
         "stride_d_r": d_RF.strides[0],
         "stride_h_r": h_RG.strides[0],
         "ACT": act,
-        "RECIPE": recipe,
-        "BLOCK_R": block_r,
-        "BLOCK_F": columns,
     }
     sizes: dict[str, Any] = {"F": F, "itemsize": h_RG.dtype.itemsize, "probs": itemsize(probs_R)}
     written: dict[str, Any] = {
@@ -135,5 +133,11 @@ def grouped_dgrad_act_quantize_(
         "a": a_RF is not None,
     }
     costs = partial(cost.dgrad_act_quantize, **sizes, gated=act.GATED, **written)
+    if stages(builder.target, recipe, (d_RF, h_RG)):
+        from .gluon_kernel import _dgrad_act_quantize_kernel as staged_kernel
+
+        builder.launch(staged_kernel, (num_tiles * num_f,), arguments, cost=costs, num_warps=8)
+        return partial_PR
+    arguments |= {"RECIPE": recipe, "BLOCK_R": block_r, "BLOCK_F": columns}
     builder.launch(_dgrad_act_quantize_kernel, (num_tiles * num_f,), arguments, cost=costs, num_warps=num_warps)
     return partial_PR

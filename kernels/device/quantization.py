@@ -120,6 +120,13 @@ def in_whole_rows(x_MN, RECIPE: tl.constexpr):
 
 
 @triton.jit
+def scaled_by_columns(x_MN, RECIPE: tl.constexpr):
+    """`(scaled, exponent)` of blocks that are the whole columns of `x`: what `to_e4m3` takes, and exponents `[N]`."""
+    exponent = _exponent(_amax(x_MN, 0), RECIPE)
+    return x_MN * power_of_2(254 - exponent)[None, :], exponent
+
+
+@triton.jit
 def in_one_block(x_MN, RECIPE: tl.constexpr):
     """`along_columns` for one block that is all of `x`: a scalar exponent."""
     exponent = _exponent(tl.max(_amax(x_MN, 1), 0), RECIPE)

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
+from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
+from ..tiles.select import Target
 from ..tiles.table import Recipe
+from ..warp_specialized import gluon_missing
 from .triton_kernel import _quantize_kernel
 
 # Columns of a program, one chunk or half of one, and warps. Two to five programs share a multiprocessor, so that one
 # loads while another one stores.
 _SIZES: dict[Recipe, tuple[int, int]] = {"fp8_block": (128, 8), "mxfp8": (64, 4)}
+
+
+def stages(target: Target, recipe: Recipe, arrays_RC: Sequence[Array]) -> bool:
+    """Whether the kernel runs that stages tiles of these matrices in shared memory: for fp8_block on Hopper, with rows
+    of 16 bits that can be copied as vectors.
+    """
+    if recipe != "fp8_block" or target.architecture != "sm_90" or gluon_missing():
+        return False
+    sizes = [array.shape[1] for array in arrays_RC]
+    return all(array.dtype.itemsize == 2 for array in arrays_RC) and vectors_fit(arrays_RC, [], sizes)
 
 
 @Launcher
@@ -38,8 +53,7 @@ def grouped_quantize_(
     C, num_tiles = x_RC.shape[1], schedule.max_tiles(TILE_ROWS)
     if not num_tiles * C:
         return
-    columns, num_warps = _SIZES[recipe]
-    arguments = {
+    arguments: dict[str, Any] = {
         "x_ptr": x_RC,
         "row_ids_ptr": row_ids_R,
         "row_copy_ptr": row_copy and row_copy.elements,
@@ -49,8 +63,6 @@ def grouped_quantize_(
         "tiles_ptr": schedule.tiles(builder, TILE_ROWS),
         "C": C,
         "stride_x_r": x_RC.strides[0],
-        "RECIPE": recipe,
-        "BLOCK_C": columns,
     }
     costs = partial(
         cost.quantize,
@@ -60,5 +72,13 @@ def grouped_quantize_(
         token_copy=token_copy is not None,
         tokens=None if row_ids_R is None else x_RC.shape[0],
     )
-    grid = (num_tiles * cdiv(C, CHUNK) * (CHUNK // columns),)
+    num_chunks = num_tiles * cdiv(C, CHUNK)
+    if token_copy is not None and stages(builder.target, recipe, (x_RC,)):
+        from .gluon_kernel import _quantize_kernel as staged_kernel
+
+        builder.launch(staged_kernel, (num_chunks,), arguments, cost=costs, num_warps=8)
+        return
+    columns, num_warps = _SIZES[recipe]
+    arguments |= {"RECIPE": recipe, "BLOCK_C": columns}
+    grid = (num_chunks * (CHUNK // columns),)
     builder.launch(_quantize_kernel, grid, arguments, cost=costs, num_warps=num_warps)

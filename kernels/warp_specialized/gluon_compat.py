@@ -29,6 +29,8 @@ tma_store = getattr(hopper.tma, "async_store", None) or hopper.tma.async_copy_sh
 tma_store_wait = hopper.tma.store_wait
 copy_async = getattr(ampere.async_copy, "async_load", None) or ampere.async_copy.async_copy_global_to_shared
 copy_arrive = ampere.async_copy.mbarrier_arrive
+copy_commit = ampere.async_copy.commit_group
+copy_wait = ampere.async_copy.wait_group
 
 TensorMemoryLayout = blackwell.TensorMemoryLayout
 TensorMemoryScalesLayout = blackwell.TensorMemoryScalesLayout
