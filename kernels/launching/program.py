@@ -52,9 +52,8 @@ class Launch(NamedTuple):
         blocks = [*tile[:3]] if tile else [n for name, n in self.arguments.items() if name.startswith("BLOCK")]
         values = {**({"SUBTILES": tile.SUBTILES} if tile else {}), **self.options}
         letters = {"s": "SUBTILES", "w": "num_warps", "p": "num_stages"}
-        return "x".join(map(str, blocks)) + "".join(
-            f" {letter}{values[k]}" for letter, k in letters.items() if k in values
-        )
+        options = [f"{letter}{values[k]}" for letter, k in letters.items() if k in values]
+        return " ".join(filter(None, ("x".join(map(str, blocks)), *options)))
 
 
 class Allocation(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cases import cases, wgrad
+from cases import act_quantize, cases, quantize, wgrad
 from cases.experts import DEVICE
 from cases.factory import wgrad_segment
 from emulation import layers
@@ -188,6 +188,10 @@ def _loading_ahead(gathered: str = "") -> Subject:
     return Subject("grouped_wgrad", check, partial(layers.emulated, "sm_90", "long", warp_specialized=True))
 
 
+def _staged(kernel: str, check: Callable[[], object]) -> Subject:
+    return Subject(f"{kernel}_kernel", check, partial(layers.emulated, "sm_90"))
+
+
 SUBJECTS = {
     "sm_90_wgrad": _of_project("sm_90", "long", "wgrad tall", "grouped_wgrad"),
     "sm_90_wgrad_gathered": _of_project("sm_90", "short", "wgrad tall gathered dy bias", "grouped_wgrad"),
@@ -239,6 +243,12 @@ SUBJECTS = {
             ("sm_100", "wgrad", "many", "mxfp8"),
         )
     },
+    "sm_90_staged_quantize": _staged("_quantize", partial(quantize.check, quantize.Case("fp8_block"))),
+    "sm_90_staged_dgrad_act_quantize": _staged(
+        "_dgrad_act_quantize",
+        # The outputs of layers: copies alone.
+        partial(act_quantize.check, act_quantize.Case("fp8_block", outputs=act_quantize.OUTPUTS[:3])),
+    ),
     "sm_90_matmul": Subject(
         "_matmul_tma",
         lambda: known_kernels.check_matmul_tma(torch.float16, (64, 64, 64), 4, 3, True, True),

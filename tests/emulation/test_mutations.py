@@ -25,6 +25,8 @@ NEEDLESS = {
     **{(f"sm_90_{name}", "wgmma wait one short"): 1 for name in ("matmul", "gemm", "dgrad", "wgrad", "wgrad_gathered")},
     # After the loop of bias sums: copies in flight go where nothing reads before the next wait.
     ("sm_90_wgrad_gathered", "cp.async wait one short"): 1,
+    # Before a part is overwritten: each thread overwrites what it alone has read.
+    ("sm_90_staged_dgrad_act_quantize", "bar.sync removed"): 1,
     # Coordinates of the last columns of a tile, which lie outside of dw or y.
     ("sm_90_wgrad", "TMA coordinate"): 1,
     ("sm_100_wgrad", "TMA coordinate"): 1,
@@ -106,7 +108,7 @@ OF_PARTITIONS = {"mbarrier arrival removed", "tcgen05 wait for loads removed"}
 
 
 def kinds_of(subject):
-    if subject.startswith("sm_80"):
+    if subject.startswith("sm_80") or "staged" in subject:
         return ["bar.sync removed", CP_ASYNC]
     of_others = "tcgen05" if subject.startswith("sm_90") else "wgmma"
     warp_specialized = subject.endswith("warp_specialized")

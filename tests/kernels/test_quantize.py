@@ -6,6 +6,9 @@ import pytest
 import torch
 from cases.quantize import FLOAT_MAX, UNWRITTEN, Case, check, run, special, values
 
+from fusedmlp.kernels.operands.arrays import Array
+from fusedmlp.kernels.quantize.launch import stages
+from fusedmlp.kernels.tiles import select, table
 from fusedmlp.recipe import BLOCKS
 
 LOADS = {
@@ -68,6 +71,25 @@ def test_every_boundary_between_scales(recipe, along):
         check(Case(recipe, counts=(len(amax),), padding=0, C=128, token_copy=False), x)
     else:
         check(Case(recipe, counts=(128,), padding=0, C=len(amax), row_copy=False), x.T.contiguous())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype", "columns", "offset", "on_sm_90"),
+    [
+        ("sm_90", torch.bfloat16, 160, 0, True),
+        ("sm_90", torch.float16, 160, 0, True),
+        ("sm_90", torch.float32, 160, 0, False),
+        ("sm_90", torch.bfloat16, 152, 0, False),  # no multiple of 16 elements
+        ("sm_90", torch.bfloat16, 160, 8, False),  # nor of 16 bytes
+        ("sm_100", torch.bfloat16, 160, 0, False),
+        ("interpreter", torch.bfloat16, 160, 0, False),
+    ],
+)
+def test_where_tiles_are_staged_in_shared_memory(recipe, architecture, dtype, columns, offset, on_sm_90):
+    target = select.Target(architecture, 3, table.TABLES[architecture])
+    x = Array((100, columns), (columns, 1), dtype, offset, 0)
+    assert stages(target, recipe, (x,)) == (on_sm_90 and recipe == "fp8_block")
+    assert not stages(target, recipe, (x, Array((100, 64), (72, 1), dtype, 0, 0)))
 
 
 def test_an_expert_sees_nothing_of_others(recipe):
