@@ -1,4 +1,4 @@
-"""Backward of `triton_kernel.py` for recipe fp8_block on Hopper, from tiles in shared memory: `quantize/staged.py`.
+"""Backward of `triton_kernel.py` for recipe fp8_block on Hopper, from tiles in shared memory.
 
 A program copies 128 rows of `d` and `h` into shared memory. Part by part it computes `a` and `dh`, once, stores what
 goes by rows, and writes both, rounded, where `d` and `h` were. From there it makes the token copies.
@@ -11,7 +11,8 @@ from ..device import activation
 from ..device.quantization import CHUNK
 from ..device.tile_order import load_tile, zero_padding_at
 from ..device.tiles import round_to, to_fp32
-from ..quantize.staged import (
+from ..warp_specialized.gluon_compat import gl, gluon
+from ..warp_specialized.staged import (
     PARTS,
     ROWS,
     begin_to_copy,
@@ -23,7 +24,6 @@ from ..quantize.staged import (
     store_row_copy,
     store_token_copy,
 )
-from ..warp_specialized.gluon_compat import gl, gluon
 from ..warp_specialized.subtiles import whole_rows
 
 

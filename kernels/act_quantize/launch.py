@@ -13,10 +13,10 @@ from ..launching.program import Builder
 from ..launching.run import Launcher
 from ..operands.arrays import Array, itemsize
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
-from ..quantize.launch import stages
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
 from ..tiles.table import Recipe
+from ..warp_specialized import stages
 from .triton_kernel import _act_quantize_kernel, _dgrad_act_quantize_kernel
 
 # Rows and columns of `a` that a program holds, and warps. Backward's columns divide F.

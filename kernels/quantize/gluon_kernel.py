@@ -1,4 +1,4 @@
-"""`triton_kernel.py` for recipe fp8_block on Hopper, from a tile in shared memory: see `staged.py`.
+"""`triton_kernel.py` for recipe fp8_block on Hopper, from a tile in shared memory: see `warp_specialized/staged.py`.
 
 Where a program of `triton_kernel.py` holds a tile in registers, and moves it through shared memory twice for the token
 copy, here it is written to shared memory once and read twice, without bank conflicts.
@@ -8,7 +8,7 @@ from ..device.quantization import CHUNK
 from ..device.tile_order import load_tile
 from ..device.tiles import to_fp32
 from ..warp_specialized.gluon_compat import gl, gluon
-from .staged import (
+from ..warp_specialized.staged import (
     PARTS,
     begin_to_copy,
     by_rows,

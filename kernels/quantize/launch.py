@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
-from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..routing.plan import Schedule
 from ..tiles.rounding import cdiv
-from ..tiles.select import Target
 from ..tiles.table import Recipe
-from ..warp_specialized import gluon_missing
+from ..warp_specialized import stages
 from .triton_kernel import _quantize_kernel
 
 # Columns of a program, one chunk or half of one, and warps. Two to five programs share a multiprocessor, so that one
 # loads while another one stores.
 _SIZES: dict[Recipe, tuple[int, int]] = {"fp8_block": (128, 8), "mxfp8": (64, 4)}
-
-
-def stages(target: Target, recipe: Recipe, arrays_RC: Sequence[Array]) -> bool:
-    """Whether the kernel runs that stages tiles of these matrices in shared memory: for fp8_block on Hopper, with rows
-    of 16 bits that can be copied as vectors.
-    """
-    if recipe != "fp8_block" or target.architecture != "sm_90" or gluon_missing():
-        return False
-    sizes = [array.shape[1] for array in arrays_RC]
-    return all(array.dtype.itemsize == 2 for array in arrays_RC) and vectors_fit(arrays_RC, [], sizes)
 
 
 @Launcher

@@ -1,12 +1,16 @@
-"""Code that the Gluon kernels share: partitions of warps, the ring of stages, the walk over tiles, operands, and the
-MMAs of Hopper and Blackwell.
+"""Code that the Gluon kernels share: partitions of warps, the ring of stages, the walk over tiles, operands, the MMAs
+of Hopper and Blackwell, and tiles that are staged in shared memory.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import triton
 
+from ..operands.alignment import vectors_fit
+from ..operands.arrays import Array
 from ..tiles.select import Target
+from ..tiles.table import Recipe
 
 
 @lru_cache
@@ -38,3 +42,13 @@ def refusal(target: Target, *, described: bool, gathered: int = 0, vectors: bool
             return "threads copy the rows of one operand"
         return "" if vectors or not gathered else "gathered rows do not start, or are not, multiples of 16 elements"
     return "TMA gathers rows of one micro-batch" if gathered and segments > 1 else ""
+
+
+def stages(target: Target, recipe: Recipe, arrays_RC: Sequence[Array]) -> bool:
+    """Whether the kernel runs that stages tiles of these matrices in shared memory: for fp8_block on Hopper, with rows
+    of 16 bits that can be copied as vectors.
+    """
+    if recipe != "fp8_block" or target.architecture != "sm_90" or gluon_missing():
+        return False
+    sizes = [array.shape[1] for array in arrays_RC]
+    return all(array.dtype.itemsize == 2 for array in arrays_RC) and vectors_fit(arrays_RC, [], sizes)

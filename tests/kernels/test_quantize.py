@@ -7,8 +7,8 @@ import torch
 from cases.quantize import FLOAT_MAX, UNWRITTEN, Case, check, run, special, values
 
 from fusedmlp.kernels.operands.arrays import Array
-from fusedmlp.kernels.quantize.launch import stages
 from fusedmlp.kernels.tiles import select, table
+from fusedmlp.kernels.warp_specialized import stages
 from fusedmlp.recipe import BLOCKS
 
 LOADS = {

@@ -17,8 +17,8 @@ from ..device.quantization import (
     to_e4m3,
 )
 from ..device.tiles import to_fp32
-from ..warp_specialized.gluon_compat import barrier, copy_async, copy_commit, copy_wait, gl, gluon, reinterpreted
-from ..warp_specialized.subtiles import column_numbers
+from .gluon_compat import barrier, copy_async, copy_commit, copy_wait, gl, gluon, reinterpreted
+from .subtiles import column_numbers
 
 PARTS = gl.constexpr(4)
 ROWS = gl.constexpr(32)  # of a part
