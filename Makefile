@@ -1,6 +1,6 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-# `make test-all` also runs the slow tests and the cells of grids that `make test` leaves out; with PART=2/5 all tests,
-# and the second of each five cells that it then leaves out, and so does `make emulate`; with PART=0/1 none of these.
+# `make test-all` also runs slow tests, and all cells of large grids. With PART=2/5 it runs the cells that `make test`
+# has, slow tests, and the second of each five others; with PART=0/1 none of the others. So does `make emulate`.
 # `make emulate` executes the compiled kernels of sm_80, sm_90, sm_100 and in part sm_120, instruction by instruction, on
 # the CPU; the warp-specialized kernels also as each Triton of EMULATED compiles them.
 # `make kernels` compiles every kernel for every GPU with each Triton of COMPILED, by default that of .venv and each of

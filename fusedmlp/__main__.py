@@ -139,11 +139,10 @@ def _add_kernels(commands: Commands) -> None:
         "kernels",
         help="compile every kernel for GPUs that need not be present, and check the result",
         description="Compile every kernel in every shipped configuration, as the library launches it, and print "
-        "registers, spilled bytes, shared memory, tensor-core and TMA instructions, and what a step of the loop that "
-        "multiplies and what a tile costs. Needs no GPU. Exit status 1 if any kernel spills, has wgmma that ptxas "
-        "serializes, needs more shared memory than its GPU has, or lacks the instructions that it should "
-        "have (GEMMs in exact fp32 need no tensor cores), or is other code than the table of hashes has; 2 if kernels "
-        "cannot be compiled in this process.",
+        "registers, spilled bytes, shared memory, tensor-core and TMA instructions. Needs no GPU. Exit status 1 if any "
+        "kernel spills, has wgmma that ptxas serializes, needs more shared memory than its GPU has, lacks the "
+        "instructions that it should have (GEMMs in exact fp32 need no tensor cores), or is other code than the table "
+        "of hashes has; 2 if kernels cannot be compiled in this process.",
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; default: all of them")
     parser.add_argument(

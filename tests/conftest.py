@@ -27,14 +27,14 @@ collect_ignore = ["peers"]  # Transformers' own tests: `make peers`
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="what takes no more than a few seconds; see support/grids.py")
+    parser.addoption("--quick", action="store_true", help="nothing that is slow; see support/grids.py")
     parser.addoption("--part", default="1/1", metavar="K/N", help="a part of grids, and the K-th of each N other cases")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "exhaustive: only in a run of all cases, or by the part that it is in")
-    config.addinivalue_line("markers", "slow(*cells): a quick run leaves out the test, or these cells of it")
-    config.addinivalue_line("markers", "sparse: every value of its grid is part of a quick run, not every two together")
+    config.addinivalue_line("markers", "slow: a quick run leaves it out")
+    config.addinivalue_line("markers", "sparse: of its grid a run has every value, not every two together")
     config.pluginmanager.register(Grids(config.getoption("quick"), config.getoption("part")))
     if not hasattr(config, "workerinput"):  # xdist's workers are this process's children
         config.pluginmanager.register(CleanRun(Path(__file__).parents[1]))

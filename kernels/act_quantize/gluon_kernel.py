@@ -40,7 +40,7 @@ def _backward(d, h_MG, linear_MG, part, place, probs_ptr, part_ptr, ACT: gl.cons
     d_MF = to_fp32(d.index(part).load(g_MF.type.layout))
     row_M = rows_of_part(part, gl.SliceLayout(1, g_MF.type.layout))
     probs_M1 = None
-    if probs_ptr is not None:  # loaded before anything is stored, after which the compiler would load it
+    if probs_ptr is not None:  # here, as the compiler moves no load before a store
         probs_M1 = gl.load(probs_ptr + first + row_M, mask=row_M < rows, other=0.0).to(gl.float32)[:, None]
     a_MF, by_gate, by_linear = activation.activate(g_MF, l_MF, ACT)
     if probs_ptr is not None:
@@ -57,11 +57,11 @@ def _backward(d, h_MG, linear_MG, part, place, probs_ptr, part_ptr, ACT: gl.cons
 
 @gluon.jit
 def _finish(tile, x_MN, part, m_tile, place, outputs, column, num_columns):
-    """Round a part, store it and its row copy, and keep it in the tile for the token copy; None is left out.
+    """Round a part, store it and its row copy, and keep it in the tile if there is a token copy.
 
-    `outputs`: pointers to 16 bits, to elements and scales of the row copy, and to those of the token copy.
+    `outputs`: pointers to 16 bits, to elements and scales of the row copy, and to the token copy; None where absent.
     """
-    ptr, row_copy_ptr, row_scales_ptr, token_copy_ptr, _ = outputs
+    ptr, row_copy_ptr, row_scales_ptr, token_copy_ptr = outputs
     first, rows = place
     x_MN = round_to(x_MN, tile.dtype)
     row_M = rows_of_part(part, gl.SliceLayout(1, x_MN.type.layout))
@@ -70,8 +70,8 @@ def _finish(tile, x_MN, part, m_tile, place, outputs, column, num_columns):
     if ptr is not None:
         store_by_rows(x_MN, ptr, row_M, first, rows, column, num_columns)
     if row_copy_ptr is not None:
-        copy = row_copy_ptr, row_scales_ptr
-        store_row_copy(to_fp32(x_MN), *copy, row_M, m_tile, first, rows, column, num_columns)
+        rounded = to_fp32(x_MN)
+        store_row_copy(rounded, row_copy_ptr, row_scales_ptr, row_M, m_tile, first, rows, column, num_columns)
 
 
 @gluon.jit(do_not_specialize=["num_f", "num_partials", "num_rows"])
@@ -97,7 +97,9 @@ def _dgrad_act_quantize_kernel(
     stride_h_r,
     ACT: gl.constexpr,
 ):
-    """Arguments as in the Triton kernel. `d` and `h` have 16 bits, in rows that can be copied as vectors."""
+    """Arguments as in the Triton kernel. `d` and `h` have 16 bits; strides and F are multiples of 16, and F of 128. A
+    program has one chunk of columns of `dh`, or of each of its halves.
+    """
     STEP: gl.constexpr = ACT.CHANNEL_STEP
     HALVES: gl.constexpr = activation.halves(ACT)
     DTYPE: gl.constexpr = h_ptr.dtype.element_ty
@@ -117,8 +119,8 @@ def _dgrad_act_quantize_kernel(
         part_ptr = partial_ptr
         if partial_ptr is not None:
             part_ptr += (f // BLOCK_F).to(gl.int64) * num_rows
-        a_out = a_ptr, None, None, a_token_copy_ptr, a_token_scales_ptr
-        dh_out = dh_ptr, dh_row_copy_ptr, dh_row_scales_ptr, dh_token_copy_ptr, dh_token_scales_ptr
+        a_out = a_ptr, None, None, a_token_copy_ptr
+        dh_out = dh_ptr, dh_row_copy_ptr, dh_row_scales_ptr, dh_token_copy_ptr
         finish_copies()
         for part in range(PARTS):
             h_MG = to_fp32(h.index(part).load(by_rows()))

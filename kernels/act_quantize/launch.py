@@ -19,7 +19,8 @@ from ..tiles.table import Recipe
 from ..warp_specialized import stages
 from .triton_kernel import _act_quantize_kernel, _dgrad_act_quantize_kernel
 
-# Rows and columns of `a` that a program holds, and warps. Backward's columns divide F.
+# Rows and columns of `a` that a program holds, and warps. Backward's columns divide F; in fp8_block they are a chunk,
+# which `gluon_kernel.py` relies on.
 _FORWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (64, 128, 8), "mxfp8": (128, 64, 4)}
 _BACKWARD: dict[Recipe, tuple[int, int, int]] = {"fp8_block": (16, 128, 8), "mxfp8": (128, 32, 16)}
 

@@ -121,7 +121,7 @@ def in_whole_rows(x_MN, RECIPE: tl.constexpr):
 
 @triton.jit
 def scaled_by_columns(x_MN, RECIPE: tl.constexpr):
-    """`(scaled, exponent)` of blocks that are the whole columns of `x`: what `to_e4m3` takes, and exponents `[N]`."""
+    """`(x / scale, exponent)` for blocks that are the whole columns of `x`, in fp32, for `to_e4m3`; exponents `[N]`."""
     exponent = _exponent(_amax(x_MN, 0), RECIPE)
     return x_MN * power_of_2(254 - exponent)[None, :], exponent
 

@@ -32,7 +32,7 @@ def _quantize_kernel(
     C,
     stride_x_r,
 ):
-    """Arguments as in the Triton kernel; `x` has 16 bits, and C and its stride are multiples of 8."""
+    """Arguments as in the Triton kernel; `x` has 16 bits, and C and its stride are multiples of 16."""
     num_c = gl.cdiv(C, CHUNK)
     m_tile, column = gl.program_id(0) // num_c, gl.program_id(0) % num_c * CHUNK
     if m_tile < gl.load(tiles_ptr):

@@ -5,7 +5,9 @@ registers. First it is read by rows, in 4 parts of 32 rows, and may be overwritt
 a thread has neighbouring columns, and 16 neighbouring rows of them, which are 16 bytes of a token copy.
 
 Row s in shared memory is row `16 (s % 8) + s // 8` of the tile. So the eight rows that a warp reads at once by columns,
-16 rows apart in the tile, are neighbours, which the swizzle puts into different banks.
+16 rows apart in the tile, are neighbours, which the swizzle puts into different banks. Accesses by rows have no bank
+conflict either, but for channels that alternate, with which the threads that read 64 columns of `d` read two rows at
+once.
 """
 
 from ..device.quantization import (
@@ -38,21 +40,25 @@ def by_rows():
 
 
 @gluon.jit
+def _row_of(s):
+    """The row of the tile that is row `s` in shared memory."""
+    return s % 8 * 16 + s // 8
+
+
+@gluon.jit
 def rows_of_part(part, layout: gl.constexpr):
     """`[ROWS]`: the rows of the tile that a part has."""
-    s = part * ROWS + gl.arange(0, ROWS, layout)
-    return s % 8 * 16 + s // 8
+    return _row_of(part * ROWS + gl.arange(0, ROWS, layout))
 
 
 @gluon.jit
 def begin_to_copy(tile, ptr, stride, row_ids_ptr, first, rows, column, num_columns):
     """Begin to copy the columns from `column` on of `rows` rows from row `first` of a matrix, or by row ids from there.
 
-    Columns, their number and `stride` are multiples of 8.
+    `stride` and `num_columns` are multiples of 16: Triton proves nothing less, and copies of 16 bytes need proof.
     """
     layout: gl.constexpr = by_rows()
-    s = gl.arange(0, CHUNK, gl.SliceLayout(1, layout))
-    row_M = s % 8 * 16 + s // 8
+    row_M = _row_of(gl.arange(0, CHUNK, gl.SliceLayout(1, layout)))
     mask_M, place_M = row_M < rows, first + row_M
     if row_ids_ptr is not None:
         place_M = gl.load(row_ids_ptr + place_M, mask=mask_M, other=0)
@@ -103,7 +109,7 @@ def store_token_copy(tile, copy_ptr, scales_ptr, m_tile, column, num_columns):
     by_columns: gl.constexpr = gl.BlockedLayout([1, WIDTH // 32], [8, 4], [1, 8], [0, 1])
     transposed: gl.constexpr = gl.BlockedLayout([WIDTH // 32, 16], [4, 8], [8, 1], [1, 0])
     x_MN, exponent_N = scaled_by_columns(to_fp32(_whole(tile).load(by_columns)), "fp8_block")
-    # Rows in order: that moves no value to another thread.
+    # Rows in order, which is the opposite of `_row_of`, and moves no value to another thread.
     x_NM = gl.reshape(gl.permute(gl.reshape(x_MN, (16, 8, WIDTH)), (2, 1, 0)), (WIDTH, CHUNK))
     x_NM = gl.convert_layout(x_NM, transposed)
     column_N = column + gl.arange(0, WIDTH, gl.SliceLayout(1, transposed))

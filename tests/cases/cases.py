@@ -61,7 +61,7 @@ class Case:
     precision: str
     shape: str
     check: Callable[[], None]
-    quick: bool = False  # part of `make test`
+    quick: bool = False  # part of every run
     descriptors: bool = True  # as on a GPU that has them
 
     def run(self) -> None:

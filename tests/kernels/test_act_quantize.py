@@ -1,5 +1,6 @@
 """The activation between 8-bit GEMMs: every byte of its copies against 16-bit passes that are quantized afterwards."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,9 @@ LOADS = {
     "last only": ((0, 0, 33), 130),
 }
 GPT_OSS = {"interleaved": True, "limit": 1.5, "alpha": 1.702, "linear_offset": 1.0}
-pytestmark = [pytest.mark.parametrize("recipe", BLOCKS), pytest.mark.sparse]
+pytestmark = [pytest.mark.parametrize("recipe", BLOCKS)]
+if not os.environ.get("EMULATE"):  # with which another kernel runs for fp8_block, and fast: every two values meet
+    pytestmark.append(pytest.mark.sparse)
 
 
 @pytest.mark.parametrize("load", [pytest.param(load, marks=[pytest.mark.slow] * (load != "ragged")) for load in LOADS])

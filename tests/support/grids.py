@@ -5,8 +5,8 @@ meet in one of these, since most mistakes need two conditions to show, and the s
 `--part 0/1` none of the others. With the mark `sparse`, for tests whose cells take seconds, every value is in one of
 the cells. Cases with the mark `exhaustive` are among the others.
 
-`make test` (`--quick`) runs the same as `--part 0/1`, but for tests that take many seconds, which have the mark `slow`,
-or the cells that it names.
+`make test` (`--quick`) runs the same as `--part 0/1`, but for what has the mark `slow`, which takes more than three
+seconds on one core.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _quick = False
 
 
 def is_quick() -> bool:
-    """Whether this is a quick run."""
+    """Whether this run has none of the other cells: `--quick` or `--part 0/1`."""
     return _quick
 
 
@@ -64,12 +64,6 @@ def _chosen(grid: list[pytest.Item]) -> set[int]:
     return covering(cells, 1 if grid[0].get_closest_marker("sparse") else 2)
 
 
-def _is_slow(item: pytest.Item) -> bool:
-    """Whether the mark `slow` is on the test, or names its cell."""
-    mark = item.get_closest_marker("slow")
-    return mark is not None and (not mark.args or item.callspec.id in mark.args)
-
-
 class Grids:
     """The plugin that selects tests, and prints at the end the number of tests and seconds of each folder."""
 
@@ -88,7 +82,7 @@ class Grids:
             return
         grids = defaultdict(list)
         for item in items:
-            if not item.get_closest_marker("exhaustive") and not (self.quick and _is_slow(item)):
+            if not item.get_closest_marker("exhaustive") and not (self.quick and item.get_closest_marker("slow")):
                 grids[item.nodeid.split("[")[0]].append(item)
         chosen = {id(grid[i]) for grid in grids.values() for i in _chosen(grid)}
         if not self.quick and self.part:

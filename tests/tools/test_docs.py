@@ -145,12 +145,14 @@ EDITS = {
 }
 
 
-@pytest.mark.slow("eight_bit")
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does, when it traces
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python") and page.stem not in NEED_LIBRARIES],
-    ids=lambda page: page.stem,
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "eight_bit"))
+        for page in PAGES
+        if blocks(page, "python") and page.stem not in NEED_LIBRARIES
+    ],
 )
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """Blocks of a page run one after the other, as a reader types them."""
