@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +32,13 @@ operators.register()
 _Grads = tuple[Tensor | None, ...]
 
 
+class Traced(Protocol):
+    """Where the gradients of a call inside a graph go: `compiled.Traced`."""
+
+    def enter_backward(self, dy: Tensor) -> None: ...  # noqa: D102
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route: ...  # noqa: D102
+
+
 @dataclass(frozen=True)
 class Call:
     """Arguments of one call of a layer, besides its tensors."""
@@ -45,7 +52,7 @@ class Call:
     activation: str = ""
     recipe: str = ""  # recipe.Formats.encoded
     keeps_copies: bool = False  # of weights, from one micro-batch to the next
-    traced: Any = None  # compiled.Traced, inside a graph
+    traced: Traced | None = None  # inside a graph
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """The groups that `lengths` counts, then a last one with the rest."""
@@ -81,7 +88,7 @@ class Call:
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
         """Decide where the gradient of `weights` goes; add that to `routes`. `ctx` is the node that is running."""
         if self.traced is not None:
-            return self.traced.route(name, weights, nodes, self.mode)  # type: ignore[no-any-return]
+            return self.traced.route(name, weights, nodes, self.mode)
         return route(
             name,
             weights,

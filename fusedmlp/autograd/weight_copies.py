@@ -8,21 +8,12 @@ when a step begins may keep copies, and `forget` drops them then.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedmlp.contract.parameter_state import find_state, state_of
+from fusedmlp.contract.parameter_state import WeightCopy, find_state, state_of
 from fusedmlp.operators import ops
-
-
-class WeightCopy(NamedTuple):
-    """A copy that is kept for the micro-batches of a step."""
-
-    format: torch.dtype | str  # a dtype or an 8-bit recipe
-    of: tuple[tuple[int, int], ...]  # `origin` of the weights that it is a copy of
-    tensors: list[Tensor]
 
 
 def computed(weights: list[Tensor], dtype: torch.dtype, keep: bool) -> list[Tensor]:
@@ -71,7 +62,7 @@ def _kept(weights: list[Tensor], format: torch.dtype | str, make: Callable[[], l
         return None
     of = origin(weights)
     state = state_of(weights[0])
-    kept: WeightCopy | None = state.copy
+    kept = state.copy
     if kept is None or kept.of != of or kept.format != format:
         kept = state.copy = WeightCopy(format, of, make())
     return kept.tensors

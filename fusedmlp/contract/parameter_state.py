@@ -10,7 +10,9 @@ from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from fusedmlp.contract.engine import Backward
 
@@ -63,6 +65,14 @@ class Queued:
         return any(p is param and overwrites for p, overwrites in zip(self.params, self.overwrites, strict=True))
 
 
+class WeightCopy(NamedTuple):
+    """A copy of a weight, and of those of other experts, that is kept for the micro-batches of a step."""
+
+    format: torch.dtype | str  # a dtype or an 8-bit recipe
+    of: tuple[tuple[int, int], ...]  # address and version of each of the weights when it was made
+    tensors: list[Tensor]
+
+
 class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
@@ -83,10 +93,10 @@ class ParameterState:
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
         self.queued: weakref.WeakSet[Queued] | None = None  # records of gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
-        self.catch: Any = None  # plain_gradient.py: the handle of the hook
+        self.catch: RemovableHandle | None = None  # plain_gradient.py: the handle of the hook
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
         self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 owns the parameter; None: not looked up yet
-        self.copy: Any = None  # autograd/weight_copies.py: a copy of the weight, and of other experts', in 16 bits
+        self.copy: WeightCopy | None = None  # autograd/weight_copies.py
         self.replaced_by = ""  # guard.py: what gave the model another parameter in its place
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 

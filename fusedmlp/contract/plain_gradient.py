@@ -115,7 +115,7 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     if not (overwrite or unknown) and (owner_adds or not added):
         remove_dummy_wgrad(param)
         return None
-    if next(reversed([*(param._backward_hooks or ())]), None) != state.catch.id:
+    if state.catch is None or next(reversed([*(param._backward_hooks or ())]), None) != state.catch.id:
         refuse_tensor_hooks(param, ("a parameter", None))  # a hook that runs after this one would see zeros
     if not unknown:
         state.holds = GRADIENT
