@@ -33,10 +33,13 @@ _Grads = tuple[Tensor | None, ...]
 
 
 class Traced(Protocol):
-    """Where the gradients of a call inside a graph go: `compiled.Traced`."""
+    """Targets of the gradients of a call inside a graph, as `Call` uses them: `compiled.Traced`."""
 
-    def enter_backward(self, dy: Tensor) -> None: ...  # noqa: D102
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route: ...  # noqa: D102
+    def enter_backward(self, dy: Tensor) -> None:
+        """See `Call.enter_backward`."""
+
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route:
+        """See `Call.route`."""
 
 
 @dataclass(frozen=True)

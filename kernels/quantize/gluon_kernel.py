@@ -1,7 +1,7 @@
 """`triton_kernel.py` for recipe fp8_block on Hopper, from a tile in shared memory: see `warp_specialized/staged.py`.
 
-Where a program of `triton_kernel.py` holds a tile in registers, and moves it through shared memory twice for the token
-copy, here it is written to shared memory once and read twice, without bank conflicts.
+A program of `triton_kernel.py` holds a tile in registers, and moves it through shared memory for the token copy, with
+bank conflicts. Here the tile is written to shared memory once and read twice, without conflicts.
 """
 
 from ..device.quantization import CHUNK

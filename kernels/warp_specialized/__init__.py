@@ -45,8 +45,8 @@ def refusal(target: Target, *, described: bool, gathered: int = 0, vectors: bool
 
 
 def stages(target: Target, recipe: Recipe, arrays_RC: Sequence[Array]) -> bool:
-    """Whether the kernel runs that stages tiles of these matrices in shared memory: for fp8_block on Hopper, with rows
-    of 16 bits that can be copied as vectors.
+    """True if tiles of these matrices are staged in shared memory before they are quantized: for fp8_block on Hopper,
+    with rows of 16 bits that can be copied as vectors.
     """
     if recipe != "fp8_block" or target.architecture != "sm_90" or gluon_missing():
         return False

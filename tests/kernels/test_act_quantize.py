@@ -32,7 +32,7 @@ LOADS = {
 }
 GPT_OSS = {"interleaved": True, "limit": 1.5, "alpha": 1.702, "linear_offset": 1.0}
 pytestmark = [pytest.mark.parametrize("recipe", BLOCKS)]
-if not os.environ.get("EMULATE"):  # with which another kernel runs for fp8_block, and fast: every two values meet
+if not os.environ.get("EMULATE"):  # emulated, fp8_block has another kernel, which only this file checks byte by byte
     pytestmark.append(pytest.mark.sparse)
 
 
