@@ -155,12 +155,13 @@ def choices(
             yield Chosen(key, tuned or tile)
 
 
-def eight_bit(kernel: str, recipe: Recipe, target: Target, missing: str) -> Chosen:
+def eight_bit(kernel: str, recipe: Recipe, target: Target, missing: str, regime: Regime = "any") -> Chosen:
     """The tile of a GEMM of 8-bit operands, for loads of any length; `missing`: why warp-specialized kernels cannot be
-    compiled.
+    compiled. A tile of the `regime` goes before one of any.
     """
     paths: tuple[Path, ...] = ("warp_specialized", "pointer")
-    keys = [key for path in paths if (key := Key(kernel, path, recipe, "long")) in target.tiles]
+    every = (Key(kernel, path, recipe, "long", regime=own) for path in paths for own in (regime, "any"))
+    keys = [key for key in every if key in target.tiles]
     if missing and (not keys or keys[0].path == "warp_specialized"):
         raise NotImplementedError(f"recipe={recipe!r}: {missing}")
     if not keys:

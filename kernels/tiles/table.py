@@ -120,6 +120,7 @@ sm_90                           wgrad     warp_specialized bf16,fp16 long/gather
 sm_90                           wgrad     warp_specialized bf16,fp16 long/gathered/mma_write 64 128 256 4 4 8 16 1
 sm_90                           wgrad     warp_specialized bf16,fp16 long/gathered/memory_write 64 128 256 4 4 8 16 1
 sm_90                           wgrad     warp_specialized fp8_block long  128 128 256   4   3   8  16   1
+sm_90                           wgrad     warp_specialized fp8_block long/memory_add 128 128 256 4 3 8 16 1 4
 sm_100                          wgrad     warp_specialized mxfp8     long  128 128 256   8   3   8  16   1
 sm_100                          wgrad     warp_specialized bf16,fp16 long,long/gathered 64 128 256 8 4 8 16 1
 # M-ragged passes have accumulators of 128 x 256 (fc1: 128 channels of each half), because at 128 x 128 the operands

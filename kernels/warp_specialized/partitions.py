@@ -177,7 +177,7 @@ def ragged_operands(
         x_scales = scale_stages(x_scales_desc.dtype, STAGES, TILE.BLOCK_M)
         left = scaled_rows(left, x_scales_desc, x_scales)
         if CONSUMERS == 2:
-            accumulators = sm_90_fp8.Accumulators(x, w, x_scales, w_scales, ring, num_columns, HALVES, False)
+            accumulators = sm_90_fp8.WeightScaled(x, w, x_scales, w_scales, ring, num_columns, HALVES)
         else:
             scales = scale_stages(w_scales.dtype, STAGES, COLUMNS)
             right = scaled_weights(right, w_scales, scales, num_columns)

@@ -68,6 +68,13 @@ class Ring:
         return stage
 
     @gluon.jit
+    def fence(self, i):
+        """Wait once more for the stage of step i, which passes at once. ptxas moves nothing past the loop of a wait: it
+        would else begin MMAs before it has read the sums of the ones before, and need registers for both.
+        """
+        self.wait(i)
+
+    @gluon.jit
     def release(self, stage, pred=True):
         """Give a stage back that this partition has read."""
         mbarrier.arrive(self.empty.index(stage), count=1, pred=pred)

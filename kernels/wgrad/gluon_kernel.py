@@ -14,7 +14,7 @@ from ..warp_specialized.partitions import copiers, make_accumulators, run
 from ..warp_specialized.ring import make_ring, shared_tiles
 from ..warp_specialized.rows import rows_operand
 from ..warp_specialized.scaled_rows import CHUNK, scale_stages, token_copies
-from ..warp_specialized.sm_90_fp8 import Accumulators
+from ..warp_specialized.sm_90_fp8 import ColumnScaled
 from ..warp_specialized.sm_100_mxfp8 import make_accumulators as make_mxfp8_accumulators
 from ..warp_specialized.walks import expert_tiles
 from .gluon_epilogue import make_ahead_epilogue, make_epilogue
@@ -81,7 +81,7 @@ def grouped_wgrad_warp_specialized_kernel(
         right = token_copies((right_desc, right_scales_desc), right_stages, right_scales, K, 1, 1, BY_COLUMN)
         stages = (left_stages, right_stages, left_scales, right_scales)
         if BY_COLUMN:
-            accumulators = Accumulators(*stages, ring, K, 1, True)
+            accumulators = ColumnScaled(*stages, ring)
         else:
             accumulators = make_mxfp8_accumulators(*stages, ring, True, not ACCUMULATE)
     fence_async_shared()

@@ -116,7 +116,7 @@ def plan_operands(
     regime: Regime = "any"
     if dw_ENK:
         regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
-        if regime == "memory_add" and not _can_load_ahead(dw_ENK, left, right):
+        if regime == "memory_add" and not can_load_ahead(dw_ENK, (left.columns, right.columns)):
             regime = "mma_add"
     refused = ""
     for chosen in choices("wgrad", left.arrays[0].dtype, target, rows_per_expert, gathered, regime):
@@ -141,10 +141,11 @@ def _refusal(target: Target, left: Operand, right: Operand) -> str:
     return refusal(target, described=described, gathered=len(gathered), vectors=vectors, segments=segments)
 
 
-def _can_load_ahead(dw_ENK: ExpertTensors, left: Operand, right: Operand) -> bool:
+def can_load_ahead(dw_ENK: ExpertTensors, size: tuple[int, int]) -> bool:
+    """Whether subtiles of `dw`, matrices of this size, can be loaded ahead and added to."""
     tile = Tile(64, 128, 256, 4, 2, 8)  # of any size: whether a descriptor fits depends on `dw` alone
-    described = describe_dw(dw_ENK, (left.columns, right.columns), tile.BLOCK_N, tile)
-    return described is not None and not tma_rounds_twice(dw_ENK) and left.columns % 8 == 0
+    described = describe_dw(dw_ENK, size, tile.BLOCK_N, tile)
+    return described is not None and not tma_rounds_twice(dw_ENK) and size[0] % 8 == 0
 
 
 def _by_descriptors(
@@ -161,7 +162,8 @@ def _by_descriptors(
         if right.row_ids and not by_tma:  # the gathered operand is the narrow one: threads copy less
             N, K = chosen.tile.BLOCK_K, chosen.tile.BLOCK_N
             chosen = chosen._replace(tile=chosen.tile._replace(BLOCK_N=N, BLOCK_K=K))
-        if chosen.tile.SLOTS and not (accumulate and _can_load_ahead(dw_ENK, left, right)):  # a tuned tile
+        size = left.columns, right.columns
+        if chosen.tile.SLOTS and not (accumulate and can_load_ahead(dw_ENK, size)):  # a tuned tile
             chosen = chosen._replace(tile=chosen.tile._replace(SLOTS=0))
     tile = chosen.tile
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N

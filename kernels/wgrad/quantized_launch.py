@@ -16,9 +16,9 @@ from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..tiles.rounding import cdiv
 from ..tiles.select import eight_bit
-from ..tiles.table import Recipe
+from ..tiles.table import Recipe, Regime, regime_of_wgrad
 from ..warp_specialized import gluon_missing
-from .operands import describe_dw, tma_rounds_twice
+from .operands import can_load_ahead, describe_ahead, describe_dw, tma_rounds_twice
 from .token_tiles import plan_token_tiles
 
 
@@ -42,14 +42,19 @@ def grouped_wgrad_quantized_(
         NotImplementedError: the target has no kernel for the recipe.
         ValueError: there are no tiles, or TMA cannot move the copies.
     """
-    target, num_experts = builder.target, dw_ENK.num_experts
-    chosen = eight_bit("wgrad", recipe, target, gluon_missing())
-    tile, transposed = chosen.tile, recipe == "fp8_block"  # token copies
+    target, num_experts, transposed = builder.target, dw_ENK.num_experts, recipe == "fp8_block"  # token copies
     N, K = (copy.elements.shape[1 if transposed else 2] for copy in (dy, x))
     costs = partial(cost.wgrad_quantized, N=N, K=K, grad=dw_ENK.base.dtype.itemsize, accumulate=accumulate)
     left, right = dy, x
     if dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, dw_ENK, N, K = x, dy, dw_ENK.T, K, N
+    # Each expert has one tile in each micro-batch that its rows may not fill.
+    rows_per_expert = TILE_ROWS * (sum(max_tiles) / num_experts - len(max_tiles))
+    regime: Regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
+    if regime == "memory_add" and not can_load_ahead(dw_ENK, (N, K)):
+        regime = "mma_add"
+    chosen = eight_bit("wgrad", recipe, target, gluon_missing(), regime)
+    tile = chosen.tile
     token_tiles = plan_token_tiles(builder, offsets, max_tiles, num_experts, order)
     tiles = cdiv(N, tile.BLOCK_N) * cdiv(K, tile.BLOCK_K)
     programs = target.num_programs(tile, num_experts * tiles)
@@ -74,6 +79,8 @@ def grouped_wgrad_quantized_(
     else:
         rows = tile.BLOCK_N // target.consumers
         dw_desc = None if accumulate and tma_rounds_twice(dw_ENK) else describe_dw(dw_ENK, (N, K), rows, tile)
+        if tile.SLOTS and dw_desc is not None:
+            dw_desc = describe_ahead(dw_desc)
         arguments |= {
             "left_desc": _columns(left.elements, rows, transposed),
             "left_scales_desc": descriptors.scale_chunks(left.scales),
