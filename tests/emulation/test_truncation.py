@@ -12,7 +12,10 @@ import torch
 from cases import accumulation, cases, gemm_quantized, wgrad, wgrad_quantized
 from cases.factory import wgrad_segment
 from emulation.layers import emulated
+from gpu.checks import ALLOWED
 from ptx_emulator.library import SUMS_OF_SM_90, Order
+from support.eight_bit import distances
+from support.eight_bit_layer import Layer as EightBitLayer
 
 HARDWARE = Order("early", **SUMS_OF_SM_90)
 FEWER = replace(HARDWARE, **{name: bits - 2 for name, bits in SUMS_OF_SM_90.items()})
@@ -55,6 +58,15 @@ def test_bound_of_wgrad_in_fp32():
     segment = wgrad_segment((520, 0, 331), N, K)
     hardware, _ = errors(segment, warp_specialized=False)
     assert TIGHT <= hardware <= 1
+
+
+@pytest.mark.parametrize("order", [HARDWARE, FEWER], ids=["hardware", "fewer bits"])
+def test_bound_of_layers_in_8_bits(order):
+    layer = EightBitLayer()
+    with truncated(order):
+        got = layer.results(recipe="fp8_block", wgrad="bf16", impl="triton")
+    farthest = max(distances(got, layer.expected("fp8_block", "bf16", fused_bias=True)).values())
+    assert (TIGHT <= farthest / ALLOWED <= 1) == (order is HARDWARE)
 
 
 def named(name, precision):
