@@ -62,19 +62,22 @@ def prepare(
     activation: str,
 ) -> Call:
     """The call's constants, with `impl` and `recipe` resolved."""
-    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad, _ = options
+    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad, _, save = options
     impl = validate.implementation(impl, x.tensor.device)
-    encoded, dtype = "", x.dtypes[0]
+    encoded, dtype, saves_tokens = "", x.dtypes[0], False
     if recipe is not None:
         for name, experts in weights.items():
             check_blocks(recipe, name, experts.out_features, experts.in_features)
-        encoded = formats(recipe, wgrad, num_rows / experts.num_experts).encoded
+        chosen = formats(recipe, wgrad, num_rows / experts.num_experts)
+        encoded = chosen.encoded
+        if save == "tokens" and chosen.gemms and torch.is_grad_enabled():
+            saves_tokens = any(w.requires_grad for w in weights["fc1_weight"].tensors)
     elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
         encoded = formats(NAMES[dtype], wgrad).encoded
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
     constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
-    return make(*constants, encoded, is_first_microbatch is not None)
+    return make(*constants, encoded, is_first_microbatch is not None, saves_tokens)
 
 
 _call = lru_cache(maxsize=1024)(Call)  # its arguments are only numbers and names

@@ -95,7 +95,8 @@ def _watched_mlp(backward: Any) -> Any:
         if not _readable(of.dy):
             return backward(*args)
         rows = _number_of_rows(of.offsets, of.fc1)
-        given: dict[str, Any] = {"dy": _used(of.dy, rows, of.row_ids), "x": _used(of.x, rows, of.row_ids)}
+        given: dict[str, Any] = {"dy": _used(of.dy, rows, of.row_ids)}
+        given |= {"x": _used(of.x, rows, of.row_ids)} if of.x_scales is None else {}
         given |= {"h": of.h[:rows], "probs": of.probs}
         given |= {"fc1_weight": of.fc1, "fc2_weight": of.fc2, "fc2_bias": of.bias2}
         added: dict[str, Any] = {"fc1": of.dw1 if of.accumulate1 else None, "fc2": of.dw2 if of.accumulate2 else None}

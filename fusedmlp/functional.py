@@ -44,6 +44,7 @@ def grouped_mlp(
     recipe: str | None = None,
     wgrad: str = "recipe",
     quantized_weights: QuantizedWeights | None = None,
+    save: str = "x",
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
 
@@ -80,6 +81,8 @@ def grouped_mlp(
         wgrad: "recipe", or "bf16": with an 8-bit recipe, compute weight gradients from bf16 operands.
         quantized_weights: copies of the weights from `quantize_weights` with the same recipe, to multiply in place of
             new ones. The weights still get the gradients.
+        save: what forward saves for the gradient of fc1: "x" or, with an 8-bit recipe, "tokens": the 8-bit copy of x
+            that this gradient multiplies, 1.03 bytes an element, made as x is read in forward. Gradients are the same.
 
     Returns:
         `[R, H]`, dtype of x.
@@ -91,7 +94,7 @@ def grouped_mlp(
         NotImplementedError: an 8-bit recipe on a GPU without kernels for it.
     """
     options = Options(
-        weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights
+        weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights, save
     ).check()
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias

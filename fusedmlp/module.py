@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmlp import module_arguments
+from fusedmlp import module_arguments, validate
 from fusedmlp.activation import Activation
 from fusedmlp.contract.destination import Mode
 from fusedmlp.contract.queue import WgradQueue
@@ -140,6 +140,7 @@ class GroupedMLP(nn.Module):
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
+        save: see `fusedmlp.grouped_mlp`; for `forward`, as `forward_tokens` keeps x once a token.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
 
@@ -161,6 +162,7 @@ class GroupedMLP(nn.Module):
         impl: str = "auto",
         recipe: str | None = None,
         wgrad: str = "recipe",
+        save: str = "x",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -170,6 +172,8 @@ class GroupedMLP(nn.Module):
         )
         flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
         module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        validate.saved(save, recipe, wgrad, delayed=delay_wgrad)
+        self.save = save
         self.activation = module_arguments.activation(activation)
         self.accumulate_wgrad, self.impl, self.recipe, self.wgrad = accumulate_wgrad, impl, recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
@@ -213,6 +217,7 @@ class GroupedMLP(nn.Module):
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            save=self.save,
         )
 
     def forward_tokens(

@@ -16,6 +16,7 @@ from torch import Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8_block": torch.bfloat16, "mxfp8": torch.bfloat16}
 BLOCKS = {"fp8_block": 128, "mxfp8": 32}  # 8-bit recipe -> elements that share a scale along what a GEMM contracts
 WGRADS = ("recipe", "bf16")
+SAVES = ("x", "tokens")
 LEAST_ROWS = 64  # an expert, on average: with fewer, half of a tile of 128 rows and of a block of tokens is empty
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -15,7 +15,7 @@ from fusedmlp.contract.destination import MODES, Mode, are_alike, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.flags import check_flag
-from fusedmlp.recipe import DTYPES, WGRADS, computed_dtypes
+from fusedmlp.recipe import BLOCKS, DTYPES, SAVES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
@@ -44,6 +44,7 @@ class Options(NamedTuple):
     recipe: str | None
     wgrad: str
     quantized_weights: Any = None  # QuantizedWeights
+    save: str = "x"
 
     def check(self) -> Options:
         """Raise for a wrong one; return self."""
@@ -54,6 +55,7 @@ class Options(NamedTuple):
         if self.is_first_microbatch is not None:
             check_flag("is_first_microbatch", self.is_first_microbatch)
         recipe(self.recipe, self.wgrad)
+        saved(self.save, self.recipe, self.wgrad, delayed=self.wgrad_queue is not None)
         return self
 
 
@@ -86,6 +88,16 @@ def recipe(recipe: str | None, wgrad: str, also: Sequence[str] = ()) -> None:
     one_of("wgrad", wgrad, WGRADS)
     if wgrad == "bf16" and DTYPES.get(recipe or "") is not torch.bfloat16:
         raise ValueError(f'wgrad="bf16": expected a recipe that computes in bfloat16; got recipe={recipe!r}')
+
+
+def saved(save: str, recipe: str | None, wgrad: str, *, delayed: bool) -> None:
+    """Check `save`: what other options must be for "tokens"."""
+    one_of("save", save, SAVES)
+    if save == "tokens" and (recipe not in BLOCKS or wgrad != "recipe" or delayed):
+        raise ValueError(
+            'save="tokens": expected an 8-bit recipe, wgrad="recipe", and weight gradients that are not delayed; got '
+            f"recipe={recipe!r}, wgrad={wgrad!r}{', delayed' if delayed else ''}"
+        )
 
 
 def rows(name: str, x: object, recipe: str | None) -> Input:

@@ -80,6 +80,7 @@ class Layer:
             grads = [[], []]
         forward = MLPArguments(
             x=x,
+            x_scales=None,
             fc1=weights[0],
             fc2=weights[1],
             bias1=biases[0],

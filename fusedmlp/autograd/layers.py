@@ -24,7 +24,8 @@ from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, Routes, route
 from fusedmlp.contract.sharded import local_weights
 from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies
+from fusedmlp.recipe import Formats
 from fusedmlp.versions import outside_of_wrong_graphs
 
 operators.register()
@@ -55,6 +56,7 @@ class Call:
     activation: str = ""
     recipe: str = ""  # recipe.Formats.encoded
     keeps_copies: bool = False  # of weights, from one micro-batch to the next
+    saves_tokens: bool = False  # the 8-bit copy of x that wgrad multiplies, in place of x
     traced: Traced | None = None  # inside a graph
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
@@ -72,6 +74,12 @@ class Call:
     def computed(self, weights: list[Tensor], x: Tensor, copy: Sequence[Tensor] = ()) -> list[Tensor]:
         """A weight as GEMMs take it: its 8-bit copy, or else as `logical`, in the dtype of x or dy."""
         return [*copy] or self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
+
+    def quantize_rows(self, x: Tensor, offsets: Tensor, weights: list[Tensor]) -> RowCopies:
+        """Both copies of x, for products with these weights."""
+        num_experts = weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
+        recipe = Formats.decode(self.recipe).gemms
+        return RowCopies(*ops.quantize_rows(x, offsets, num_experts, recipe, self.impl))
 
     def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
         """Weights for `contract/sharded.py`: results of `.to_local()`, by graph node; empty inside a graph."""
@@ -210,10 +218,14 @@ class GroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
+        rows, rows_scales, tokens, tokens_scales = x, None, x, None
+        if call.saves_tokens:
+            rows, rows_scales, tokens, tokens_scales = call.quantize_rows(x, offsets, fc1)
         out = MLPOutput(
             *ops.grouped_mlp(
                 *MLPArguments(
-                    x=x,
+                    x=rows,
+                    x_scales=rows_scales,
                     fc1=call.computed(fc1, x, copies[:2]),
                     fc2=call.computed(fc2, x, copies[4:6]),
                     bias1=bias1,
@@ -227,7 +239,8 @@ class GroupedMLP(torch.autograd.Function):
                 )
             )
         )
-        ctx.save_for_backward(*tensors, out.h)
+        at = sum(call.lengths)  # of x
+        ctx.save_for_backward(*tensors[:at], tokens, *tensors[at + 1 :], out.h, tokens_scales)
         ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
         if places is None:
             return out.y
@@ -238,7 +251,8 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies, h) = call.split(saved)
+        fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *rest) = call.split(saved)
+        *copies, h, x_scales = rest
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
@@ -256,6 +270,7 @@ class GroupedMLP(torch.autograd.Function):
                     db2=db2,
                     dy=dy,
                     x=x,
+                    x_scales=x_scales,
                     h=h,
                     fc1=call.computed(fc1, dy, copies[2:4]) if need_dx else call.logical(fc1),
                     fc2=call.computed(fc2, dy, copies[6:]),

@@ -112,7 +112,7 @@ def _grouped_mlp(ctx: Any, saved: Sequence[Any], dy: Tensor, _: Any) -> _Grads:
     *inputs, h = saved
     given, needs = MLPArguments(*_inputs(ctx, inputs)), MLPArguments(*ctx.needs_input_grad)
     x, row_ids = given.x, given.row_ids
-    _refuse_copies([*given.fc1, *given.fc2])
+    _refuse_copies([x, *given.fc1, *given.fc2])
     dw1, dw2 = _outputs(given.fc1, needs.fc1), _outputs(given.fc2, needs.fc2)
     db1, db2 = _outputs(given.bias1, needs.bias1), _outputs(given.bias2, needs.bias2)
     # dy is per row, so x has to be, too.

@@ -115,6 +115,7 @@ def _step(problem: Problem, tokens: bool) -> Iterator[tuple[Operator, tuple[Any,
     grads = [experts(problem.weights, _EXPERTS, shape, torch.float32) for shape in shapes]
     forward = MLPArguments(
         x=x,
+        x_scales=None,
         fc1=weights[0],
         fc2=weights[1],
         bias1=[],

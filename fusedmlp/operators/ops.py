@@ -27,7 +27,14 @@ from torch import Tensor
 
 from fusedmlp.kernels.operands.quantized import is_quantized
 from fusedmlp.operators import flops, torch_impl, torch_quantize
-from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowOrder
+from fusedmlp.operators.types import (
+    MLPArguments,
+    MLPBackwardArguments,
+    MLPGrads,
+    MLPOutput,
+    RowCopies,
+    RowOrder,
+)
 
 library = torch.library.Library("fusedmlp", "DEF")
 
@@ -134,20 +141,26 @@ def _fake_order_rows(top_k_index: Tensor, probs: Tensor, num_experts: int, impl:
     return RowOrder(_fake_plan(top_k_index, size, num_experts, impl), row_ids, places, probs.new_empty(size))
 
 
+def _fake_quantize_rows(x: Tensor, offsets: Tensor, num_experts: int, recipe: str, impl: str) -> RowCopies:
+    made: RowCopies = _implementation(impl).empty_row_copies(x, num_experts, recipe)
+    return made
+
+
 def _fake_grouped_mlp(*args: Any) -> MLPOutput:
     given = MLPArguments(*args)
     x, num_rows = given.x, (given.x if given.row_ids is None else given.row_ids).shape[0]
-    return MLPOutput(x.new_empty(num_rows, x.shape[1]), x.new_empty(num_rows, given.fc1[0].shape[-2]))
+    dtype = x.dtype if given.x_scales is None else torch.bfloat16
+    return MLPOutput(*(x.new_empty(num_rows, size, dtype=dtype) for size in (x.shape[1], given.fc1[0].shape[-2])))
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
     given = MLPBackwardArguments(*args)
-    x, h, probs = given.x, given.h, given.probs
+    dy, h, probs = given.dy, given.h, given.probs
     num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
     F = given.fc2[0].shape[-2 if is_quantized(given.fc2) else -1]
     return MLPGrads(
-        x.new_empty(num_rows, x.shape[1]) if given.need_dx else x.new_empty(0),
-        x.new_empty(0) if probs is None else probs.new_empty(num_rows),
+        dy.new_empty(num_rows, dy.shape[1]) if given.need_dx else dy.new_empty(0),
+        dy.new_empty(0) if probs is None else probs.new_empty(num_rows),
         torch.empty_like(h) if given.keep else h.new_empty(0),
         h.new_empty(num_rows, F) if given.keep else h.new_empty(0),
     )
@@ -177,6 +190,12 @@ quantize_weights = _register(
     "quantize_weights(Tensor[] w, str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda w, recipe, _: torch_quantize.empty_weight_copies(w, recipe),
 )
+# x [R, C] -> RowCopies; `recipe` is an 8-bit recipe's name. x is read once.
+quantize_rows = _register(
+    "quantize_rows(Tensor x, Tensor offsets, int num_experts, str recipe, str impl) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    _fake_quantize_rows,
+)
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
 grouped_gemm = _register(
     "grouped_gemm(Tensor x, Tensor[] w, Tensor[]? bias, Tensor offsets, str recipe, str impl) -> Tensor",
@@ -189,10 +208,10 @@ grouped_wgrad_ = _register(
     "Tensor[] dy_row_ids, Tensor[] x_row_ids, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
-# MLPArguments -> (y, h): MLPOutput. With `row_ids`, x is [T, H].
+# MLPArguments -> (y, h): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`.
 grouped_mlp = _register(
-    "grouped_mlp(Tensor x, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, Tensor[]? bias2, Tensor offsets, "
-    "Tensor? row_ids, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
+    "grouped_mlp(Tensor x, Tensor? x_scales, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, Tensor[]? bias2, "
+    "Tensor offsets, Tensor? row_ids, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )
 # MLPBackwardArguments -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
@@ -200,9 +219,9 @@ grouped_mlp = _register(
 # is to row `places[i]`.
 grouped_mlp_backward_ = _register(
     "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
-    "Tensor x, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, Tensor? row_ids, "
-    "Tensor? places, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, bool keep, "
-    "str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor x, Tensor? x_scales, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, "
+    "Tensor? row_ids, Tensor? places, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, "
+    "bool keep, str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )
 flops.register()

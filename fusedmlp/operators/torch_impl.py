@@ -9,16 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate as running_sum
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.operators import torch_activation
+from fusedmlp.operators import torch_activation, torch_quantize
 from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
+from fusedmlp.operators.torch_quantize import empty_row_copies as empty_row_copies
 from fusedmlp.operators.torch_quantize import quantize_weights as quantize_weights
-from fusedmlp.operators.types import MLPGrads, MLPOutput, RowOrder
+from fusedmlp.operators.types import MLPGrads, MLPOutput, RowCopies, RowOrder
 from fusedmlp.recipe import Formats
+
+if TYPE_CHECKING:
+    from fusedmlp.kernels.tiles.table import Recipe
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:
@@ -56,6 +61,11 @@ def combine(y_RH: Tensor, places_R: Tensor, num_tokens: int) -> Tensor:
     return out_TH
 
 
+def quantize_rows(x_RC: Tensor, offsets: Tensor, num_experts: int, recipe: Recipe) -> RowCopies:
+    """Both 8-bit copies of rows."""
+    return torch_quantize.quantize_rows(x_RC, Rows(offsets, x_RC.shape[0]).sizes, recipe)
+
+
 def grouped_gemm(
     x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor] | None, offsets: Tensor, recipe: str
 ) -> Tensor:
@@ -69,6 +79,7 @@ def grouped_gemm(
 
 def grouped_mlp(
     x_RH: Tensor,
+    x_scales: Tensor | None,
     fc1: Sequence[Tensor],
     fc2: Sequence[Tensor],
     bias1: Sequence[Tensor] | None,
@@ -80,13 +91,16 @@ def grouped_mlp(
     recipe: str,
 ) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
-    kind, gemms, wide = Activation.decode(activation), Formats.decode(recipe).gemms, _Wide(x_RH)
+    kind, gemms = Activation.decode(activation), Formats.decode(recipe).gemms
     rows = Rows(offsets, (x_RH if row_ids_R is None else row_ids_R).shape[0])
     probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
+    if x_scales is not None:  # quantized once more, to the same values
+        x_RH = torch_quantize.dequantized_rows(x_RH, x_scales, gemms)
     h_RG = rows.product(rows.gather(x_RH, row_ids_R), fc1, transposed=True, recipe=gemms)
     if bias1:
         rows.add_bias_(h_RG, bias1)
     a_RF = x_RH.new_empty(rows.number, h_RG.shape[1] // (2 if kind.gated else 1))
+    wide = _Wide(x_RH)
     for block in rows.blocks(h_RG.shape[1]):
         a_nF = wide.out("a", a_RF[block])
         torch_activation.forward(kind, wide.copy("h", h_RG[block]), a_nF)
@@ -107,6 +121,7 @@ def grouped_mlp_backward_(
     db2: Sequence[Tensor],
     dy_RH: Tensor,
     x_RH: Tensor,
+    x_scales: Tensor | None,
     h_RG: Tensor,
     fc1: Sequence[Tensor],
     fc2: Sequence[Tensor],
@@ -127,7 +142,7 @@ def grouped_mlp_backward_(
     An empty `dw*` or `db*` is not computed; `accumulate*` adds to `dw*`. `keep` also returns the operands of delayed
     weight gradients.
     """
-    kind, (gemms, wgrad), wide = Activation.decode(activation), Formats.decode(recipe), _Wide(x_RH)
+    kind, (gemms, wgrad), wide = Activation.decode(activation), Formats.decode(recipe), _Wide(h_RG)
     rows = Rows(offsets, h_RG.shape[0])
     probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
     dprobs_R = h_RG.new_empty(0 if probs_R is None else rows.number, dtype=torch.float32)
@@ -155,6 +170,8 @@ def grouped_mlp_backward_(
     if db2:
         rows.bias_grad_(db2, dy_RH, probs_R1)
     if dw1:
+        if x_scales is not None:
+            x_RH = torch_quantize.dequantized_tokens(x_RH, x_scales, rows.sizes, gemms)
         rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, row_ids_R), accumulate1, recipe=wgrad)
     if db1:
         rows.bias_grad_(db1, dh_RG)

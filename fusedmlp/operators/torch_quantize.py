@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmlp.kernels.operands import quantized
-from fusedmlp.operators.types import WeightCopies
+from fusedmlp.operators.types import RowCopies, WeightCopies
 from fusedmlp.recipe import BLOCKS
 
 if TYPE_CHECKING:
@@ -109,6 +109,53 @@ def dequantized_weights(copy: Sequence[Tensor], recipe: str) -> Tensor:
     if recipe == "mxfp8":
         scales = _untiled(scales)[..., : elements.shape[-2], :].view(torch.float8_e8m0fnu)
     return Quantized(elements, scales).dequantize(_WEIGHT_BLOCKS[recipe], torch.bfloat16)
+
+
+def empty_row_copies(x_RC: Tensor, num_experts: int, recipe: Recipe) -> RowCopies:
+    """Uninitialised copies of rows. Scales: `[R, blocks]` of `rows`; of `tokens` `[blocks, C]`, expert by expert."""
+    (R, C), size, scales = x_RC.shape, BLOCKS[recipe], quantized.SCALE_DTYPES[recipe]
+    rows, tokens = (x_RC.new_empty(R, C, dtype=torch.float8_e4m3fn) for _ in range(2))
+    shapes = (R, -(-C // size)), (R // size + num_experts, C)
+    rows_scales, tokens_scales = (x_RC.new_empty(shape, dtype=scales) for shape in shapes)
+    return RowCopies(rows, rows_scales, tokens, tokens_scales)
+
+
+def quantize_rows(x_RC: Tensor, sizes: Sequence[int], recipe: Recipe) -> RowCopies:
+    """Both copies of rows, of which the first expert has `sizes[0]`."""
+    made, size = empty_row_copies(x_RC, len(sizes), recipe), BLOCKS[recipe]
+    tokens = _by_expert(made.tokens, made.tokens_scales, sizes, recipe)
+    parts = zip(x_RC[: sum(sizes)].split(sizes), *tokens, strict=True)
+    for block, x, elements, scales in (((1, size), x_RC, *made[:2]), *(((size, 1), *part) for part in parts)):
+        if x.numel():
+            own = quantize(x, recipe, block)
+            elements.copy_(own.elements)
+            scales.copy_(own.scales if recipe == "fp8_block" else own.scales.view(torch.uint8))
+    return made
+
+
+def dequantized_rows(rows: Tensor, scales: Tensor, recipe: str) -> Tensor:
+    """Values of the copy along columns, `[R, C]` bfloat16."""
+    return Quantized(rows, _scales(scales, recipe)).dequantize((1, BLOCKS[recipe]), torch.bfloat16)
+
+
+def dequantized_tokens(tokens: Tensor, scales: Tensor, sizes: Sequence[int], recipe: str) -> Tensor:
+    """Values of the copy along rows, `[R, C]` bfloat16; those of padding rows are not written."""
+    values = torch.empty_like(tokens, dtype=torch.bfloat16)
+    parts = zip(values[: sum(sizes)].split(sizes), *_by_expert(tokens, scales, sizes, recipe), strict=True)
+    for out, elements, own in parts:
+        if out.numel():
+            out.copy_(Quantized(elements, _scales(own, recipe)).dequantize((BLOCKS[recipe], 1), torch.bfloat16))
+    return values
+
+
+def _scales(stored: Tensor, recipe: str) -> Tensor:
+    return stored if recipe == "fp8_block" else stored.view(torch.float8_e8m0fnu)
+
+
+def _by_expert(tokens: Tensor, scales: Tensor, sizes: Sequence[int], recipe: str) -> tuple[Sequence[Tensor], ...]:
+    """Elements and scales of every expert in a copy along rows."""
+    blocks = [-(-size // BLOCKS[recipe]) for size in sizes]
+    return tokens[: sum(sizes)].split(sizes), scales[: sum(blocks)].split(blocks)
 
 
 def _tiled(scales_MB: Tensor) -> Tensor:

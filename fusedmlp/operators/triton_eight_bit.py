@@ -28,7 +28,7 @@ from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
-from fusedmlp.operators.types import MLPGrads, MLPOutput, WeightCopies
+from fusedmlp.operators.types import MLPGrads, MLPOutput, RowCopies, WeightCopies
 from fusedmlp.recipe import Formats
 
 
@@ -102,10 +102,20 @@ class _Call:
         """An empty token copy of `[R, C]`, for wgrad."""
         return _empty_token_copy(self.builder, self.num_tiles, C, self.recipe)
 
-    def rows_of(self, x_RC: Array, row_ids_R: Array | None) -> Quantized:
-        """`x` quantized along its columns."""
-        made = self.row_copy(x_RC.shape[1])
-        grouped_quantize_.plan(self.builder, made, None, x_RC, self.schedule, self.recipe, row_ids_R=row_ids_R)
+    def rows_of(self, x: Array | Quantized, row_ids_R: Array | None) -> Quantized:
+        """`x` quantized along its columns, unless it is already."""
+        if isinstance(x, Quantized):
+            return x
+        made = self.row_copy(x.shape[1])
+        grouped_quantize_.plan(self.builder, made, None, x, self.schedule, self.recipe, row_ids_R=row_ids_R)
+        return made
+
+    def tokens_of(self, x: Array | Quantized, row_ids_R: Array | None) -> Quantized:
+        """`x` quantized along rows, unless it is already."""
+        if isinstance(x, Quantized):
+            return x
+        made = self.token_copy(x.shape[1])
+        grouped_quantize_.plan(self.builder, None, made, x, self.schedule, self.recipe, row_ids_R=row_ids_R)
         return made
 
     def copy(self, w: ExpertTensors | Quantized, forward: bool) -> Quantized:
@@ -163,6 +173,14 @@ def plan_quantize_weights(builder: Builder, w_ENK: ExpertTensors, recipe: str) -
     return WeightCopies(*by_in, *by_out)
 
 
+def plan_quantize_rows(builder: Builder, x_RC: Array, schedule: Schedule, recipe: str) -> RowCopies:
+    """Both copies of rows, which are read once."""
+    call = _Call(builder, recipe, schedule)
+    rows, tokens = call.row_copy(x_RC.shape[1]), call.token_copy(x_RC.shape[1])
+    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, call.recipe)
+    return RowCopies(*rows, *tokens)
+
+
 def plan_grouped_gemm(
     builder: Builder,
     x_RK: Array,
@@ -178,7 +196,7 @@ def plan_grouped_gemm(
 
 def plan_grouped_mlp(
     builder: Builder,
-    x_RH: Array,
+    x: Array | Quantized,
     weights: Weights,
     bias1_EG: ExpertTensors | None,
     rows: RowsOf,
@@ -187,7 +205,7 @@ def plan_grouped_mlp(
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     call = _Call(builder, recipe, rows.schedule)
-    h_RG, a = call.activation(call.rows_of(x_RH, rows.row_ids), weights.fc1, bias1_EG, rows.probs, act)
+    h_RG, a = call.activation(call.rows_of(x, rows.row_ids), weights.fc1, bias1_EG, rows.probs, act)
     scale_R = rows.probs if weights.bias2 else None
     y_RH = call.product(a, weights.fc2, True, bias_EN=weights.bias2, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
@@ -197,7 +215,7 @@ def plan_grouped_mlp_backward_(
     builder: Builder,
     grads: Grads,
     dy_RH: Array,
-    x_RH: Array,
+    x: Array | Quantized,
     h_RG: Array,
     weights: Weights,
     rows: RowsOf,
@@ -237,10 +255,9 @@ def plan_grouped_mlp_backward_(
     if dy_tokens and a_tokens:
         call.wgrad_(grads.dw2, dy_tokens, a_tokens, wanted.accumulate2)
     if dh_tokens:
-        x_tokens = call.token_copy(x_RH.shape[1])
-        grouped_quantize_.plan(builder, None, x_tokens, x_RH, call.schedule, call.recipe, row_ids_R=rows.row_ids)
-        call.wgrad_(grads.dw1, dh_tokens, x_tokens, wanted.accumulate1)
-    _plan_16_bit_wgrads(builder, grads, [dy_RH, a_RF, dh_RG, x_RH], rows, wanted, in_8_bits)
+        call.wgrad_(grads.dw1, dh_tokens, call.tokens_of(x, rows.row_ids), wanted.accumulate1)
+    operands = [dy_RH, a_RF, dh_RG, None if isinstance(x, Quantized) else x]
+    _plan_16_bit_wgrads(builder, grads, operands, rows, wanted, in_8_bits)
     kept = (dh_RG, a_RF) if wanted.kept else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 

@@ -22,6 +22,7 @@ from fusedmlp.kernels.gemm.dprobs import Dprobs
 from fusedmlp.kernels.gemm.launch import grouped_gemm_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.launching.run import Operator
+from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.arrays import Array, contiguous_strides
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
@@ -30,10 +31,10 @@ from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles import tuned
 from fusedmlp.kernels.tiles.select import Settings
-from fusedmlp.kernels.tiles.table import Key, Tile
+from fusedmlp.kernels.tiles.table import Key, Recipe, Tile
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators import triton_eight_bit as eight_bit
-from fusedmlp.operators.types import MLPGrads, MLPOutput, RowOrder, WeightCopies
+from fusedmlp.operators.types import MLPGrads, MLPOutput, RowCopies, RowOrder, WeightCopies
 from fusedmlp.recipe import BLOCKS, Formats
 
 # A weight or bias as a plan sees it: `ExpertTensors` for a list of tensors, or a list of one packed array, or of none.
@@ -62,6 +63,22 @@ def _plan_quantize_weights(builder: Builder, w: Experts, recipe: str) -> WeightC
     return eight_bit.plan_quantize_weights(builder, _experts(w, 2), recipe)
 
 
+def _plan_quantize_rows(builder: Builder, x_RC: Array, offsets: Array, num_experts: int, recipe: str) -> RowCopies:
+    """Both 8-bit copies of rows, read once."""
+    schedule = Schedule.planned(builder, offsets, x_RC.shape[0], num_experts)
+    return eight_bit.plan_quantize_rows(builder, x_RC, schedule, recipe)
+
+
+def empty_row_copies(x_RC: Tensor, num_experts: int, recipe: Recipe) -> RowCopies:
+    """Uninitialised tensors with the shapes of `quantize_rows`."""
+    (R, C), scales_dtype = x_RC.shape, quantized.SCALE_DTYPES[recipe]
+    tiles = plan.max_tiles(R, num_experts, quantized.TILE_ROWS)
+    scales = quantized.scales_shape(tiles, C, recipe)
+    shapes = (R, C), quantized.token_copy_shape(tiles, C, recipe)
+    made = [(x_RC.new_empty(s, dtype=torch.float8_e4m3fn), x_RC.new_empty(scales, dtype=scales_dtype)) for s in shapes]
+    return RowCopies(*made[0], *made[1])
+
+
 def _plan_grouped_gemm(
     builder: Builder, x_RK: Array, w: Weight, bias: Experts | None, offsets: Array, recipe: str
 ) -> Array:
@@ -79,6 +96,7 @@ def _plan_grouped_gemm(
 def _plan_grouped_mlp(
     builder: Builder,
     x_RH: Array,
+    x_scales: Array | None,
     fc1: Weight,
     fc2: Weight,
     bias1: Experts | None,
@@ -96,7 +114,8 @@ def _plan_grouped_mlp(
     act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
     if num_rows and (gemms := Formats.decode(recipe).gemms):
         rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
-        return eight_bit.plan_grouped_mlp(builder, x_RH, weights, bias1_EG, rows, act, gemms)
+        x = x_RH if x_scales is None else Quantized(x_RH, x_scales)
+        return eight_bit.plan_grouped_mlp(builder, x, weights, bias1_EG, rows, act, gemms)
     fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
@@ -117,6 +136,7 @@ def _plan_grouped_mlp_backward_(
     db2: Experts,
     dy_RH: Array,
     x_RH: Array,
+    x_scales: Array | None,
     h_RG: Array,
     fc1: Weight,
     fc2: Weight,
@@ -143,8 +163,9 @@ def _plan_grouped_mlp_backward_(
         grads = eight_bit.Grads(*(_optional(dw, 2) for dw in (dw1, dw2)), *(_optional(db, 1) for db in (db1, db2)))
         rows_of = eight_bit.RowsOf(schedule, row_ids_R, places_R, probs_R)
         wanted = eight_bit.Wanted(accumulate1, accumulate2, need_dx, keep)
+        x = x_RH if x_scales is None else Quantized(x_RH, x_scales)
         return eight_bit.plan_grouped_mlp_backward_(
-            builder, grads, dy_RH, x_RH, h_RG, weights, rows_of, act, wanted, formats
+            builder, grads, dy_RH, x, h_RG, weights, rows_of, act, wanted, formats
         )
     fc2_EHF = _experts(fc2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
@@ -234,6 +255,7 @@ def act_options(encoded: str) -> Options:
 
 
 quantize_weights = Operator(_plan_quantize_weights, SETTINGS)
+quantize_rows = Operator(_plan_quantize_rows, SETTINGS)
 order_rows = Operator(_plan_order_rows, SETTINGS)
 combine = Operator(_plan_combine, SETTINGS)
 grouped_gemm = Operator(_plan_grouped_gemm, SETTINGS)

@@ -29,10 +29,22 @@ class WeightCopies(NamedTuple):
     by_out_scales: Tensor
 
 
+class RowCopies(NamedTuple):
+    """8-bit copies of rows `x` `[R, C]`. Operators of an MLP take one of them in place of x, with its scales: forward
+    `rows`, backward `tokens`. Only shapes of `rows` are the same for all implementations.
+    """
+
+    rows: Tensor  # [R, C] float8_e4m3fn, in blocks along columns
+    rows_scales: Tensor
+    tokens: Tensor  # float8_e4m3fn, in blocks along rows
+    tokens_scales: Tensor
+
+
 class MLPArguments(NamedTuple):
     """Forward: the arguments of `ops.grouped_mlp`, in the order of its schema."""
 
-    x: Tensor  # [R, H], or with `row_ids` [T, H]
+    x: Tensor  # [R, H], or with `row_ids` [T, H]; or a copy of it
+    x_scales: Tensor | None  # of the copy
     fc1: Sequence[Tensor]
     fc2: Sequence[Tensor]
     bias1: Sequence[Tensor] | None
@@ -58,7 +70,8 @@ class MLPBackwardArguments(NamedTuple):
     db1: Sequence[Tensor]
     db2: Sequence[Tensor]
     dy: Tensor  # [R, H], or with `row_ids` [T, H]
-    x: Tensor  # likewise
+    x: Tensor  # likewise; or a copy of it
+    x_scales: Tensor | None  # of the copy
     h: Tensor  # [R, F1]
     fc1: Sequence[Tensor]
     fc2: Sequence[Tensor]

@@ -226,6 +226,7 @@ def _scratch_calls(problem: Problem) -> Iterator[_Scratch]:
     dw = torch.zeros(E, H, F, device=problem.device)
     forward = MLPArguments(
         x=x,
+        x_scales=None,
         fc1=[fc1],
         fc2=[fc2],
         bias1=[],

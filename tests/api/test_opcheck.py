@@ -37,6 +37,7 @@ def of_linear(impl, grad):
 def arguments(x, fc1, fc2, offsets, impl, probs=None):
     return MLPArguments(
         x=x,
+        x_scales=None,
         fc1=fc1,
         fc2=fc2,
         bias1=[],

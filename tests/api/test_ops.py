@@ -133,6 +133,7 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
 def forward(tensors, impl):
     return MLPArguments(
         x=tensors["x"],
+        x_scales=None,
         fc1=[tensors["fc1"]],
         fc2=[tensors["fc2"]],
         bias1=[tensors["bias1"]],

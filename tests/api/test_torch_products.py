@@ -145,6 +145,7 @@ def test_passes_over_memory_between_products(dtype, forward, backward):
     fc1, fc2 = [torch.randn(4, 2 * N, K).to(dtype)], [torch.randn(4, K, N).to(dtype)]
     given = MLPArguments(
         x=x,
+        x_scales=None,
         fc1=fc1,
         fc2=fc2,
         bias1=[],

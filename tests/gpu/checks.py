@@ -28,7 +28,7 @@ from bench.host.without_gpu import without_gpu
 from fusedmlp.environment import triton_interpret
 from gpu.layers import LOADS, SMALL_LOADS, Case, Counts, Layer, cases, compare
 
-# Norm of a difference. Tensor cores of sm_90 keep 13 bits of products of 8 bits, aligned to the largest of 32, so h loses
+# Norm of a difference. Tensor cores of sm_90 keep 13 bits of products of 8 bits, aligned to the largest of 32: h loses
 # up to 32 * 2^-14 of that one: in these layers up to 1.4 * 2^-8 of a result's norm, on a GPU as in the emulator
 # (`emulation/test_truncation.py`). A scale of another block shows as 2^-4.
 ALLOWED = 2**-7

@@ -52,6 +52,7 @@ def forward(lie="packed", *, tokens=False, probs=True, bias=False, activation="s
     biases = [weights("packed", size, dtype=dtype) if bias else [] for size in (G, H)]
     return MLPArguments(
         x=x,
+        x_scales=None,
         fc1=experts[0],
         fc2=experts[1],
         bias1=biases[0],
