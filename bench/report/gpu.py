@@ -36,10 +36,13 @@ def read(name: str) -> pd.DataFrame:
     return pd.read_csv(FOLDER / f"h200_{name}.csv")
 
 
-def timings() -> pd.DataFrame:
-    """Steps, passes and kernels of commit 1d590e7 and of `grouped_mm`, with the same rows for every expert."""
-    found = read("timings")
-    return found[found.load == "even"]
+def timings(name: str = "timings") -> pd.DataFrame:
+    """Steps, passes and kernels, and `grouped_mm`, with the same rows for every expert; of each the last commit."""
+    found = read(name)
+    found = found[found.load == "even"]
+    if "commit" not in found:
+        return found
+    return found[found.commit == found.groupby(["kernels", "shape", "what"]).commit.transform("last")]
 
 
 def _least(rows: pd.DataFrame, what: str) -> pd.Series:
@@ -49,7 +52,7 @@ def _least(rows: pd.DataFrame, what: str) -> pd.Series:
 @cache
 def steps() -> pd.DataFrame:
     """Milliseconds of a step by layer: columns are who, whether sustained."""
-    ours, peers, prototypes = timings(), read("sonicmoe"), read("prototypes_tokens")
+    ours, peers = timings(), read("sonicmoe")
     alone, sustained = "forward+backward", ", sustained 0.25 s"
     columns = {
         ("fusedmlp", False): _least(ours, "step"),
@@ -58,14 +61,25 @@ def steps() -> pd.DataFrame:
         ("grouped_mm + add", True): _least(ours, "grouped_mm sustained step+add"),
         ("moe_experts", False): _least(ours, "tokens step"),
         ("moe_experts", True): _least(ours, "tokens sustained step"),
-        ("prototype", False): _least(prototypes, "step"),
-        ("prototype", True): _least(prototypes, "sustained step"),
         ("SonicMoE + add", False): _least(peers, f"{alone}+main_grad"),
         ("SonicMoE + add", True): _least(peers, f"{alone}+main_grad{sustained}"),
         ("SonicMoE", False): _least(peers, alone),
         ("SonicMoE", True): _least(peers, alone + sustained),
     }
     return pd.DataFrame(columns)
+
+
+def joules(who: str = "") -> pd.Series:
+    """Joules of a step, back to back, of each layer: of ours, or of "grouped_mm"."""
+    found = timings()
+    found = found[found.what == (f"{who} sustained step+add" if who else "sustained step")].dropna(subset=["joules"])
+    return found.groupby("shape").joules.min()
+
+
+def peak_mib(who: str = "") -> pd.Series:
+    """MiB that a step takes at its peak beside what stays, likewise."""
+    found = timings()
+    return found[found.what == f"{who} peak memory".strip()].set_index("shape").mib
 
 
 def layers(found: pd.DataFrame | pd.Series) -> list[str]:
@@ -87,10 +101,10 @@ def limits(rate: str = "burst") -> pd.DataFrame:
     ).T
 
 
-def passes(kind: str | None = None) -> pd.DataFrame:
-    """Milliseconds of each pass by layer with one set of kernels, "default" or "ws"; None: with the faster one."""
+def passes(kernels: str | None = None) -> pd.DataFrame:
+    """Milliseconds of each pass by layer with one set, "default" or "warp_specialized"; None: with the faster one."""
     found = timings()
-    found = found[found.what.str.startswith("pass ") & (kind is None or found.kind == kind)]
+    found = found[found.what.str.startswith("pass ") & (kernels is None or found.kernels == kernels)]
     return found.groupby(["shape", found.what.str.removeprefix("pass ")]).ms.min().unstack()
 
 
@@ -115,23 +129,22 @@ def spread(values: pd.Series, unit: str = "%") -> str:
 
 def gpu_numbers() -> str:
     """Speed, energy and memory of a step beside `grouped_mm`, as a list."""
-    found, facts = steps(), about()
-    times = (found["grouped_mm + add", False] / found["fusedmlp", False]).dropna()
-    joules, memory = facts["joules_of_a_step"]["sonic-c"], facts["peak_mib_of_a_step"]["sonic-c"]
-    peer = "grouped_mm + add"
+    found, peer = steps(), "grouped_mm + add"
+    times = (found[peer, False] / found["fusedmlp", False]).dropna()
+    energy, memory = ([of(who)["sonic-c"] for who in ("", "grouped_mm")] for of in (joules, peak_mib))
     return (
         f"- **Speed: {times.min():.1f} to {times.max():.1f} times as fast**: forward and backward of the experts, in "
         f"{len(times)} layers, each by itself.\n"
-        f"- **Energy: {joules['fusedmlp']} joules instead of {joules[peer]}** a step of sonic-c (64 experts, "
+        f"- **Energy: {energy[0]:.1f} joules instead of {energy[1]:.1f}** a step of sonic-c (64 experts, "
         "4096 x 1024), back to back.\n"
-        f"- **Memory: {memory['fusedmlp']:,} MiB instead of {memory[peer]:,}** at the peak of such a step, "
+        f"- **Memory: {memory[0]:,.0f} MiB instead of {memory[1]:,.0f}** at the peak of such a step, "
         "beside inputs, weights and `main_grad`."
     )
 
 
 def gpu_steps() -> str:
     """Times of a step beside its limit, burst and sustained, and its energy."""
-    found, shapes, joules = steps(), {shape.name: shape for shape in SHAPES}, about()["joules_of_a_step"]
+    found, shapes, energy = steps(), {shape.name: shape for shape in SHAPES}, joules()
     least = {rate: limits(rate)[[*PASSES]].sum(axis=1) for rate in ("burst", "sustained")}
     header = ["", "experts, H, F, rows", "ms, burst", "limit", "share", "ms, sustained", "limit", "share", "joules"]
     rows = []
@@ -141,7 +154,7 @@ def gpu_steps() -> str:
         for rate, sustained in (("burst", False), ("sustained", True)):
             time, limit = found.loc[name, ("fusedmlp", sustained)], least[rate][name]
             cells += ["-"] * 3 if pd.isna(time) else [ms(time), ms(limit), _share(limit, time)]
-        rows.append([*cells, str(joules.get(name, {}).get("fusedmlp", "-"))])
+        rows.append([*cells, ms(energy.get(name, float("nan")), 1)])
     return table(header, rows)
 
 
@@ -166,9 +179,10 @@ def gpu_machine() -> str:
     """The machine, and the ceilings that limits are computed from."""
     facts, dense = about(), about()["dense_tflops"]
     return (
-        f"Measured on one {facts['gpu']} on {facts['date']}: the kernels of commit {facts['commit']}, with torch "
-        f"{facts['torch']} and Triton {facts['triton']}. In the same run a dense product reached {dense['burst']} "
-        f"TFLOP/s, sustained {dense['sustained']}, and a copy {facts['copy_tb_s']} TB/s, read and written together."
+        f"Measured on one {facts['gpu']} on {facts['date']}: the kernels of commit {facts['commit']}, in 8 bits those "
+        f"of {facts['commit_of_8_bits']}, with torch {facts['torch']} and Triton {facts['triton']}. In the same run a "
+        f"dense product reached {dense['burst']} TFLOP/s, sustained {dense['sustained']}, and a copy "
+        f"{facts['copy_tb_s']} TB/s, read and written together."
     )
 
 

@@ -7,10 +7,24 @@ from typing import Any
 
 import pandas as pd
 
-from bench.limits import eight_bit
+from bench.limits import eight_bit, roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.shapes import SHAPES, even
-from bench.report.gpu import FOLDER, OVERWRITING, about, layers, ms, passes, read, steps, table, timings
+from bench.report.gpu import (
+    FOLDER,
+    OVERWRITING,
+    PASSES,
+    about,
+    joules,
+    layers,
+    limits,
+    ms,
+    passes,
+    read,
+    steps,
+    table,
+    timings,
+)
 
 PUBLISHED = FOLDER.parent / "published.json"
 
@@ -20,7 +34,7 @@ def published() -> dict[str, Any]:
     return dict(json.loads(PUBLISHED.read_text()))
 
 
-def _of(found: pd.DataFrame, **columns: str) -> float:
+def _of(found: pd.DataFrame, **columns: str | int) -> float:
     """Milliseconds of the one row with these values."""
     for name, value in columns.items():
         found = found[found[name] == value]
@@ -30,8 +44,8 @@ def _of(found: pd.DataFrame, **columns: str) -> float:
 
 def gpu_sorted_rows() -> str:
     """Steps on sorted rows beside `grouped_mm`."""
-    found, joules = steps(), about()["joules_of_a_step"]
-    who = ("fusedmlp", "grouped_mm + add")
+    found, who = steps(), ("fusedmlp", "grouped_mm + add")
+    energy = joules(), joules("grouped_mm")
     ratios = {sustained: found[who[1], sustained] / found[who[0], sustained] for sustained in (False, True)}
     rows = [
         [
@@ -40,7 +54,7 @@ def gpu_sorted_rows() -> str:
             f"**{ratios[False][name]:.2f}**",
             *(ms(found.loc[name, (each, True)]) for each in who),
             ms(ratios[True][name]),
-            *(str(joules.get(name, {}).get(each, "-")) for each in who),
+            *(ms(of.get(name, float("nan")), 1) for of in energy),
         ]
         for name in layers(ratios[False].dropna())
     ]
@@ -53,8 +67,7 @@ def gpu_tokens() -> str:
     """Steps from tokens beside SonicMoE."""
     found = steps()
     who = {
-        "fusedmlp, 1d590e7": "moe_experts",
-        "fusedmlp, prototype": "prototype",
+        "fusedmlp": "moe_experts",
         "SonicMoE + add": "SonicMoE + add",
         "SonicMoE, bf16 gradients": "SonicMoE",
     }
@@ -68,9 +81,15 @@ def gpu_tokens() -> str:
 def liger_published() -> str:
     """TFLOP/s that Liger published, beside those of the same direction here."""
     found, theirs = timings(), published()["Liger"]["tflops"]
-    best = found[found.what.isin(("forward", "backward"))].groupby(["shape", "what"]).tflops.max()
+    best = found[found.what.isin(("forward", "backward"))].groupby(["shape", "what"]).ms.min()
+    of = {"forward": roofline.FORWARD, "backward": roofline.BACKWARD}
+    flops = {
+        (shape.name, what): sum(roofline.passes(shape, even(shape))[each].flops for each in names)
+        for shape in SHAPES
+        for what, names in of.items()
+    }
     rows = [
-        [f"{name}, {what}", f"{rate}", f"{best[name, what]:.0f}"]
+        [f"{name}, {what}", f"{rate}", f"{1e-9 * flops[name, what] / best[name, what]:.0f}"]
         for name, rates in theirs.items()
         for what, rate in rates.items()
     ]
@@ -78,19 +97,38 @@ def liger_published() -> str:
 
 
 def gpu_eight_bit() -> str:
-    """Steps of sonic-c in 8 and in 16 bits."""
+    """Steps in 8 and in 16 bits, and by how much they differ, measured and by the limits of both."""
     found = timings()
-    found = found[found["shape"] == "sonic-c"]
-
-    def least(what: str) -> str:
-        return ms(found[found.what == what].ms.min())
-
-    rows = [
-        ["bf16", least("step"), least("sustained step")],
-        ["`fp8_block`", least("fp8 step"), "-"],
-        ["`fp8_block`, weights kept", least("fp8 step, weights kept"), least("fp8 sustained step, weights kept")],
-    ]
-    return table(["step of sonic-c, ms", "burst", "sustained"], rows)
+    best = found.groupby(["shape", "what"]).ms.min().unstack()
+    flops, bandwidth = 1e12 * about()["dense_tflops"]["burst"], 1e12 * about()["copy_tb_s"]
+    bf16, kept = limits()[[*PASSES]].sum(axis=1), "fp8 step, weights kept"
+    rows = []
+    for shape in SHAPES:
+        if pd.isna(best[kept].get(shape.name)):
+            continue
+        costs = eight_bit.passes(shape, even(shape), "fp8_block")
+        least = sum(
+            limit_ms(costs[each].flops if each in eight_bit.MULTIPLYING else 0, costs[each].bytes, 2 * flops, bandwidth)
+            for each in _LAUNCHES
+        )
+        of = best.loc[shape.name]
+        burst, hot = of["step"] / of[kept], of["sustained step"] / of["fp8 sustained step, weights kept"]
+        sizes = [f"{shape.R // shape.E:,}", f"{shape.F:,}"]
+        times = [ms(of[what]) for what in ("step", "fp8 step", kept)]
+        hot_times = [ms(of[what]) for what in ("sustained step", "fp8 sustained step, weights kept")]
+        rows.append(
+            [
+                shape.name,
+                *sizes,
+                *times,
+                f"**{burst:.2f}**",
+                f"{bf16[shape.name] / least:.2f}",
+                *hot_times,
+                f"{hot:.2f}",
+            ]
+        )
+    header = ["ms a step", "rows an expert", "F", "bf16", "`fp8_block`", "weights kept", "times as fast", "by limits"]
+    return table([*header, "bf16, sustained", "weights kept, sustained", "times as fast"], rows)
 
 
 # Launches in the order of a step with kept weights, but for plans of a load; as `eight_bit.passes` names them.
@@ -101,22 +139,28 @@ _LAUNCHES = ("quantize x", "fc1", "fc2", "quantize dy", "dgrad", "dgrad_act_quan
 def gpu_eight_bit_launches() -> str:
     """Launches of a step in 8 bits beside their limits, products at twice the measured rate of bf16."""
     shape = next(shape for shape in SHAPES if shape.name == "sonic-c")
-    measured = timings()
-    measured = measured[measured.what.str.startswith("fp8 kernel ") & ~measured.what.str.contains("plan|token_tiles")]
+    before, now = (
+        found[
+            (found["shape"] == shape.name)
+            & found.what.str.startswith("fp8 kernel ")
+            & ~found.what.str.contains("plan|token_tiles")
+        ].ms
+        for found in (timings("timings_1d590e7"), timings())
+    )
     costs = eight_bit.passes(shape, even(shape), "fp8_block")
     flops, bandwidth = eight_bit.SPEED * 1e12 * about()["dense_tflops"]["burst"], 1e12 * about()["copy_tb_s"]
     rows = []
-    for name, time in zip(_LAUNCHES, measured.ms, strict=True):
+    for name, first, time in zip(_LAUNCHES, before, now, strict=True):
         cost, multiplies = costs[name], name in eight_bit.MULTIPLYING
         limit = limit_ms(cost.flops if multiplies else 0, cost.bytes, flops, bandwidth)
         rate = f"{cost.flops / time / 1e9:,.0f}" if multiplies else "-"
-        rows.append([f"`{name}`", ms(time), ms(limit), f"{time / limit:.1f}", rate])
-    return table(["sonic-c", "ms", "limit, ms", "times the limit", "TFLOP/s"], rows)
+        rows.append([f"`{name}`", ms(first), ms(time), ms(limit), f"{time / limit:.1f}", rate])
+    return table(["sonic-c, ms", "1d590e7", "now", "limit", "times the limit", "TFLOP/s"], rows)
 
 
 def gpu_two_sets() -> str:
     """By how much the second set of kernels took less or more time than the first, by pass."""
-    ratio = passes("ws") / passes("default") - 1
+    ratio = passes("warp_specialized") / passes("default") - 1
     adds = [name.removesuffix(", overwrite") for name in OVERWRITING]
     columns = {
         "(1)": ratio["fc1_act"],
@@ -135,41 +179,72 @@ def _change(values: pd.Series) -> str:
     return " to ".join(f"{value:+d}%" if value else "0" for value in (least, most))
 
 
+def _gathered(name: str, prefix: str, suffix: str) -> dict[str, float]:
+    """Passes of a layer that gather rows: kernels in the order of their launches, by the kind of their names."""
+    found = timings("timings_1d590e7" if prefix else "timings")
+    found = found[(found["shape"] == name) & found.what.str.startswith("tokens ")]
+    fc2, fc1 = found[found.what == f"tokens kernel {prefix}grouped_wgrad_{suffix}kernel"].ms
+    times = {each: _of(found, what=f"tokens kernel {prefix}grouped_{each}_{suffix}kernel") for each in _GATHERING}
+    return {**times, "wgrad fc2": fc2, "wgrad fc1": fc1, "step": found[found.what == "tokens step"].ms.min()}
+
+
+_GATHERING = ("fc1_act", "dgrad_act")
+
+
 def gpu_gathered() -> str:
-    """Passes of sonic-c that gather rows, with the first set of kernels, with a prototype, and on sorted rows."""
-    first, prototype, rows = timings(), read("prototypes_tokens"), passes().loc["sonic-c"]
-    first = first[(first["shape"] == "sonic-c") & first.what.str.startswith("tokens ")]
-    prototype = prototype[(prototype["shape"] == "sonic-c") & (prototype.variant == "ws async")]
-    names = ("fc1_act", "dgrad_act", "wgrad fc2", "wgrad fc1")
-    fc2, fc1 = first[first.what == "tokens kernel _grouped_wgrad_kernel"].ms  # in the order of their launches
-    before = [_of(first, what=f"tokens kernel _grouped_{name}_kernel") for name in names[:2]]
-    before += [fc2, fc1, _of(first, what="tokens step")]
-    after = [float(prototype[prototype.what.str.endswith(f"({name})")].ms.iloc[0]) for name in names]
-    after.append(_of(prototype, what="step"))
-    sorted_rows = [rows[name] for name in names] + [steps().loc["sonic-c", ("fusedmlp", False)]]
-    lines = {"first set, commit 1d590e7": before, "prototype": after, "sorted rows, for comparison": sorted_rows}
+    """Passes of sonic-c that gather rows, with both sets of kernels, and on sorted rows."""
+    rows, name = passes("warp_specialized").loc["sonic-c"], "sonic-c"
+    lines = {
+        "first set, commit 1d590e7": _gathered(name, "_", ""),
+        "second set": _gathered(name, "", "warp_specialized_"),
+        "second set, sorted rows": {**rows, "step": steps().loc[name, ("fusedmlp", False)]},
+    }
+    names = (*_GATHERING, "wgrad fc2", "wgrad fc1", "step")
     header = ["from tokens, sonic-c, ms", "(1)", "(3)", "wgrad fc2", "wgrad fc1", "step"]
-    return table(header, [[name, *map(ms, times)] for name, times in lines.items()])
+    return table(header, [[line, *(ms(times[each]) for each in names)] for line, times in lines.items()])
 
 
 def gpu_rings() -> str:
-    """Time of wgrad of fc1 with the ring of commit 1d590e7 and with that of a prototype, by what limits a launch."""
-    sorted_rows, tokens = read("prototypes_wgrad"), read("prototypes_tokens")
-    sorted_rows = sorted_rows[(sorted_rows["round"] == 2) & (sorted_rows["pass"] == "fc1")]
-    sorted_rows = sorted_rows.assign(ms=sorted_rows.ms_median)
-    tokens = tokens[tokens.what.str.endswith("(wgrad fc1)")]
+    """Time of wgrad of fc1 with the rings of commit 1d590e7 and with today's, by what limits a launch."""
+    before, now, tokens = timings("timings_1d590e7"), passes("warp_specialized"), read("prototypes_tokens")
+    before, tokens = before[before.kind == "ws"], tokens[tokens.what.str.endswith("(wgrad fc1)")]
 
-    def row(limit: str, shape: str, found: pd.DataFrame, before: str, after: str, **columns: str) -> list[str]:
-        times = (_of(found, shape=shape, variant=variant, **columns) for variant in (before, after))
+    def row(limit: str, shape: str, suffix: str = "") -> list[str]:
+        name = f"wgrad fc1{suffix}"
+        return [limit, shape, ms(_of(before, shape=shape, what=f"pass {name}")), ms(now.loc[shape, name])]
+
+    def gathered(limit: str, shape: str) -> list[str]:
+        times = _of(tokens, shape=shape, variant="ws async"), _gathered(shape, "", "warp_specialized_")["wgrad fc1"]
         return [limit, shape, *map(ms, times)]
 
     return table(
-        ["wgrad of fc1, ms", "layer", "ring of 1d590e7", "ring of a prototype"],
+        ["wgrad of fc1, ms", "layer", "3 stages of 64 rows", "now"],
         [
-            row("adds, memory is the limit", "qwen3-30b-8k", sorted_rows, "base", "wb", mode="add"),
-            row("adds, MMAs are the limit", "sonic-c", sorted_rows, "base", "wfn32", mode="add"),
-            row("overwrites, memory", "qwen3-30b-8k", sorted_rows, "base", "wf32", mode="overwrite"),
-            row("gathered, adds, MMAs", "sonic-c", tokens, "ws async", "ws async ahead=0 tile=64x4"),
-            row("gathered, adds, memory", "qwen3-30b-8k", tokens, "ws async", "ws async ahead=own tile=64x3"),
+            row("adds, memory is the limit", "qwen3-30b-8k"),
+            row("adds, MMAs are the limit", "sonic-c"),
+            row("adds, MMAs are the limit", "mixtral"),
+            row("overwrites, memory", "qwen3-30b-8k", ", overwrite"),
+            gathered("gathered, adds, MMAs", "sonic-c"),
+            gathered("gathered, adds, memory", "qwen3-30b-8k"),
         ],
     )
+
+
+_TRIED = {
+    1: ("two parts", "two parts, in turn: once issued", "two parts, in turn: half done", "two parts, in turn: done"),
+    3: ("two parts", "four parts", "wrong: no promotion", "wrong: no MMA"),
+    4: ("two parts", "two parts, 4 buffers"),
+}
+
+
+def gpu_wgrad_8_bits() -> str:
+    """What was tried in wgrad and the GEMMs of 8 bits, each beside what a run began with."""
+    found = read("fp8_variants")
+    found = found[found["shape"] == "sonic-c"]
+    kernels = ("12 grouped_wgrad", "over 12 grouped_wgrad", "7 grouped_gemm")
+    rows = [
+        [str(run), name, *(ms(_of(found, run=run, variant=name, what=f"{each}_fp8_block_kernel")) for each in kernels)]
+        for run, names in _TRIED.items()
+        for name in names
+    ]
+    return table(["run", "sonic-c, ms", "wgrad of fc1, adds", "overwrites", "dx"], rows)
