@@ -6,27 +6,22 @@ i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
 from fusedmlp.autograd import operators, weight_copies
-from fusedmlp.autograd.first_order import refuse_second_order
-from fusedmlp.contract import engine
+from fusedmlp.autograd.first_order import first_order_only
 from fusedmlp.contract.destination import Mode, fresh_like
-from fusedmlp.contract.exclusion import release
-from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, Routes, route
 from fusedmlp.contract.sharded import local_weights
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies
 from fusedmlp.recipe import Formats
-from fusedmlp.versions import outside_of_wrong_graphs
 
 operators.register()
 
@@ -132,39 +127,6 @@ class Call:
         return route.finish()
 
 
-_LayerBackward = Callable[[Any, Sequence[Any], Tensor, Routes], _Grads]
-
-
-def _first_order_only(backward: _LayerBackward) -> Callable[[Any, Tensor], _Grads]:
-    """Run a backward `(ctx, saved tensors, dy, routes)` without recording it; abandon its `routes` if it fails."""
-
-    @outside_of_wrong_graphs  # where a whole step is compiled, and this function reached as a frame of its own
-    @wraps(backward)
-    def run(ctx: Any, dy: Tensor) -> _Grads:
-        if torch.compiler.is_compiling():  # a graph has no second order
-            return backward(ctx, ctx.saved_tensors, dy, Routes(recorded=False))
-        if engine.is_batched(dy):
-            raise RuntimeError(
-                "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
-                "is not supported; expected one backward for each gradient of y"
-            )
-        saved = ctx.saved_tensors  # before the lock: a checkpoint recomputes them, with collectives of its region
-        routes = Routes(recorded=torch.is_grad_enabled())
-        with accumulation_lock, torch.no_grad():
-            try:
-                grads = backward(ctx, saved, dy, routes)
-            except BaseException:
-                for abandoned in routes:
-                    abandoned.abandon()
-                raise
-            finally:
-                for done in routes:
-                    release(done.held)
-        return refuse_second_order(grads, (dy, *saved), "(create_graph=True, then differentiating the gradients)")
-
-    return run
-
-
 def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
     raise RuntimeError(
         "fusedmlp under forward-mode AD (torch.autograd.forward_ad, torch.func.jvp): expected reverse mode"
@@ -188,7 +150,7 @@ class GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @_first_order_only
+    @first_order_only
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
@@ -247,7 +209,7 @@ class GroupedMLP(torch.autograd.Function):
         return ops.combine(out.y, places, x.shape[0], call.impl)  # type: ignore[no-any-return]
 
     @staticmethod
-    @_first_order_only
+    @first_order_only
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
-import torch
-
-from fusedmlp.kernels.act_quantize.launch import grouped_act_quantize_, grouped_dgrad_act_quantize_
+from fusedmlp.kernels.act_quantize.launch import grouped_dgrad_act_quantize_
 from fusedmlp.kernels.device.activation import Options
 from fusedmlp.kernels.dgrad_act.launch import plan_bias_dprobs
-from fusedmlp.kernels.fc1_act.quantized_launch import grouped_fc1_act_quantized_, has_kernel
 from fusedmlp.kernels.gemm.dprobs import Dprobs
-from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_, plan_dprobs
+from fusedmlp.kernels.gemm.launch import plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
-from fusedmlp.kernels.operands import quantized
 from fusedmlp.kernels.operands.arrays import Array
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import TILE_ROWS, Quantized
@@ -28,6 +24,7 @@ from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.kernels.wgrad.quantized_launch import grouped_wgrad_quantized_
+from fusedmlp.operators.eight_bit_call import EightBitCall, empty_token_copy, empty_weights, width
 from fusedmlp.operators.types import MLPGrads, MLPOutput, RowCopies, WeightCopies
 from fusedmlp.recipe import Formats
 
@@ -67,118 +64,20 @@ class Wanted(NamedTuple):
     kept: bool
 
 
-def _empty(builder: Builder, shape: tuple[int, ...], scales: tuple[int, ...], recipe: Recipe) -> Quantized:
-    elements = builder.empty(shape, torch.float8_e4m3fn)
-    return Quantized(elements, builder.empty(scales, quantized.SCALE_DTYPES[recipe]))
-
-
-def _empty_weights(builder: Builder, shape: tuple[int, int, int], recipe: Recipe) -> Quantized:
-    return _empty(builder, shape, quantized.weight_scales_shape(*shape, recipe), recipe)
-
-
-def _empty_token_copy(builder: Builder, num_tiles: int, C: int, recipe: Recipe) -> Quantized:
-    scales = quantized.scales_shape(num_tiles, C, recipe)
-    return _empty(builder, quantized.token_copy_shape(num_tiles, C, recipe), scales, recipe)
-
-
-def _width(G: int, act: Options) -> int:
-    """Columns of the activation of G channels."""
-    return G // 2 if act.GATED else G
-
-
-class _Call:
-    """A call, as its passes see it: the program that is planned, the recipe, and the division of rows."""
-
-    def __init__(self, builder: Builder, recipe: str, schedule: Schedule) -> None:
-        self.builder, self.recipe, self.schedule = builder, cast(Recipe, recipe), schedule
-        self.num_tiles = schedule.max_tiles(TILE_ROWS)
-
-    def row_copy(self, C: int) -> Quantized:
-        """An empty row copy of `[R, C]`, for products over its columns."""
-        scales = quantized.scales_shape(self.num_tiles, C, self.recipe)
-        return _empty(self.builder, (self.schedule.num_rows, C), scales, self.recipe)
-
-    def token_copy(self, C: int) -> Quantized:
-        """An empty token copy of `[R, C]`, for wgrad."""
-        return _empty_token_copy(self.builder, self.num_tiles, C, self.recipe)
-
-    def rows_of(self, x: Array | Quantized, row_ids_R: Array | None) -> Quantized:
-        """`x` quantized along its columns, unless it is already."""
-        if isinstance(x, Quantized):
-            return x
-        made = self.row_copy(x.shape[1])
-        grouped_quantize_.plan(self.builder, made, None, x, self.schedule, self.recipe, row_ids_R=row_ids_R)
-        return made
-
-    def tokens_of(self, x: Array | Quantized, row_ids_R: Array | None) -> Quantized:
-        """`x` quantized along rows, unless it is already."""
-        if isinstance(x, Quantized):
-            return x
-        made = self.token_copy(x.shape[1])
-        grouped_quantize_.plan(self.builder, None, made, x, self.schedule, self.recipe, row_ids_R=row_ids_R)
-        return made
-
-    def copy(self, w: ExpertTensors | Quantized, forward: bool) -> Quantized:
-        """Weights quantized along in features, forward, or along out features, unless they are already."""
-        if isinstance(w, Quantized):
-            return w
-        (N, K), E = w.base.shape[-2:], w.num_experts
-        made = _empty_weights(self.builder, (E, N, K) if forward else (E, K, N), self.recipe)
-        copies = (made, None) if forward else (None, made)
-        grouped_quantize_weights_.plan(self.builder, *copies, w, self.recipe)
-        return made
-
-    def product(self, x: Quantized, w: ExpertTensors | Quantized, forward: bool, **epilogue: Any) -> Array:
-        """`x @ w^T`, forward, or `x @ w`: `[R, N]` or `[R, K]` in bf16."""
-        copy = self.copy(w, forward)
-        y_RN = self.builder.empty((self.schedule.num_rows, copy.elements.shape[1]), torch.bfloat16)
-        grouped_gemm_quantized_.plan(self.builder, y_RN, x, copy, self.schedule, self.recipe, **epilogue)
-        return y_RN
-
-    def activation(
-        self,
-        x: Quantized,
-        w: ExpertTensors | Quantized,
-        bias_EG: ExpertTensors | None,
-        probs_R: Array | None,
-        act: Options,
-    ) -> tuple[Array, Quantized]:
-        """`h = x @ w^T + bias` in bf16, and a row copy of `act(h) * probs`."""
-        copy, schedule = self.copy(w, True), self.schedule
-        G = copy.elements.shape[1]
-        F = _width(G, act)
-        a, own = self.row_copy(F), (schedule, act, self.recipe)
-        if has_kernel(self.builder.target, self.recipe, act, F):
-            h_RG = self.builder.empty((schedule.num_rows, G), torch.bfloat16)
-            epilogue: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
-            grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, copy, *own, **epilogue)
-        else:
-            h_RG = self.product(x, copy, True, bias_EN=bias_EG)
-            grouped_act_quantize_.plan(self.builder, a, h_RG, *own, probs_R=probs_R)
-        return h_RG, a
-
-    def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:
-        """`dw (+)= dy^T x` of token copies."""
-        assert dw_ENK is not None
-        offsets, order = [self.schedule.offsets], self.schedule.order
-        tiles, own = [self.num_tiles], {"accumulate": accumulate, "order": order}
-        grouped_wgrad_quantized_.plan(self.builder, dw_ENK, dy, x, offsets, tiles, self.recipe, **own)
-
-
 def plan_quantize_weights(builder: Builder, w_ENK: ExpertTensors, recipe: str) -> WeightCopies:
     """Both copies of weights, which are read once."""
     (N, K), E, kind = w_ENK.base.shape[-2:], w_ENK.num_experts, cast(Recipe, recipe)
-    by_in, by_out = (_empty_weights(builder, shape, kind) for shape in ((E, N, K), (E, K, N)))
+    by_in, by_out = (empty_weights(builder, shape, kind) for shape in ((E, N, K), (E, K, N)))
     grouped_quantize_weights_.plan(builder, by_in, by_out, w_ENK, kind)
     return WeightCopies(*by_in, *by_out)
 
 
 def plan_quantize_rows(builder: Builder, x_RC: Array, schedule: Schedule, recipe: str) -> RowCopies:
     """Both copies of rows, which are read once."""
-    call = _Call(builder, recipe, schedule)
-    rows, tokens = call.row_copy(x_RC.shape[1]), call.token_copy(x_RC.shape[1])
-    grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, call.recipe)
-    return RowCopies(*rows, *tokens)
+    call = EightBitCall(builder, recipe, schedule)
+    copies = call.row_copy(x_RC.shape[1]), call.token_copy(x_RC.shape[1])
+    grouped_quantize_.plan(builder, *copies, x_RC, schedule, call.recipe)
+    return RowCopies(*copies[0], *copies[1])
 
 
 def plan_grouped_gemm(
@@ -190,8 +89,8 @@ def plan_grouped_gemm(
     recipe: str,
 ) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
-    call = _Call(builder, recipe, schedule)
-    return call.product(call.rows_of(x_RK, None), w, True, bias_EN=bias_EN)
+    call = EightBitCall(builder, recipe, schedule)
+    return call.product(call.copy_of_rows(x_RK, None), w, True, bias_EN=bias_EN)
 
 
 def plan_grouped_mlp(
@@ -204,8 +103,8 @@ def plan_grouped_mlp(
     recipe: str,
 ) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
-    call = _Call(builder, recipe, rows.schedule)
-    h_RG, a = call.activation(call.rows_of(x, rows.row_ids), weights.fc1, bias1_EG, rows.probs, act)
+    call = EightBitCall(builder, recipe, rows.schedule)
+    h_RG, a = call.activation(call.copy_of_rows(x, rows.row_ids), weights.fc1, bias1_EG, rows.probs, act)
     scale_R = rows.probs if weights.bias2 else None
     y_RH = call.product(a, weights.fc2, True, bias_EN=weights.bias2, scale_R=scale_R)
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
@@ -224,8 +123,10 @@ def plan_grouped_mlp_backward_(
     formats: Formats,
 ) -> MLPGrads:
     """Passes (3) to (6), as in `triton_impl`. `dh` and act * probs are in bf16, too, where something reads them."""
-    call, (num_rows, G), F = _Call(builder, formats.gemms, rows.schedule), h_RG.shape, _width(h_RG.shape[1], act)
+    call, (num_rows, G), F = EightBitCall(builder, formats.gemms, rows.schedule), h_RG.shape, width(h_RG.shape[1], act)
     in_8_bits = formats.wgrad == formats.gemms
+    if isinstance(x, Quantized) and grads.dw1 and not in_8_bits:
+        raise ValueError(f"x: expected rows, for wgrad={formats.wgrad!r}; got an 8-bit copy of them")
     quantize1, quantize2 = (dw is not None and in_8_bits for dw in (grads.dw1, grads.dw2))
     dy, dy_tokens = call.row_copy(dy_RH.shape[1]), call.token_copy(dy_RH.shape[1]) if quantize2 else None
     grouped_quantize_.plan(builder, dy, dy_tokens, dy_RH, call.schedule, call.recipe, row_ids_R=rows.row_ids)
@@ -255,9 +156,9 @@ def plan_grouped_mlp_backward_(
     if dy_tokens and a_tokens:
         call.wgrad_(grads.dw2, dy_tokens, a_tokens, wanted.accumulate2)
     if dh_tokens:
-        call.wgrad_(grads.dw1, dh_tokens, call.tokens_of(x, rows.row_ids), wanted.accumulate1)
-    operands = [dy_RH, a_RF, dh_RG, None if isinstance(x, Quantized) else x]
-    _plan_16_bit_wgrads(builder, grads, operands, rows, wanted, in_8_bits)
+        call.wgrad_(grads.dw1, dh_tokens, call.copy_of_rows(x, rows.row_ids, tokens=True), wanted.accumulate1)
+    x_RH = None if isinstance(x, Quantized) else x
+    _plan_16_bit_wgrads(builder, grads, [dy_RH, a_RF, dh_RG, x_RH], rows, wanted, in_8_bits)
     kept = (dh_RG, a_RF) if wanted.kept else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 
@@ -300,11 +201,12 @@ def plan_grouped_wgrad_(
     tiles = [schedule.max_tiles(TILE_ROWS) for schedule in schedules]
     copies, kind = [], cast(Recipe, recipe)
     for operand, row_ids in ((dy, dy_row_ids), (x, x_row_ids)):
-        made = _empty_token_copy(builder, sum(tiles), operand[0].shape[1], kind)
+        made = empty_token_copy(builder, sum(tiles), operand[0].shape[1], kind)
         for s, schedule in enumerate(schedules):
             own = Quantized(*(part[sum(tiles[:s]) :] for part in made))
             row_ids_R = row_ids[s] if row_ids else None
             grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, row_ids_R=row_ids_R)
         copies.append(made)
-    firsts = [schedule.offsets for schedule in schedules]
-    grouped_wgrad_quantized_.plan(builder, dw_ENK, *copies, firsts, tiles, kind, accumulate=accumulate)
+    grouped_wgrad_quantized_.plan(
+        builder, dw_ENK, *copies, [schedule.offsets for schedule in schedules], tiles, kind, accumulate=accumulate
+    )

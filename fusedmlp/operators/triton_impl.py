@@ -116,6 +116,8 @@ def _plan_grouped_mlp(
         rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
         x = x_RH if x_scales is None else Quantized(x_RH, x_scales)
         return eight_bit.plan_grouped_mlp(builder, x, weights, bias1_EG, rows, act, gemms)
+    if x_scales is not None:
+        raise TypeError("x: expected rows, without a recipe or without rows; got an 8-bit copy of them")
     fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
