@@ -297,6 +297,8 @@ def eight_bit(recipe: str) -> Cases:
         "linear, bias": partial(_linear, True, recipe=own),
         "several micro-batches": partial(_microbatches, True, False, recipe=own),
     }
+    if recipe == "fp8_block":  # TMA adds
+        layers["many rows"] = Layer(counts=(3000, 0, 1), recipe=own)
     return {f"{recipe}, {name}": calls for name, calls in layers.items()}
 
 

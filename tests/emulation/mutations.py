@@ -232,7 +232,7 @@ SUBJECTS = {
     },
     **{
         f"{target}_{kernel}_{recipe}_warp_specialized": _of_project(
-            target, "long", f"{kernel} {name}", f"grouped_{kernel}", recipe
+            target, "long", f"{kernel} {name}", f"grouped_{kernel}", recipe, large=target == "sm_90"
         )
         for target, kernel, name, recipe in (
             ("sm_90", "gemm", "deep", "fp8_block"),

@@ -27,9 +27,10 @@ def is_warp_specialized(case, target):
     if not case.name.startswith("wgrad"):  # wgrad's main_grad may lie anywhere
         unfit += ["scattered", "misaligned"]
     fits = not any(part in case.name for part in unfit)
-    return fits and case.shape == "long" and case.precision in (cases.BF16, cases.FP16)
+    return fits and case.shape == "long" and case.precision in BITS_16
 
 
+BITS_16 = (cases.BF16, cases.FP16)
 # Also with tiles for large experts: other rings and epilogues.
 LARGE = {
     *("gemm packed", "gemm deep", "gemm few", "dgrad_act swiglu", "dgrad_act deep", "dgrad_act deep gathered gpt_oss"),
@@ -53,6 +54,8 @@ CELLS += [
     if is_warp_specialized(case, "sm_90") and case.name in LARGE and case.precision == cases.BF16
 ]
 CELLS += [(name, case, "") for name in ("sm_90", "sm_100") for case in cases.of_recipes(name)]
+LARGE_IN_8_BITS = {f"wgrad {name}" for name in ("packed", "in_out", "reversed", "deep", "segments", "many", "few")}
+CELLS += [("sm_90", case, "large") for case in cases.of_recipes("sm_90") if case.name in LARGE_IN_8_BITS]
 CASES = [
     pytest.param(
         target,
@@ -72,4 +75,6 @@ def test_case(target, case, kernels):
     with emulated(target, case.shape, descriptors=case.descriptors, **options) as launched:
         case.run()
     assert launched
-    assert any("warp_specialized" in launch.kernel for launch in launched) == bool(kernels)
+    assert any("warp_specialized" in launch.kernel for launch in launched) == (
+        bool(kernels) and case.precision in BITS_16
+    )

@@ -82,10 +82,10 @@ def test_why_a_kernel_cannot_do_a_launch(architecture, facts, said):
 @pytest.mark.parametrize(
     ("rows", "accumulate", "dtype", "regime"),
     [
-        (731, True, torch.float32, "memory_add"),
-        (733, True, torch.float32, "mma_add"),
-        (365, False, torch.float32, "memory_write"),
-        (367, False, torch.float32, "mma_write"),
+        (747, True, torch.float32, "memory_add"),
+        (749, True, torch.float32, "mma_add"),
+        (373, False, torch.float32, "memory_write"),
+        (375, False, torch.float32, "mma_write"),
         (365, True, torch.bfloat16, "mma_add"),  # TMA does not add to 16 bits, so nothing is loaded ahead
         (182, False, torch.bfloat16, "memory_write"),
     ],
@@ -98,6 +98,29 @@ def test_the_ring_and_the_epilogue_of_wgrad(rows, accumulate, dtype, regime):
     assert launch.chosen.key == Key("wgrad", "warp_specialized", "bf16", "long", False, regime)
     assert len(launch.arguments["dw_desc"].block if launch.arguments["dw_desc"] else ()) == (
         5 if regime == "memory_add" else 0 if accumulate and dtype == torch.bfloat16 else 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "segments", "accumulate", "dtype", "slots"),
+    [
+        (640, 1, True, torch.float32, 4),
+        (896, 1, True, torch.float32, 0),
+        (384, 2, True, torch.float32, 0),  # 768 rows an expert
+        (256, 2, True, torch.float32, 4),
+        (640, 1, False, torch.float32, 0),
+        (640, 1, True, torch.bfloat16, 0),
+    ],
+)
+def test_wgrad_in_8_bits_loads_ahead_where_memory_is_the_limit(rows, segments, accumulate, dtype, slots):
+    dw, dy = torch.empty(2, 256, 256, dtype=dtype), torch.empty(2 * rows, 256, dtype=torch.bfloat16)
+    offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
+    each = [(t,) * segments for t in (dy, dy, offsets)]
+    arguments = [dw], [], *each, (), (), accumulate, "fp8_block/fp8_block"
+    launch = triton_impl.wgrad_of_segments_.program(target(), *arguments).launches[-1]
+    assert slots == launch.chosen.tile.SLOTS
+    assert len(launch.arguments["dw_desc"].block if launch.arguments["dw_desc"] else ()) == (
+        5 if slots else 0 if accumulate and dtype == torch.bfloat16 else 3
     )
 
 
