@@ -30,6 +30,7 @@ from bench.limits import measure, roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.measure import Layer
 from bench.limits.shapes import LOADS, SHAPES, Shape
+from fusedmlp.recipe import BLOCKS
 
 SMALL = (Shape("tiny", 4, 128, 128, 64, 32), Shape("host", 8, 256, 256, 2048, 1024))
 RECIPES = {9: ("fp8", "fp8_block"), 10: ("mxfp8", "mxfp8"), 12: ("mxfp8", "mxfp8")}  # by compute capability
@@ -126,7 +127,7 @@ def tokens(on: Subject) -> Rows:
 
 def eight_bit(on: Subject) -> Rows:
     layer, (name, recipe) = on.layer, RECIPES.get(torch.cuda.get_device_capability()[0], ("", ""))
-    if not recipe:
+    if not recipe or any(size % BLOCKS[recipe] for size in (on.shape.H, on.shape.F)):
         return
 
     def forward(**more: Any) -> torch.Tensor:
@@ -140,6 +141,7 @@ def eight_bit(on: Subject) -> Rows:
     kept = partial(step, quantized_weights=fusedmlp.quantize_weights(layer.fc1, layer.fc2, recipe))
     yield from on.burst(f"{name} ", forward, step)
     yield on.row(f"{name} step, weights kept", measure.time_ms(kept, 6), STEP)
+    yield on.row(f"{name} step, weights kept, tokens saved", measure.time_ms(partial(kept, save="tokens"), 6), STEP)
     overwriting = partial(kept, is_first_microbatch=True)
     yield on.row(f"{name} step, weights kept, overwrite", measure.time_ms(overwriting, 6), STEP)
     yield on.sustained(f"{name} sustained step, weights kept", kept)
