@@ -244,6 +244,7 @@ def run(
         )
     if torch.compiler.is_exporting():
         program: type[torch.autograd.Function] = layers.GroupedMLP if call.activation else layers.GroupedLinear
+        call = replace(call, saves_tokens=False)  # operators are differentiated by x itself
         output: Tensor = program.forward(_NothingSaved(), call, *tensors)
         return output
     targets = {name: _targets(name, group, call.mode) for name, group in groups.items()}

@@ -76,6 +76,13 @@ class Call:
         recipe = Formats.decode(self.recipe).gemms
         return RowCopies(*ops.quantize_rows(x, offsets, num_experts, recipe, self.impl))
 
+    def source(self, x: Tensor) -> Tensor | None:
+        """What stands for x in `first_order.py` where x is not saved: a tensor without elements, of its graph."""
+        if not self.saves_tokens or torch.compiler.is_compiling():
+            return None
+        with torch.enable_grad():
+            return x[:0].clone()
+
     def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
         """Weights for `contract/sharded.py`: results of `.to_local()`, by graph node; empty inside a graph."""
         return {} if torch.compiler.is_compiling() else local_weights(weights)
@@ -202,7 +209,7 @@ class GroupedMLP(torch.autograd.Function):
             )
         )
         at = sum(call.lengths)  # of x
-        ctx.save_for_backward(*tensors[:at], tokens, *tensors[at + 1 :], out.h, tokens_scales)
+        ctx.save_for_backward(*tensors[:at], tokens, *tensors[at + 1 :], out.h, tokens_scales, call.source(x))
         ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
         if places is None:
             return out.y
@@ -214,7 +221,7 @@ class GroupedMLP(torch.autograd.Function):
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *rest) = call.split(saved)
-        *copies, h, x_scales = rest
+        *copies, h, x_scales, _ = rest
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)

@@ -88,11 +88,11 @@ def linear_backward(
     return dx
 
 
-def _refuse_copies(w: list[Tensor]) -> None:
-    if any(t.dtype is torch.float8_e4m3fn for t in w):
+def _refuse_copies(operands: list[Tensor]) -> None:
+    if any(t.dtype is torch.float8_e4m3fn for t in operands):
         raise RuntimeError(
-            "an operator of torch.ops.fusedmlp: expected weights, as a copy of them in 8 bits serves one direction; got"
-            " float8_e4m3fn, whose output cannot be differentiated"
+            "an operator of torch.ops.fusedmlp: expected x and weights, as a copy of them in 8 bits serves one "
+            "direction; got float8_e4m3fn, whose output cannot be differentiated"
         )
 
 

@@ -308,5 +308,5 @@ def test_operators_of_copies_have_no_derivative(recipe):
     copy = [*ops.quantize_weights([w], recipe, "torch")[:2]]
     x = torch.randn(140, H).bfloat16().requires_grad_()
     y = torch.ops.fusedmlp.grouped_gemm(x, copy, [], offsets, f"{recipe}/{recipe}", "torch")
-    with pytest.raises(RuntimeError, match="expected weights, as a copy of them in 8 bits serves one direction"):
+    with pytest.raises(RuntimeError, match="expected x and weights, as a copy of them in 8 bits serves one direction"):
         y.sum().backward()
