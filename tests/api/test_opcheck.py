@@ -1,5 +1,7 @@
 """Operators by themselves, as `torch.library` checks them and as `torch.export` runs them; their derivatives."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.library import opcheck
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedmlp
 from fusedmlp.kernels.operands.quantized import is_quantized
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
+from fusedmlp.recipe import BLOCKS
 
 pytestmark = pytest.mark.sparse
 
@@ -86,9 +89,11 @@ def of_copies(impl, grad):
     w, x = torch.randn(2, 64, 32), torch.randn(140, 32).bfloat16().requires_grad_(grad)
     yield OPS.quantize_weights.default, ([w], "mxfp8", impl)
     yield OPS.quantize_weights.default, ([*w], "fp8_block", impl)
+    offsets = OPS.expert_offsets(torch.tensor([70, 69]), 140, impl)
+    for recipe in BLOCKS:
+        yield OPS.quantize_rows.default, (x.detach(), offsets, 2, recipe, impl)
     if impl == "torch" and not grad:  # their outputs are differentiated by layers alone
         by_in, by_out = (copies := OPS.quantize_weights([w], "mxfp8", impl))[:2], copies[2:]
-        offsets = torch.tensor([0, 70, 139], dtype=torch.int32)
         yield OPS.grouped_gemm.default, (x, [*by_in], [], offsets, "mxfp8/mxfp8", impl)
         fc2 = OPS.quantize_weights([torch.randn(2, 32, 64)], "mxfp8", impl)
         given = arguments(x, [*by_in], [*fc2[:2]], offsets, impl)
@@ -105,6 +110,9 @@ def of_copies(impl, grad):
             keep=True,
         )
         yield OPS.grouped_mlp_backward_.default, backward
+        rows, rows_scales, tokens, tokens_scales = OPS.quantize_rows(x, offsets, 2, "mxfp8", impl)
+        yield OPS.grouped_mlp.default, given._replace(x=rows, x_scales=rows_scales)
+        yield OPS.grouped_mlp_backward_.default, backward._replace(x=tokens, x_scales=tokens_scales, keep=False)
 
 
 @pytest.mark.slow
@@ -112,7 +120,8 @@ def of_copies(impl, grad):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("calls", [of_linear, of_mlp, of_tokens, of_copies], ids=lambda calls: calls.__name__)
-def test_every_operator_as_torch_library_sees_it(calls, grad, impl):
+def test_every_operator_as_torch_library_sees_it(calls, grad, impl, monkeypatch):
+    monkeypatch.setattr(torch.testing, "assert_close", partial(torch.testing.assert_close, equal_nan=True))
     for operator, given in calls(impl, grad):
         checks = ["test_autograd_registration", "test_faketensor"]
         if not any(is_quantized(arg) for arg in given):  # PyTorch's check multiplies them

@@ -1,5 +1,7 @@
 """Whole layers of 8-bit recipes, forward and backward into float32 main_grads: compiled kernels against the CPU."""
 
+from collections import Counter
+
 import pytest
 import torch
 from emulation.layers import emulated
@@ -81,6 +83,23 @@ def test_kept_copies_of_weights(recipe, kind):
     reference = fusedmlp.quantize_weights(*weights, recipe, weight_layout=kept.layout, impl="torch")
     for mine, right in zip((*compiled.fc1, *compiled.fc2), (*reference.fc1, *reference.fc2), strict=True):
         assert torch.equal(mine.view(torch.uint8), right.view(torch.uint8))
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("kind", ["swiglu", "biases"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_saved_tokens(recipe, kind):
+    """One launch reads x once for both copies, and a layer has the bits of one that quantizes it twice."""
+    results, numbers = [], []
+    for save in ("x", "tokens"):
+        with emulated(RECIPES[recipe]) as launched:
+            results.append(Layer(**LAYERS[kind]).results(recipe=recipe, impl="triton", save=save))
+        numbers.append(Counter(each.kernel for each in launched))
+    want, got = results
+    for name, t in got.items():
+        assert torch.equal(t, want[name]), name
+    assert numbers[0] - numbers[1] == {"_quantize_kernel": 1}
+    assert numbers[1] - numbers[0] == {"_plan_kernel": 1}  # of every operator, as counts are on the host
 
 
 @pytest.mark.sparse
