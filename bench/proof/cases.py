@@ -286,8 +286,10 @@ def eight_bit(recipe: str) -> Cases:
     """Cases of layers whose GEMMs multiply in 8 bits."""
     own = f"{recipe}/{recipe}"
     demanding = Layer(_GPT_OSS, biases=True, experts="apart", gathered=True, recipe=own)
+    many: Cases = {"many rows": Layer(counts=(3000, 0, 1), recipe=own)}  # TMA adds
     layers: Cases = {
         "main_grad": Layer(recipe=own),
+        **(many if recipe == "fp8_block" else {}),
         "gathered, gpt-oss, biases, experts apart": demanding,
         "gelu": Layer(Activation("gelu"), recipe=own),
         "geglu, first micro-batch": Layer(Activation("geglu", limit=7.0), add=False, recipe=own),
@@ -297,8 +299,6 @@ def eight_bit(recipe: str) -> Cases:
         "linear, bias": partial(_linear, True, recipe=own),
         "several micro-batches": partial(_microbatches, True, False, recipe=own),
     }
-    if recipe == "fp8_block":  # TMA adds
-        layers["many rows"] = Layer(counts=(3000, 0, 1), recipe=own)
     return {f"{recipe}, {name}": calls for name, calls in layers.items()}
 
 
