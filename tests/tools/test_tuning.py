@@ -113,6 +113,7 @@ def test_passes_with_a_tuned_number_of_rows_share_one_plan():
     planned_for = select.target(PROBLEM.device, select.Settings(tuned=tuned), torch.float32)
     given = MLPArguments(
         x=torch.empty(8, 32),
+        x_scales=None,
         fc1=[torch.empty(3, 32, 32)],
         fc2=[torch.empty(3, 32, 32)],
         bias1=[],
