@@ -238,7 +238,7 @@ _TRIED = {
 
 
 def gpu_wgrad_8_bits() -> str:
-    """What was tried in wgrad and the GEMMs of 8 bits, each beside what a run began with."""
+    """Variants of wgrad and of dx in 8 bits, by run; each run begins with two parts."""
     found = read("fp8_variants")
     found = found[found["shape"] == "sonic-c"]
     kernels = ("12 grouped_wgrad", "over 12 grouped_wgrad", "7 grouped_gemm")

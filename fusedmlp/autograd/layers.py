@@ -77,7 +77,7 @@ class Call:
         return RowCopies(*ops.quantize_rows(x, offsets, num_experts, recipe, self.impl))
 
     def source(self, x: Tensor) -> Tensor | None:
-        """What stands for x in `first_order.py` where x is not saved: a tensor without elements, of its graph."""
+        """If x is not saved: a tensor without elements that depends on x, so that a second derivative by x raises."""
         if not self.saves_tokens or torch.compiler.is_compiling():
             return None
         with torch.enable_grad():

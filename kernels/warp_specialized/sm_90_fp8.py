@@ -110,6 +110,7 @@ class ColumnScaled:
 
 @gluon.jit
 def _subtile(halves, S: gl.constexpr, NUM_SUBTILES: gl.constexpr):
+    """Subtile S of two halves of a tile's columns together."""
     EACH: gl.constexpr = NUM_SUBTILES // 2
     return column_subtiles(halves[S // EACH], EACH)[S % EACH]
 

@@ -115,9 +115,7 @@ def plan_operands(
     rows_per_expert = left.num_rows / num_experts
     regime: Regime = "any"
     if dw_ENK:
-        regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
-        if regime == "memory_add" and not can_load_ahead(dw_ENK, (left.columns, right.columns)):
-            regime = "mma_add"
+        regime = choose_regime(dw_ENK, (left.columns, right.columns), rows_per_expert, accumulate)
     refused = ""
     for chosen in choices("wgrad", left.arrays[0].dtype, target, rows_per_expert, gathered, regime):
         if chosen.path == "warp_specialized" and dw_ENK:
@@ -141,8 +139,13 @@ def _refusal(target: Target, left: Operand, right: Operand) -> str:
     return refusal(target, described=described, gathered=len(gathered), vectors=vectors, segments=segments)
 
 
-def can_load_ahead(dw_ENK: ExpertTensors, size: tuple[int, int]) -> bool:
-    """Whether subtiles of `dw`, matrices of this size, can be loaded ahead and added to."""
+def choose_regime(dw_ENK: ExpertTensors, size: tuple[int, int], rows_per_expert: float, accumulate: bool) -> Regime:
+    """The regime for `dw`, matrices of this size; TMA adds to one that cannot be loaded ahead."""
+    regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
+    return "mma_add" if regime == "memory_add" and not _can_load_ahead(dw_ENK, size) else regime
+
+
+def _can_load_ahead(dw_ENK: ExpertTensors, size: tuple[int, int]) -> bool:
     tile = Tile(64, 128, 256, 4, 2, 8)  # of any size: whether a descriptor fits depends on `dw` alone
     described = describe_dw(dw_ENK, size, tile.BLOCK_N, tile)
     return described is not None and not tma_rounds_twice(dw_ENK) and size[0] % 8 == 0
@@ -163,7 +166,7 @@ def _by_descriptors(
             N, K = chosen.tile.BLOCK_K, chosen.tile.BLOCK_N
             chosen = chosen._replace(tile=chosen.tile._replace(BLOCK_N=N, BLOCK_K=K))
         size = left.columns, right.columns
-        if chosen.tile.SLOTS and not (accumulate and can_load_ahead(dw_ENK, size)):  # a tuned tile
+        if chosen.tile.SLOTS and not (accumulate and _can_load_ahead(dw_ENK, size)):  # a tuned tile
             chosen = chosen._replace(tile=chosen.tile._replace(SLOTS=0))
     tile = chosen.tile
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N

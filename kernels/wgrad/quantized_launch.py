@@ -16,9 +16,9 @@ from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import CHUNK, TILE_ROWS, Quantized
 from ..tiles.rounding import cdiv
 from ..tiles.select import eight_bit
-from ..tiles.table import Recipe, Regime, regime_of_wgrad
+from ..tiles.table import Recipe
 from ..warp_specialized import gluon_missing
-from .operands import can_load_ahead, describe_ahead, describe_dw, tma_rounds_twice
+from .operands import choose_regime, describe_ahead, describe_dw, tma_rounds_twice
 from .token_tiles import plan_token_tiles
 
 
@@ -48,11 +48,9 @@ def grouped_wgrad_quantized_(
     left, right = dy, x
     if dw_ENK.strides[0] == 1 != dw_ENK.strides[1]:
         left, right, dw_ENK, N, K = x, dy, dw_ENK.T, K, N
-    # Each expert has one tile in each micro-batch that its rows may not fill.
+    # About the mean: the bound `max_tiles` counts a tile for each expert and micro-batch beside those that rows fill.
     rows_per_expert = TILE_ROWS * (sum(max_tiles) / num_experts - len(max_tiles))
-    regime: Regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
-    if regime == "memory_add" and not can_load_ahead(dw_ENK, (N, K)):
-        regime = "mma_add"
+    regime = choose_regime(dw_ENK, (N, K), rows_per_expert, accumulate)
     chosen = eight_bit("wgrad", recipe, target, gluon_missing(), regime)
     tile = chosen.tile
     token_tiles = plan_token_tiles(builder, offsets, max_tiles, num_experts, order)
