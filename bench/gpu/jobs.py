@@ -47,10 +47,10 @@ def _kernels(kernels: str) -> dict[str, str]:
 
 def _checks(device: str, small: bool) -> list[Step]:
     options, parts = ("--device", device, *(["--small"] if small else [])), range(1, 2 if small else PARTS + 1)
-    names = ["recipes", "bf16", "fp16", "graph", "repeat", *(f"cases {i}/{PARTS}" for i in parts), "sync"]
+    names = ["gradients", "recipes", "bf16", "fp16", "graph", "repeat", *(f"cases {i}/{PARTS}" for i in parts), "sync"]
     found = []
     for kernels, name in itertools.product(KERNELS, names):  # processes side by side compile other kernels
-        if kernels == "default" or name not in ("recipes", "sync"):
+        if kernels == "default" or name not in ("gradients", "recipes", "sync"):
             check, *part = name.split()
             arguments = (check, *(f"--part={each}" for each in part), *options)
             found.append(Step(f"{name}, {kernels}", "gpu.checks", arguments, 200, _kernels(kernels)))

@@ -4,6 +4,7 @@
     bf16, fp16   forward and backward against float64, over ragged, empty and misaligned loads and layouts
     recipes      layers of 8-bit recipes against float64 products of quantized operands
     sync         the same under PyTorch's sync debug mode "error"
+    gradients    two micro-batches into every destination, on two streams and in two threads (gradients.py)
     graph        capture, then replays with other loads, against runs without a graph
     repeat       the same bits in every run
     small        one small step, for compute-sanitizer
@@ -26,6 +27,7 @@ import torch
 
 from bench.host.without_gpu import without_gpu
 from fusedmlp.environment import triton_interpret
+from gpu.gradients import DESTINATIONS, Micro
 from gpu.layers import LOADS, SMALL_LOADS, Case, Counts, Layer, cases, compare
 
 # Norm of a difference. Tensor cores of sm_90 keep 13 bits of products of 8 bits, aligned to the largest of 32: h loses
@@ -148,9 +150,19 @@ def recipes(on: On) -> None:
             return ""
         return f": distance {largest(distances(got, layer.expected(recipe, wgrad, fused_bias=True))):.1e}"
 
+    def check_saved(name: str) -> str:
+        one, other = (
+            EightBitLayer(**LAYERS[name], device=on.device).results(recipe=recipe, save=save, impl=on.impl)
+            for save in ("x", "tokens")
+        )
+        if not all(on.equal(one[key], other[key]) for key in one):
+            raise AssertionError(f"{name}: results differ where the tokens' copy is saved")
+        return ""
+
     layers = [*LAYERS][: 1 if on.small else None] if recipe else []
     grid = itertools.product(layers, ("recipe", "bf16"))
     _report((f"{recipe} {name}, wgrad {wgrad}", lambda n=name, w=wgrad: check(n, w)) for name, wgrad in grid)
+    _report((f"{recipe} {name}, save tokens", lambda n=name: check_saved(n)) for name in layers)
 
 
 def sync(on: On) -> None:
@@ -166,6 +178,21 @@ def sync(on: On) -> None:
             if on.device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
         print(f"ok   {name}: nothing synchronises", flush=True)
+
+
+def gradients(on: On) -> None:
+    """The sum of two micro-batches has the same bits in every destination, run for run."""
+
+    def check(name: str, apart: bool) -> str:
+        expected = Micro(on.device, on.impl, apart, on.small).expected()
+        for _ in range(on.runs):
+            got = DESTINATIONS[name](Micro(on.device, on.impl, apart, on.small))
+            if not all(one is not None and on.equal(one, other) for one, other in zip(got, expected, strict=True)):
+                raise AssertionError(f"{name}: the sum of two micro-batches differs from that of two steps")
+        return ""
+
+    grid = itertools.product(DESTINATIONS, (False, True))
+    _report((f"{name}{', apart' * apart}", lambda n=name, a=apart: check(n, a)) for name, apart in grid)
 
 
 def graph(on: On) -> None:
@@ -228,6 +255,7 @@ STEPS: dict[str, Callable[[On], None]] = {
     "fp16": lambda on: numerics(torch.float16, on),
     "recipes": recipes,
     "sync": sync,
+    "gradients": gradients,
     "graph": graph,
     "repeat": repeat,
     "small": small_step,
