@@ -12,9 +12,9 @@ from torch import Tensor
 from fusedmlp import validate
 from fusedmlp.autograd import compiled, weight_copies
 from fusedmlp.autograd.layers import Call
+from fusedmlp.contract.destinations.choice import beside_grad
 from fusedmlp.contract.engine import inside_backward
 from fusedmlp.contract.forward_checks import enter_forward
-from fusedmlp.contract.overwrite import expect_overwrite
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
 from fusedmlp.recipe import NAMES, check_blocks, formats
@@ -49,7 +49,8 @@ def run(
         raise
     if is_first_microbatch:
         for experts in weights.values():
-            expect_overwrite(experts.tensors, call.mode, call.recomputes_first_microbatch)
+            if (destination := beside_grad(call.mode, experts.tensors)) is not None:
+                destination.begin_step(experts.tensors, call.recomputes_first_microbatch)
     return y
 
 

@@ -136,16 +136,16 @@ def _watched_run(add: Any) -> Any:
         route = batch[0].route
         if not _readable(batch[0].operands.dy):
             return add(queue, batch)
-        name, attribute = route.name, "main_grad" if route.mode == "main_grad" else "grad"
-        each = [(b.operands, _number_of_rows(b.operands.offsets, route.params)) for b in batch]
+        name, params, destination = route.name, route.params, route.destination
+        each = [(b.operands, _number_of_rows(b.operands.offsets, params)) for b in batch]
         given: dict[str, Any] = {
             "dy": [_used(operands.dy, rows, operands.dy_row_ids) for operands, rows in each],
             "x": [_used(operands.x, rows, operands.x_row_ids) for operands, rows in each],
-            f"the earlier gradient of {name}": [getattr(param, attribute, None) for param in route.params],
+            f"the earlier gradient of {name}": destination.tensors(params),
         }
         cause = _cause(given)
         left = add(queue, batch)
-        _report(f"delayed wgrad of {name}", [getattr(param, attribute, None) for param in route.params], cause)
+        _report(f"delayed wgrad of {name}", destination.tensors(params), cause)
         return left
 
     return watched

@@ -16,7 +16,7 @@ from torch import Tensor
 from fusedmlp import calls, routing_arguments, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import layers
-from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import RowOrder

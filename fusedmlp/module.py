@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fusedmlp import module_arguments, validate
 from fusedmlp.activation import Activation
-from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
 

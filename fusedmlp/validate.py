@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.contract.destination import MODES, Mode, are_alike, same_strides
+from fusedmlp.contract.checks import are_alike, same_strides
+from fusedmlp.contract.destinations.choice import MODES, Mode
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.flags import check_flag

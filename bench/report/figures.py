@@ -6,7 +6,7 @@ Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -
 (`cpu_demo.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
 (`transformers_tests.json`); those of a GPU are in `bench/results/gpu/`, and what other projects published is in
 `published.json`. In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures go to
-`docs/pictures/`.
+`docs/pictures/`. docs/api.md and the drawing of states are made from tables in the code.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from typing import Any
 
 import pandas as pd
 
-from bench.report import gpu, gpu_pages, results
+from bench.report import gpu, gpu_pages, results, states
 from bench.report.pictures import PICTURES
 from bench.report.pictures import demo as draw_demo
+from fusedmlp.integrations import INTEGRATIONS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -151,9 +152,15 @@ def transformers_tests() -> str:
     return f"{_table(header, rows)}\n\n{about}"
 
 
+def integrations() -> str:
+    """The public names of every integration, as the site's reference takes them."""
+    return "\n\n".join(f"::: fusedmlp.integrations.{each.module}" for each in INTEGRATIONS)
+
+
 FIGURES = {
     "README.md": (gpu.gpu_numbers,),
     "docs/index.md": (demo_in_short,),
+    "docs/api.md": (integrations,),
     "docs/transformers.md": (transformers_tests,),
     "docs/benchmarks.md": (
         gpu.gpu_machine,
@@ -189,10 +196,15 @@ def render(page: str) -> str:
 
 
 def pictures() -> dict[str, str]:
-    """SVG text by file name."""
+    """SVG text of pictures of results, by file name."""
     found = _benchmarks()
     drawn = {f"{name}.svg": draw(found.table, found.about["device"]) for name, draw in PICTURES.items()}
     return drawn | {"demo.svg": draw_demo(_load("demo")), "gpu_steps.svg": gpu.picture()}
+
+
+def drawings() -> dict[str, str]:
+    """SVG text of pictures that are drawn from tables in the code, by file name."""
+    return {"states.svg": states.picture()}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -205,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.parse_args(arguments)
     for name in FIGURES:
         (ROOT / name).write_text(render(name), encoding="utf-8")
-    for name, svg in pictures().items():
+    for name, svg in (pictures() | drawings()).items():
         (ROOT / "docs" / "pictures" / name).write_text(svg + "\n", encoding="utf-8")
 
 

@@ -24,15 +24,17 @@ from torch import Tensor
 
 from fusedmlp.autograd import layers
 from fusedmlp.autograd.layers import Call
-from fusedmlp.contract import destination, engine
-from fusedmlp.contract.destination import Mode, Place
+from fusedmlp.contract import checks, engine
+from fusedmlp.contract.destinations.choice import Mode, beside_grad, refuse_mixed
+from fusedmlp.contract.destinations.main_grad import MainGrad, no_main_grad, settle_overwrite
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
-from fusedmlp.contract.overwrite import expect_overwrite, give_back_overwrite, refuse_other_writers, takes_overwrite
-from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock, state_of
-from fusedmlp.contract.plain_gradient import adopt_plain_gradient
-from fusedmlp.contract.route import Route, mark_fused
+from fusedmlp.contract.overwrite import expect_overwrite, refuse_other_writers
+from fusedmlp.contract.parameter_state import Leaf, WeightGradient, accumulation_lock, state_of
+from fusedmlp.contract.route import Route
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import ExpertWeight
+
+_MAIN_GRAD = MainGrad()
 
 
 def _split(tensors: Sequence[Any], names: str, lengths: Sequence[int]) -> list[tuple[str, list[Any]]]:
@@ -63,7 +65,7 @@ def _enter_forward(
         groups = _split(weights, names, lengths)
         for (name, group), (_, outs) in zip(groups, _split(main_grads, names, lengths), strict=True):
             check_forward(name, group, "main_grad", delayed=False)
-            destination.check_group(name, outs)
+            checks.check_group(name, outs)
         if len({out.data_ptr() for out in main_grads}) < len(main_grads):
             raise RuntimeError(
                 f"{names}: expected a main_grad of its own for every parameter of a compiled layer; got one for "
@@ -71,7 +73,7 @@ def _enter_forward(
             )
         recomputed = first_microbatch and engine.inside_backward()
         if first_microbatch:
-            expect_overwrite(weights, "main_grad", recomputed)
+            expect_overwrite(weights, recomputed)
     params = [id(weight) if weight.requires_grad else 0 for weight in weights]
     keys = [TracedKey(param, out.data_ptr(), recomputed) for param, out in zip(params, main_grads, strict=True)]
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
@@ -83,50 +85,54 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     Returns which main_grads to zero first, bool `[weights]`. The graph is one node of the engine and always adds to
     main_grad, so a backward that must not add raises.
     """
-    places = [
-        (name, None if n == 1 else i) for name, n in zip(names.split(","), lengths, strict=True) for i in range(n)
-    ]
     node = engine.current_node()
     nodes = engine.accumulating_nodes(node)
-    leaves, overwrites = [], [False] * len(places)
+    groups = _split(main_grads, names, lengths)  # in the place of parameters, until those are known
+    weights = [WeightGradient(name, outs, [], 0, delayed=False) for name, outs in groups]
+    places = [(weight, i) for weight in weights for i in range(len(weight.params))]
     with accumulation_lock:
         try:
-            for i, (place, row) in enumerate(zip(places, keys.tolist(), strict=True)):
+            for (weight, i), row in zip(places, keys.tolist(), strict=True):
                 key = TracedKey(*row)
                 if key.param:
-                    param, state = _checked_leaf(key, nodes.get(key.param), node, place)
-                    leaves.append((i, param, state))
-                    overwrites[i] = takes_overwrite(param, state, place, bool(key.recomputes_first_microbatch))
-                    if param.grad is not None and not getattr(param, "grad_added_to_main_grad", True):
-                        overwrites[i] = adopt_plain_gradient(param, state, overwrites[i])
+                    leaf, main_grad = _checked_leaf(key, nodes.get(key.param), node, weight, i)
+                    weight.recomputes_first_microbatch = bool(key.recomputes_first_microbatch)
+                    settle_overwrite(weight, leaf, main_grad)
         except BaseException:
-            for i, param, _ in leaves:
-                if overwrites[i]:
-                    give_back_overwrite(param)
+            for weight in weights:
+                _MAIN_GRAD.undo(weight)
             raise
-        mark_fused(leaves)
-    if leaves:
+        for weight in weights:
+            _MAIN_GRAD.written(weight)
+    if any(weight.leaves for weight in weights):
         engine.current_backward().join_stream(dy)
-    return torch.tensor(overwrites)
+    overwrites = [id(weight.params[i]) in weight.overwrites for weight, i in places]
+    return torch.tensor(overwrites, dtype=torch.bool)
 
 
-def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, place: Place) -> tuple[Tensor, ParameterState]:
-    """The parameter of an AccumulateGrad node, checked; notes that this backward adds to main_grad until it ends."""
+def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, weight: WeightGradient, i: int) -> tuple[Leaf, Tensor]:
+    """The parameter of an AccumulateGrad node and its `main_grad`, checked; notes that this backward adds to that until
+    it ends.
+    """
+    place = weight.place(i)
     if engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
         raise RuntimeError(
-            f"{destination.label(place)}: a compiled backward adds to main_grad, and this one must not: expected "
+            f"{checks.label(place)}: a compiled backward adds to main_grad, and this one must not: expected "
             ".backward() that accumulates into the parameter; got torch.autograd.grad, backward(inputs=...), a "
             "torch.func transform, or a parameter frozen since forward (compile with accumulate_wgrad='off' for those)"
         )
     param, state = accumulate.variable, state_of(accumulate.variable)
-    destination.refuse_tensor_hooks(param, place)
-    if destination.existing_main_grad(param, place).data_ptr() != key.address:
+    checks.refuse_tensor_hooks(param, place)
+    main_grad = _MAIN_GRAD.checked(param, place)
+    if main_grad.data_ptr() != key.address:
         raise RuntimeError(
-            f"{destination.label(place)}: expected the main_grad that the compiled forward saw; got another one since"
+            f"{checks.label(place)}: expected the main_grad that the compiled forward saw; got another one since"
         )
     refuse_other_writers(param, state, place)
     state.compiled_in = engine.current_backward()  # until it is over, as the graph may work on a copy
-    return param, state
+    weight.params[i] = param
+    weight.leaves.append((i, param, state))
+    return weight.leaves[-1], main_grad
 
 
 def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
@@ -168,10 +174,19 @@ class Traced(NamedTuple):
     def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route:
         """As `Call.route`, but never delayed; a fused weight's GEMM always adds to `main_grad`."""
         wanted, fused = True in nodes, name in self.main_grads
-        outs = self.main_grads[name] if fused else [destination.fresh_like(w) for w in weights if wanted]
+        outs = self.main_grads[name] if fused else [checks.fresh_like(w) for w in weights if wanted]
         uses = [engine.CAPTURE if node else engine.DROP for node in nodes]
-        returned_none = [fused or not wanted] * len(weights)
-        return Route(weights, [], 0, name, uses, mode, False, outs, fused, _fused=returned_none)
+        return Route(
+            name=name,
+            params=weights,
+            uses=uses,
+            destination=_MAIN_GRAD,
+            order=0,
+            delayed=False,
+            targets=[*outs] if fused else [None] * len(weights),
+            outs=outs,
+            accumulate=fused,
+        )
 
 
 def _flat(groups: dict[str, list[Tensor]]) -> tuple[list[Tensor], str, list[int]]:
@@ -193,20 +208,22 @@ def _targets(name: str, weights: Sequence[Tensor], mode: Mode) -> list[Tensor]:
     Empty: the graph returns the gradients, also those that go to `.grad`, to which PyTorch adds them.
     """
     trained = [weight for weight in weights if weight.requires_grad]
-    if not trained or mode in ("off", "grad"):
+    destination = beside_grad(mode, trained)
+    if not trained or destination is None:
         return []
-    outs: list[Tensor | None] = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
-    present = [out for out in outs if out is not None]
     if torch.is_grad_enabled():
-        if any(hasattr(weight, "__fsdp_param__") for weight in trained):
+        if not destination.may_trace:
+            what = destination.title or f"accumulate_wgrad={destination.name!r}"
             raise RuntimeError(
-                f"{name}: a parameter of Megatron-FSDP inside torch.compile: expected a plain main_grad, as the graph "
+                f"{name}: {what} inside torch.compile: expected a plain main_grad, as the graph "
                 "would keep the buffer of one step; call the layer outside of torch.compile"
             )
         if mode == "auto":
-            mode = destination.resolve_auto(name, weights, [weight.requires_grad for weight in weights])
-        if mode == "main_grad" and len(present) < len(trained):
-            raise destination.no_main_grad(name)
+            refuse_mixed(name, destination, weights, [weight.requires_grad for weight in weights])
+        elif not all(destination.find(trained)):
+            raise no_main_grad(name)
+    outs = [getattr(w, "main_grad", None) if w.requires_grad else None for w in weights]
+    present = [out for out in outs if out is not None]
     if len(present) < len(trained):
         return []
     if not all(weight.is_leaf for weight in trained):  # the graph detaches it, as it returns no gradient for it
@@ -232,7 +249,7 @@ def run(
     An exported program holds the operators alone, which return plain gradients: see `operators.py`.
 
     Raises:
-        RuntimeError: delayed weight gradients or Megatron-FSDP's buffers, which a graph cannot have.
+        RuntimeError: delayed weight gradients or buffers of one step, which a graph cannot have.
         RuntimeError, ValueError: main_grad is missing.
     """
     groups = {name: experts.tensors for name, experts in weights.items()}

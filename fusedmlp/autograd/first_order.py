@@ -66,7 +66,7 @@ def first_order_only(
                 grads = backward(ctx, saved, dy, routes)
             except BaseException:
                 for abandoned in routes:
-                    abandoned.abandon()
+                    abandoned.destination.undo(abandoned)
                 raise
             finally:
                 for done in routes:

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from fusedmlp.autograd import operators, weight_copies
 from fusedmlp.autograd.first_order import first_order_only
-from fusedmlp.contract.destination import Mode, fresh_like
+from fusedmlp.contract.checks import fresh_like
+from fusedmlp.contract.destinations.choice import Mode
+from fusedmlp.contract.destinations.sharded_grad import local_weights
 from fusedmlp.contract.queue import Operands, WgradQueue
 from fusedmlp.contract.route import Route, Routes, route
-from fusedmlp.contract.sharded import local_weights
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies
 from fusedmlp.recipe import Formats
@@ -84,7 +85,7 @@ class Call:
             return x[:0].clone()
 
     def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
-        """Weights for `contract/sharded.py`: results of `.to_local()`, by graph node; empty inside a graph."""
+        """Weights for `destinations/sharded_grad.py`: results of `.to_local()`, by graph node; empty inside a graph."""
         return {} if torch.compiler.is_compiling() else local_weights(weights)
 
     def enter_backward(self, dy: Tensor) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedmlp.contract import buffer_checks, buffer_summary
-from fusedmlp.contract.destination import grad_dtype
+from fusedmlp.contract.checks import grad_dtype
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.guard import guard_optimizers
-from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim, set_grad, was_edited
+from fusedmlp.contract.lending import check_optimizer, lend, reclaim, set_grad, take_back, was_edited
 from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
-from fusedmlp.contract.parameter_state import GRADIENT, LENT, STALE, ZEROS, ParameterState, state_of
+from fusedmlp.contract.parameter_state import ParameterState, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
+from fusedmlp.contract.states import STALE, ZEROS, Event
 from fusedmlp.flags import check_flag
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
@@ -102,28 +103,27 @@ class MainGradBuffer:
         parts = zip(self.params, self._flat.split(sizes), strict=True)
         self._views = [part[: param.numel()].view(param.shape) for param, part in parts]
         self._states = [state_of(param) for param in self.params]
-        self._hooks: StepHooks | None = None
         guard_optimizers()
         for param, view, state in self._each():
             extended: Any = param
             extended.main_grad, extended._main_grad_owner = view, _NotPickled()
-            state.buffer, state.holds = self._states, ZEROS
+            state.buffer = self._states
+            state.on(Event.ATTACH)
             if optimizer is None and grad_added_to_main_grad:
                 extended.grad_added_to_main_grad = False
         if optimizer is not None:
-            self._attach(optimizer)
+            self._attach()
 
-    def _attach(self, optimizer: Optimizer) -> None:
+    def _attach(self) -> None:
         """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer where dtypes differ."""
         for param, view, state in self._each():
-            state.grad_is_main = True
+            state.grad_is_main = state.rounds = True
             if param.grad is None:
                 set_grad(param, None, view.dtype)
             else:
                 reclaim(param, state)
-                state.holds = GRADIENT
+                state.on(Event.CATCH)
             catch_plain_gradients(param, state)
-        self._hooks = StepHooks(optimizer, self.params)
 
     def __repr__(self) -> str:
         """Size, the share of elements in parameters that fused layers use, and the state of the step."""
@@ -196,14 +196,16 @@ class MainGradBuffer:
             if param.grad is not None and not has_dummy_wgrad(param):
                 if state.grad_is_main:
                     reclaim(param, state)
-                    state.holds = GRADIENT if state.holds is STALE else state.holds
+                    if state.holds is STALE:
+                        state.on(Event.CATCH)
                     continue
                 view.copy_(param.grad) if state.holds is STALE else view.add_(param.grad)
-                param.grad, state.holds = None, GRADIENT
+                param.grad = None
+                state.on(Event.CATCH)
         for param, view, state in self._each():
             if is_stale(param, state):
                 view.zero_()
-                state.holds = ZEROS
+                state.on(Event.READ)
 
     @contextmanager
     def as_grad(self) -> Iterator[None]:
@@ -271,13 +273,14 @@ class MainGradBuffer:
         for param, view, state in self._each():
             if is_stale(param, state):
                 view.zero_()
-        if self._hooks is not None:
-            self._hooks.remove()
         for param, _, state in self._each():
             remove_dummy_wgrad(param)
             if state.grad_is_main:
+                take_back(param, state)
                 set_grad(param, None if param.grad is None else param.grad.to(param.dtype), param.dtype)
-            state.grad_is_main, state.buffer, state.holds = False, None, GRADIENT
+            state.grad_is_main = state.rounds = False
+            state.buffer = None
+            state.on(Event.DETACH)
             for name in ("main_grad", "grad_added_to_main_grad", "_main_grad_owner"):
                 if hasattr(param, name):
                     delattr(param, name)
@@ -294,4 +297,4 @@ def _take_back(param: Tensor, main_grad: Tensor, state: ParameterState) -> None:
         if grad is not main_grad and was_edited(lent, grad):
             main_grad.copy_(grad)
         if state.holds is ZEROS:
-            state.holds = LENT
+            state.on(Event.RETURN)

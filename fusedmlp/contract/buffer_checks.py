@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmlp.contract.engine import is_plain
+from fusedmlp.contract.owners import fsdp2
 
 _EXPECTED = "an iterable of parameters, such as model.parameters()"
 
@@ -48,10 +49,7 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
             got = frozen if param.is_leaf else f"the result of {param.grad_fn}"
             raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {got}")
         if not is_plain(param):
-            raise ValueError(
-                f"params[{i}]: expected a plain tensor; got a {type(param).__name__} (FSDP2 reduces .grad: step "
-                "from that, with accumulate_wgrad='grad' and fusedmlp.integrations.fsdp2.accumulate_in)"
-            )
+            raise ValueError(f"params[{i}]: expected a plain tensor; got a {type(param).__name__} ({fsdp2.SHARDED})")
         if param.layout is not torch.strided:
             raise ValueError(f"params[{i}]: expected a dense tensor; got one in {param.layout}")
         if param.device != params[0].device:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedmlp.contract.overwrite import is_stale
-from fusedmlp.contract.parameter_state import STEPPED, ZEROS, ParameterState
+from fusedmlp.contract.parameter_state import ParameterState
+from fusedmlp.contract.states import STEPPED, ZEROS
 
 
 def size(params: Sequence[Tensor], states: Sequence[ParameterState], flat: Tensor) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedmlp.contract.destination import grad_dtype
+from fusedmlp.contract.checks import grad_dtype
 from fusedmlp.contract.parameter_state import ParameterState, find_state, state_of
 
 

@@ -1,4 +1,4 @@
-"""Reads the state of PyTorch's autograd engine through its private functions; `reducers.py` uses those of reducers.
+"""Reads the state of PyTorch's autograd engine through its private functions; `owners/` uses those of frameworks.
 
 `tests/contract/test_guards_of_use.py` fails when one of them changes.
 """

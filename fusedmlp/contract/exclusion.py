@@ -4,6 +4,10 @@ AccumulateGrad adds without the GIL and without `accumulation_lock`. So while a 
 thread could begin a backward, the AccumulateGrad nodes of the GEMM's parameters have a hook that waits for the lock. A
 backward that is already running in another thread may have passed the hook: then PyTorch adds instead of a GEMM.
 
+To clear `.grad`, add to it, and return it would need no lock, as AccumulateGrad takes such a tensor back. But tensor
+hooks would change the whole sum, a tensor with other references would be copied (`tests/contract/test_stock_pytorch.py`
+shows both), and AccumulateGrad of another thread raises if it is adding at that moment.
+
 A GPU needs none of this inside a backward: one thread of the engine runs all nodes of a device.
 """
 

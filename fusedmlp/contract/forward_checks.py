@@ -10,17 +10,10 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destination import (
-    Mode,
-    existing_main_grad,
-    has_main_grad,
-    label,
-    refuse_late_hooks,
-    refuse_tensor_hooks,
-)
+from fusedmlp.contract.checks import label, refuse_late_hooks
+from fusedmlp.contract.destinations.choice import Mode, beside_grad
+from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
 from fusedmlp.contract.parameter_state import ParameterState, find_states, release_interrupted, state_of
-from fusedmlp.contract.plain_gradient import catch_plain_gradients
-from fusedmlp.contract.reducers import find_reducers, refuse_reducer
 
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -36,30 +29,31 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         engine.nest_backwards()
     else:
         release_interrupted()
-    reducers = find_reducers()
-    may_skip = reducers is None and not (delayed and any(map(_LATE_HOOKS, weights)))
+    owners = present_owners()
+    may_skip = not owners and not (delayed and any(map(_LATE_HOOKS, weights)))
     if may_skip and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
+        return
+    destination = beside_grad(mode, [weight for weight in weights if weight.requires_grad])
+    if destination is None and not delayed:
         return
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
         place = name, None if len(weights) == 1 else i
-        to_main_grad = mode == "main_grad" or (mode == "auto" and has_main_grad(weight))
-        if (to_main_grad or delayed) and weight.is_leaf:
+        if weight.is_leaf:
             state = state_of(weight)
-            if to_main_grad and hasattr(weight, "grad_added_to_main_grad"):
-                catch_plain_gradients(weight, state)
+            if destination is not None:
+                destination.enter(weight, state)
             if not torch.is_grad_enabled():
                 continue
-            if reducers:
-                refuse_reducer(weight, state, reducers, place, delayed)
+            if owners:
+                refuse_owner(weight, owners, place, "" if delayed or destination is None else destination.name)
             if delayed:
                 refuse_late_hooks(weight, place)
-            if mode == "main_grad" and not hasattr(weight, "__fsdp_param__"):  # asking Megatron-FSDP would allocate
-                refuse_tensor_hooks(weight, place)
-                existing_main_grad(weight, place)
+            if destination is not None and mode == destination.name:
+                destination.refuse(weight, place)
             state.entered = mode
-        elif to_main_grad and torch.is_grad_enabled() and not weight.is_leaf:
+        elif destination is not None and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"

@@ -16,19 +16,11 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destination import Mode, Place, has_main_grad, label, main_grad_of
+from fusedmlp.contract.checks import label
+from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.contract.lending import reclaim
-from fusedmlp.contract.parameter_state import (
-    GRADIENT,
-    LENT,
-    STALE,
-    STEPPED,
-    UNSURE,
-    ZEROS,
-    ParameterState,
-    Queued,
-    state_of,
-)
+from fusedmlp.contract.parameter_state import ParameterState, Place, WeightGradient, state_of
+from fusedmlp.contract.states import LENT, STALE, STEPPED, UNSURE, ZEROS, Event
 
 
 def begin_step(states: Sequence[ParameterState]) -> None:
@@ -47,7 +39,7 @@ def begin_step(states: Sequence[ParameterState]) -> None:
 def mark_stale(param: Tensor, state: ParameterState) -> None:
     """Drop the gradient of a parameter, so that the next one overwrites."""
     param.grad = state.plain = state.lent = None
-    state.holds = STALE
+    state.on(Event.ZERO)
     if hasattr(param, "grad_added_to_main_grad"):
         param.grad_added_to_main_grad = False
 
@@ -67,18 +59,15 @@ def refuse_queued(states: Sequence[ParameterState], what: str) -> None:
             )
 
 
-def expect_overwrite(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -> None:
-    """Begin a step, after a forward with `is_first_microbatch=True` has succeeded.
-
-    `recomputing`: the forward was inside a backward, as a checkpoint's recomputation, or called there by itself.
-    """
+def expect_overwrite(weights: Sequence[Tensor], recomputing: bool) -> None:
+    """Begin a step: see `Destination.begin_step`."""
     for weight in weights:
-        if weight.requires_grad and (mode == "main_grad" or (mode == "auto" and has_main_grad(weight))):
+        if weight.requires_grad:
             state = state_of(weight)
             if state.buffer is not None:
                 _expect_in_buffer(weight, state, state.buffer, recomputing)
             elif not recomputing:
-                state.holds = STALE if torch.is_grad_enabled() or state.holds is STALE else UNSURE
+                state.on(Event.FIRST if torch.is_grad_enabled() else Event.FIRST_UNRECORDED)
                 state.plain = None
 
 
@@ -86,7 +75,7 @@ def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[Paramet
     """Begin a step of a whole buffer, unless the state of this parameter shows that one has begun."""
     stepped = [member for member in buffer if member.holds is STEPPED]
     if state.holds in (ZEROS, LENT) or is_stale(param, state):
-        state.holds = STALE
+        state.on(Event.FIRST)
         if not recomputing:  # other layers may hold the last step's gradients, if this one had none
             begin_step(stepped)
     elif recomputing:
@@ -99,48 +88,69 @@ def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[Paramet
     elif state.holds is STEPPED or torch.is_grad_enabled():
         begin_step(stepped if state.holds is STEPPED else buffer)
     else:  # an evaluation in the middle of a step
-        state.holds = UNSURE
+        state.on(Event.FIRST_UNRECORDED)
 
 
-def takes_overwrite(param: Tensor, state: ParameterState, place: Place, recomputes_first_microbatch: bool) -> bool:
+def takes_overwrite(
+    param: Tensor, state: ParameterState, place: Place, recomputes_first_microbatch: bool, main_grad: Tensor
+) -> bool:
     """Decide whether the current gradient overwrites main_grad, and note that the next one adds."""
     if getattr(param, "overwrite_main_grad", False):
         return takes_overwrite_of_backward(param, state)
-    holds, state.holds = state.holds, GRADIENT
-    unsure = holds is UNSURE
-    if unsure and state.buffer is not None and recomputes_first_microbatch:
-        state.holds = UNSURE
+    holds = state.holds
+    if holds is UNSURE and state.buffer is not None and recomputes_first_microbatch:
         raise RuntimeError(
             f"{label(place)}: is_first_microbatch=True in a reentrant checkpoint: expected buffer.zero_() or "
             "zero_grad() at the start of the step; got a MainGradBuffer with gradients that no optimizer has used yet"
         )
-    if state.grad_is_main or state.lent is not None:
-        return reclaim(param, state)
-    if not unsure or state.buffer is not None:
-        return holds is STALE
-    if not recomputes_first_microbatch:
-        state.holds = UNSURE
+    if holds is UNSURE and state.buffer is None and not recomputes_first_microbatch:
         raise RuntimeError(
             f"{label(place)}: a forward under torch.no_grad() had is_first_microbatch=True: expected the gradient of "
             "that micro-batch next, from a reentrant checkpoint around the forward; got that of another one (leave "
             "is_first_microbatch out of evaluation; use_reentrant=False allows any order)"
         )
+    state.on(Event.WRITE)
+    if state.grad_is_main or state.lent is not None:
+        return reclaim(param, state)
+    if holds is not UNSURE or state.buffer is not None:
+        return holds is STALE
     if state.plain is None:
         return True
     engine.current_backward().join_stream(state.plain)
-    main_grad_of(param).copy_(state.plain)  # type: ignore[union-attr]
+    main_grad.copy_(state.plain)
     state.plain = None
     return False
 
 
 def takes_overwrite_of_backward(param: Tensor, state: ParameterState) -> bool:
     """`takes_overwrite` with `overwrite_main_grad`: yes for a backward's first gradient, or if the flag was cleared."""
-    state.holds = GRADIENT  # if a step has begun, this is its first gradient
+    state.on(Event.WRITE)  # if a step has begun, this is its first gradient
     last, state.overwritten_in = state.overwritten_in, engine.current_backward()
     flag_cleared = not getattr(param, "grad_added_to_main_grad", True)
     if flag_cleared:
         param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     return flag_cleared or last is not state.overwritten_in
+
+
+def adopt_plain_gradient(param: Tensor, state: ParameterState, main_grad: Tensor, *, overwrites: bool) -> bool:
+    """Before the first fused gradient of a step: move an earlier plain gradient from `.grad` to `main_grad`.
+
+    Otherwise the owner, which sees the flag, would drop it. Returns whether there was one: the fused gradient then
+    does not overwrite `main_grad`.
+    """
+    if (
+        has_dummy_wgrad(param)
+        or state.grad_is_main
+        or getattr(param, "zero_out_wgrad", False)  # its owner adds `.grad`, whatever the flag says
+        or getattr(param, "overwrite_main_grad", False)
+    ):
+        return False
+    engine.current_backward().join_stream(main_grad)
+    grad: Tensor = param.grad  # type: ignore[assignment]
+    with torch.no_grad():
+        main_grad.copy_(grad) if overwrites else main_grad.add_(grad)
+    param.grad = None
+    return True
 
 
 def give_back_overwrite(param: Tensor) -> None:
@@ -150,10 +160,10 @@ def give_back_overwrite(param: Tensor) -> None:
     if state.grad_is_main:
         param.grad = None
     elif not getattr(param, "overwrite_main_grad", False):
-        state.holds = STALE
+        state.on(Event.FAIL)
 
 
-def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *current: Queued) -> None:
+def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *current: WeightGradient) -> None:
     """Raise if the current gradient would be lost because something else writes to the same main_grad, or is of a step
     that is over.
 
@@ -161,7 +171,7 @@ def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *cu
     holds no lock. `current`: the records, in order, of the gradients that the GEMM adds together; queued gradients that
     are newer than the last one do not matter.
     """
-    if current and state.buffer is None and current[0].order < state.began and not current[0].overwrites_param(param):
+    if current and state.buffer is None and current[0].order < state.began and id(param) not in current[0].overwrites:
         raise RuntimeError(
             f"{label(place)}: expected gradients of the step that began with is_first_microbatch=True; got one of the "
             "step before, which was never run: call queue.clear() to discard it"
@@ -180,6 +190,6 @@ def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *cu
         )
 
 
-def queued_overwrites(param: Tensor, state: ParameterState) -> list[Queued]:
+def queued_overwrites(param: Tensor, state: ParameterState) -> list[WeightGradient]:
     """Records of the queued gradients of a parameter that are going to overwrite its main_grad."""
-    return [route for route in state.queued or () if route.overwrites_param(param)]
+    return [route for route in state.queued or () if id(param) in route.overwrites]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusedmlp.contract.engine import Backward
+from fusedmlp.contract.engine import Backward, EngineUse
+from fusedmlp.contract.states import GRADIENT, TRANSITIONS, Event
 
 # Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
 # to one main_grad at once, and one of the sums would be lost.
@@ -27,20 +27,6 @@ def release_interrupted() -> None:
         accumulation_lock.release()
 
 
-class Holds(Enum):
-    """Contents of a `main_grad`, as far as this library knows."""
-
-    GRADIENT = "the gradient of this step; without a MainGradBuffer, whatever its owner has put there"
-    ZEROS = "zeros, or what was written to it by hand: the next gradient adds"
-    LENT = "ZEROS, or what plain PyTorch added to it inside as_grad"
-    STEPPED = "a gradient from which an optimizer has stepped: the next gradient adds, unless a step begins first"
-    STALE = "the gradient of an earlier step: the next gradient overwrites it"
-    UNSURE = "a gradient of this step, or STALE: a forward under no_grad had is_first_microbatch=True"
-
-
-GRADIENT, ZEROS, LENT, STEPPED, STALE, UNSURE = Holds  # looked up once, not for every parameter
-
-
 class Lent(NamedTuple):
     """A gradient in the dtype of its parameter, lent to an optimizer or inside `as_grad`."""
 
@@ -50,19 +36,35 @@ class Lent(NamedTuple):
     takes_gradients: bool  # whether a backward meanwhile reclaims the exact tensor; otherwise it raises
 
 
+Place = tuple[str, int | None]  # a parameter in messages: the weight's name, and the expert (None: packed, all)
+Leaf = tuple[int, Tensor, Any]  # index, parameter and ParameterState, if the engine accumulates its gradient
+
+
 @dataclass(eq=False)
-class Queued:
-    """Record of a queued gradient; later gradients of the same `main_grad` are checked against it."""
+class WeightGradient:
+    """The gradient of one weight in one backward, as destinations and later gradients see it; a `route.Route`."""
 
-    params: list[Tensor]
-    overwrites: list[bool]  # per parameter: replaces what main_grad holds
+    name: str
+    params: list[Tensor]  # one packed, or one for each expert
+    uses: list[EngineUse]
     order: int  # number of the layer's backward; newer ones are larger
+    delayed: bool
+    recomputes_first_microbatch: bool = False  # see autograd.layers.Call
+    leaves: list[Leaf] = field(default_factory=list)  # the parameters whose gradients are accumulated
+    overwrites: set[int] = field(default_factory=set)  # ids of parameters whose main_grad it replaces
+    # Hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases them. None: another
+    # thread may be adding.
+    held: list[tuple[Any, Any]] | None = None
 
-    def overwrites_param(self, param: Tensor) -> bool:
-        """Whether it replaces what this parameter's main_grad holds."""
-        if True not in self.overwrites:  # as nearly always
-            return False
-        return any(p is param and overwrites for p, overwrites in zip(self.params, self.overwrites, strict=True))
+    def place(self, i: int) -> Place:
+        """The name of parameter `i` in errors."""
+        return self.name, None if len(self.params) == 1 else i
+
+    def may_add(self, param: Tensor) -> bool:
+        """True if the GEMM may add to `.grad` of a parameter, and AccumulateGrad need not. No other thread adds to a
+        frozen parameter.
+        """
+        return self.held is not None or not param.requires_grad
 
 
 class WeightCopy(NamedTuple):
@@ -73,36 +75,48 @@ class WeightCopy(NamedTuple):
     tensors: list[Tensor]
 
 
+class Home(Protocol):
+    """A `destinations.Destination`, as far as `plain_gradient.py` uses it."""
+
+    def tensors(self, params: Sequence[Tensor]) -> list[Tensor | None]:
+        """See `Destination.tensors`."""
+
+
 class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered", "fsdp2", "grad_is_main",
-                 "holds", "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by")
+    __slots__ = ("began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered", "grad_is_main", "holds", "home",
+                 "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by", "rounds")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
         # The callback is C code alone: an interrupt in Python code could leave the state to a new parameter of this id.
         self.ref = weakref.ref(param, partial(_states.pop, id(param)))
-        self.holds = GRADIENT  # overwrite.py: contents of main_grad
+        self.holds = GRADIENT  # contents of main_grad; changed by `on` alone
         self.began = -1  # route.py: `order` of the last gradient that overwrote main_grad
         self.plain: Tensor | None = None  # the sum of plain gradients that arrived while `holds` was UNSURE
         self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
+        self.rounds = False  # lending.py: an optimizer gets a rounded gradient, if dtypes differ
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
-        self.queued: weakref.WeakSet[Queued] | None = None  # records of gradients that wait in a queue
+        self.queued: weakref.WeakSet[WeightGradient] | None = None  # records of gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
         self.catch: RemovableHandle | None = None  # plain_gradient.py: the handle of the hook
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
-        self.fsdp2: bool | None = None  # reducers.py: whether FSDP2 owns the parameter; None: not looked up yet
+        self.home: Home | None = None  # where fused gradients last went, if past `.grad`
         self.copy: WeightCopy | None = None  # autograd/weight_copies.py
         self.replaced_by = ""  # guard.py: what gave the model another parameter in its place
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 
+    def on(self, event: Event) -> None:
+        """Change what main_grad holds. A transition that the table lacks raises KeyError."""
+        self.holds = TRANSITIONS[event][self.holds]
+
     def is_fused(self) -> bool:
         """True once a fused layer that adds to `main_grad` has used the parameter."""
-        return self.entered in ("auto", "main_grad")
+        return self.home is not None
 
 
 _states: dict[int, ParameterState] = {}  # by id

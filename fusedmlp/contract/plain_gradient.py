@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destination import main_grad_of, refuse_tensor_hooks
-from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
+from fusedmlp.contract.checks import refuse_tensor_hooks
+from fusedmlp.contract.dummy import remove_dummy_wgrad
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
-from fusedmlp.contract.parameter_state import GRADIENT, STALE, UNSURE, ParameterState, accumulation_lock
+from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
+from fusedmlp.contract.states import STALE, UNSURE, Event
 from fusedmlp.versions import outside_of_wrong_graphs
 
 
@@ -64,46 +65,23 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
     if state.lent is not None and not state.lent.takes_gradients:  # inside as_grad
         return
     if state.grad_is_main:
-        main_grad: Tensor = main_grad_of(param)  # type: ignore[assignment]
+        main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
         engine.current_backward().join_stream(main_grad)
         _refuse_queued_overwrite(param, state)
         refuse_other_writers(param, state, ("a parameter", None))
     if reclaim(param, state) and state.grad_is_main:
         main_grad.zero_()
-    state.holds = GRADIENT
+    state.on(Event.CATCH)
     if param.grad is None and param.grad_dtype not in (None, grad.dtype):
         param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
 
 
-def adopt_plain_gradient(param: Tensor, state: ParameterState, overwrites: bool) -> bool:
-    """Before the first fused gradient of a step: move an earlier plain gradient from `.grad` to `main_grad`.
-
-    Otherwise the owner, which sees the flag, would drop it. Returns whether the fused gradient still overwrites
-    `main_grad`.
-    """
-    if (
-        has_dummy_wgrad(param)
-        or state.grad_is_main
-        or getattr(param, "zero_out_wgrad", False)  # its owner adds `.grad`, whatever the flag says
-        or getattr(param, "overwrite_main_grad", False)
-    ):
-        return overwrites
-    main_grad, grad = main_grad_of(param), param.grad
-    assert main_grad is not None
-    assert grad is not None
-    engine.current_backward().join_stream(main_grad)
-    with torch.no_grad():
-        main_grad.copy_(grad) if overwrites else main_grad.add_(grad)
-    param.grad = None
-    return False
-
-
 def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     """Add `grad` to `main_grad` and return zeros for `.grad`; or return None: the owner adds `.grad` to `main_grad`."""
-    main_grad = main_grad_of(param)
+    (main_grad,) = [None] if state.home is None else state.home.tensors([param])
     if main_grad is None:
         return None
-    owner_adds = getattr(param, "zero_out_wgrad", False)  # Megatron then adds `.grad`, whatever the flag says
+    owner_adds = getattr(param, "zero_out_wgrad", False)  # the owner then adds `.grad`, whatever the flag says
     if owner_adds and getattr(param, "skip_backward_post_hook", False) and queued_overwrites(param, state):
         remove_dummy_wgrad(param)  # the owner adds after the queue
         return None
@@ -118,7 +96,7 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     if state.catch is None or next(reversed([*(param._backward_hooks or ())]), None) != state.catch.id:
         refuse_tensor_hooks(param, ("a parameter", None))  # a hook that runs after this one would see zeros
     if not unknown:
-        state.holds = GRADIENT
+        state.on(Event.CATCH)
     engine.current_backward().join_stream(main_grad)
     refuse_other_writers(param, state, ("a parameter", None))
     if unknown:  # the first micro-batch's gradient, from a reentrant checkpoint, may still come and overwrite

@@ -51,7 +51,7 @@ class _Delayed(NamedTuple):
     def launch_key(self) -> tuple[Any, ...]:
         """Key of a launch: gradients with equal keys can be computed by one."""
         route, dtypes = self.route, [None if t is None else t.dtype for t in self.operands]
-        return [*map(id, route.params)], route.uses, route.mode, self.transposed, self.recipe, self.impl, dtypes
+        return [*map(id, route.params)], route.uses, route.destination, self.transposed, self.recipe, self.impl, dtypes
 
     def check(self) -> None:
         """Raise if the GEMM would not compute what backward asked for."""
@@ -201,7 +201,7 @@ class WgradQueue:
         if not self.fuse_microbatches:
             return
         for delayed in list(self._pending)[1:]:
-            if any(map(delayed.route.overwrites_param, first.route.params)):
+            if delayed.route.overwrites.intersection(map(id, first.route.params)):
                 return
             if delayed.launch_key() == first.launch_key():
                 yield delayed

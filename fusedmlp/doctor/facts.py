@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from fusedmlp import environment, versions
+from fusedmlp.integrations import INTEGRATIONS
 from fusedmlp.recipe import BLOCKS, LEAST_ROWS, check_blocks, formats
 from fusedmlp.version import __version__
 
@@ -169,7 +170,7 @@ def _driver() -> str | None:
 
 
 @dataclass(frozen=True)
-class Integration:
+class Importable:
     """A library that fusedmlp integrates with, and whether the integration can be imported."""
 
     name: str
@@ -179,23 +180,12 @@ class Integration:
     why_not: str
 
 
-# Name of the library, package to install, a module of it, fusedmlp's module for it.
-_INTEGRATIONS = (
-    ("Megatron-core", "megatron-core", "megatron.core", "fusedmlp.integrations.megatron"),
-    ("Transformers", "transformers", "transformers", "fusedmlp.integrations.transformers"),
-    ("torchtitan", "torchtitan", "torchtitan", "fusedmlp.integrations.torchtitan"),
-    ("NeMo Automodel", "nemo_automodel", "nemo_automodel", "fusedmlp.integrations.automodel"),
-    ("PyTorch DDP", "torch", "torch.distributed", "fusedmlp.integrations.ddp"),
-    ("PyTorch FSDP2", "torch", "torch.distributed", "fusedmlp.integrations.fsdp2"),
-)
-
-
-def integrations() -> list[Integration]:
+def integrations() -> list[Importable]:
     """Import the integration of each library that is installed; the row of any other says how to install it."""
     rows = []
-    for name, package, library, ours in _INTEGRATIONS:
-        why_not = ""
-        if find_spec(library.split(".")[0]) is None:
+    for name, package, module, library, _ in INTEGRATIONS:
+        ours, why_not = f"fusedmlp.integrations.{module}", ""
+        if find_spec(library or package) is None:
             why_not = f"not installed: pip install {package}"
         else:
             try:
@@ -204,5 +194,5 @@ def integrations() -> list[Integration]:
                     import_module(ours)
             except Exception as error:  # whatever a library raises when imported is what the user needs to see
                 why_not = f"import {ours}: {type(error).__name__}: {error}".splitlines()[0]
-        rows.append(Integration(name, _version(package), ours, not why_not, why_not))
+        rows.append(Importable(name, _version(package), ours, not why_not, why_not))
     return rows

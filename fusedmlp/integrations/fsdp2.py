@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from fusedmlp import validate
-from fusedmlp.contract.reducers import unsharded_params
+from fusedmlp.contract.owners.fsdp2 import unsharded_params
 
 
 def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:

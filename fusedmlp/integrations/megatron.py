@@ -1,9 +1,12 @@
 """Megatron-core: `FusedGroupedMLP`, a drop-in for its `TEGroupedMLP`.
 
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+    from megatron.core.models.gpt import gpt_layer_specs
     from fusedmlp.integrations.megatron import with_fused_experts
 
-    layer_spec = with_fused_experts(get_gpt_layer_with_transformer_engine_spec(num_experts=64, moe_grouped_gemm=True))
+    spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=64, moe_grouped_gemm=True
+    )
+    layer_spec = with_fused_experts(spec)
 
 State dicts, plain and sharded, are those of `TEGroupedMLP`. See docs/megatron.md for the config fields that are
 refused.
@@ -27,11 +30,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from fusedmlp import validate
-from fusedmlp.contract.destination import Mode
+from fusedmlp.contract.destinations import megatron_fsdp
+from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config
-from fusedmlp.integrations.megatron_fsdp import keep_what_fsdp_adds_up
 from fusedmlp.integrations.megatron_linear import ExpertLinear
 from fusedmlp.integrations.transformer_engine import plain_rows
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
@@ -105,8 +108,9 @@ class FusedGroupedMLP(TEGroupedMLP):
             linear()
         under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.group("weight")[0], "__fsdp_param__")
         weights = [weight for linear in linears for weight in linear.group("weight")]
-        if under_fsdp:
-            keep_what_fsdp_adds_up(weights)
+        for weight in weights if under_fsdp else ():
+            if weight.requires_grad:
+                megatron_fsdp.refuse_wrong_gradients(weight)
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
@@ -126,8 +130,6 @@ class FusedGroupedMLP(TEGroupedMLP):
             wgrad=self.wgrad,
             quantized_weights=None if under_fsdp else self._copies(weights, x.shape[0]),
         )
-        if under_fsdp and y.requires_grad:
-            y.register_hook(lambda _: keep_what_fsdp_adds_up(weights))
         return y, None
 
     def _copies(self, weights: list[Tensor], num_rows: int) -> QuantizedWeights | None:

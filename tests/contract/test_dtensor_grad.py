@@ -9,7 +9,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedmlp.contract import route
+from fusedmlp.contract.destinations import grad
 
 START = 2.0
 
@@ -107,10 +107,10 @@ def test_a_first_gradient_in_float32_is_not_rounded(mode, layer, mesh, assert_cl
     use(layer)
     x, dy = (t.bfloat16() for t in layer.batch(1))
     layer(x, accumulate_wgrad=mode, recipe="bf16").backward(dy)
-    for grad, wgrad in zip(sums(layer), wgrads, strict=True):
-        assert grad.dtype == torch.float32
-        assert not torch.equal(grad, grad.bfloat16().float())
-        torch.testing.assert_close(grad.double(), wgrad, rtol=0.05, atol=0.05)
+    for summed, wgrad in zip(sums(layer), wgrads, strict=True):
+        assert summed.dtype == torch.float32
+        assert not torch.equal(summed, summed.bfloat16().float())
+        torch.testing.assert_close(summed.double(), wgrad, rtol=0.05, atol=0.05)
 
 
 # Gradients that are returned: what flows to `.to_local()` is read, or is not the whole gradient.
@@ -238,7 +238,7 @@ def test_create_graph(mode, layer, assert_close):
 
 def test_other_threads_wait_while_a_gemm_adds(mode, layer, monkeypatch):
     held = []
-    monkeypatch.setattr(route, "hold_others", lambda params: held.extend(params) or [])
+    monkeypatch.setattr(grad, "hold_others", lambda params: held.extend(params) or [])
     layer.backward(accumulate_wgrad=mode)
     assert [*map(id, held)] == [*map(id, reversed(layer.leaves))]
 

@@ -7,7 +7,7 @@ from support.contract_helpers import plus
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
-from fusedmlp.contract import destination
+from fusedmlp.contract.destinations.main_grad import MainGrad
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
@@ -256,12 +256,12 @@ def test_a_main_grad_on_a_device_that_its_parameter_is_not_on_is_noticed(moved, 
     param = torch.nn.Parameter(torch.zeros(3, 5, 4))
     param.main_grad = target = torch.zeros(3, 5, 4)
     own = torch.Tensor.device
-    assert destination.existing_main_grad(param, ("weight", None)) is target
+    assert MainGrad().checked(param, ("weight", None)) is target
     on_gpu = target if moved == "main_grad" else param
     device = property(lambda t: torch.device("cuda") if t is on_gpu else own.__get__(t))
     monkeypatch.setattr(torch.Tensor, "device", device, raising=False)
     with pytest.raises(ValueError, match=r"weight: expected main_grad on (cpu; got cuda|cuda; got cpu)"):
-        destination.existing_main_grad(param, ("weight", None))
+        MainGrad().checked(param, ("weight", None))
 
 
 def test_a_main_grad_that_comes_to_require_grad_is_noticed(make_layer):

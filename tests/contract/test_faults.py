@@ -8,7 +8,7 @@ from support.contract_helpers import plus
 from support.contract_model import Boom
 
 import fusedmlp
-from fusedmlp.contract import route
+from fusedmlp.contract.destinations import main_grad
 from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
@@ -138,7 +138,7 @@ def test_of_a_layer_backward_that_failed_nothing_remains_in_the_next_step(
     """`clear()` and zeroing discard the step. Where the next gradient overwrites, zeroing is not needed."""
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     layer.attach(False)
-    owner, name = {"dummy": (route, "set_dummy_wgrad"), "gemm": (ops, "grouped_mlp_backward_")}.get(
+    owner, name = {"dummy": (main_grad, "set_dummy_wgrad"), "gemm": (ops, "grouped_mlp_backward_")}.get(
         place, (fusedmlp.WgradQueue, "put")
     )
     with failing(owner, name, after=after, skip=int(place == "second put")), pytest.raises(Boom):

@@ -7,7 +7,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from fusedmlp.contract.destinations.main_grad import MainGrad
 from fusedmlp.contract.engine import EngineUse
+from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.contract.route import Route
 from fusedmlp.doctor import reference
 from fusedmlp.operators import ops
@@ -512,7 +514,16 @@ def test_a_queue_runs_outside_of_backward_on_a_gpu_too():
     with FakeTensorMode():
         param = torch.nn.Parameter(torch.empty(2, 3, 4, device="cuda"))
         param.main_grad = torch.zeros(2, 3, 4, device="cuda")
-        route = Route([param], [False], 0, "weight", [EngineUse.ACCUMULATE], "main_grad", True)
+        leaf = 0, param, state_of(param)
+        route = Route(
+            name="weight",
+            params=[param],
+            uses=[EngineUse.ACCUMULATE],
+            order=0,
+            delayed=True,
+            destination=MainGrad(),
+            leaves=[leaf],
+        )
         route.open()
     assert route.outs[0] is param.main_grad
     assert route.accumulate

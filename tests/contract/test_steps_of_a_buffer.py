@@ -198,13 +198,17 @@ def test_a_closure_inside_as_grad(make_optimizer, flag):
     assert_same(model, reference, torch.bfloat16 if make_optimizer.func is torch.optim.LBFGS else torch.float32)
 
 
-def test_a_closure_inside_as_grad_of_16_bit_weights_is_refused():
+@pytest.mark.parametrize("has_gradient", [False, True])
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_a_backward_inside_as_grad_of_16_bit_weights_is_refused(in_closure, has_gradient):
     model = Model(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     buffer = fusedmlp.MainGradBuffer(model.parameters())
+    if has_gradient:
+        backward(model, 5)
     with pytest.raises(RuntimeError, match=r"a backward inside as_grad\(\): expected weights in the"):
         with buffer.as_grad():
-            optimizer.step(lambda: backward(model, 1))
+            optimizer.step(lambda: backward(model, 1)) if in_closure else backward(model, 1)
 
 
 @pytest.mark.parametrize("with_optimizer", [True, False])

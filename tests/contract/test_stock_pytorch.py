@@ -278,3 +278,48 @@ def test_bf16_micro_batches_are_summed_in_fp32(kind, make_layer, assert_close):
         layer(x).backward(dy / 64)
     expected = [20 * w / 64 for w in layer.wgrads()[: len(layer.params)]]
     assert_close([m - 1000 for m in layer.main_grads()], expected, dtype=torch.bfloat16)
+
+
+# Why a GEMM adds to `.grad` under a lock and returns None, and does not clear it and return the sum: AccumulateGrad
+# would take the tensor back without a lock, but the following differs. In threads, moreover, AccumulateGrad may be
+# adding to the `.grad` that is being cleared, and raises.
+
+
+class Returned(torch.autograd.Function):
+    """`x @ w.T`, whose backward adds to an existing `.grad`, clears it, and returns the sum."""
+
+    @staticmethod
+    def forward(ctx, w, x):
+        ctx.save_for_backward(x)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,), param = ctx.saved_tensors, ctx.next_functions[0][0].variable
+        grad, param.grad = param.grad, None
+        return grad.addmm_(dy.T, x), None
+
+
+def returned_sum(before=10.0):
+    w = torch.nn.Parameter(torch.zeros(4, 3))
+    w.grad = torch.full_like(w, before)
+    return w, lambda: Returned.apply(w, torch.ones(5, 3)).sum().backward()
+
+
+def test_a_returned_sum_is_taken_back_and_tensor_hooks_change_all_of_it():
+    w, backward = returned_sum()
+    address = w.grad.data_ptr()
+    backward()
+    assert w.grad.data_ptr() == address
+    assert (w.grad == 15).all()
+    w.register_hook(lambda grad: 3 * grad)
+    backward()
+    assert (w.grad == 3 * (15 + 5)).all()  # 15 + 3 * 5 would be right
+
+
+def test_a_returned_sum_is_copied_if_something_else_refers_to_it():
+    """As a bucket of DDP does, and a MainGradBuffer."""
+    w, backward = returned_sum()
+    view = w.grad
+    backward()
+    assert w.grad.data_ptr() != view.data_ptr()

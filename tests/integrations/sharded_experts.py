@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp.contract.reducers import unsharded_params
+from fusedmlp.contract.owners.fsdp2 import unsharded_params
 from fusedmlp.doctor import reference, tolerance
 from fusedmlp.integrations.fsdp2 import accumulate_in
 

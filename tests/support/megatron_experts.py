@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from support.eight_bit import magnitudes
 from support.grids import part
 
-from fusedmlp.contract import dummy, route
+from fusedmlp.contract import dummy
+from fusedmlp.contract.destinations import main_grad
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.megatron import FusedGroupedMLP
@@ -349,7 +350,7 @@ def sabotage():
 
 def _sabotaged(what, model):
     if what == "no dummy":
-        return mock.patch.object(route, "set_dummy_wgrad")
+        return mock.patch.object(main_grad, "set_dummy_wgrad")
     if what == "a dummy that is not zero":
         for param in model.experts.parameters():
             param.zero_out_wgrad = True

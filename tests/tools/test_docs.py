@@ -19,6 +19,8 @@ from bench.cpu.layers import CPU_SHAPES
 from bench.limits.shapes import SHAPES
 from fusedmlp import environment
 from fusedmlp.__main__ import main
+from fusedmlp.contract.destinations.choice import MODES
+from fusedmlp.integrations import INTEGRATIONS
 from fusedmlp.kernels.device import tile_order
 from fusedmlp.kernels.launching.run import Launcher
 from fusedmlp.kernels.routing.plan import Schedule, plan_tables, tables_at
@@ -197,6 +199,8 @@ def extended(tmp_path):
     [
         ("-m pytest -q tests/api/test_numerics.py -k mish", "3 passed"),
         ("-m fusedmlp doctor --target sm_103", "on sm_103, which is not here"),
+        ("-m pytest -q tests/contract/test_grad_sum.py", "14 passed"),
+        ("-m pytest -q tests/integrations/test_accelerate.py", "2 passed"),
     ],
 )
 def test_what_the_walkthroughs_add_works(command, shown, extended):
@@ -242,6 +246,24 @@ def test_files_of_recipes_exist():
             filled = {path.replace("<pass>", name) for path in paths for name in PASSES}
             missing |= {path for path in filled if not (ROOT / path).exists()}
     assert missing == set()
+
+
+def test_the_contract_has_a_row_for_every_destination():
+    table = (ROOT / "docs" / "gradients.md").read_text(encoding="utf-8")
+    assert len(MODES) >= 4
+    for mode in MODES:
+        assert f'\n| `"{mode}"` |' in table, mode
+
+
+@pytest.mark.parametrize("integration", INTEGRATIONS, ids=lambda each: each.module)
+def test_every_integration_has_its_file_its_test_and_its_pages(integration):
+    """The reference and the doctor are made from the list."""
+    assert (ROOT / "fusedmlp" / "integrations" / f"{integration.module}.py").exists()
+    assert (ROOT / "tests" / "integrations" / f"test_{integration.module}.py").exists()
+    page = f"{integration.page or integration.module}.md"
+    assert (ROOT / "docs" / page).exists()
+    assert f"]({page}" in (ROOT / "docs" / "frameworks.md").read_text(encoding="utf-8")
+    assert f": {page}\n" in (ROOT / ".mkdocs.yml").read_text(encoding="utf-8")
 
 
 def test_the_glossary_has_every_layer():
@@ -322,7 +344,7 @@ def site(tmp_path_factory):
 @pytest.mark.slow
 def test_the_site_builds_strictly(site):
     errors = (site / "errors" / "index.html").read_text(encoding="utf-8")
-    assert "expected main_grad on all experts or on none" in errors
+    assert "on all experts or on none; experts" in errors
     switches = (site / "switches" / "index.html").read_text(encoding="utf-8")
     assert "FUSEDMLP_DENSE_DUMMY" in switches
     reference = (site / "api" / "index.html").read_text(encoding="utf-8")

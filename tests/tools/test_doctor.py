@@ -158,7 +158,7 @@ def test_paths_are_those_that_the_launchers_choose():
 
 def test_megatron_settings_that_lead_to_other_paths(monkeypatch, capsys):
     monkeypatch.setattr(selftest, "run", lambda _: ([], 0.0))
-    monkeypatch.setattr(facts, "_INTEGRATIONS", ())
+    monkeypatch.setattr(facts, "INTEGRATIONS", ())
     monkeypatch.setattr(command.environment, "triton_interpret", lambda: False)
     said = {"megatron": "bucket_size=1572864 spaces", "megatron_ddp": "use_distributed_optimizer=True", "separate": ""}
     for weights, words in said.items():
@@ -215,7 +215,7 @@ def test_the_self_test_sees_a_step_that_only_checkpointing_or_compiling_breaks(m
 
 
 def test_the_self_test_sees_a_gradient_that_is_not_fused(monkeypatch):
-    monkeypatch.setattr("fusedmlp.contract.route.mark_fused", lambda *_: None)
+    monkeypatch.setattr("fusedmlp.contract.destinations.main_grad.MainGrad.written", lambda *_: None)
     checks, seconds = selftest.run(torch.float32, ["plain"])
     assert {check.result for check in checks if not check.ok} == {"dfc1", "dfc2"}
     assert seconds > 0
@@ -254,7 +254,7 @@ _SHORT = "in bf16, .* fewer than 64 rows an expert on average"
 )
 def test_what_a_layer_computes_with_8_bit_recipes(sizes, rows, fp8_block, mxfp8, monkeypatch, capsys):
     monkeypatch.setattr(selftest, "run", lambda _: ([], 0.0))
-    monkeypatch.setattr(facts, "_INTEGRATIONS", ())
+    monkeypatch.setattr(facts, "INTEGRATIONS", ())
     command.run(LAYER | sizes, None, as_json=False)
     printed = capsys.readouterr().out
     assert "kernels for sm_90 (fp8_block), and sm_100, sm_120 and gfx950 (mxfp8); both on the CPU." in printed
@@ -313,9 +313,9 @@ def test_a_gpu_that_is_too_old_is_a_problem(one_gpu, monkeypatch):
 
 
 def test_an_integration_that_cannot_be_imported_says_why(monkeypatch):
-    missing = ("Nothing", "no-such-package", "no_such_package.core", "fusedmlp.integrations.megatron")
-    broken = ("Broken", "torch", "torch", "fusedmlp.integrations.no_such_module")
-    monkeypatch.setattr(facts, "_INTEGRATIONS", (missing, broken))
+    missing = ("Nothing", "no-such-package", "megatron", "no_such_package", "")
+    broken = ("Broken", "torch", "no_such_module", "", "")
+    monkeypatch.setattr(facts, "INTEGRATIONS", (missing, broken))
     rows = facts.integrations()
     assert [row.ok for row in rows] == [False, False]
     assert rows[0].why_not == "not installed: pip install no-such-package"

@@ -1,4 +1,6 @@
-"""Megatron-FSDP: prevent what it would do wrong to gradients that kernels add into its buffers, or refuse to run."""
+"""Megatron-FSDP's `param.get_main_grad()`, which allocates a `main_grad` on demand; refuses what it would do wrong to
+gradients in there.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,39 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
+
+from fusedmlp.contract.destinations.destination import Targets
+from fusedmlp.contract.destinations.main_grad import MainGrad
+from fusedmlp.contract.parameter_state import Place
+
+
+class MegatronFSDPMainGrad(MainGrad):
+    """As `MainGrad`, for parameters that Megatron-FSDP shards."""
+
+    title = "a parameter of Megatron-FSDP"
+    may_trace = False
+
+    def find(self, params: Sequence[Tensor]) -> list[bool]:
+        """Find Megatron-FSDP's mark: asking for `main_grad` would allocate it."""
+        return [hasattr(param, "__fsdp_param__") for param in params]
+
+    def tensors(self, params: Sequence[Tensor]) -> Targets:
+        """The `main_grad`s, which this call allocates. Clears `overwrite_main_grad` where they hold a sum.
+
+        Megatron-FSDP sets that flag on all weights whenever it gathers them: before every forward, also of
+        recomputation, and for some modules before their backward. Where it does not shard gradients (the strategy
+        "optim", or no other rank to shard them with), `main_grad` holds earlier micro-batches.
+        """
+        for param in params:
+            refuse_wrong_gradients(param)
+            buffer = getattr(param, "_gbuf", None)
+            if buffer is not None and not buffer.is_data_distributed:
+                param.overwrite_main_grad = False  # type: ignore[attr-defined]
+        return [param.get_main_grad() for param in params]  # type: ignore[attr-defined]
+
+    def refuse(self, param: Tensor, place: Place) -> None:
+        """Refuse nothing in forward."""
+
 
 _fsdps: weakref.WeakSet[Any] = weakref.WeakSet()  # every instance; before 0.19, weights do not refer to theirs
 
@@ -21,23 +56,6 @@ def _remember_fsdp(parent: nn.Module, name: str, child: nn.Module | None) -> Non
 register_module_module_registration_hook(_remember_fsdp)
 
 
-def keep_what_fsdp_adds_up(weights: Sequence[Tensor]) -> None:
-    """Clear `overwrite_main_grad` of weights for which Megatron-FSDP sums micro-batches in `main_grad`.
-
-    Megatron-FSDP sets the flag on all weights whenever it gathers them: before every forward, also of recomputation,
-    and for some modules before their backward. Where it does not shard gradients (the strategy "optim", or no other
-    rank to shard them with), `main_grad` holds earlier micro-batches, which an overwrite would lose.
-
-    Raises:
-        RuntimeError: as `refuse_wrong_gradients`.
-    """
-    for weight in weights:
-        if weight.requires_grad:
-            refuse_wrong_gradients(weight)
-            if not weight._gbuf.is_data_distributed:  # type: ignore[attr-defined]
-                weight.overwrite_main_grad = False  # type: ignore[attr-defined]
-
-
 def refuse_wrong_gradients(weight: Tensor) -> None:
     """Refuse a weight for which Megatron-FSDP computes wrong gradients, whether fused or by plain autograd.
 
@@ -45,8 +63,8 @@ def refuse_wrong_gradients(weight: Tensor) -> None:
         RuntimeError: Megatron-FSDP has never gathered the weight, would add this rank's gradient to the reduced one, or
             would scale the sum of earlier micro-batches in `main_grad` again with every micro-batch.
     """
-    buffer: Any = weight._gbuf  # type: ignore[attr-defined]
-    strategy = buffer.ddp_config.data_parallel_sharding_strategy
+    buffer: Any = getattr(weight, "_gbuf", None)  # other owners may follow the protocol, which is TransformerEngine's
+    strategy = "no_shard" if buffer is None else buffer.ddp_config.data_parallel_sharding_strategy
     if strategy == "no_shard":
         return
     if not hasattr(weight, "overwrite_main_grad"):

@@ -1,0 +1,106 @@
+"""`accumulate_wgrad="grad"`: an existing `param.grad`. Without one, the gradient is returned, and becomes `.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from fusedmlp.contract.checks import (
+    check_group,
+    check_kind,
+    check_memory,
+    refuse_late_hooks,
+    refuse_tensor_hooks,
+    same_strides,
+)
+from fusedmlp.contract.destinations.destination import Destination, Targets
+from fusedmlp.contract.exclusion import hold_others
+from fusedmlp.contract.lending import reclaim
+from fusedmlp.contract.parameter_state import Place, WeightGradient
+
+
+class Grad(Destination):
+    """Add to `.grad` where there is one and a GEMM may; other threads wait until it has."""
+
+    name = "grad"
+    if_recorded = "off"  # PyTorch adds out of place, with a graph, and needs the gradient returned
+
+    def refuse_late(self, route: WeightGradient) -> None:
+        """Refuse hooks that would run too early or see None, and a `.grad` that a GEMM cannot add to."""
+        for i, param, _ in route.leaves:
+            refuse_late_hooks(param, route.place(i))
+            refuse_tensor_hooks(param, route.place(i))
+            existing_grad(param, param, param.grad, route.place(i))
+
+    def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
+        """Choose the existing `.grad`s."""
+        targets = self.existing(route, [])
+        present = [target for target in targets if target is not None]
+        if not route.delayed:
+            targets = _of_one_kind(targets, present)
+        elif present:
+            check_group(route.name, present)
+        return targets
+
+    def existing(self, route: WeightGradient, others: Sequence[Tensor]) -> Targets:
+        """The `.grad`s to which the GEMM may add. `others`: leaves for which other threads must wait, too."""
+        targets: Targets = [None] * len(route.params)
+        for _, param, state in route.leaves:
+            if state is not None and state.lent is not None:
+                reclaim(param, state)
+        leaves = [leaf for leaf in route.leaves if route.delayed or leaf[1].grad is not None]
+        if leaves or others:
+            params = [*(param for _, param, _ in leaves), *others]
+            route.held = hold_others([param for param in params if route.delayed or param.is_cpu])
+        for i, param, _ in leaves:
+            if route.may_add(param):
+                targets[i] = existing_grad(param, param, param.grad, route.place(i), returnable=not route.delayed)
+        return targets
+
+    def keep(self, route: WeightGradient, grads: Targets) -> list[tuple[Tensor, Tensor]]:
+        """Set `.grad` where there was none, unless another thread may be adding to it."""
+        left = []
+        for param, grad in zip(route.params, grads, strict=True):
+            if grad is not None and route.may_add(param):
+                param.grad = grad
+            elif grad is not None:
+                left.append((param, grad))
+        return left
+
+
+def existing_grad(
+    param: Tensor, weight: Tensor, grad: Tensor | None, place: Place, *, returnable: bool = False
+) -> Tensor | None:
+    """The `.grad` to which a GEMM may add a parameter's gradient; None if there is none.
+
+    Raises if a GEMM may not add to it (a tensor hook, a wrong kind of tensor). If the gradient is `returnable`, returns
+    None instead, and PyTorch adds it. A `.grad` whose elements share memory always raises: PyTorch's addition would be
+    wrong or fail. If `param` is a DTensor, `weight` and `grad` are local tensors.
+    """
+    if grad is None:
+        return None
+    try:
+        refuse_tensor_hooks(param, place)
+        check_kind(weight, grad, ".grad", place)
+    except (RuntimeError, TypeError, ValueError):
+        if not returnable:
+            raise
+        return None
+    check_memory(grad, ".grad", place)
+    return grad
+
+
+def _of_one_kind(targets: Targets, present: list[Tensor]) -> Targets:
+    """Keep the targets that one GEMM can add to together: distinct, with the dtype and strides of the first.
+
+    None stands for those that are left out.
+    """
+    kinds = {(target.dtype, target.stride()) for target in present}
+    if len(kinds) <= 1 and len(set(map(id, present))) == len(present):
+        return targets
+    kept: Targets = []
+    for target in targets:
+        alike = target is not None and target.dtype == present[0].dtype and same_strides(target, present[0])
+        kept.append(target if alike and not any(target is other for other in kept) else None)
+    return kept

@@ -1,0 +1,175 @@
+"""`accumulate_wgrad="main_grad"`: `param.main_grad`, which an owner like Megatron-core allocates and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from fusedmlp import environment
+from fusedmlp.contract.checks import (
+    are_alike,
+    check,
+    check_group,
+    label,
+    refuse_common,
+    refuse_late_hooks,
+    refuse_tensor_hooks,
+)
+from fusedmlp.contract.destinations.destination import Destination, Targets
+from fusedmlp.contract.dummy import set_dummy_wgrad
+from fusedmlp.contract.overwrite import (
+    adopt_plain_gradient,
+    expect_overwrite,
+    give_back_overwrite,
+    refuse_other_writers,
+    takes_overwrite,
+)
+from fusedmlp.contract.parameter_state import Leaf, ParameterState, Place, WeightGradient
+from fusedmlp.contract.plain_gradient import catch_plain_gradients
+from fusedmlp.contract.states import GRADIENT
+
+_SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
+
+
+class MainGrad(Destination):
+    """Add to `main_grad`, or overwrite what it holds of an earlier step. The attribute must be there."""
+
+    name = "main_grad"
+    beside_grad = may_trace = True
+
+    def find(self, params: Sequence[Tensor]) -> list[bool]:
+        """Find the attribute."""
+        return [getattr(param, "main_grad", None) is not None for param in params]
+
+    def tensors(self, params: Sequence[Tensor]) -> Targets:
+        """The `main_grad`s."""
+        return [getattr(param, "main_grad", None) for param in params]
+
+    def enter(self, param: Tensor, state: ParameterState) -> None:
+        """Let gradients of plain PyTorch be caught, if the parameter has `grad_added_to_main_grad`."""
+        state.home = self
+        if hasattr(param, "grad_added_to_main_grad"):
+            catch_plain_gradients(param, state)
+
+    def refuse(self, param: Tensor, place: Place) -> None:
+        """Refuse tensor hooks, and a `main_grad` that is missing or that a GEMM may not write to."""
+        refuse_tensor_hooks(param, place)
+        self.checked(param, place)
+
+    def checked(self, param: Tensor, place: Place) -> Tensor:
+        """The `main_grad` of one parameter; raises if there is none, or a GEMM may not write to it."""
+        (target,) = self.tensors([param])
+        if target is None:
+            raise no_main_grad(label(place))
+        check(param, target, "main_grad", place)
+        return target
+
+    def begin_step(self, weights: Sequence[Tensor], recomputing: bool) -> None:
+        """Let the next gradient of each weight overwrite."""
+        expect_overwrite([w for w, found in zip(weights, self.find(weights), strict=True) if found], recomputing)
+
+    def refuse_late(self, route: WeightGradient) -> None:
+        """Refuse what `open` would, and hooks that would run too early; decide about overwriting, except in buffers.
+
+        For a parameter of a buffer this is decided when its GEMM runs: another gradient may arrive before.
+        """
+        targets = self._existing(route)
+        for leaf in route.leaves:
+            refuse_late_hooks(leaf[1], route.place(leaf[0]))
+            if leaf[2].buffer is None:
+                settle_overwrite(route, leaf, targets[leaf[0]])
+
+    def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
+        """Choose the `main_grad` of every parameter whose gradient is accumulated."""
+        targets = self._existing(route)
+        for i, param, state in route.leaves:
+            if state.queued or state.compiled_in is not None:
+                refuse_other_writers(param, state, route.place(i), route, latest)
+        for leaf in route.leaves:  # last, as it changes states
+            if not route.delayed or leaf[2].buffer is not None:
+                settle_overwrite(route, leaf, targets[leaf[0]])
+        if route.overwrites:
+            for _, param, state in route.leaves:
+                state.began = route.order if id(param) in route.overwrites else state.began
+        return targets
+
+    def _existing(self, route: WeightGradient) -> list[Any]:
+        """The `main_grad` of every parameter whose gradient is accumulated, checked; None for others."""
+        leaves, whole = route.leaves, len(route.leaves) == len(route.params)
+        params = route.params if whole else [param for _, param, _ in leaves]
+        found: list[Any] = self.tensors(params)
+        if not _are_right(params, found):  # look again, one by one, which takes longer
+            found = [self.checked(param, route.place(i)) for i, param, _ in leaves]
+            check_group(route.name, found)
+        for i, param, state in leaves:
+            hooks = param._backward_hooks
+            if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
+                refuse_tensor_hooks(param, route.place(i))
+        if whole:
+            targets = found
+        else:
+            targets = [None] * len(route.params)
+            for (i, *_), target in zip(leaves, found, strict=True):
+                targets[i] = target
+        refuse_common(route, self.name, targets)
+        return targets
+
+    def written(self, route: WeightGradient) -> None:
+        """Set the flag and the dummy of parameters with `grad_added_to_main_grad`."""
+        flagged = [leaf for leaf in route.leaves if hasattr(leaf[1], "grad_added_to_main_grad")]
+        dense = bool(flagged) and environment.dense_dummy()
+        for _, param, state in flagged:
+            param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            set_dummy_wgrad(param, state, dense)
+            if state.catch is None:  # the attribute was set after forward
+                self.enter(param, state)
+
+    def undo(self, route: WeightGradient) -> None:
+        """If the gradient was to overwrite, let the next one do so."""
+        for param in route.params:
+            if id(param) in route.overwrites:
+                give_back_overwrite(param)
+
+
+def no_main_grad(what: str) -> RuntimeError:
+    """The error for a parameter without `main_grad`."""
+    return RuntimeError(
+        f'{what}: accumulate_wgrad="main_grad" expects a main_grad attribute on the parameter; got none '
+        "(attach one with fusedmlp.MainGradBuffer)"
+    )
+
+
+def _are_right(params: Sequence[Tensor], targets: Sequence[Any]) -> bool:
+    """Whether the tensors are alike, and the first one passes all checks."""
+    if (
+        not are_alike(targets)
+        or targets[0] is None
+        or any(map(_REQUIRES_GRAD, targets[1:]))
+        or len(set(map(_SHAPE, params))) > 1  # forward found them alike; one has been changed since
+    ):
+        return False
+    try:
+        check(params[0], targets[0], "main_grad", ("", None))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def settle_overwrite(route: WeightGradient, leaf: Leaf, main_grad: Tensor) -> None:
+    """Decide whether the gradient overwrites `main_grad`; in backward, also adopt a plain gradient."""
+    i, param, state = leaf
+    lent = state.grad_is_main or state.lent is not None
+    may_overwrite = lent or state.holds is not GRADIENT or hasattr(param, "overwrite_main_grad")
+    if may_overwrite and takes_overwrite(param, state, route.place(i), route.recomputes_first_microbatch, main_grad):
+        route.overwrites.add(id(param))
+    in_backward = not route.delayed or state.buffer is None
+    if (
+        in_backward
+        and param.grad is not None
+        and not getattr(param, "grad_added_to_main_grad", True)
+        and adopt_plain_gradient(param, state, main_grad, overwrites=id(param) in route.overwrites)
+    ):
+        route.overwrites.discard(id(param))

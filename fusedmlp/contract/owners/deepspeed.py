@@ -1,0 +1,30 @@
+"""DeepSpeed's optimizers, which mark their parameters, or give them a hook that removes `.grad`."""
+
+from __future__ import annotations
+
+import sys
+
+from torch import Tensor
+
+NAME = "DeepSpeed"
+ADVICE = "use accumulate_wgrad='auto' without main_grad and without delay"
+# Of its optimizers, in errors about buffers and float32 accumulation:
+OWN_DTYPE = (
+    "DeepSpeed's optimizers accumulate in a dtype of their own: see data_types.grad_accum_dtype of its configuration"
+)
+OWN_COPIES = "DeepSpeed's optimizers step copies: with them, make no buffer"
+
+
+def present() -> bool:
+    """Whether it was imported."""
+    return "deepspeed" in sys.modules
+
+
+def owns(param: Tensor) -> bool:
+    """Whether the parameter has the attributes or the hook."""
+    hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    return (
+        hasattr(param, "_hp_mapping")
+        or hasattr(param, "ds_id")
+        or any(getattr(hook, "__module__", "").startswith("deepspeed") for hook in hooks.values())
+    )

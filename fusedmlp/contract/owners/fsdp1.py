@@ -1,0 +1,12 @@
+"""PyTorch's FSDP1 with `use_orig_params=False`: reduces a `.grad` of another size than the parameter's."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+FLAT = "a FlatParameter of FSDP1 (wrap with use_orig_params=True, or step from .grad without a buffer)"
+
+
+def is_flat(param: Tensor) -> bool:
+    """Whether it is a FlatParameter. Its views, the weights, are not leaves, so their gradients are returned."""
+    return getattr(param, "_is_flat_param", False)
