@@ -46,7 +46,7 @@ class Route(WeightGradient):
             self._shared = {i: ids.index(key) for i, key in enumerate(ids) if ids.index(key) < i}
             targets = [None if i in self._shared else target for i, target in enumerate(targets)]
         checks.refuse_common(self, self.destination.name, targets)
-        self.targets, self.accumulate = targets, False
+        self.targets = targets
         present = [target for target in targets if target is not None]
         if not present:
             dtype = checks.grad_dtype(self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0])

@@ -45,6 +45,17 @@ def test_both_land_in_main_grad(case, packed, make_layer, assert_close):
     assert all(p.grad is None or not p.grad.any() for p in layer.params)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_fused_gradient_that_would_overwrite_adds_to_a_plain_one_left_in_grad(packed, make_layer, assert_close):
+    layer = make_layer("linear", packed)
+    layer.attach(False)
+    for param in layer.params:
+        param.grad = 3 * torch.ones_like(param)
+    layer.backward(1, is_first_microbatch=True)
+    assert_close(layer.main_grads(), [3 + w for w in layer.wgrads(1)])
+    assert not any(p.grad.any() for p in layer.params)
+
+
 @pytest.mark.usefixtures("dense")
 def test_an_owner_that_adds_grad_itself_finds_the_plain_gradient_there(make_layer, assert_close):
     layer = make_layer()

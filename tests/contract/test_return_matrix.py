@@ -3,6 +3,7 @@ run.
 """
 
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -287,3 +288,16 @@ def test_auto_takes_main_grad_from_an_fsdp_parameter(delayed, make_layer, assert
         queue.run()
     assert_close(buffers, [1 + w for w in layer.wgrads()])
     assert layer.grads() == [None, None]
+
+
+def test_a_parameter_that_megatron_fsdp_has_never_gathered_is_refused(make_layer):
+    """Its buffer would be that of another step; `tests/integrations/megatron_fsdp.py` has the real ones."""
+    layer = make_layer("linear")
+    (param,) = layer.params
+    param.__fsdp_param__, param.get_main_grad = True, lambda: torch.zeros_like(param)
+    param._gbuf = Mock(is_data_distributed=True)
+    param._gbuf.ddp_config.data_parallel_sharding_strategy = "optim_grads"
+    with pytest.raises(RuntimeError, match="fsdp_unit_modules: expected modules that run their hooks"):
+        layer.backward()
+    param.overwrite_main_grad = True
+    layer.backward()
