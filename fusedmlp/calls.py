@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -50,7 +51,9 @@ def run(
     if is_first_microbatch:
         for experts in weights.values():
             if (destination := beside_grad(call.mode, experts.tensors)) is not None:
-                destination.begin_step(experts.tensors, call.recomputes_first_microbatch)
+                found = [call.mode == destination.name or each for each in destination.find(experts.tensors)]
+                weights_of = [*compress(experts.tensors, found)]
+                destination.begin_step(weights_of, call.recomputes_first_microbatch)
     return y
 
 

@@ -136,8 +136,8 @@ def _watched_run(add: Any) -> Any:
         route = batch[0].route
         if not _readable(batch[0].operands.dy):
             return add(queue, batch)
-        name, params, destination = route.name, route.params, route.destination
-        each = [(b.operands, _number_of_rows(b.operands.offsets, params)) for b in batch]
+        name, params, destination = route.name, [param for _, param, _ in route.leaves], route.destination
+        each = [(b.operands, _number_of_rows(b.operands.offsets, route.params)) for b in batch]
         given: dict[str, Any] = {
             "dy": [_used(operands.dy, rows, operands.dy_row_ids) for operands, rows in each],
             "x": [_used(operands.x, rows, operands.x_row_ids) for operands, rows in each],

@@ -14,7 +14,7 @@ from fusedmlp.contract import buffer_checks, buffer_summary
 from fusedmlp.contract.checks import grad_dtype
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.guard import guard_optimizers
-from fusedmlp.contract.lending import check_optimizer, lend, reclaim, set_grad, take_back, was_edited
+from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim, set_grad, was_edited
 from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
 from fusedmlp.contract.parameter_state import ParameterState, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
@@ -103,6 +103,7 @@ class MainGradBuffer:
         parts = zip(self.params, self._flat.split(sizes), strict=True)
         self._views = [part[: param.numel()].view(param.shape) for param, part in parts]
         self._states = [state_of(param) for param in self.params]
+        self._hooks: StepHooks | None = None
         guard_optimizers()
         for param, view, state in self._each():
             extended: Any = param
@@ -112,18 +113,19 @@ class MainGradBuffer:
             if optimizer is None and grad_added_to_main_grad:
                 extended.grad_added_to_main_grad = False
         if optimizer is not None:
-            self._attach()
+            self._attach(optimizer)
 
-    def _attach(self) -> None:
+    def _attach(self, optimizer: Optimizer) -> None:
         """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer where dtypes differ."""
         for param, view, state in self._each():
-            state.grad_is_main = state.rounds = True
+            state.grad_is_main = True
             if param.grad is None:
                 set_grad(param, None, view.dtype)
             else:
                 reclaim(param, state)
                 state.on(Event.CATCH)
             catch_plain_gradients(param, state)
+        self._hooks = StepHooks(optimizer, self.params)
 
     def __repr__(self) -> str:
         """Size, the share of elements in parameters that fused layers use, and the state of the step."""
@@ -273,13 +275,13 @@ class MainGradBuffer:
         for param, view, state in self._each():
             if is_stale(param, state):
                 view.zero_()
+        if self._hooks is not None:
+            self._hooks.remove()
         for param, _, state in self._each():
             remove_dummy_wgrad(param)
             if state.grad_is_main:
-                take_back(param, state)
                 set_grad(param, None if param.grad is None else param.grad.to(param.dtype), param.dtype)
-            state.grad_is_main = state.rounds = False
-            state.buffer = None
+            state.grad_is_main, state.buffer = False, None
             state.on(Event.DETACH)
             for name in ("main_grad", "grad_added_to_main_grad", "_main_grad_owner"):
                 if hasattr(param, name):

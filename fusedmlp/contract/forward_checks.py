@@ -33,13 +33,16 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
     may_skip = not owners and not (delayed and any(map(_LATE_HOOKS, weights)))
     if may_skip and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
         return
-    destination = beside_grad(mode, [weight for weight in weights if weight.requires_grad])
-    if destination is None and not delayed:
+    found = beside_grad(mode, [weight for weight in weights if weight.requires_grad])
+    if found is None and not delayed:
         return
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
         place = name, None if len(weights) == 1 else i
+        destination = found if found is None or mode == found.name or found.find([weight])[0] else None
+        if destination is None and not delayed:
+            continue
         if weight.is_leaf:
             state = state_of(weight)
             if destination is not None:

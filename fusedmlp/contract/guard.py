@@ -1,5 +1,5 @@
-"""Hooks of the steps of all optimizers: raise before a step if a gradient is in `main_grad` alone, or still in a queue,
-or if the model has another parameter by now; lend rounded gradients for the step.
+"""Check before every step of every optimizer: raise if a gradient is in `main_grad` alone, or still in a queue, or if
+the model has another parameter by now.
 """
 
 from __future__ import annotations
@@ -10,19 +10,18 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fusedmlp.contract.dummy import has_dummy_wgrad
-from fusedmlp.contract.lending import lend_for_step, reclaim_after_step
+from fusedmlp.contract.lending import wrap_closure
 from fusedmlp.contract.parameter_state import find_state, state_of
 from fusedmlp.contract.states import GRADIENT, LENT, STEPPED, UNSURE, Event
 
 
 @cache
 def guard_optimizers() -> None:
-    """Register the hooks, once; called when a buffer or a queue is made, or parameters are replaced."""
+    """Register the check, once; called when a buffer or a queue is made, or parameters are replaced."""
     register_optimizer_step_pre_hook(_before)
-    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: reclaim_after_step(optimizer))
 
 
 def replaced(params: Iterable[Tensor], by: str) -> None:
@@ -34,19 +33,12 @@ def replaced(params: Iterable[Tensor], by: str) -> None:
 
 def _before(optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     _check(optimizer)
-    lend_for_step(optimizer)
-    if len(args) > 1 and callable(args[1]):
-        return (args[0], partial(_around, optimizer, args[1]), *args[2:]), kwargs
-    if callable(kwargs.get("closure")):
-        return args, kwargs | {"closure": partial(_around, optimizer, kwargs["closure"])}
-    return args, kwargs
+    return wrap_closure(args, kwargs, partial(_around, optimizer))
 
 
 def _around(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-    reclaim_after_step(optimizer)
     result = closure()
     _check(optimizer)
-    lend_for_step(optimizer)
     return result
 
 

@@ -9,13 +9,15 @@ back; if `.grad` was set to None, the exact gradient is dropped. If a step raise
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedmlp.contract.owners import deepspeed, fsdp1
-from fusedmlp.contract.parameter_state import Lent, ParameterState, find_states
+from fusedmlp.contract.parameter_state import Lent, ParameterState, state_of
 
 
 def set_grad(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
@@ -49,9 +51,8 @@ def reclaim(param: Tensor, state: ParameterState) -> bool:
             f"a backward inside as_grad(): expected weights in the dtype of main_grad; got {param.dtype} weights, and "
             "a rounded copy in .grad (for closures of optimizers use MainGradBuffer(params, optimizer=optimizer))"
         )
-    exact: Tensor | None = (
-        getattr(param, "main_grad", None) if state.grad_is_main else lent.exact if lent is not None else grad
-    )
+    main_grad: Tensor | None = getattr(param, "main_grad", None)
+    exact = main_grad if state.grad_is_main else lent.exact if lent is not None else grad
     if exact is None or (grad is exact and lent is None):
         return False
     if grad is not None and was_edited(lent, grad):
@@ -66,58 +67,81 @@ def was_edited(lent: Lent | None, grad: Tensor) -> bool:
     return lent is None or grad is not lent.rounded or grad._version != lent.version
 
 
-@torch.no_grad()
-def lend_for_step(optimizer: Optimizer) -> None:
-    """Lend the optimizer rounded copies of all gradients of another dtype than their parameter's, if it `rounds`."""
-    reclaim_after_step(optimizer)  # after a step that raised
-    differing = [
-        (param, state, param.grad)
-        for param, state in _rounded(optimizer)
-        if param.grad is not None and param.grad.dtype != param.dtype
-    ]
-    if not differing:
-        return
-    _fit(optimizer, [grad for param, _, grad in differing if param.dtype == torch.float16])
-    copies = [lend(param, state, grad, takes_gradients=True) for param, state, grad in differing]
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None:  # rounding to float16 may have overflowed
-        found_inf.copy_(torch.maximum(found_inf, (~_largest(copies).isfinite()).to(found_inf)))
+class StepHooks:
+    """Hooks of an optimizer that lend it rounded gradients for its steps, and reclaim them while a closure runs.
 
+    Args:
+        optimizer: a `torch.optim.Optimizer`, or Accelerate's wrapper of one.
+        params: leaf parameters; those whose `.grad` has another dtype at a step are lent one.
 
-@torch.no_grad()
-def reclaim_after_step(optimizer: Optimizer) -> None:
-    """Undo `lend_for_step`."""
-    for param, state in _rounded(optimizer):
-        take_back(param, state)
-
-
-def take_back(param: Tensor, state: ParameterState) -> None:
-    """Put the exact tensor back after a step; None if the optimizer has dropped the gradient."""
-    if state.lent is not None and reclaim(param, state):
-        param.grad = None
-
-
-def _rounded(optimizer: Optimizer) -> list[tuple[Tensor, ParameterState]]:
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    states = zip(params, find_states(params), strict=True)
-    return [(param, state) for param, state in states if state is not None and state.rounds]
-
-
-def _fit(optimizer: Optimizer, rounded: list[Tensor]) -> None:
-    """Scale down gradients that a `GradScaler` leaves to fused optimizers until the largest one fits float16.
-
-    They are not unscaled, as small ones would then be zero in float16. `rounded`: those that will be float16.
+    Raises:
+        TypeError: the optimizer has no hooks.
     """
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None or not rounded:
-        return
-    largest = _largest(rounded).to(scale)
-    factor = (torch.finfo(torch.float16).max / largest).log2().floor().exp2().clamp(max=1)  # 1 if all are zero
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                param.grad.mul_(factor.to(param.grad.device))
-    optimizer.grad_scale = scale * factor  # type: ignore[attr-defined]
+
+    def __init__(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+        self.optimizer = unwrap(optimizer)
+        self._params = [(param, state_of(param)) for param in params]
+        self._hooks = (
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+        )
+
+    def remove(self) -> None:
+        """Reclaim lent gradients and remove the hooks."""
+        self._reclaim()
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def _lend(self) -> None:
+        self._reclaim()  # after a step that raised
+        differing = [
+            (param, state, grad)
+            for param, state in self._params
+            if (grad := param.grad) is not None and grad.dtype != param.dtype
+        ]
+        if not differing:
+            return
+        self._fit([grad for param, _, grad in differing if param.dtype == torch.float16])
+        copies = [lend(param, state, grad, takes_gradients=True) for param, state, grad in differing]
+        found_inf = getattr(self.optimizer, "found_inf", None)
+        if found_inf is not None:  # rounding to float16 may have overflowed
+            found_inf.copy_(torch.maximum(found_inf, (~_largest(copies).isfinite()).to(found_inf)))
+
+    def _fit(self, rounded: list[Tensor]) -> None:
+        """Scale down gradients that a `GradScaler` leaves to fused optimizers until the largest one fits float16.
+
+        They are not unscaled, as small ones would then be zero in float16. `rounded`: those that will be float16.
+        """
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is None or not rounded:
+            return
+        largest = _largest(rounded).to(scale)
+        factor = (torch.finfo(torch.float16).max / largest).log2().floor().exp2().clamp(max=1)  # 1 if all are zero
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(factor.to(param.grad.device))
+        self.optimizer.grad_scale = scale * factor  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def _reclaim(self) -> None:
+        for param, state in self._params:
+            if state.lent is not None and reclaim(param, state):
+                param.grad = None
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._lend()
+        return wrap_closure(args, kwargs, self._around)
+
+    def _around(self, closure: Callable[[], Any]) -> Any:
+        self._reclaim()
+        result = closure()
+        self._lend()
+        return result
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        self._reclaim()
 
 
 def _largest(tensors: list[Tensor]) -> Tensor:
@@ -148,3 +172,16 @@ def check_optimizer(optimizer: Optimizer, params: list[Tensor]) -> None:
                 f"params[{i}]: expected a parameter of the optimizer; got one that none of its groups has, of shape "
                 f"{tuple(param.shape)} ({deepspeed.OWN_COPIES})"
             )
+
+
+def wrap_closure(
+    args: Any, kwargs: dict[str, Any], run: Callable[[Callable[[], Any]], Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The arguments of `optimizer.step`, with the closure, if there is one, replaced by a call of `run(closure)`."""
+    if len(args) > 1 and callable(args[1]):
+        closure = args[1]
+        return (args[0], lambda: run(closure), *args[2:]), kwargs
+    if callable(kwargs.get("closure")):
+        closure = kwargs["closure"]
+        return args, kwargs | {"closure": lambda: run(closure)}
+    return args, kwargs

@@ -67,7 +67,8 @@ def expect_overwrite(weights: Sequence[Tensor], recomputing: bool) -> None:
             if state.buffer is not None:
                 _expect_in_buffer(weight, state, state.buffer, recomputing)
             elif not recomputing:
-                state.on(Event.FIRST if torch.is_grad_enabled() else Event.FIRST_UNRECORDED)
+                begins = torch.is_grad_enabled() or state.holds is STALE
+                state.on(Event.FIRST if begins else Event.FIRST_UNRECORDED)
                 state.plain = None
 
 

@@ -87,7 +87,7 @@ class ParameterState:
 
     # fmt: off
     __slots__ = ("began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered", "grad_is_main", "holds", "home",
-                 "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by", "rounds")
+                 "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
@@ -99,7 +99,6 @@ class ParameterState:
         self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
-        self.rounds = False  # lending.py: an optimizer gets a rounded gradient, if dtypes differ
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
         self.queued: weakref.WeakSet[WeightGradient] | None = None  # records of gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
@@ -116,7 +115,7 @@ class ParameterState:
 
     def is_fused(self) -> bool:
         """True once a fused layer that adds to `main_grad` has used the parameter."""
-        return self.home is not None
+        return self.home is not None and self.entered != ""
 
 
 _states: dict[int, ParameterState] = {}  # by id

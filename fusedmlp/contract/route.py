@@ -40,27 +40,35 @@ class Route(WeightGradient):
 
         `latest`: the last of the routes that the GEMM computes together with this one.
         """
-        targets = self.destination.open(self, latest or self)
+        existing = targets = self.destination.open(self, latest or self)
         if len(set(map(id, self.params))) < len(self.params):
             ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
             self._shared = {i: ids.index(key) for i, key in enumerate(ids) if ids.index(key) < i}
             targets = [None if i in self._shared else target for i, target in enumerate(targets)]
-        checks.refuse_common(self, self.destination.name, targets)
-        self.targets = targets
+        self.targets, self.accumulate = targets, False
         present = [target for target in targets if target is not None]
         if not present:
             dtype = checks.grad_dtype(self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0])
             self.outs = [checks.fresh_like(param, dtype) for param in self.params]
+        else:  # fresh outputs beside others have their strides, gaps included
+            first = present[0]
+            if first.is_cuda and engine.inside_backward():
+                engine.current_backward().join_stream(first)
+            fresh = len(present) < len(targets)
+            self.outs = (
+                [
+                    first.new_empty_strided(first.shape, first.stride()) if target is None else target
+                    for target in targets
+                ]
+                if fresh
+                else present
+            )
+        if not (present and self.destination.beside_grad):
             checks.check_group(self.name, self.outs)
-            return
-        first = present[0]
-        if first.is_cuda and engine.inside_backward():
-            engine.current_backward().join_stream(first)
+        self.destination.decide(self, existing)
         if len(present) == len(targets) and not self.overwrites:
-            self.outs, self.accumulate = present, True
+            self.accumulate = True
             return
-        # Fresh outputs have the strides of the others, gaps included.
-        self.outs = [first.new_empty_strided(first.shape, first.stride()) if t is None else t for t in targets]
         adds = [t is not None and id(p) not in self.overwrites for t, p in zip(targets, self.params, strict=True)]
         self.accumulate = True in adds
         if self.accumulate:

@@ -26,7 +26,7 @@ class Event(Enum):
     DETACH = "buffer.detach()"
     ZERO = "buffer.zero_(); a step of the buffer begins; .grad = None inside as_grad()"
     FIRST = "forward with is_first_microbatch=True"
-    FIRST_UNRECORDED = "the same under no_grad"
+    FIRST_UNRECORDED = "the same under no_grad, while there is a gradient"
     WRITE = "a fused gradient arrives; a delayed one arrives when its queue runs"
     CATCH = "a gradient of plain PyTorch is caught, or found in .grad"
     FAIL = "the backward of a gradient that overwrote fails"
@@ -36,14 +36,14 @@ class Event(Enum):
 
 
 TRANSITIONS: dict[Event, dict[Holds, Holds]] = {
-    Event.ATTACH: dict.fromkeys((GRADIENT, STALE, UNSURE), ZEROS),
+    Event.ATTACH: dict.fromkeys(Holds, ZEROS),
     Event.DETACH: dict.fromkeys(Holds, GRADIENT),
     Event.ZERO: dict.fromkeys(Holds, STALE),
     Event.FIRST: dict.fromkeys(Holds, STALE),
-    Event.FIRST_UNRECORDED: {GRADIENT: UNSURE, UNSURE: UNSURE, STALE: STALE},
+    Event.FIRST_UNRECORDED: dict.fromkeys((GRADIENT, UNSURE, STALE), UNSURE),
     Event.WRITE: dict.fromkeys(Holds, GRADIENT),
     Event.CATCH: dict.fromkeys(Holds, GRADIENT),
-    Event.FAIL: {GRADIENT: STALE},
+    Event.FAIL: dict.fromkeys((GRADIENT, STALE), STALE),
     Event.READ: dict.fromkeys((STALE, GRADIENT, ZEROS, STEPPED, UNSURE), ZEROS),  # all but STALE if `.grad` is None
     Event.RETURN: {ZEROS: LENT},
     Event.STEP: dict.fromkeys(Holds, STEPPED),

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from fusedmlp import validate
 from fusedmlp.contract.engine import is_plain
-from fusedmlp.contract.guard import guard_optimizers
-from fusedmlp.contract.lending import set_grad, take_back, unwrap
+from fusedmlp.contract.lending import StepHooks, set_grad
 from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
@@ -47,18 +46,15 @@ class FP32Accumulation:
             )
         validate.module("model", model)
         self._params = _of_16_bits(model)
-        unwrap(optimizer)  # raises for one without hooks
-        guard_optimizers()
+        self._hooks = StepHooks(optimizer, self._params)
         for param in self._params:
-            state_of(param).rounds = True
             set_grad(param, None if param.grad is None else param.grad.float(), torch.float32)
             catch_plain_gradients(param, state_of(param))  # takes the float32 `.grad` back after a step that raised
 
     def remove(self) -> None:
         """Stop: give gradients the dtypes of their parameters again, and round the gradients that exist."""
+        self._hooks.remove()
         for param in self._params:
-            take_back(param, state_of(param))
-            state_of(param).rounds = False
             set_grad(param, None if param.grad is None else param.grad.to(param.dtype), param.dtype)
 
 

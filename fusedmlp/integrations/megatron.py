@@ -108,9 +108,8 @@ class FusedGroupedMLP(TEGroupedMLP):
             linear()
         under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.group("weight")[0], "__fsdp_param__")
         weights = [weight for linear in linears for weight in linear.group("weight")]
-        for weight in weights if under_fsdp else ():
-            if weight.requires_grad:
-                megatron_fsdp.refuse_wrong_gradients(weight)
+        trained = [weight for weight in weights if weight.requires_grad] if under_fsdp else []
+        megatron_fsdp.refuse_wrong_gradients(*trained)
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
@@ -130,6 +129,8 @@ class FusedGroupedMLP(TEGroupedMLP):
             wgrad=self.wgrad,
             quantized_weights=None if under_fsdp else self._copies(weights, x.shape[0]),
         )
+        if mode == "off" and trained and y.requires_grad:  # else the destination looks again
+            y.register_hook(lambda _: megatron_fsdp.refuse_wrong_gradients(*trained))
         return y, None
 
     def _copies(self, weights: list[Tensor], num_rows: int) -> QuantizedWeights | None:

@@ -63,12 +63,18 @@ class Life:
         del self.param.main_grad
         fusedmlp.MainGradBuffer([self.param])
 
+    def evaluate_beside_a_gradient(self):
+        self.param.grad = torch.ones_like(self.param)
+        self.forward(grad_enabled=False)
+
     def catch(self):
         self.plain()
         self.buffer.norm()  # finds it in .grad, unless the hook has caught it
 
-    def fail(self, monkeypatch):
+    def fail(self, monkeypatch, zeroed=False):
         def fails(*_):
+            if zeroed:  # as another thread may do
+                self.buffer.zero_()
             raise torch.OutOfMemoryError
 
         with monkeypatch.context() as patch:
@@ -91,6 +97,7 @@ def lives():
         yield "buffer", holds, lambda life, _: life.step()
         yield "buffer", holds, lambda life, _: life.forward()
         yield "buffer", holds, lambda life, _: life.forward(grad_enabled=False)
+        yield "buffer", holds, lambda life, _: life.attach()
     for holds in (GRADIENT, STALE, UNSURE):
         yield "attributes", holds, lambda life, _: life.attach()
         yield "attributes", holds, lambda life, _: life.forward()
@@ -101,6 +108,8 @@ def lives():
         yield "optimizer", holds, lambda life, _: life.step_by_hand()
         yield "optimizer", holds, lambda life, _: life.layer.backward(1)
     yield "buffer", STALE, lambda life, monkeypatch: life.fail(monkeypatch)
+    yield "buffer", STALE, lambda life, monkeypatch: life.fail(monkeypatch, zeroed=True)
+    yield "optimizer", STALE, lambda life, _: life.evaluate_beside_a_gradient()
 
 
 def test_public_calls_take_every_transition_of_the_table(make_layer, monkeypatch):

@@ -59,17 +59,23 @@ class Destination:
     def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
         """Choose before the GEMM, in backward or when the queue runs, the tensors that it adds to, or raise.
 
-        They are alike in dtype, shape and strides (`checks.check_group`). `route.leaves` may have a parameter twice, if
-        experts share it. Put into `route.overwrites` the ids of parameters whose tensor the GEMM overwrites. `latest`:
-        the last of the gradients that the GEMM computes together with this one.
+        They are alike in dtype, shape and strides (`checks.check_group`), and no two parameters have one in common.
+        `route.leaves` may have a parameter twice, if experts share it. `latest`: the last of the gradients that the
+        GEMM computes together with this one.
         """
         return [None] * len(route.params)
+
+    def decide(self, route: WeightGradient, targets: Targets) -> None:
+        """Put into `route.overwrites`, after `open`, the ids of parameters whose tensor the GEMM overwrites.
+
+        The last thing before the GEMM, as it may change states: what fails earlier can run again.
+        """
 
     def written(self, route: WeightGradient) -> None:
         """Tell the owners, in backward, that gradients are there, or will be when the queue has run."""
 
     def undo(self, route: WeightGradient) -> None:
-        """Take back what `open` decided, after the layer's backward failed; tensors that it made may stay."""
+        """Take back what was decided, after the layer's backward failed; tensors that it made may stay."""
 
     def keep(self, route: WeightGradient, grads: Targets) -> list[tuple[Tensor, Tensor]]:
         """Keep, after a queue's GEMM, the gradients that had no tensor to go to (one for each parameter, or None).

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fusedmlp.contract.checks import (
-    check_group,
     check_kind,
     check_memory,
     refuse_late_hooks,
@@ -36,12 +35,7 @@ class Grad(Destination):
     def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
         """Choose the existing `.grad`s."""
         targets = self.existing(route, [])
-        present = [target for target in targets if target is not None]
-        if not route.delayed:
-            targets = _of_one_kind(targets, present)
-        elif present:
-            check_group(route.name, present)
-        return targets
+        return targets if route.delayed else _of_one_kind(targets)
 
     def existing(self, route: WeightGradient, others: Sequence[Tensor]) -> Targets:
         """The `.grad`s to which the GEMM may add. `others`: leaves for which other threads must wait, too."""
@@ -91,11 +85,12 @@ def existing_grad(
     return grad
 
 
-def _of_one_kind(targets: Targets, present: list[Tensor]) -> Targets:
+def _of_one_kind(targets: Targets) -> Targets:
     """Keep the targets that one GEMM can add to together: distinct, with the dtype and strides of the first.
 
     None stands for those that are left out.
     """
+    present = [target for target in targets if target is not None]
     kinds = {(target.dtype, target.stride()) for target in present}
     if len(kinds) <= 1 and len(set(map(id, present))) == len(present):
         return targets

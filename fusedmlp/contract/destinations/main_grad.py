@@ -69,7 +69,7 @@ class MainGrad(Destination):
 
     def begin_step(self, weights: Sequence[Tensor], recomputing: bool) -> None:
         """Let the next gradient of each weight overwrite."""
-        expect_overwrite([w for w, found in zip(weights, self.find(weights), strict=True) if found], recomputing)
+        expect_overwrite(weights, recomputing)
 
     def refuse_late(self, route: WeightGradient) -> None:
         """Refuse what `open` would, and hooks that would run too early; decide about overwriting, except in buffers.
@@ -88,13 +88,16 @@ class MainGrad(Destination):
         for i, param, state in route.leaves:
             if state.queued or state.compiled_in is not None:
                 refuse_other_writers(param, state, route.place(i), route, latest)
-        for leaf in route.leaves:  # last, as it changes states
+        return targets
+
+    def decide(self, route: WeightGradient, targets: Targets) -> None:
+        """Decide which parameters' `main_grad` the GEMM overwrites."""
+        for leaf in route.leaves:
             if not route.delayed or leaf[2].buffer is not None:
-                settle_overwrite(route, leaf, targets[leaf[0]])
+                settle_overwrite(route, leaf, targets[leaf[0]])  # type: ignore[arg-type]
         if route.overwrites:
             for _, param, state in route.leaves:
                 state.began = route.order if id(param) in route.overwrites else state.began
-        return targets
 
     def _existing(self, route: WeightGradient) -> list[Any]:
         """The `main_grad` of every parameter whose gradient is accumulated, checked; None for others."""
@@ -124,14 +127,13 @@ class MainGrad(Destination):
         for _, param, state in flagged:
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             set_dummy_wgrad(param, state, dense)
-            if state.catch is None:  # the attribute was set after forward
+            if state.catch is None or state.home is None:  # the attribute was set after forward
                 self.enter(param, state)
 
     def undo(self, route: WeightGradient) -> None:
         """If the gradient was to overwrite, let the next one do so."""
-        for param in route.params:
-            if id(param) in route.overwrites:
-                give_back_overwrite(param)
+        for param in {id(param): param for param in route.params if id(param) in route.overwrites}.values():
+            give_back_overwrite(param)
 
 
 def no_main_grad(what: str) -> RuntimeError:

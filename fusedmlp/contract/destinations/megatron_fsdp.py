@@ -4,6 +4,7 @@ gradients in there.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -49,20 +50,25 @@ _fsdps: weakref.WeakSet[Any] = weakref.WeakSet()  # every instance; before 0.19,
 
 def _remember_fsdp(parent: nn.Module, name: str, child: nn.Module | None) -> None:
     """Record a Megatron-FSDP instance when the model that it shards becomes its submodule; PyTorch calls this hook."""
-    if any(kind.__name__ == "MegatronFSDP" for kind in type(parent).__mro__):
+    if "megatron" in sys.modules and any(kind.__name__ == "MegatronFSDP" for kind in type(parent).__mro__):
         _fsdps.add(parent)
 
 
 register_module_module_registration_hook(_remember_fsdp)
 
 
-def refuse_wrong_gradients(weight: Tensor) -> None:
-    """Refuse a weight for which Megatron-FSDP computes wrong gradients, whether fused or by plain autograd.
+def refuse_wrong_gradients(*weights: Tensor) -> None:
+    """Refuse weights for which Megatron-FSDP computes wrong gradients, whether fused or by plain autograd.
 
     Raises:
-        RuntimeError: Megatron-FSDP has never gathered the weight, would add this rank's gradient to the reduced one, or
+        RuntimeError: Megatron-FSDP has never gathered a weight, would add this rank's gradient to the reduced one, or
             would scale the sum of earlier micro-batches in `main_grad` again with every micro-batch.
     """
+    for weight in weights:
+        _refuse(weight)
+
+
+def _refuse(weight: Tensor) -> None:
     buffer: Any = getattr(weight, "_gbuf", None)  # other owners may follow the protocol, which is TransformerEngine's
     strategy = "no_shard" if buffer is None else buffer.ddp_config.data_parallel_sharding_strategy
     if strategy == "no_shard":
