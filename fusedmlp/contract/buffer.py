@@ -103,7 +103,6 @@ class MainGradBuffer:
         parts = zip(self.params, self._flat.split(sizes), strict=True)
         self._views = [part[: param.numel()].view(param.shape) for param, part in parts]
         self._states = [state_of(param) for param in self.params]
-        self._hooks: StepHooks | None = None
         guard_optimizers()
         for param, view, state in self._each():
             extended: Any = param
@@ -112,10 +111,9 @@ class MainGradBuffer:
             state.on(Event.ATTACH)
             if optimizer is None and grad_added_to_main_grad:
                 extended.grad_added_to_main_grad = False
-        if optimizer is not None:
-            self._attach(optimizer)
+        self._hooks = None if optimizer is None else self._attach(optimizer)
 
-    def _attach(self, optimizer: Optimizer) -> None:
+    def _attach(self, optimizer: Optimizer) -> StepHooks:
         """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer where dtypes differ."""
         for param, view, state in self._each():
             state.grad_is_main = True
@@ -125,7 +123,7 @@ class MainGradBuffer:
                 reclaim(param, state)
                 state.on(Event.CATCH)
             catch_plain_gradients(param, state)
-        self._hooks = StepHooks(optimizer, self.params)
+        return StepHooks(optimizer, self.params)
 
     def __repr__(self) -> str:
         """Size, the share of elements in parameters that fused layers use, and the state of the step."""
