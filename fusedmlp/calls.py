@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import compress
 
 import torch
 from torch import Tensor
@@ -13,9 +12,8 @@ from torch import Tensor
 from fusedmlp import validate
 from fusedmlp.autograd import compiled, weight_copies
 from fusedmlp.autograd.layers import Call
-from fusedmlp.contract.destinations.choice import beside_grad
 from fusedmlp.contract.engine import inside_backward
-from fusedmlp.contract.forward_checks import enter_forward
+from fusedmlp.contract.forward_checks import begin_step, enter_forward
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
 from fusedmlp.recipe import NAMES, check_blocks, formats
@@ -50,10 +48,7 @@ def run(
         raise
     if is_first_microbatch:
         for experts in weights.values():
-            if (destination := beside_grad(call.mode, experts.tensors)) is not None:
-                found = [call.mode == destination.name or each for each in destination.find(experts.tensors)]
-                weights_of = [*compress(experts.tensors, found)]
-                destination.begin_step(weights_of, call.recomputes_first_microbatch)
+            begin_step(experts.tensors, call.mode, call.recomputes_first_microbatch)
     return y
 
 

@@ -1,4 +1,4 @@
-"""Checks in forward: raise early for gradients that backward could not write, and register what backward needs."""
+"""Forward: raise early for gradients that backward could not write, register what backward needs, begin a step."""
 
 from __future__ import annotations
 
@@ -61,6 +61,14 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"
             )
+
+
+def begin_step(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -> None:
+    """Begin a step, after a forward with `is_first_microbatch=True`: see `Destination.begin_step`."""
+    destination = beside_grad(mode, weights)
+    if destination is not None:
+        found = zip(weights, destination.find(weights), strict=True)
+        destination.begin_step([w for w, has in found if has or mode == destination.name], recomputing)
 
 
 def _has_passed(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:

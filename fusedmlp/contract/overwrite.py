@@ -133,8 +133,10 @@ def takes_overwrite_of_backward(param: Tensor, state: ParameterState) -> bool:
     return flag_cleared or last is not state.overwritten_in
 
 
-def adopt_plain_gradient(param: Tensor, state: ParameterState, main_grad: Tensor, *, overwrites: bool) -> bool:
-    """Before the first fused gradient of a step: move an earlier plain gradient from `.grad` to `main_grad`.
+def adopt_plain_gradient(
+    param: Tensor, state: ParameterState, grad: Tensor, main_grad: Tensor, *, overwrites: bool
+) -> bool:
+    """Before the first fused gradient of a step: move an earlier plain gradient, `.grad`, to `main_grad`.
 
     Otherwise the owner, which sees the flag, would drop it. Returns whether there was one: the fused gradient then
     does not overwrite `main_grad`.
@@ -147,7 +149,6 @@ def adopt_plain_gradient(param: Tensor, state: ParameterState, main_grad: Tensor
     ):
         return False
     engine.current_backward().join_stream(main_grad)
-    grad: Tensor = param.grad  # type: ignore[assignment]
     with torch.no_grad():
         main_grad.copy_(grad) if overwrites else main_grad.add_(grad)
     param.grad = None

@@ -54,16 +54,11 @@ class Route(WeightGradient):
             first = present[0]
             if first.is_cuda and engine.inside_backward():
                 engine.current_backward().join_stream(first)
-            fresh = len(present) < len(targets)
-            self.outs = (
-                [
-                    first.new_empty_strided(first.shape, first.stride()) if target is None else target
-                    for target in targets
-                ]
-                if fresh
-                else present
-            )
-        if not (present and self.destination.beside_grad):
+            self.outs = present
+            if len(present) < len(targets):
+                like = first.shape, first.stride()
+                self.outs = [first.new_empty_strided(*like) if target is None else target for target in targets]
+        if not present or not self.destination.beside_grad:  # such destinations have checked theirs
             checks.check_group(self.name, self.outs)
         self.destination.decide(self, existing)
         if len(present) == len(targets) and not self.overwrites:

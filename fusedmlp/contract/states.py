@@ -20,7 +20,7 @@ GRADIENT, ZEROS, LENT, STEPPED, STALE, UNSURE = Holds  # looked up once, not for
 
 
 class Event(Enum):
-    """What changes the state."""
+    """An event that changes the state."""
 
     ATTACH = "a MainGradBuffer is made"
     DETACH = "buffer.detach()"

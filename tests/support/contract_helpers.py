@@ -1,8 +1,12 @@
-"""Helpers of tests/contract: sums of gradients, operators of AccumulateGrad, calls in threads that start together."""
+"""Helpers of tests/contract: sums of gradients, operators of AccumulateGrad, calls in threads that start together,
+a queue without memory.
+"""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -34,3 +38,15 @@ def in_threads(*calls):
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
+
+
+def run_without_memory(queue, monkeypatch):
+    """Run a queue that cannot allocate an output beside the gradients that exist."""
+
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty_strided", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            queue.run()

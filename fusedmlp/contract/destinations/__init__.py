@@ -1,1 +1,1 @@
-"""Where weight gradients go: a file for each kind of destination, and `choice.py`, which lists them."""
+"""Destinations of weight gradients: a file for each kind, and `choice.py`, which lists them."""

@@ -12,7 +12,7 @@ Targets = list[Tensor | None]  # per parameter: the tensor that a GEMM writes to
 
 
 class Destination:
-    """Where the gradients of a weight go: of one packed parameter, or of one for each expert.
+    """A place for the gradients of a weight: of one packed parameter, or of one for each expert.
 
     A destination has no state: `Route` keeps that of one weight in one backward, `ParameterState` that of a parameter.
     Its methods are called in the order in which they stand here. By default every gradient is returned.

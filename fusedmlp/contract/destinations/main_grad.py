@@ -94,7 +94,7 @@ class MainGrad(Destination):
         """Decide which parameters' `main_grad` the GEMM overwrites."""
         for leaf in route.leaves:
             if not route.delayed or leaf[2].buffer is not None:
-                settle_overwrite(route, leaf, targets[leaf[0]])  # type: ignore[arg-type]
+                settle_overwrite(route, leaf, targets[leaf[0]])
         if route.overwrites:
             for _, param, state in route.leaves:
                 state.began = route.order if id(param) in route.overwrites else state.began
@@ -127,7 +127,7 @@ class MainGrad(Destination):
         for _, param, state in flagged:
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             set_dummy_wgrad(param, state, dense)
-            if state.catch is None or state.home is None:  # the attribute was set after forward
+            if state.catch is None or state.home is None:  # forward knew of no main_grad, or of no flag
                 self.enter(param, state)
 
     def undo(self, route: WeightGradient) -> None:
@@ -145,7 +145,7 @@ def no_main_grad(what: str) -> RuntimeError:
 
 
 def _are_right(params: Sequence[Tensor], targets: Sequence[Any]) -> bool:
-    """Whether the tensors are alike, and the first one passes all checks."""
+    """Tell whether the tensors are alike, and the first one passes all checks."""
     if (
         not are_alike(targets)
         or targets[0] is None
@@ -160,9 +160,11 @@ def _are_right(params: Sequence[Tensor], targets: Sequence[Any]) -> bool:
     return True
 
 
-def settle_overwrite(route: WeightGradient, leaf: Leaf, main_grad: Tensor) -> None:
+def settle_overwrite(route: WeightGradient, leaf: Leaf, main_grad: Tensor | None) -> None:
     """Decide whether the gradient overwrites `main_grad`; in backward, also adopt a plain gradient."""
     i, param, state = leaf
+    assert main_grad is not None  # a leaf has one
+    grad: Tensor | None = param.grad
     lent = state.grad_is_main or state.lent is not None
     may_overwrite = lent or state.holds is not GRADIENT or hasattr(param, "overwrite_main_grad")
     if may_overwrite and takes_overwrite(param, state, route.place(i), route.recomputes_first_microbatch, main_grad):
@@ -170,8 +172,8 @@ def settle_overwrite(route: WeightGradient, leaf: Leaf, main_grad: Tensor) -> No
     in_backward = not route.delayed or state.buffer is None
     if (
         in_backward
-        and param.grad is not None
+        and grad is not None
         and not getattr(param, "grad_added_to_main_grad", True)
-        and adopt_plain_gradient(param, state, main_grad, overwrites=id(param) in route.overwrites)
+        and adopt_plain_gradient(param, state, grad, main_grad, overwrites=id(param) in route.overwrites)
     ):
         route.overwrites.discard(id(param))

@@ -27,7 +27,7 @@ if torch.distributed.is_available() and torch.distributed.is_initialized():  # D
 
 
 def present() -> bool:
-    """Whether there is a DDP; notes the one that runs, which no hook has seen if it is a copy."""
+    """Tell whether there is a DDP; notes the one that runs, which no hook has seen if it is a copy."""
     running = DistributedDataParallel._get_active_ddp_module()
     if running is not None and running not in _ddps:
         _ddps[running] = None
@@ -35,7 +35,7 @@ def present() -> bool:
 
 
 def owns(param: Tensor) -> bool:
-    """Whether a DDP was made with the parameter."""
+    """Tell whether a DDP was made with the parameter."""
     if not _has(param):
         return False
     if not torch.compiler.is_compiling():  # Dynamo cannot trace gc.collect

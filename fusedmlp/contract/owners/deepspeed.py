@@ -8,7 +8,7 @@ from torch import Tensor
 
 NAME = "DeepSpeed"
 ADVICE = "use accumulate_wgrad='auto' without main_grad and without delay"
-# Of its optimizers, in errors about buffers and float32 accumulation:
+# For errors about buffers and float32 accumulation, which get its optimizers:
 OWN_DTYPE = (
     "DeepSpeed's optimizers accumulate in a dtype of their own: see data_types.grad_accum_dtype of its configuration"
 )
@@ -16,12 +16,12 @@ OWN_COPIES = "DeepSpeed's optimizers step copies: with them, make no buffer"
 
 
 def present() -> bool:
-    """Whether it was imported."""
+    """Tell whether it was imported."""
     return "deepspeed" in sys.modules
 
 
 def owns(param: Tensor) -> bool:
-    """Whether the parameter has the attributes or the hook."""
+    """Tell whether the parameter has the attributes or the hook."""
     hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     return (
         hasattr(param, "_hp_mapping")

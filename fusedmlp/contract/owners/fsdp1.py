@@ -8,5 +8,5 @@ FLAT = "a FlatParameter of FSDP1 (wrap with use_orig_params=True, or step from .
 
 
 def is_flat(param: Tensor) -> bool:
-    """Whether it is a FlatParameter. Its views, the weights, are not leaves, so their gradients are returned."""
+    """Tell whether it is a FlatParameter. Its views, the weights, are not leaves, so their gradients are returned."""
     return getattr(param, "_is_flat_param", False)

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 NAME = "FSDP2 (fully_shard)"
 ADVICE = "use accumulate_wgrad='grad' without delay, and fusedmlp.integrations.fsdp2.accumulate_in to keep it in fp32"
-# Of its DTensors, in the error about buffers:
+# For the error about buffers, which get its DTensors:
 SHARDED = (
     "FSDP2 reduces .grad: step from that, with accumulate_wgrad='grad' and fusedmlp.integrations.fsdp2.accumulate_in"
 )
@@ -18,7 +18,7 @@ _known = WeakTensorKeyDictionary()  # whether FSDP2 owns a parameter: it keeps i
 
 
 def present() -> bool:
-    """Whether some module went through `fully_shard`."""
+    """Tell whether some module went through `fully_shard`."""
     if "torch.distributed.fsdp._fully_shard._fsdp_state" not in sys.modules:  # fully_shard was never imported
         return False
     from torch.distributed._composable_state import _module_state_mapping
@@ -27,7 +27,7 @@ def present() -> bool:
 
 
 def owns(param: Tensor) -> bool:
-    """Whether it is the unsharded parameter of a module that went through `fully_shard`."""
+    """Tell whether it is the unsharded parameter of a module that went through `fully_shard`."""
     if param not in _known:
         from torch.distributed._composable_state import _module_state_mapping
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
