@@ -67,8 +67,7 @@ def begin_step(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -> None
     """Begin a step, after a forward with `is_first_microbatch=True`: see `Destination.begin_step`."""
     destination = beside_grad(mode, weights)
     if destination is not None:
-        found = zip(weights, destination.find(weights), strict=True)
-        destination.begin_step([w for w, has in found if has or mode == destination.name], recomputing)
+        destination.begin_step(weights, recomputing)
 
 
 def _has_passed(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:

@@ -132,8 +132,9 @@ class MainGrad(Destination):
 
     def undo(self, route: WeightGradient) -> None:
         """If the gradient was to overwrite, let the next one do so."""
-        for param in {id(param): param for param in route.params if id(param) in route.overwrites}.values():
-            give_back_overwrite(param)
+        for param in route.params:
+            if id(param) in route.overwrites:
+                give_back_overwrite(param)
 
 
 def no_main_grad(what: str) -> RuntimeError:
