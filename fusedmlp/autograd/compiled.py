@@ -186,6 +186,7 @@ class Traced(NamedTuple):
             targets=[*outs] if fused else [None] * len(weights),
             outs=outs,
             accumulate=fused,
+            returns=not fused,
         )
 
 

@@ -33,6 +33,7 @@ class Route(WeightGradient):
     targets: Targets = field(default_factory=list)  # what the GEMM writes in place; None: fresh, and returned
     outs: list[Tensor] = field(default_factory=list)  # from `open()` until `finish()`: one for each parameter
     accumulate: bool = False
+    returns: bool = False  # some outputs are fresh
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first expert with the same parameter
 
     def open(self, latest: Route | None = None) -> None:
@@ -47,6 +48,7 @@ class Route(WeightGradient):
             targets = [None if i in self._shared else target for i, target in enumerate(targets)]
         self.targets, self.accumulate = targets, False
         present = [target for target in targets if target is not None]
+        self.returns = len(present) < len(targets)
         if not present:
             dtype = checks.grad_dtype(self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0])
             self.outs = [checks.fresh_like(param, dtype) for param in self.params]
@@ -55,13 +57,13 @@ class Route(WeightGradient):
             if first.is_cuda and engine.inside_backward():
                 engine.current_backward().join_stream(first)
             self.outs = present
-            if len(present) < len(targets):
+            if self.returns:
                 like = first.shape, first.stride()
                 self.outs = [first.new_empty_strided(*like) if target is None else target for target in targets]
         if not present or not self.destination.beside_grad:  # such destinations have checked theirs
             checks.check_group(self.name, self.outs)
         self.destination.decide(self, existing)
-        if len(present) == len(targets) and not self.overwrites:
+        if not self.returns and not self.overwrites:
             self.accumulate = True
             return
         adds = [t is not None and id(p) not in self.overwrites for t, p in zip(targets, self.params, strict=True)]
@@ -74,7 +76,7 @@ class Route(WeightGradient):
     def finish(self) -> Targets:
         """After the GEMM: what backward returns; None where the GEMM added, is delayed, or no gradient is wanted."""
         outs, self.outs = self.outs, []
-        if not outs:
+        if not self.returns:
             return [None] * len(self.params)
         for i, first in self._shared.items():
             outs[first].add_(outs[i])

@@ -57,9 +57,10 @@ def choose(
     Raises:
         ValueError: "auto" finds the destination for some of its parameters only.
     """
+    trains_all = uses.count(ACCUMULATE) == len(uses)
     for each in _named(mode):
         found: Sequence[bool | None] = each.find(params)
-        if each.beside_grad and True in found and mode == "auto":
+        if mode == "auto" and each.beside_grad and True in found and (False in found or not trains_all):
             found = refuse_mixed(name, each, params, [use is ACCUMULATE for use in uses])
         if True in found:
             break
