@@ -186,7 +186,7 @@ class Traced(NamedTuple):
             targets=[*outs] if fused else [None] * len(weights),
             outs=outs,
             accumulate=fused,
-            returns=not fused,
+            returns=wanted and not fused,
         )
 
 
