@@ -171,7 +171,12 @@ FIGURES = {
         machine,
         host_cost,
     ),
-    "docs/compared.md": (gpu_pages.gpu_sorted_rows, gpu_pages.gpu_tokens, gpu_pages.liger_published),
+    "docs/compared.md": (
+        gpu_pages.gpu_sorted_rows,
+        gpu_pages.gpu_sorted_rows_h100,
+        gpu_pages.gpu_tokens,
+        gpu_pages.liger_published,
+    ),
     "docs/eight_bit.md": (gpu_pages.gpu_eight_bit, gpu_pages.gpu_eight_bit_launches),
     "docs/warp_specialized.md": (
         gpu_pages.gpu_two_sets,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -31,18 +31,30 @@ def about() -> dict[str, Any]:
 
 
 @cache
-def read(name: str) -> pd.DataFrame:
-    """The table `h200_NAME.csv`."""
-    return pd.read_csv(FOLDER / f"h200_{name}.csv")
+def read(name: str, card: str = "h200") -> pd.DataFrame:
+    """The table `CARD_NAME.csv`."""
+    return pd.read_csv(FOLDER / f"{card}_{name}.csv")
 
 
-def timings(name: str = "timings") -> pd.DataFrame:
-    """Steps, passes and kernels, and `grouped_mm`, with the same rows for every expert; of each the last commit."""
-    found = read(name)
-    found = found[found.load == "even"]
-    if "kernels" not in found:  # as the first run called them, of one commit
-        return found
-    return found[found.commit == found.groupby(["kernels", "shape", "what"]).commit.transform("last")]
+def timings(name: str = "timings", card: str = "h200") -> pd.DataFrame:
+    """Steps, passes and kernels, and `grouped_mm`, with the same rows for every expert."""
+    found = read(name, card)
+    return found[found.load == "even"]
+
+
+class Ceilings(NamedTuple):
+    """Rates that a card reached: of a dense product by itself and back to back, in TFLOP/s, and of a copy, in TB/s."""
+
+    burst: float
+    sustained: float
+    copy: float
+
+
+def ceilings(card: str = "h200") -> Ceilings:
+    """The ceilings that the run on this card measured."""
+    found = read("timings", card).set_index("what")
+    flops, copied = found.tflops, found.gb_s["copy"]
+    return Ceilings(flops["dense product"], flops["dense product sustained"], copied / 1e3)
 
 
 def _least(rows: pd.DataFrame, what: str) -> pd.Series:
@@ -50,28 +62,33 @@ def _least(rows: pd.DataFrame, what: str) -> pd.Series:
 
 
 @cache
-def steps() -> pd.DataFrame:
+def steps(card: str = "h200") -> pd.DataFrame:
     """Milliseconds of a step by layer: columns are who, whether sustained."""
-    ours, peers = timings(), read("sonicmoe")
-    alone, sustained = "forward+backward", ", sustained 0.25 s"
+    ours = timings(card=card)
     columns = {
         ("fusedmlp", False): _least(ours, "step"),
         ("fusedmlp", True): _least(ours, "sustained step"),
         ("grouped_mm + add", False): _least(ours, "grouped_mm step+add"),
         ("grouped_mm + add", True): _least(ours, "grouped_mm sustained step+add"),
+        ("compiled + add", False): _least(ours, "grouped_mm compiled step+add"),
+        ("compiled + add", True): _least(ours, "grouped_mm compiled sustained step+add"),
         ("moe_experts", False): _least(ours, "tokens step"),
         ("moe_experts", True): _least(ours, "tokens sustained step"),
-        ("SonicMoE + add", False): _least(peers, f"{alone}+main_grad"),
-        ("SonicMoE + add", True): _least(peers, f"{alone}+main_grad{sustained}"),
-        ("SonicMoE", False): _least(peers, alone),
-        ("SonicMoE", True): _least(peers, alone + sustained),
     }
+    if card == "h200":
+        peers, alone, sustained = read("sonicmoe"), "forward+backward", ", sustained 0.25 s"
+        columns |= {
+            ("SonicMoE + add", False): _least(peers, f"{alone}+main_grad"),
+            ("SonicMoE + add", True): _least(peers, f"{alone}+main_grad{sustained}"),
+            ("SonicMoE", False): _least(peers, alone),
+            ("SonicMoE", True): _least(peers, alone + sustained),
+        }
     return pd.DataFrame(columns)
 
 
-def joules(who: str = "") -> pd.Series:
+def joules(who: str = "", card: str = "h200") -> pd.Series:
     """Joules of a step, back to back, of each layer: of ours, or of "grouped_mm"."""
-    found = timings()
+    found = timings(card=card)
     found = found[found.what == (f"{who} sustained step+add" if who else "sustained step")].dropna(subset=["joules"])
     return found.groupby("shape").joules.min()
 
@@ -88,8 +105,8 @@ def layers(found: pd.DataFrame | pd.Series) -> list[str]:
 
 
 def limits(rate: str = "burst") -> pd.DataFrame:
-    """The least milliseconds of each pass by layer, by the ceilings measured on that GPU."""
-    flops, bandwidth = 1e12 * about()["dense_tflops"][rate], 1e12 * about()["copy_tb_s"]
+    """The least milliseconds of each pass by layer, by the ceilings measured on the H200."""
+    flops, bandwidth = 1e12 * getattr(ceilings(), rate), 1e12 * ceilings().copy
     return pd.DataFrame(
         {
             shape.name: {
@@ -130,11 +147,12 @@ def spread(values: pd.Series, unit: str = "%") -> str:
 def gpu_numbers() -> str:
     """Speed, energy and memory of a step beside `grouped_mm`, as a list."""
     found, peer = steps(), "grouped_mm + add"
-    times = (found[peer, False] / found["fusedmlp", False]).dropna()
+    times, compiled = ((found[each, False] / found["fusedmlp", False]).dropna() for each in (peer, "compiled + add"))
     energy, memory = ([of(who)["sonic-c"] for who in ("", "grouped_mm")] for of in (joules, peak_mib))
     return (
         f"- **Speed: {times.min():.1f} to {times.max():.1f} times as fast**: forward and backward of the experts, in "
-        f"{len(times)} layers, each by itself.\n"
+        f"{len(times)} layers, each by itself; {compiled.min():.1f} to {compiled.max():.1f} where `torch.compile` "
+        f"fuses PyTorch's activation ({len(compiled)} layers).\n"
         f"- **Energy: {energy[0]:.1f} joules instead of {energy[1]:.1f}** a step of sonic-c (64 experts, "
         "4096 x 1024), back to back.\n"
         f"- **Memory: {memory[0]:,.0f} MiB instead of {memory[1]:,.0f}** at the peak of such a step, "
@@ -177,12 +195,11 @@ def gpu_passes() -> str:
 
 def gpu_machine() -> str:
     """The machine, and the ceilings that limits are computed from."""
-    facts, dense = about(), about()["dense_tflops"]
+    facts, reached = about(), ceilings()
     return (
-        f"Measured on one {facts['gpu']} on {facts['date']}: the kernels of commit {facts['commit']}, in 8 bits those "
-        f"of {facts['commit_of_8_bits']}, with torch {facts['torch']} and Triton {facts['triton']}. In the same run a "
-        f"dense product reached {dense['burst']} TFLOP/s, sustained {dense['sustained']}, and a copy "
-        f"{facts['copy_tb_s']} TB/s, read and written together."
+        f"Measured on one {facts['gpu']} on {facts['date']}: the kernels of commit {facts['commit']}, with torch "
+        f"{facts['torch']} and Triton {facts['triton']}. In the same run a dense product reached {reached.burst:.0f} "
+        f"TFLOP/s, sustained {reached.sustained:.0f}, and a copy {reached.copy:.2f} TB/s, read and written together."
     )
 
 

@@ -14,7 +14,7 @@ from bench.report.gpu import (
     FOLDER,
     OVERWRITING,
     PASSES,
-    about,
+    ceilings,
     joules,
     layers,
     limits,
@@ -42,25 +42,33 @@ def _of(found: pd.DataFrame, **columns: str | int) -> float:
     return float(time)
 
 
-def gpu_sorted_rows() -> str:
+def gpu_sorted_rows(card: str = "h200") -> str:
     """Steps on sorted rows beside `grouped_mm`."""
-    found, who = steps(), ("fusedmlp", "grouped_mm + add")
-    energy = joules(), joules("grouped_mm")
+    found, who, compiled = steps(card), ("fusedmlp", "grouped_mm + add"), "compiled + add"
+    energy = joules(card=card), joules("grouped_mm", card)
     ratios = {sustained: found[who[1], sustained] / found[who[0], sustained] for sustained in (False, True)}
+    to_compiled = found[compiled, False] / found[who[0], False]
     rows = [
         [
             name,
             *(ms(found.loc[name, (each, False)]) for each in who),
             f"**{ratios[False][name]:.2f}**",
+            ms(found.loc[name, (compiled, False)]),
+            ms(to_compiled[name]),
             *(ms(found.loc[name, (each, True)]) for each in who),
             ms(ratios[True][name]),
             *(ms(of.get(name, float("nan")), 1) for of in energy),
         ]
         for name in layers(ratios[False].dropna())
     ]
-    header = ["sorted rows", *who, "times as fast"]
+    header = ["sorted rows", *who, "times as fast", compiled, "times as fast"]
     header += [f"{each}, sustained" for each in who] + ["times as fast"] + [f"{each}, joules" for each in who]
     return table(header, rows)
+
+
+def gpu_sorted_rows_h100() -> str:
+    """The same on an H100."""
+    return gpu_sorted_rows("h100")
 
 
 def gpu_tokens() -> str:
@@ -100,7 +108,7 @@ def gpu_eight_bit() -> str:
     """Steps in 8 and in 16 bits, and by how much they differ, measured and by the limits of both."""
     found = timings()
     best = found.groupby(["shape", "what"]).ms.min().unstack()
-    flops, bandwidth = 1e12 * about()["dense_tflops"]["burst"], 1e12 * about()["copy_tb_s"]
+    flops, bandwidth = 1e12 * ceilings().burst, 1e12 * ceilings().copy
     bf16, kept = limits()[[*PASSES]].sum(axis=1), "fp8 step, weights kept"
     rows = []
     for shape in SHAPES:
@@ -148,7 +156,7 @@ def gpu_eight_bit_launches() -> str:
         for found in (timings("timings_1d590e7"), timings())
     )
     costs = eight_bit.passes(shape, even(shape), "fp8_block")
-    flops, bandwidth = eight_bit.SPEED * 1e12 * about()["dense_tflops"]["burst"], 1e12 * about()["copy_tb_s"]
+    flops, bandwidth = eight_bit.SPEED * 1e12 * ceilings().burst, 1e12 * ceilings().copy
     rows = []
     for name, first, time in zip(_LAUNCHES, before, now, strict=True):
         cost, multiplies = costs[name], name in eight_bit.MULTIPLYING

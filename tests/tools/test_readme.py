@@ -65,12 +65,10 @@ def test_pictures_say_on_what_they_were_measured():
         assert f"Measured on {device}" in svg, name
 
 
-def _rows(name):
-    """Rows of a table of the H200, read without the code that makes the pages; of each time the last commit's."""
-    with (RESULTS / "gpu" / f"h200_{name}.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row.get("load", "even") == "even"]
-    last = {(row.get("kernels"), row["shape"], row["what"]): row.get("commit") for row in rows if "what" in row}
-    return [row for row in rows if last.get((row.get("kernels"), row["shape"], row.get("what"))) == row.get("commit")]
+def _rows(name, load="even"):
+    """Rows of a table of a GPU, of one load, read without the code that makes the pages."""
+    with (RESULTS / "gpu" / f"{name}.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row.get("load", load) == load]
 
 
 def _times(rows, **columns):
@@ -79,8 +77,16 @@ def _times(rows, **columns):
     return found
 
 
+def _ceilings(card):
+    """TFLOP/s of a dense product, burst and sustained, and TB/s of a copy."""
+    found = {row["what"]: row for row in _rows(f"{card}_timings", load="")}
+    flops = [float(found[what]["tflops"]) for what in ("dense product", "dense product sustained")]
+    return [*flops, float(found["copy"]["gb_s"]) / 1e3]
+
+
 ABOUT = json.loads((RESULTS / "gpu" / "about.json").read_text())
-TIMINGS = _rows("timings")
+TIMINGS, H100 = _rows("h200_timings"), _rows("h100_timings")
+DENSE, _, COPY = _ceilings("h200")
 LAYERS = sorted({row["shape"] for row in TIMINGS if row["what"] == "step"})
 
 
@@ -89,19 +95,15 @@ def test_figures_of_a_gpu_are_the_results():
     ours, peer = (min(_times(TIMINGS, shape="sonic-c", what=what)) for what in ("step", "grouped_mm step+add"))
     (line,) = [line for line in gpu_pages.gpu_sorted_rows().splitlines() if line.startswith("| sonic-c ")]
     assert f"| {ours:.2f} | {peer:.2f} | **{peer / ours:.2f}** | " in line
-    ratios = [
-        min(_times(TIMINGS, shape=each, what="grouped_mm step+add")) / min(_times(TIMINGS, shape=each, what="step"))
-        for each in LAYERS
-    ]
-    assert f"**Speed: {min(ratios):.1f} to {max(ratios):.1f} times as fast**: " in README
-    assert f"in {len(LAYERS)} layers, each by itself" in README
+    assert f"**Speed: {_beside_grouped_mm(TIMINGS)} times as fast**: " in README
+    assert f"in {len(LAYERS)} layers, each by itself; {_beside_grouped_mm(TIMINGS, ' compiled')} where" in README
     # sonic-c is bound by FLOPs in all passes: 6 R H F in forward, 12 in backward.
-    limit = 1e3 * 18 * 131072 * 4096 * 1024 / (1e12 * ABOUT["dense_tflops"]["burst"])
+    limit = 1e3 * 18 * 131072 * 4096 * 1024 / (1e12 * DENSE)
     (line,) = [line for line in gpu.gpu_steps().splitlines() if line.startswith("| sonic-c ")]
     assert f"| {ours:.2f} | {limit:.2f} | {100 * limit / ours:.0f}% | " in line
     # wgrad of qwen3-30b-8k is bound by main_grad: 8 bytes for each weight, and its operands in bf16.
     moved = 8 * 128 * 2 * 768 * 2048 + 2 * 65536 * (2 * 768 + 2048)
-    limit, time = 1e-9 * moved / ABOUT["copy_tb_s"], min(_times(TIMINGS, shape="qwen3-30b-8k", what="pass wgrad fc1"))
+    limit, time = 1e-9 * moved / COPY, min(_times(TIMINGS, shape="qwen3-30b-8k", what="pass wgrad fc1"))
     (line,) = [line for line in gpu.gpu_passes().splitlines() if line.startswith("| qwen3-30b-8k ")]
     assert f"| {limit:.2f} / {time:.2f} = {100 * limit / time:.0f}% |" in line
     changes = [
@@ -121,12 +123,19 @@ def test_figures_of_a_gpu_are_the_results():
             assert f" | {time:.2f} | " in launches
 
 
-def test_ceilings_are_those_of_the_results():
-    for rate, what in (("burst", "dense product"), ("sustained", "dense product sustained")):
-        with (RESULTS / "gpu" / "h200_timings.csv").open(newline="") as file:
-            (found,) = [float(row["tflops"]) for row in csv.DictReader(file) if row["what"] == what]
-        assert round(found) == ABOUT["dense_tflops"][rate]
-    assert round(ABOUT["dense_tflops"]["burst"] / ABOUT["copy_tb_s"]) == FLOPS_A_BYTE
+def test_kernels_know_the_ratio_of_the_ceilings():
+    assert round(DENSE / COPY) == FLOPS_A_BYTE
+
+
+def _beside_grouped_mm(rows, kind=""):
+    """By which factors steps of layers were faster than those of `grouped_mm` with the addition."""
+    times = [{row["shape"]: [] for row in rows} for _ in range(2)]
+    for row in rows:
+        for found, what in zip(times, ("step", f"grouped_mm{kind} step+add"), strict=True):
+            if row["what"] == what:
+                found[row["shape"]].append(float(row["ms"]))
+    ratios = [min(peer) / min(ours) for ours, peer in zip(*(found.values() for found in times), strict=True) if peer]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 def _beside(others, ours, whats):
@@ -149,16 +158,12 @@ def _peak(what):
 
 
 def _uneven(load, shape):
-    with (RESULTS / "gpu" / "h200_timings.csv").open(newline="") as file:
-        rows = [
-            row for row in csv.DictReader(file) if (row["load"], row["shape"], row["what"]) == (load, shape, "step")
-        ]
-    return min(float(row["ms"]) for row in rows)
+    return min(_times(_rows("h200_timings", load), shape=shape, what="step"))
 
 
 def sentences():
     """Sentences with figures that are measured, by page: their text without figures, and the figures."""
-    sonic, tiles = _rows("sonicmoe"), _rows("tiles")
+    sonic, tiles = _rows("h200_sonicmoe"), _rows("h200_tiles")
     added, sustained = "forward+backward+main_grad", ", sustained 0.25 s"
     tokens = _beside(sonic, TIMINGS, [("tokens step", added), ("tokens sustained step", added + sustained)])
     alone = _beside(TIMINGS, sonic, [("forward+backward", "tokens step")])
@@ -180,7 +185,6 @@ def sentences():
             ("dgrad", (("32", "6", "8"), ("64", "3", "8"))),
         )
     )
-    dense, copy = ABOUT["dense_tflops"]["burst"], ABOUT["copy_tb_s"]
     kept = "fp8 step, weights kept"
     wide = [shape.name for shape in SHAPES if shape.F >= 1024 and shape.name in {row["shape"] for row in TIMINGS}]
     in_8_bits = [
@@ -195,7 +199,7 @@ def sentences():
     return [
         (
             "docs/eight_bit.md",
-            "an `F` of 1,024 or more are {:.2f} to {:.2f} times as fast as in bf16",
+            "experts with an `F` of 1,024 or more are {:.2f} to {:.2f} times as fast as in bf16",
             [min(in_8_bits), max(in_8_bits)],
         ),
         ("docs/eight_bit.md", "On the H200 that is {:.2f} ms instead of {:.2f} for sonic-c", [both, rows + tokens]),
@@ -205,6 +209,13 @@ def sentences():
             [*less, *(f"{100 * (1 / ratio - 1):.0f}" for ratio in alone[::-1])],
         ),
         ("README.md", "All figures are of commit {}, on one H200", [ABOUT["commit"]]),
+        ("README.md", "steps were {} times as fast as `grouped_mm`'s", [_beside_grouped_mm(H100)]),
+        (
+            "docs/compared.md",
+            "H100 of 80 GB. In that run a dense product reached {:.0f} TFLOP/s, sustained {:.0f}, and a copy "
+            "{:.2f} TB/s",
+            _ceilings("h100"),
+        ),
         ("docs/compared.md", "fusedmlp took {} to {}% less time than SonicMoE with the addition", less),
         (
             "docs/compared.md",
@@ -224,9 +235,9 @@ def sentences():
         ),
         (
             "docs/warp_specialized.md",
-            "Below {} FLOPs a byte ({} TFLOP/s over {} TB/s, both measured on an H200), so with fewer than {} rows or, "
-            "overwriting, {}, memory is the limit.",
-            [FLOPS_A_BYTE, dense, copy, 4 * FLOPS_A_BYTE, 2 * FLOPS_A_BYTE],
+            "Below {} FLOPs a byte ({:.0f} TFLOP/s over {:.1f} TB/s, both measured on an H200), so with fewer than {} "
+            "rows or, overwriting, {}, memory is the limit.",
+            [FLOPS_A_BYTE, DENSE, COPY, 4 * FLOPS_A_BYTE, 2 * FLOPS_A_BYTE],
         ),
         ("docs/warp_specialized.md", "(fc2 of qwen3: {} instead of {})", gemm),
         ("docs/warp_specialized.md", "(qwen3: {} instead of {})", dgrad),
