@@ -118,9 +118,9 @@ def limits(rate: str = "burst") -> pd.DataFrame:
     ).T
 
 
-def passes(kernels: str | None = None) -> pd.DataFrame:
+def passes(kernels: str | None = None, card: str = "h200") -> pd.DataFrame:
     """Milliseconds of each pass by layer with one set, "default" or "warp_specialized"; None: with the faster one."""
-    found = timings()
+    found = timings(card=card)
     found = found[found.what.str.startswith("pass ") & (kernels is None or found.kernels == kernels)]
     return found.groupby(["shape", found.what.str.removeprefix("pass ")]).ms.min().unstack()
 

@@ -167,19 +167,15 @@ def gpu_eight_bit_launches() -> str:
 
 
 def gpu_two_sets() -> str:
-    """By how much the second set of kernels took less or more time than the first, by pass."""
-    ratio = passes("warp_specialized") / passes("default") - 1
+    """By how much the second set of kernels took less or more time than the first, by pass, on each card."""
     adds = [name.removesuffix(", overwrite") for name in OVERWRITING]
-    columns = {
-        "(1)": ratio["fc1_act"],
-        "(2)": ratio["fc2"],
-        "(3)": ratio["dgrad_act"],
-        "(4)": ratio["dx"],
-        "wgrad, adds": ratio[adds].stack(),
-        "wgrad, overwrites": ratio[[*OVERWRITING]].stack(),
-    }
-    header = [f"time of the second set beside the first, {len(ratio)} layers", *columns]
-    return table(header, [["smallest to largest", *map(_change, columns.values())]])
+    of = (["fc1_act"], ["fc2"], ["dgrad_act"], ["dx"], adds, [*OVERWRITING])
+    rows = []
+    for card in ("h200", "h100"):
+        ratio = passes("warp_specialized", card) / passes("default", card) - 1
+        rows.append([f"{card.upper()}, {len(ratio)} layers", *(_change(ratio[names].stack()) for names in of)])
+    header = ["time of the second set beside the first", "(1)", "(2)", "(3)", "(4)", "wgrad, adds", "wgrad, overwrites"]
+    return table(header, rows)
 
 
 def _change(values: pd.Series) -> str:
