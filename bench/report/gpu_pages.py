@@ -67,7 +67,7 @@ def gpu_sorted_rows(card: str = "h200") -> str:
 
 
 def gpu_sorted_rows_h100() -> str:
-    """The same on an H100."""
+    """Steps on sorted rows beside `grouped_mm`, on an H100."""
     return gpu_sorted_rows("h100")
 
 
