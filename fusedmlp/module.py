@@ -14,6 +14,7 @@ from fusedmlp.activation import Activation
 from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
+from fusedmlp.parts import ExpertTensors, tensors_of
 
 
 class GroupedLinear(nn.Module):
@@ -78,33 +79,37 @@ class GroupedLinear(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def tensors(self, group: str) -> Tensor | Sequence[Tensor] | None:
+    def _tensors(self, group: str) -> Any:
         """The `"weight"` or `"bias"` as the public functions take it; None if there is none."""
         if group not in self._groups:
             return None
         if self.packed:
-            return getattr(self, group)  # type: ignore[no-any-return]
+            return getattr(self, group)
         registered = self._parameters
         try:
-            return [registered[name] for name in self._every_name[group]]  # type: ignore[misc]
+            return [registered[name] for name in self._every_name[group]]
         except KeyError:  # FSDP1 and parametrizations replace parameters
             return [getattr(self, name) for name in self._every_name[group]]
 
     def forward(
         self,
-        x: Tensor,
-        tokens_per_expert: Tensor | Sequence[int],
+        x: Tensor | None,
+        tokens_per_expert: Tensor | Sequence[int] | None,
         *,
         is_first_microbatch: bool | None = None,
-    ) -> Tensor:
-        """`[R, in_features] -> [R, out_features]`; see `fusedmlp.grouped_linear`."""
-        weight = self.tensors("weight")
-        assert weight is not None
+    ) -> Tensor | ExpertTensors:
+        """`[R, in_features] -> [R, out_features]`; see `fusedmlp.grouped_linear`.
+
+        None and None: return the tensors themselves, as a layer that fuses this one with others calls it.
+        """
+        tensors = ExpertTensors(*(self._tensors(group) for group in ("weight", "bias")))
+        if x is None or tokens_per_expert is None:
+            return tensors
         return grouped_linear(
             x,
-            weight,
+            tensors.weight,
             tokens_per_expert,
-            bias=self.tensors("bias"),
+            bias=tensors.bias,
             accumulate_wgrad=self.accumulate_wgrad,
             wgrad_queue=self.wgrad_queue,
             is_first_microbatch=is_first_microbatch,
@@ -199,17 +204,15 @@ class GroupedMLP(nn.Module):
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
         """`x [R, H]`, `tokens_per_expert [E]`, `probs [R]` `-> [R, H]`; see `fusedmlp.grouped_mlp`."""
-        fc1_weight, fc2_weight = self.fc1.tensors("weight"), self.fc2.tensors("weight")
-        assert fc1_weight is not None
-        assert fc2_weight is not None
+        fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
         return grouped_mlp(
             x,
-            fc1_weight,
-            fc2_weight,
+            fc1.weight,
+            fc2.weight,
             tokens_per_expert,
             probs=probs,
-            fc1_bias=self.fc1.tensors("bias"),
-            fc2_bias=self.fc2.tensors("bias"),
+            fc1_bias=fc1.bias,
+            fc2_bias=fc2.bias,
             activation=self.activation,
             accumulate_wgrad=self.accumulate_wgrad,
             wgrad_queue=self.wgrad_queue,
@@ -233,17 +236,15 @@ class GroupedMLP(nn.Module):
         For tokens as a router leaves them, in any order; `forward` takes rows that are sorted by expert. Hooks of this
         module run for `forward` alone: if FSDP2 shards it by itself, `register_fsdp_forward_method` adds this method.
         """
-        fc1_weight, fc2_weight = self.fc1.tensors("weight"), self.fc2.tensors("weight")
-        assert fc1_weight is not None
-        assert fc2_weight is not None
+        fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
         return moe_experts(
             hidden_states,
             top_k_index,
             top_k_weights,
-            fc1_weight,
-            fc2_weight,
-            fc1_bias=self.fc1.tensors("bias"),
-            fc2_bias=self.fc2.tensors("bias"),
+            fc1.weight,
+            fc2.weight,
+            fc1_bias=fc1.bias,
+            fc2_bias=fc2.bias,
             activation=self.activation,
             accumulate_wgrad=self.accumulate_wgrad,
             wgrad_queue=self.wgrad_queue,

@@ -1,0 +1,65 @@
+"""Calls of a layer's parts, the linear layers of its experts, for their tensors.
+
+A fused layer computes fc1, the activation and fc2 at once, so its parts have no rows of their own to compute with. It
+calls them nevertheless, as `part(None, None)`: then hooks that gather, offload or compute parameters run, and so do
+parametrizations and wrappers. What would need rows or outputs of one part is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class ExpertTensors(NamedTuple):
+    """Result of a linear layer of experts that is called without rows: its tensors, as `grouped_mlp` takes them."""
+
+    weight: Tensor | Sequence[Tensor]
+    bias: Tensor | Sequence[Tensor] | None
+
+
+def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
+    """Call the part `name` of a layer without rows and return its tensors.
+
+    Raises:
+        RuntimeError: a hook has freed the tensors after the call.
+        TypeError: the part is of a class that needs rows, or a hook or a wrapper of it wants rows, outputs, or gradients.
+    """
+    part = getattr(layer, name)
+    if any(module._backward_hooks or module._backward_pre_hooks for module in part.modules()):
+        raise TypeError(f"{_expected(layer, name)}; got a backward hook, which {_ADVICE}")
+    try:
+        found = part(None, None)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        got = f"{type(error).__name__}: {error}, from a {type(part).__name__} or a hook of it, which"
+        raise TypeError(f"{_expected(layer, name)}; got {got} {_ADVICE}") from error
+    if not isinstance(found, ExpertTensors):
+        got = f"a {type(found).__name__} from a {type(part).__name__} or a hook of it, which"
+        raise TypeError(f"{_expected(layer, name)}; got {got} {_ADVICE}")
+    if not torch.compiler.is_compiling() and _is_freed(found.weight):
+        raise RuntimeError(
+            f"{name}: expected its weights to stay after its own forward, as {type(layer).__name__} multiplies them "
+            f"later; they are freed (shard the {type(layer).__name__} or a module that holds it, not {name} by itself)"
+        )
+    return found
+
+
+_ADVICE = (
+    "would compute with rows or outputs of this part: put it on the whole layer, on a parameter or a parametrization, or "
+    "call grouped_linear for fc1 and fc2 in a layer of your own"
+)
+
+
+def _expected(layer: nn.Module, name: str) -> str:
+    return f"{name}: expected a part that {type(layer).__name__} can call without rows, for its tensors"
+
+
+def _is_freed(weight: Tensor | Sequence[Tensor]) -> bool:
+    """Whether the memory of the weights is gone, as after FSDP's forward."""
+    first = weight if isinstance(weight, Tensor) else weight[0]
+    if first.device.type == "meta" or type(first) not in (Tensor, nn.Parameter):
+        return False
+    return first.numel() > 0 and first.untyped_storage().size() == 0
