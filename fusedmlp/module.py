@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedmlp import module_arguments, validate
+from fusedmlp import module_arguments, routing_arguments, validate
 from fusedmlp.activation import Activation
 from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
 from fusedmlp.parts import ExpertTensors, tensors_of
+from fusedmlp.state_dicts import convert, expert_names
 
 
 class GroupedLinear(nn.Module):
@@ -29,6 +30,7 @@ class GroupedLinear(nn.Module):
             `weight{E-1}` `[out, in]` (and `bias0` ...). State dicts of both forms load into each other.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
+        strict: rows that belong to no expert here are an error, not padding or rows of other ranks; see `forward`.
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
@@ -47,6 +49,7 @@ class GroupedLinear(nn.Module):
         packed: bool = True,
         accumulate_wgrad: Mode = "auto",
         delay_wgrad: bool = False,
+        strict: bool = False,
         impl: str = "auto",
         recipe: str | None = None,
         wgrad: str = "recipe",
@@ -57,20 +60,20 @@ class GroupedLinear(nn.Module):
         num_experts, in_features, out_features = module_arguments.sizes(
             num_experts=num_experts, in_features=in_features, out_features=out_features
         )
-        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
+        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad, "strict": strict}
         module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
         module_arguments.blocks(recipe, weight=(out_features, in_features))
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
-        self.recipe, self.wgrad = recipe, wgrad
+        self.recipe, self.wgrad, self.strict = recipe, wgrad, strict
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         self._groups = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
-        self._every_name = {group: [group] if packed else _expert_names(group, num_experts) for group in self._groups}
+        self._every_name = {group: [group] if packed else expert_names(group, num_experts) for group in self._groups}
         for group, shape in self._groups.items():
             for name in self._every_name[group]:
                 full = (num_experts, *shape) if packed else shape
                 self.register_parameter(name, nn.Parameter(torch.empty(full, device=device, dtype=dtype)))
-        self.register_load_state_dict_pre_hook(_convert_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(convert)  # type: ignore[no-untyped-call]
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -105,6 +108,8 @@ class GroupedLinear(nn.Module):
         tensors = ExpertTensors(*(self._tensors(group) for group in ("weight", "bias")))
         if x is None or tokens_per_expert is None:
             return tensors
+        if self.strict:
+            routing_arguments.refuse_padding(tokens_per_expert, x.shape[0])
         return grouped_linear(
             x,
             tensors.weight,
@@ -144,6 +149,7 @@ class GroupedMLP(nn.Module):
         packed: see `GroupedLinear`.
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
+        strict: rows that belong to no expert here are an error, not padding or rows of other ranks; see `forward`.
         impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
         save: see `fusedmlp.grouped_mlp`; for `forward`, as `forward_tokens` keeps x once a token.
         device: of the parameters.
@@ -164,6 +170,7 @@ class GroupedMLP(nn.Module):
         packed: bool = True,
         accumulate_wgrad: Mode = "auto",
         delay_wgrad: bool = False,
+        strict: bool = False,
         impl: str = "auto",
         recipe: str | None = None,
         wgrad: str = "recipe",
@@ -175,10 +182,10 @@ class GroupedMLP(nn.Module):
         num_experts, hidden_size, ffn_hidden_size = module_arguments.sizes(
             num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
         )
-        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad}
+        flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad, "strict": strict}
         module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
         validate.saved(save, recipe, wgrad, delayed=delay_wgrad)
-        self.save = save
+        self.save, self.strict = save, strict
         self.activation = module_arguments.activation(activation)
         self.accumulate_wgrad, self.impl, self.recipe, self.wgrad = accumulate_wgrad, impl, recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
@@ -203,7 +210,12 @@ class GroupedMLP(nn.Module):
         *,
         is_first_microbatch: bool | None = None,
     ) -> Tensor:
-        """`x [R, H]`, `tokens_per_expert [E]`, `probs [R]` `-> [R, H]`; see `fusedmlp.grouped_mlp`."""
+        """`x [R, H]`, `tokens_per_expert [E]`, `probs [R]` `-> [R, H]`; see `fusedmlp.grouped_mlp`.
+
+        With `strict=True` counts must sum to R: ValueError, for counts on a GPU an assertion on the device.
+        """
+        if self.strict:
+            routing_arguments.refuse_padding(tokens_per_expert, x.shape[0])
         fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
         return grouped_mlp(
             x,
@@ -235,7 +247,10 @@ class GroupedMLP(nn.Module):
 
         For tokens as a router leaves them, in any order; `forward` takes rows that are sorted by expert. Hooks of this
         module run for `forward` alone: if FSDP2 shards it by itself, `register_fsdp_forward_method` adds this method.
+        With `strict=True` ids must be in [0, E), as in `forward`.
         """
+        if self.strict:
+            routing_arguments.refuse_foreign_ids(top_k_index, self.fc1.num_experts)
         fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
         return moe_experts(
             hidden_states,
@@ -262,32 +277,3 @@ class GroupedMLP(nn.Module):
     def extra_repr(self) -> str:
         """Options, for `print(module)`."""
         return f"activation={self.activation}, delay_wgrad={self.wgrad_queue is not None}, recipe={self.recipe!r}"
-
-
-def _expert_names(group: str, num_experts: int) -> list[str]:
-    return [f"{group}{e}" for e in range(num_experts)]
-
-
-def _convert_state(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object
-) -> None:
-    """Before loading: turn the packed form of a state dict into the module's unpacked form, or the reverse."""
-    assert isinstance(module, GroupedLinear)
-    if metadata.get("assign_to_params_buffers"):
-        for name, parameter in module.named_parameters():
-            if getattr(parameter, "main_grad", None) is not None:
-                raise RuntimeError(
-                    f"load_state_dict(assign=True): expected parameters without main_grad, as they are replaced; got "
-                    f"{prefix}{name} with one (use assign=False, or load first and then make the MainGradBuffer)"
-                )
-    for group in module._groups:
-        packed = prefix + group
-        split = [prefix + name for name in _expert_names(group, module.num_experts)]
-        if module.packed and packed not in state_dict and all(name in state_dict for name in split):
-            state_dict[packed] = torch.stack([state_dict.pop(name) for name in split])
-        elif not module.packed and packed in state_dict and split[0] not in state_dict:
-            tensor = state_dict.pop(packed)
-            if tensor.shape[0] == module.num_experts:
-                state_dict.update(zip(split, tensor.unbind(0), strict=True))
-            else:
-                state_dict[packed] = tensor  # torch reports it as unexpected

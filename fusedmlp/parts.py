@@ -26,7 +26,7 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
 
     Raises:
         RuntimeError: a hook has freed the tensors after the call.
-        TypeError: the part is of a class that needs rows, or a hook or a wrapper of it wants rows, outputs, or gradients.
+        TypeError: the part is of a class that needs rows, or a hook or a wrapper of it wants rows or outputs.
     """
     part = getattr(layer, name)
     if any(module._backward_hooks or module._backward_pre_hooks for module in part.modules()):
@@ -42,14 +42,14 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
     if not torch.compiler.is_compiling() and _is_freed(found.weight):
         raise RuntimeError(
             f"{name}: expected its weights to stay after its own forward, as {type(layer).__name__} multiplies them "
-            f"later; they are freed (shard the {type(layer).__name__} or a module that holds it, not {name} by itself)"
+            f"later; they are freed (use reshard_after_forward=False for {name}, or shard the whole layer)"
         )
     return found
 
 
 _ADVICE = (
-    "would compute with rows or outputs of this part: put it on the whole layer, on a parameter or a parametrization, or "
-    "call grouped_linear for fc1 and fc2 in a layer of your own"
+    "would compute with rows or outputs of this part: put it on the whole layer, parametrize the weights, or call two "
+    "GroupedLinear with an activation between them"
 )
 
 

@@ -23,7 +23,7 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
     if isinstance(tokens_per_expert, Tensor):
         tensor = _integers(name, tokens_per_expert)
     elif isinstance(tokens_per_expert, Sequence) and all(type(n) is int for n in tokens_per_expert):
-        tensor = torch.tensor(tokens_per_expert, dtype=torch.int64)
+        tensor = torch.tensor(tokens_per_expert, dtype=torch.int64, device="cpu")
     else:
         tensor = _numpy_integers(name, tokens_per_expert)
     compiling = torch.compiler.is_compiling()
@@ -55,9 +55,9 @@ def _numpy_integers(name: str, value: Any) -> Tensor:
     """A tensor of NumPy's integers: an array, or a sequence in which there are some. This file needs no NumPy."""
     array = hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) > 0
     if array and value.dtype.kind in "iu":
-        return torch.tensor(value.tolist(), dtype=torch.int64)
+        return torch.tensor(value.tolist(), dtype=torch.int64, device="cpu")
     if isinstance(value, Sequence) and all(isinstance(n, Integral) and not isinstance(n, bool) for n in value):
-        return torch.tensor([*map(int, value)], dtype=torch.int64)
+        return torch.tensor([*map(int, value)], dtype=torch.int64, device="cpu")
     raise TypeError(f"{name}: expected an integer tensor or a list of int; got {validate.kind(value)}")
 
 
@@ -109,6 +109,30 @@ def choices(top_k_index: object, top_k_weights: object, x: Input) -> tuple[Tenso
         validate.refuse_sparse("top_k_index", ids)
         validate.refuse_sparse("top_k_weights", top_k_weights)
         raise
+
+
+def refuse_padding(tokens_per_expert: Tensor | Sequence[int], num_rows: int) -> None:
+    """Raise ValueError if some of `num_rows` rows belong to no expert; on a GPU an assertion on the device fails."""
+    try:
+        total = tokens_per_expert.long().sum() if isinstance(tokens_per_expert, Tensor) else int(sum(tokens_per_expert))
+    except TypeError:
+        return  # no counts at all: `counts` says so
+    _require(total == num_rows, f"tokens_per_expert: expected a sum of {num_rows} (rows of x), for strict=True", total)
+
+
+def refuse_foreign_ids(top_k_index: Tensor, num_experts: int) -> None:
+    """Raise ValueError if an id is of no expert here; on a GPU an assertion on the device fails."""
+    if isinstance(top_k_index, Tensor):
+        outside = ((top_k_index < 0) | (top_k_index >= num_experts)).sum()
+        _require(outside == 0, f"top_k_index: expected ids in [0, {num_experts}), for strict=True", outside, " outside")
+
+
+def _require(condition: Tensor | bool, message: str, got: Tensor | int, unit: str = "") -> None:
+    if isinstance(condition, Tensor) and (torch.compiler.is_compiling() or condition.device.type != "cpu"):
+        if condition.device.type != "meta":
+            torch._assert_async(condition, message)
+    elif not condition:
+        raise ValueError(f"{message}; got {int(got)}{unit}")
 
 
 def _integers(name: str, tensor: Tensor) -> Tensor:

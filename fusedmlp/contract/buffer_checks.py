@@ -52,6 +52,10 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
             raise ValueError(f"params[{i}]: expected a plain tensor; got a {type(param).__name__} ({fsdp2.SHARDED})")
         if param.layout is not torch.strided:
             raise ValueError(f"params[{i}]: expected a dense tensor; got one in {param.layout}")
+        if param.is_meta:
+            raise ValueError(
+                f"params[{i}]: expected memory; got a meta tensor: make the buffer after to_empty() or loading"
+            )
         if param.device != params[0].device:
             raise ValueError(f"params[{i}]: expected device {params[0].device}; got {param.device}")
         if dtype not in (torch.float32, param.dtype):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -183,3 +184,53 @@ def test_every_option_reaches_both_functions(option, monkeypatch):
     module(None, None)
     module.forward_tokens(None, None, None)
     assert [{name: options[name] for name in option} for options in passed] == [option, option]
+
+
+STRICT = {
+    r"tokens_per_expert: expected a sum of 6 \(rows of x\), for strict=True": (
+        lambda layer: layer(torch.randn(6, 4), torch.tensor([1, 2, 2])),
+        "; got 5",
+    ),
+    r"top_k_index: expected ids in \[0, 3\), for strict=True": (
+        lambda layer: layer.forward_tokens(torch.randn(2, 4), torch.tensor([[0, 3], [2, -1]]), torch.rand(2, 2)),
+        "; got 2 outside",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize("message", STRICT)
+def test_strict_modules_refuse_rows_of_no_expert(message):
+    call, got = STRICT[message]
+    with pytest.raises(ValueError, match=f"^{message}{got}$"):
+        call(make(True, strict=True))
+    # In a graph an operator asserts, without the number.
+    with pytest.raises(RuntimeError, match=f"^{message}$"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(make(True, strict=True))
+    assert call(make(True)).isfinite().all()
+
+
+def test_a_strict_linear_layer_refuses_rows_of_no_expert():
+    layer = GroupedLinear(2, 4, 5, strict=True)
+    with pytest.raises(ValueError, match=r"^tokens_per_expert: expected a sum of 6 .* got 5$"):
+        layer(torch.randn(6, 4), [3, 2])
+    assert layer(torch.randn(6, 4), [4, 2]).shape == (6, 5)
+
+
+def test_strict_modules_take_rows_of_their_own_experts_and_leave_other_errors():
+    strict, x = make(True, strict=True), torch.randn(6, 4)
+    counts = (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1, 2, 3], dtype=torch.uint16)
+    for given in counts:
+        assert torch.equal(strict(x, given), make(True)(x, [1, 2, 3]))
+    with pytest.raises(TypeError, match=r"^tokens_per_expert: expected an integer tensor or a list of int; got None"):
+        strict(x, None)
+    with pytest.raises(TypeError, match=r"^top_k_index: expected a tensor"):
+        strict.forward_tokens(x, [[0]], None)
+
+
+@pytest.mark.parametrize("counts", [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), [np.int64(1), 2, 3]])
+def test_counts_on_the_host_have_values_whatever_the_default_device(counts):
+    layer, x = make(True), torch.randn(6, 4)
+    with torch.device("meta"):
+        y = layer(x, counts)
+    assert torch.equal(y, layer(x, torch.tensor([1, 2, 3])))

@@ -129,7 +129,7 @@ def test_detach_takes_dummies_away_but_no_gradient():
         (lambda p: [p, p], "expected each parameter once"),
         (lambda p: [p * 1], r"params\[0\]: expected a leaf that requires grad"),
         (lambda p: [p.detach()], r"params\[0\]: expected a leaf that requires grad"),
-        (lambda p: [p, Parameter(torch.empty(2, device="meta"))], r"params\[1\]: expected device cpu; got meta"),
+        (lambda p: [p, Parameter(torch.empty(2, device="meta"))], r"params\[1\]: expected memory; got a meta tensor"),
     ],
 )
 def test_wrong_parameters(params, message):

@@ -53,24 +53,25 @@ class Cell:
     precision: str  # "fp32", "bf16", "bf16, fp32 grads"
     reshard: bool
     checkpointed: bool
-    together: bool  # one group for the whole model; else another for the experts
+    groups: str  # of FSDP2, beside that of the rest of the model: "none", "experts", or "fc1, fc2"
 
     @property
     def name(self):
         return (
             f"{'packed' if self.packed else 'per expert'} {self.accumulate} {self.precision} reshard={self.reshard} "
-            f"checkpoint={self.checkpointed} together={self.together}"
+            f"checkpoint={self.checkpointed} groups={self.groups}"
         )
 
 
-def shard(model, precision, reshard, together):
+def shard(model, precision, reshard, groups):
     policy = MixedPrecisionPolicy()
     if precision != "fp32":
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.bfloat16
         )
-    if not together:
-        fully_shard(model.experts, mp_policy=policy, reshard_after_forward=reshard)
+    for name in () if groups == "none" else groups.split(", "):
+        owner = model.experts if groups == "experts" else getattr(model.experts, name)
+        fully_shard(owner, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
     if precision == "bf16, fp32 grads":
         fsdp2.accumulate_in(model)
@@ -90,7 +91,7 @@ def unsharded_grads(model):
 def train(cell):
     """The results of `plain_training` by FSDP2, and messages about errors on the way."""
     model = initial(cell.packed, cell.accumulate, checkpointed=cell.checkpointed)
-    shard(model, cell.precision, cell.reshard, cell.together)
+    shard(model, cell.precision, cell.reshard, cell.groups)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     results, wrong = {}, []
     low = torch.bfloat16 if "bf16" in cell.precision else torch.float32
@@ -130,9 +131,13 @@ def all_cells():
         [True, False], ["off", "grad", "auto"], precisions, [True, False]
     ):
         if accumulate != "auto" or reshard:
-            yield Cell(packed, accumulate, precision, reshard, checkpointed=False, together=not packed)
+            yield Cell(
+                packed, accumulate, precision, reshard, checkpointed=False, groups="experts" if packed else "none"
+            )
     for packed, accumulate in itertools.product([True, False], ["off", "grad"]):
-        yield Cell(packed, accumulate, "bf16, fp32 grads", True, checkpointed=True, together=False)
+        yield Cell(packed, accumulate, "bf16, fp32 grads", True, checkpointed=True, groups="experts")
+    for packed, precision in itertools.product([True, False], ["fp32", "bf16, fp32 grads"]):
+        yield Cell(packed, "auto", precision, reshard=False, checkpointed=False, groups="fc1, fc2")
 
 
 def cells(quick):
@@ -199,12 +204,12 @@ def refusals():
             param.main_grad = torch.zeros(param.shape)
 
     def with_main_grad(accumulate):
-        model = shard(initial(True, accumulate), "fp32", True, True)
+        model = shard(initial(True, accumulate), "fp32", True, "none")
         model.register_forward_pre_hook(attach)
         run(model)
 
     def buffer_after():
-        fusedmlp.MainGradBuffer(shard(initial(True, "auto"), "fp32", True, True).parameters())
+        fusedmlp.MainGradBuffer(shard(initial(True, "auto"), "fp32", True, "none").parameters())
 
     def partly():
         model = initial(True)
@@ -212,14 +217,17 @@ def refusals():
         fsdp2.accumulate_in(fully_shard(model, mp_policy=policy))
 
     return {
-        "main_grad": message(lambda: run(shard(initial(True, "main_grad"), "fp32", True, False))),
+        "main_grad": message(lambda: run(shard(initial(True, "main_grad"), "fp32", True, "experts"))),
         "main_grad, attached to gathered parameters": message(lambda: with_main_grad("main_grad")),
         "auto, attached to gathered parameters": message(lambda: with_main_grad("auto")),
-        "delayed, main_grad": message(lambda: run(shard(initial(True, "main_grad", delay=True), "fp32", True, False))),
-        "delayed, .grad": message(lambda: run(shard(initial(False, "off", delay=True), "fp32", True, True))),
+        "delayed, main_grad": message(
+            lambda: run(shard(initial(True, "main_grad", delay=True), "fp32", True, "experts"))
+        ),
+        "delayed, .grad": message(lambda: run(shard(initial(False, "off", delay=True), "fp32", True, "none"))),
         "a buffer after fully_shard": message(buffer_after),
         "accumulate_in without fully_shard": message(lambda: fsdp2.accumulate_in(initial(True))),
         "accumulate_in of parameters": message(lambda: fsdp2.accumulate_in(initial(True).parameters())),
         "accumulate_in, reduced in bf16": message(partly),
+        "fc1 by itself, freed after its forward": message(lambda: run(shard(initial(True), "fp32", True, "fc1"))),
         "a copy is not gathered": message(lambda: run(copy.deepcopy(initial(True, "auto", delay=True)))),
     }

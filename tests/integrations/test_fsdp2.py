@@ -14,7 +14,7 @@ from support.world import launch
 def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
     """`fsdp2_cells.py` defines the cells."""
     for names, failures in launch("integrations.fsdp2_cells:cells", world_size, tmp_path, is_quick()):
-        assert len(names) == len(set(names)) == (10 if is_quick() else 34)
+        assert len(names) == len(set(names)) == (10 if is_quick() else 38)
         assert failures == {}
 
 
@@ -34,6 +34,7 @@ MESSAGES = {
     "auto, attached to gathered parameters": r"fc1_weight: FSDP2 .* would miss one in main_grad",
     "delayed, main_grad": r"fc1_weight: FSDP2 .* would miss a delayed gradient",
     "delayed, .grad": r"fc1_weight\[0\]: FSDP2 .* would miss a delayed gradient",
+    "fc1 by itself, freed after its forward": r"^fc1: expected its weights to stay .* \(use reshard_after_forward",
     "a buffer after fully_shard": r"params\[0\]: expected a plain tensor; got a DTensor \(FSDP2 reduces \.grad",
     "accumulate_in without fully_shard": r"model: expected parts that went through fully_shard; got none",
     "accumulate_in of parameters": r"model: expected a torch\.nn\.Module; got generator",
