@@ -58,6 +58,12 @@ def has_a_hook(folder):
     train(experts)
 
 
+def looks_at_fc1(folder):
+    experts = layer()
+    experts.fc1.register_full_backward_hook(lambda layer, dx, dy: None)
+    train(experts)
+
+
 # By its place on the page, what raises each error.
 RAISED = (
     clips_a_dummy,
@@ -70,6 +76,7 @@ RAISED = (
     lambda folder: fusedmlp.grouped_mlp(X, torch.randn(2, 32, 16), torch.randn(2, 16, 32), COUNTS),
     lambda folder: train(layer(impl="triton")),
     has_a_hook,
+    looks_at_fc1,
 )
 
 
