@@ -105,7 +105,7 @@ class GroupedLinear(nn.Module):
 
         None and None: return the tensors themselves, as a layer that fuses this one with others calls it.
         """
-        tensors = ExpertTensors(*(self._tensors(group) for group in ("weight", "bias")))
+        tensors = ExpertTensors(self._tensors("weight"), self._tensors("bias"))
         if x is None or tokens_per_expert is None:
             return tensors
         if self.strict:

@@ -29,7 +29,8 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
         TypeError: the part is of a class that needs rows, or a hook or a wrapper of it wants rows or outputs.
     """
     part = getattr(layer, name)
-    if any(module._backward_hooks or module._backward_pre_hooks for module in part.modules()):
+    modules = list(part.modules())
+    if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
         raise TypeError(f"{_expected(layer, name)}; got a backward hook, which {_ADVICE}")
     try:
         found = part(None, None)
@@ -39,7 +40,8 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
     if not isinstance(found, ExpertTensors):
         got = f"a {type(found).__name__} from a {type(part).__name__} or a hook of it, which"
         raise TypeError(f"{_expected(layer, name)}; got {got} {_ADVICE}")
-    if not torch.compiler.is_compiling() and _is_freed(found.weight):
+    may_free = part._forward_hooks or len(modules) > 1
+    if may_free and not torch.compiler.is_compiling() and _is_freed(found.weight):
         raise RuntimeError(
             f"{name}: expected its weights to stay after its own forward, as {type(layer).__name__} multiplies them "
             f"later; they are freed (use reshard_after_forward=False for {name}, or shard the whole layer)"
