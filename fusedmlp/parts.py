@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
+
 
 class ExpertTensors(NamedTuple):
     """Result of a linear layer of experts that is called without rows: its tensors, as `grouped_mlp` takes them."""
@@ -25,7 +27,7 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
     """Call the part `name` of a layer without rows and return its tensors.
 
     Raises:
-        RuntimeError: a hook has freed the tensors after the call.
+        RuntimeError: a hook has freed the tensors after the call, or something reduces gradients of a `main_grad`.
         TypeError: the part is of a class that needs rows, or a hook or a wrapper of it wants rows or outputs.
     """
     part = getattr(layer, name)
@@ -40,8 +42,14 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
     if not isinstance(found, ExpertTensors):
         got = f"a {type(found).__name__} from a {type(part).__name__} or a hook of it, which"
         raise TypeError(f"{_expected(layer, name)}; got {got} {_ADVICE}")
-    may_free = part._forward_hooks or len(modules) > 1
-    if may_free and not torch.compiler.is_compiling() and _is_freed(found.weight):
+    if torch.compiler.is_compiling() or not (part._forward_hooks or len(modules) > 1):
+        return found
+    first = found.weight if isinstance(found.weight, Tensor) else found.weight[0]
+    owners = [] if first.is_leaf else present_owners()
+    for param in part.parameters() if owners else ():  # DeepSpeed's ZeRO 3 returns weights that are no parameters
+        if getattr(param, "main_grad", None) is not None:
+            refuse_owner(param, owners, (f"{name}_weight", None), "main_grad")
+    if _is_freed(first):
         raise RuntimeError(
             f"{name}: expected its weights to stay after its own forward, as {type(layer).__name__} multiplies them "
             f"later; they are freed (use reshard_after_forward=False for {name}, or shard the whole layer)"
@@ -59,9 +67,8 @@ def _expected(layer: nn.Module, name: str) -> str:
     return f"{name}: expected a part that {type(layer).__name__} can call without rows, for its tensors"
 
 
-def _is_freed(weight: Tensor | Sequence[Tensor]) -> bool:
-    """Whether the memory of the weights is gone, as after FSDP's forward."""
-    first = weight if isinstance(weight, Tensor) else weight[0]
-    if first.device.type == "meta" or type(first) not in (Tensor, nn.Parameter):
+def _is_freed(weight: Tensor) -> bool:
+    """Whether the memory of a weight is gone, as after FSDP's forward."""
+    if weight.device.type == "meta" or type(weight) not in (Tensor, nn.Parameter):
         return False
-    return first.numel() > 0 and first.untyped_storage().size() == 0
+    return weight.numel() > 0 and weight.untyped_storage().size() == 0
