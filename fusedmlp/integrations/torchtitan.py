@@ -28,6 +28,7 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
 from fusedmlp.contract.guard import replaced
+from fusedmlp.integrations import torchtitan_refusals as refuse
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.torchtitan_recipe import resolve
 
@@ -36,9 +37,6 @@ _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
 _Init = dict[str, Callable[[Tensor], object]] | None  # initialiser by name of the parameter
 _Packed = dict[tuple[int, int], nn.Parameter]  # w13_EGD by ids of w1_EFD and w3_EFD
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
-# Attributes of GroupedExperts that its replacement takes over; others are refused, as are buffers and modules inside.
-_TAKEN_OVER = ("num_experts", "training", "_param_init", "_sharding_config", "_parameters", "_buffers", "_modules")
-_ADVICE = "Call zero_grad() and convert() first, then attach hooks and attributes to the new module and its w13_EGD"
 
 
 class FusedGroupedExperts(GroupedExperts):
@@ -131,14 +129,16 @@ class FusedExpertsConverter(ModelConfigConverter):
         """Convert a config tree in place and return it; a tree that is itself a config of experts is replaced.
 
         Raises:
-            NotImplementedError: experts of a class derived from `GroupedExperts`; the message names it.
+            NotImplementedError: experts whose config another converter has derived from `GroupedExperts.Config`, or
+                whose class is derived from `GroupedExperts`; the message names it, and nothing is converted.
             ValueError: no experts.
         """
         found = list(model_config.traverse(GroupedExperts.Config))
         if not found:
             raise ValueError(f"model_config: expected GroupedExperts in it; got a {type(model_config)._owner} without")
+        for path, config, _, _ in found:
+            refuse.derived_config(path, cast(GroupedExperts.Config, config))
         for _, config, parent, key in found:
-            _refuse_derived(cast(Any, config)._owner)
             fused = derive(config, FusedGroupedExperts.Config, recipe=self.recipe, wgrad=self.wgrad)
             if parent is None:
                 return fused
@@ -168,14 +168,14 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
         got = "the experts themselves" if found else f"a {type(model).__name__} without"
         raise ValueError(f"model: expected a module that contains GroupedExperts; got {got}")
     for experts, path in found.items():
-        _refuse_derived(type(experts))
+        refuse.derived(type(experts))
         if experts._parallelized or any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
             raise RuntimeError(
                 f"model: expected one that is not parallelized yet; got {path} with sharded weights. Call convert() "
                 "before the model is parallelized"
             )
-        _refuse_attached(experts, path)
-    _refuse_partly_shared(model, found)
+        refuse.attached(experts, path)
+    refuse.partly_shared(model, found)
     formats, packed = resolve(recipe, wgrad), _Packed()
     converted = {experts: _converted(experts, packed, *formats) for experts in found}
     for parent in list(model.modules()):
@@ -205,54 +205,6 @@ def _converted(experts: GroupedExperts, packed: _Packed, recipe: str | None, wgr
     fused.w13_EGD, fused.w2_EDF = packed[pair], experts.w2_EDF
     fused.train(experts.training)
     return fused
-
-
-def _refuse_attached(experts: GroupedExperts, path: str) -> None:
-    """Refuse hooks, attributes and gradients that would be lost with the old module and its `w1_EFD` and `w3_EFD`."""
-    blank = vars(nn.Module())
-    attached = [name for name, value in vars(experts).items() if name not in blank or value != blank[name]]
-    attached = [name for name in attached if name not in _TAKEN_OVER] + [*experts._buffers, *experts._modules]
-    attached += [name for name in experts._parameters if name not in (_GATE, "w2_EDF", _LINEAR)]
-    if attached:
-        raise ValueError(f"{path}: expected nothing attached to it; got {', '.join(attached)}. {_ADVICE}")
-    for name in (_GATE, _LINEAR):
-        weight = getattr(experts, name)
-        hooked = weight._backward_hooks or weight._post_accumulate_grad_hooks
-        kept = [*vars(weight), *([".grad"] if weight.grad is not None else []), *(["a hook"] if hooked else [])]
-        if kept:
-            raise ValueError(f"{path}.{name}: expected nothing attached to it; got {', '.join(kept)}. {_ADVICE}")
-    if experts.w1_EFD.requires_grad != experts.w3_EFD.requires_grad:
-        raise ValueError(
-            f"{path}: expected {_GATE} and {_LINEAR} both trained or both frozen, as they become one parameter; got "
-            f"requires_grad={experts.w1_EFD.requires_grad} and {experts.w3_EFD.requires_grad}. "
-            "Keep torchtitan's experts to train one of them"
-        )
-
-
-def _refuse_partly_shared(model: nn.Module, found: dict[GroupedExperts, str]) -> None:
-    pairs: dict[int, tuple[int, int]] = {}
-    for experts, path in found.items():
-        pair = id(experts.w1_EFD), id(experts.w3_EFD)
-        if pair[0] == pair[1] or any(pairs.setdefault(half, pair) != pair for half in pair):
-            raise ValueError(
-                f"{path}: expected {_GATE} and {_LINEAR} to be shared together, each under its own name; got one that "
-                "is also another weight of these or other experts. Untie them first, or keep torchtitan's experts"
-            )
-    for path, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if id(parameter) in pairs and not (module in found and name in (_GATE, _LINEAR)):
-                raise ValueError(
-                    f"{path}: expected no parameter that is also {_GATE} or {_LINEAR} of experts; got {name}. "
-                    "Untie them first, or keep torchtitan's experts"
-                )
-
-
-def _refuse_derived(owner: type) -> None:
-    if owner is not GroupedExperts:
-        raise NotImplementedError(
-            f"{owner.__name__}: expected GroupedExperts itself; got a class derived from it, which may compute "
-            "something else. Keep torchtitan's experts for this model"
-        )
 
 
 def _packed(w1_EFD: Tensor, w3_EFD: Tensor) -> Tensor:

@@ -11,9 +11,13 @@ from support import torchtitan_moe as layers
 from support.world import launch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torchtitan.components.quantization.mx import _get_mxfp8_grouped_experts_cls
+from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.quantization.float8 import Float8GroupedExpertsConverter
+from torchtitan.components.quantization.mx import MXFP8GroupedExpertsConverter
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
+from torchtitan.models.qwen3 import model_registry
+from torchtitan.overrides.fused_swiglu import fused_grouped_experts
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
@@ -285,13 +289,82 @@ def test_what_cannot_be_converted_is_refused():
         FusedExpertsConverter.Config().build().convert(gpt_oss)
     with pytest.raises(NotImplementedError, match="GptOssGroupedExperts: expected GroupedExperts itself"):
         convert(nn.ModuleList([gpt_oss.build()]))
-    with pytest.raises(NotImplementedError, match=r"MXFP8.*: torchtitan's .* converters cannot change"):
-        _get_mxfp8_grouped_experts_cls(FusedGroupedExperts)
     parallelized = layers.build(layers.config())
     parallelized.routed_experts.inner_experts._parallelized = True
     with pytest.raises(RuntimeError, match=r"expected one .* yet; got routed_experts\.inner_experts with sharded"):
         convert(parallelized)
     assert type(parallelized.routed_experts.inner_experts) is GroupedExperts
+
+
+def _quantized(converter):
+    """torchtitan's converter of experts, without its checks for torchao and a GPU."""
+    made = object.__new__(converter)
+    made.config = converter.Config()
+    return made
+
+
+def _replace_as_overrides_do(config):
+    experts = config.routed_experts
+    experts.inner_experts = fused_grouped_experts(experts.inner_experts)
+    return config
+
+
+BY_OTHERS = {
+    "LoRA": (
+        lambda config: LoRAConverter.Config().build().convert(config),
+        r"routed_experts\.inner_experts: expected a GroupedExperts\.Config; got a FrozenGroupedExperts\.Config of "
+        r"torchtitan\.components\.lora, .*Put FusedExpertsConverter before the converter that made it, such as LoRA",
+    ),
+    "float8": (
+        lambda config: _quantized(Float8GroupedExpertsConverter).convert(config),
+        r"Float8GroupedExperts: expected GroupedExperts itself; .*float8 made them, leave it out and use .*recipe=",
+    ),
+    "MXFP8": (
+        lambda config: _quantized(MXFP8GroupedExpertsConverter).convert(config),
+        r"MXFP8GroupedExperts: expected GroupedExperts itself; .*float8 made them, leave it out and use .*recipe=",
+    ),
+    "an override": (_replace_as_overrides_do, "FusedGroupedExperts: expected GroupedExperts itself"),
+    "itself": (lambda config: FusedExpertsConverter.Config().build().convert(config), "FusedGroupedExperts: expected"),
+}
+
+
+@pytest.mark.parametrize("other", BY_OTHERS)
+def test_a_config_that_another_converter_has_changed_is_refused(other):
+    """Its build() would be lost: LoRA's freezes the experts, and a quantizing one's makes them compute in 8 bits."""
+    change, message = BY_OTHERS[other]
+    first, second = layers.config(), change(layers.config())
+    model_config = model_registry("debugmodel_moe").model
+    model_config.layers = model_config.layers[:2]
+    model_config.layers[0].moe, model_config.layers[1].moe = first, second
+    with pytest.raises(NotImplementedError, match=message):
+        FusedExpertsConverter.Config().build().convert(model_config)
+    assert type(first.routed_experts.inner_experts) is GroupedExperts.Config  # nothing is converted
+
+
+def test_lora_after_the_conversion_freezes_the_experts():
+    spec = model_registry("debugmodel_moe", converters=[FusedExpertsConverter.Config(), LoRAConverter.Config()])
+    with torch.device("meta"):
+        model = spec.model.build()
+    trained = {name.rpartition(".")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {"lora_a", "lora_b"}
+    assert sum(type(module) is FusedGroupedExperts for module in model.modules()) == 8
+    moe = layers.build(
+        LoRAConverter.Config().build().convert(FusedExpertsConverter.Config().build().convert(layers.config()))
+    )
+    x, dy = layers.batch()
+    moe(x).backward(dy)
+    assert all((parameter.grad is not None) == ("lora_" in name) for name, parameter in moe.named_parameters())
+
+
+@pytest.mark.parametrize("converter", [Float8GroupedExpertsConverter, MXFP8GroupedExpertsConverter])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_converters_of_torchao_after_the_conversion_are_refused(converter, frozen):
+    """They would change a product that fused experts do not call."""
+    config = FusedExpertsConverter.Config().build().convert(layers.config())
+    if frozen:
+        config = LoRAConverter.Config().build().convert(config)
+    with pytest.raises(NotImplementedError, match=r"(MXFP8|Float8)\w*: torchtitan's MXFP8 and float8 .* cannot change"):
+        _quantized(converter).convert(config)
 
 
 def _two_layers(shared):
@@ -366,6 +439,10 @@ def _ignore(*arguments):
     return None
 
 
+class EightBit(torch.Tensor):
+    """A tensor with products of its own, as torchao's are."""
+
+
 # By name: the change, and the error, with the place and the reason.
 PLACE, OTHER = r"0\.routed_experts\.inner_experts", r"1\.routed_experts\.inner_experts"
 NOT_CONVERTED = {
@@ -392,6 +469,10 @@ NOT_CONVERTED = {
     "main_grad": (
         _of_experts(lambda e: setattr(e.w3_EFD, "main_grad", torch.ones_like(e.w3_EFD))),
         f"{PLACE}.w3_EFD: expected .* got main_grad",
+    ),
+    "quantized": (
+        _of_experts(lambda e: setattr(e, "w2_EDF", nn.Parameter(e.w2_EDF.detach().as_subclass(EightBit)))),
+        f"{PLACE}.w2_EDF: expected a plain parameter; got a EightBit",
     ),
     "a tensor hook": (
         _of_experts(lambda e: e.w3_EFD.register_hook(_ignore)),
