@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 _NAME = "fusedmlp"
 
 
+class _Options(NamedTuple):
+    accumulate_wgrad: Mode = "auto"
+    recipe: str | None = None
+    wgrad: str = "recipe"
+
+
 def register(
     model: PreTrainedModel | None = None,
     *,
@@ -42,11 +48,14 @@ def register(
 ) -> None:
     """Add `"fusedmlp"` to the implementations of experts that Transformers knows.
 
+    With a model, the other arguments are options of this model alone, until the next `register` of it. Without one,
+    they are the defaults, from now on, of every model that uses `"fusedmlp"` and has no options of its own.
+
     Args:
         model: check that fusedmlp can compute all experts of this model, then switch it. Without the check an
             activation that fusedmlp lacks raises in the first forward, and experts that do not use Transformers'
             interface keep their own implementation silently.
-        accumulate_wgrad: see `fusedmlp.grouped_mlp`; holds from now on for every model that uses `"fusedmlp"`.
+        accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         recipe: likewise. None: compute in the dtype of the experts' weights, also under autocast, as Transformers' own
             experts do; with "bf16", float32 experts compute in bfloat16.
         wgrad: likewise.
@@ -62,21 +71,30 @@ def register(
     validate.recipe(recipe, wgrad)
     if model is not None:
         validate.module("model", model)
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    forward = partial(_experts_forward, accumulate_wgrad=accumulate_wgrad, recipe=recipe, wgrad=wgrad)
-    ALL_EXPERTS_FUNCTIONS.register(_NAME, forward)
+    options = _Options(accumulate_wgrad, recipe, wgrad)
+    if model is None or _NAME not in ALL_EXPERTS_FUNCTIONS:
+        defaults = options if model is None else _Options()
+        ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts_forward, defaults=defaults))
+        ALL_FP8_EXPERTS_FUNCTIONS.register(_NAME, _refuse_other_interface)
     if model is None:
         return
-    experts = [module for module in model.modules() if _uses_interface(module)]
+    experts: list[Any] = [module for module in model.modules() if _uses_interface(module)]
     if not experts:
         raise ValueError(
             f"model: expected experts that use Transformers' experts interface; got a {type(model).__name__} without, "
             "which ignores experts_implementation: keep its own experts"
         )
     for module in experts:
+        if not _calls(module, ALL_EXPERTS_FUNCTIONS[_NAME]):
+            _refuse_other_interface(module)
         activation_of(module)
     model.set_experts_implementation(_NAME)
+    for module in experts:  # set_experts_implementation skips a model whose class is in a file without experts
+        module.config._experts_implementation = _NAME
+        module._fusedmlp_options = options
 
 
 def fp32_accumulation() -> TrainerCallback:
@@ -118,15 +136,14 @@ def _experts_forward(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
-    accumulate_wgrad: Mode,
-    recipe: str | None,
-    wgrad: str,
+    defaults: _Options,
 ) -> Tensor:
     """Compute experts for Transformers: rows `[T, H]`, expert ids `[T, K]` and their weights `[T, K]` to `[T, H]`.
 
     Returns the dtype of `hidden_states`: under autocast, norms return float32.
     """
     experts: Any = module
+    options: _Options = getattr(experts, "_fusedmlp_options", defaults)
     activation = activation_of(module)
     if torch.compiler.is_compiling():
         guard_in_graph(module)
@@ -134,7 +151,7 @@ def _experts_forward(
     fc1_weight = getattr(experts, fc1_name)
     with without_autocast(hidden_states.device.type):
         y = fusedmlp.moe_experts(
-            hidden_states if recipe else hidden_states.to(fc1_weight.dtype),
+            hidden_states if options.recipe else hidden_states.to(fc1_weight.dtype),
             top_k_index,
             top_k_weights,
             fc1_weight,
@@ -143,9 +160,9 @@ def _experts_forward(
             fc2_bias=experts.down_proj_bias if experts.has_bias else None,
             activation=activation,
             weight_layout="in_out" if experts.is_transposed else "out_in",
-            accumulate_wgrad=accumulate_wgrad,
-            recipe=recipe,
-            wgrad=wgrad,
+            accumulate_wgrad=options.accumulate_wgrad,
+            recipe=options.recipe,
+            wgrad=options.wgrad,
         )
     return y.to(hidden_states.dtype)
 
@@ -165,3 +182,33 @@ def _refuse_old_versions() -> None:
 def _uses_interface(module: nn.Module) -> bool:
     """Whether Transformers' decorator made the module's class."""
     return hasattr(module, "has_gate") and hasattr(module, "is_concatenated")
+
+
+def _calls(module: nn.Module, function: object) -> bool:
+    """Whether the forward of the module's class would find this function under `"fusedmlp"`.
+
+    The decorator's forward has its table of functions in its closure; wrappers may be around it.
+    """
+    forward = inspect.unwrap(type(module).forward, stop=lambda wrapper: bool(_tables_of(wrapper)))
+    return any(table.get(_NAME) is function for table in _tables_of(forward))
+
+
+def _tables_of(forward: Any) -> list[Any]:
+    from transformers.integrations.moe import ExpertsInterface
+
+    read = inspect.getclosurevars(forward)
+    return [
+        value
+        for names in (read.nonlocals, read.globals)
+        for value in names.values()
+        if isinstance(value, ExpertsInterface)
+    ]
+
+
+def _refuse_other_interface(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
+    """Raise for experts that fusedmlp would not compute; registered for experts in fp8."""
+    raise NotImplementedError(
+        f'{type(module).__name__}: expected a forward that looks "fusedmlp" up among the implementations of experts '
+        "that Transformers knows (ALL_EXPERTS_FUNCTIONS); got one of its own, as experts have whose weights are "
+        "quantized and have scales. Use another experts_implementation for this model, or load it unquantized"
+    )

@@ -1,7 +1,9 @@
 """Hugging Face Transformers with `experts_implementation="fusedmlp"`, against its own `eager` experts."""
 
 import copy
+import functools
 import gc
+import pickle
 import re
 import weakref
 from functools import partial
@@ -13,11 +15,12 @@ import torch
 from support import forked
 from support import transformers_models as models
 from support import transformers_training as training
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 from transformers.activations import ACT2FN
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.finegrained_fp8 import FP8Experts, replace_with_fp8_linear
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface, use_experts_implementation
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralForCausalLM
 
 import fusedmlp
 from fusedmlp import Activation
@@ -227,7 +230,8 @@ def test_float32_experts_compute_in_16_bits_only_with_a_recipe(registered):
     assert not torch.equal(experts.gate_up_proj.grad, experts.gate_up_proj.grad.bfloat16().float())
 
 
-def test_experts_compute_with_the_registered_recipe_and_wgrad(registered):
+@pytest.mark.parametrize("of_model", [False, True])
+def test_experts_compute_with_the_registered_recipe_and_wgrad(of_model, registered):
     """Bit for bit `moe_experts`, and in no other format."""
     generator = torch.Generator().manual_seed(0)
     config = MixtralConfig(hidden_size=128, intermediate_size=128, num_local_experts=2, num_experts_per_tok=2)
@@ -254,10 +258,80 @@ def test_experts_compute_with_the_registered_recipe_and_wgrad(registered):
         options = {"fc1_weight": parameters[0], "fc2_weight": parameters[1], "recipe": recipe, "wgrad": wgrad}
         expected[recipe, wgrad] = step(partial(fusedmlp.moe_experts, **options), parameters)
     for recipe, wgrad in formats:
-        registered(recipe=recipe, wgrad=wgrad)
+        registered(ModelOf(experts) if of_model else None, recipe=recipe, wgrad=wgrad)
         got = step(experts, parameters)
         same = {other for other in formats if all(map(torch.equal, got, expected[other]))}
         assert same == {(recipe, wgrad)}
+
+
+# By name: a model that still has its options, or a copy of it that has them, too.
+KEEPS_OPTIONS = {
+    "the model": lambda model: model,
+    "switched back and forth": lambda model: (
+        [model.set_experts_implementation(name) for name in ("grouped_mm", "fusedmlp")] and model
+    ),
+    "a copy": copy.deepcopy,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
+    "in PEFT": lambda model: training.with_lora(copy.deepcopy(model), experts=True).unload(),
+}
+
+
+@USED_BY_PEFT
+@pytest.mark.parametrize("keeps", KEEPS_OPTIONS)
+def test_the_options_of_a_model_are_its_own(keeps, registered):
+    """Whatever is registered for other models, or as the default, before and after it."""
+    ids, _ = models.batch()
+    build = partial(models.build, "mixtral", "fusedmlp")
+    one, other, third = build(), build(), build()
+    names = list(one.state_dict())
+    exact = build()(ids).logits
+    registered(recipe="bf16")
+    rounded = third(ids).logits
+    assert not torch.equal(exact, rounded)
+    registered()
+    registered(one, recipe="bf16")
+    assert torch.equal(third(ids).logits, exact)
+    registered(other)
+    for default, expected in ((None, exact), ("bf16", rounded)):
+        registered(recipe=default)
+        model = KEEPS_OPTIONS[keeps](one)
+        assert torch.equal(model(ids).logits, rounded)
+        assert torch.equal(other(ids).logits, exact)
+        assert torch.equal(third(ids).logits, expected)
+        assert list(model.state_dict()) == names
+    registered(one)
+    assert torch.equal(one(ids).logits, exact)
+
+
+def test_accumulate_wgrad_of_a_model_is_its_own(wgrad_gemms):
+    built = {mode: models.build("mixtral", "eager") for mode in ("off", "grad")}
+    for mode, model in built.items():
+        register(model, accumulate_wgrad=mode)
+    for mode, model in built.items():
+        for seed in (1, 2):
+            wgrad_gemms.clear()
+            ids, dy = models.batch(seed=seed)
+            model(ids).logits.backward(dy)
+        written = {pointer for outputs in wgrad_gemms for pointer in outputs}
+        assert ({p.grad.data_ptr() for p in models.expert_parameters(model)} == written) == (mode == "grad")
+
+
+class Derived(MixtralForCausalLM):
+    """A model in a file without experts, where Transformers' `set_experts_implementation` changes nothing."""
+
+    _can_set_experts_implementation_cached_value = None  # that of its base would be used
+
+
+def test_a_derived_model_is_switched():
+    model = Derived(models.build("mixtral", "eager").config)
+    model.set_experts_implementation("fusedmlp")
+    assert model.config._experts_implementation == "eager"
+    register(model, recipe="bf16")
+    assert model.config._experts_implementation == "fusedmlp"
+    ids, _ = models.batch()
+    rounded = model(ids).logits
+    register(model)
+    assert not torch.equal(model(ids).logits, rounded)
 
 
 @pytest.mark.parametrize(
@@ -387,6 +461,68 @@ def test_what_cannot_be_expressed_raises_and_names_the_class(name, options, mess
         experts(torch.randn(2, 16), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
     with pytest.raises(NotImplementedError, match=message):
         register(ModelOf(experts))
+
+
+def _fp8_experts():
+    model = models.build("mixtral", "eager", hidden_size=32)
+    config = FineGrainedFP8Config(weight_block_size=(8, 8))
+    replace_with_fp8_linear(model, ["self_attn", "lm_head", "gate"], quantization_config=config)
+    return next(module for module in model.modules() if isinstance(module, FP8Experts))
+
+
+def _experts_of(base):
+    return lambda: base(models.build("mixtral", "eager").config)
+
+
+class _OwnForward(MixtralExperts):
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return hidden_states
+
+
+class _OtherTable(MixtralExperts):
+    pass
+
+
+class _LocalTable(MixtralExperts):
+    """Its table is Transformers', for which only what is local differs."""
+
+
+_OwnInterface = type("_OwnInterface", (ExpertsInterface,), {"_global_mapping": {}})
+use_experts_implementation(_OtherTable, experts_interface=_OwnInterface())
+use_experts_implementation(_LocalTable, experts_interface=ExpertsInterface())
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("FP8Experts", _fp8_experts),
+        ("_OwnForward", _experts_of(_OwnForward)),
+        ("_OtherTable", _experts_of(_OtherTable)),
+    ],
+)
+def test_experts_that_look_up_elsewhere_are_refused(name, make):
+    model = ModelOf(make())
+    with pytest.raises(NotImplementedError, match=rf'^{name}: expected a forward that looks "fusedmlp" up among'):
+        register(model)
+    assert model.experts.config._experts_implementation == "eager"
+
+
+class _Wrapped(MixtralExperts):
+    forward = functools.wraps(MixtralExperts.forward)(lambda self, *args: MixtralExperts.forward(self, *args))
+
+
+@pytest.mark.parametrize("base", [_LocalTable, _Wrapped])
+def test_experts_that_look_up_by_a_copy_of_the_table_or_in_a_wrapper_are_switched(base):
+    model = ModelOf(_experts_of(base)())
+    register(model)
+    assert model.experts.config._experts_implementation == "fusedmlp"
+
+
+def test_fp8_experts_by_name_are_refused_at_the_first_call():
+    experts = _fp8_experts()
+    experts.config._experts_implementation = "fusedmlp"
+    with pytest.raises(NotImplementedError, match=r"^FP8Experts: expected .* or load it unquantized"):
+        experts(torch.randn(2, 32), torch.zeros(2, 1, dtype=torch.long), torch.ones(2, 1))
 
 
 class LearnedSwish(torch.nn.Module):

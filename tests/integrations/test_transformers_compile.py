@@ -10,6 +10,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.utils import counters
 
 from fusedmlp.doctor.tolerance import assert_close
+from fusedmlp.integrations.transformers import register
 
 # Dynamo itself instantiates an autograd.Function while it traces one; inductor imports what torch deprecates.
 pytestmark = [
@@ -67,6 +68,30 @@ def test_every_gradient_of_a_compiled_model(kind, backend, tmp_path, monkeypatch
         ids, dy = models.batch(tokens)
         model(ids).logits.backward(dy)
     assert counters["stats"]["unique_graphs"] == graphs  # no load compiles again
+
+
+def test_options_that_change_between_two_calls_of_a_graph():
+    """Those of its experts, and defaults, which only experts without options of their own follow."""
+    one = training.experts("MixtralExperts", experts_implementation="fusedmlp")
+    other = copy.deepcopy(one)
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    torch._dynamo.reset()
+    graph, of_other = (torch.compile(e, backend="eager", fullgraph=True, dynamic=True) for e in (one, other))
+    model = torch.nn.ModuleList([one])
+    model.set_experts_implementation = lambda name: None
+    exact = graph(*arguments)
+    register(model, recipe="bf16")
+    rounded = graph(*arguments)
+    assert not torch.equal(rounded, exact)
+    assert torch.equal(of_other(*arguments), exact)
+    try:
+        register(recipe="bf16")
+        assert torch.equal(of_other(*arguments), rounded)
+        register(model)
+        assert torch.equal(graph(*arguments), exact)
+    finally:
+        register()
+    assert torch.equal(of_other(*arguments), exact)
 
 
 def test_an_activation_that_becomes_unknown_between_two_calls_of_a_graph():
