@@ -33,8 +33,8 @@ class FP32Accumulation:
 
     Raises:
         TypeError: the model is no module, the optimizer has no step hooks (DeepSpeed's), or parameters are DTensors.
-        ValueError: the model is in DistributedDataParallel, which reduces gradients in the dtype of the parameters; or
-            a parameter has a `main_grad`, in which gradients accumulate instead.
+        ValueError: the model is in DistributedDataParallel, which reduces gradients in the dtype of the parameters; a
+            parameter has a `main_grad`, in which gradients accumulate instead; or no trained parameter has 16 bits.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -61,17 +61,25 @@ class FP32Accumulation:
 def _of_16_bits(model: nn.Module) -> list[nn.Parameter]:
     params = []
     for name, param in model.named_parameters():
-        if not param.requires_grad or param.dtype not in (torch.bfloat16, torch.float16):
+        if not param.requires_grad:
             continue
-        if not is_plain(param):
+        if not is_plain(param):  # in float32, too: a shard that FSDP2 gathers in 16 bits
             raise TypeError(
                 f"{name}: expected a plain tensor; got a {type(param).__name__} (FSDP2 accumulates in its "
-                "reduce_dtype: see fusedmlp.integrations.fsdp2.accumulate_in)"
+                "reduce_dtype: use fusedmlp.integrations.fsdp2.accumulate_in instead)"
             )
+        if param.dtype not in (torch.bfloat16, torch.float16):
+            continue
         if getattr(param, "main_grad", None) is not None:
             raise ValueError(
                 f"{name}: expected no main_grad; got one, in which its gradients accumulate already "
                 "(MainGradBuffer(params, optimizer=optimizer) does what FP32Accumulation does: use one of them)"
             )
         params.append(param)
+    if not params:
+        raise ValueError(
+            "model: expected trained parameters in bfloat16 or float16; got none, so that nothing would change: "
+            "gradients of float32 parameters are float32 already. Leave FP32Accumulation out, or call it after the "
+            "model has the dtype in which it is trained"
+        )
     return params

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from support import transformers_models as models
 from support import transformers_training as training
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers.training_args import ParallelMode
 
@@ -219,6 +219,9 @@ def test_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="gate_up_proj: expected no main_grad; got one"):
         FP32Accumulation(model, sgd)
     buffer.detach()
+    for nothing in (models.build("mixtral", "fusedmlp"), build().requires_grad_(False)):
+        with pytest.raises(ValueError, match=r"model: expected trained parameters in bfloat16 or float16; got none"):
+            FP32Accumulation(nothing, sgd)
     monkeypatch.setattr(transformers.TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
     with pytest.raises(ValueError, match="expected one process, or FSDP; got several"):
         training.train(model, tmp_path, callbacks=[fp32_accumulation()])
@@ -231,8 +234,13 @@ def test_ddp_and_dtensors_are_refused(tmp_path):
         sgd = torch.optim.SGD(linear.parameters())
         with pytest.raises(ValueError, match="expected one that is not in DistributedDataParallel"):
             FP32Accumulation(DistributedDataParallel(linear), sgd)
-        fully_shard(linear)
-        with pytest.raises(TypeError, match="weight: expected a plain tensor; got a DTensor"):
-            FP32Accumulation(linear, sgd)
+        for dtype in (torch.bfloat16, torch.float32):  # FSDP2 gathers and computes in bf16 in both cases
+            linear = torch.nn.Linear(4, 4, dtype=dtype)
+            fully_shard(linear, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+            message = (
+                r"weight: expected a plain tensor; got a DTensor .*use fusedmlp\.integrations\.fsdp2\.accumulate_in"
+            )
+            with pytest.raises(TypeError, match=message):
+                FP32Accumulation(linear, torch.optim.SGD(linear.parameters()))
     finally:
         dist.destroy_process_group()
