@@ -161,9 +161,9 @@ def test_training_a_model_of_every_layer(backend):
     exact, low, eager = (copy.deepcopy(model) for _ in range(3))
     expected = train(exact.double(), exact.loop, torch.float64, fused=False)
     low_precision = train(low, low.loop, fused=False)
-    assert_close(train(eager, eager), expected, low_precision, torch.float32)
+    assert_close(train(eager, eager), expected, low_precision, torch.float32, layers=3)
     compiled = torch.compile(model, fullgraph=True, backend=backend, dynamic=True)
-    assert_close(train(model, compiled), expected, low_precision, torch.float32)
+    assert_close(train(model, compiled), expected, low_precision, torch.float32, layers=3)
     assert counters["stats"]["unique_graphs"] == 1  # for four loads
 
     x, ids, probs, counts, dy = batch(20, 9)

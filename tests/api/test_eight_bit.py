@@ -27,9 +27,9 @@ def worst_line(got, expected):
     return worst
 
 
-# A value of h that another order of summation rounds the other way changes it by 2^-8, and few do: little of the whole,
-# but perhaps one of the large elements of a row.
-ALLOWED, ALLOWED_OF_A_LINE = 1e-4, 2**-9
+# A value of h or dh that another order of summation rounds the other way changes it by 2^-8, and by 2^-3 where 8 bits
+# round that the other way, too. Few do: little of the whole, but perhaps one of the large elements of a row.
+ALLOWED, ALLOWED_OF_A_LINE = 2**-10, 2**-7
 
 
 @pytest.mark.parametrize("kind", LAYERS)

@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from fusedmlp import Activation, GroupedLinear, GroupedMLP, MainGradBuffer, moe_experts
+from fusedmlp.doctor import reference
+from fusedmlp.doctor.tolerance import assert_close
 
 
 def make(packed, **options):
@@ -41,7 +43,15 @@ def test_state_dicts_of_both_forms_load_into_each_other(source, target):
     assert str(other.load_state_dict(saved)) == "<All keys matched successfully>"
     assert set(saved) == keys
     x, probs = torch.randn(6, 4), torch.rand(6)
-    assert torch.equal(one(x, [1, 2, 3], probs), other(x, [1, 2, 3], probs))
+
+    def y(dtype):
+        names = ("fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias")
+        each = [saved[name] if source else [saved[f"{name}{e}"] for e in range(3)] for name in names]
+        fc1, fc2, bias1, bias2 = ([t.to(dtype) for t in tensors] for tensors in each)
+        return {"y": reference.rows(x.to(dtype), fc1, fc2, [1, 2, 3], probs.to(dtype), bias1, bias2)}
+
+    got = {"y": other(x, [1, 2, 3], probs).detach()}
+    assert_close(got, y(torch.float64), y(torch.float32), torch.float32)
 
 
 def test_loading_reports_what_is_wrong():

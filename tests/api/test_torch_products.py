@@ -187,4 +187,4 @@ def test_autocast_leaves_products_alone():
         assert rows.product(x, [w], transposed=True).dtype == torch.float32
         dw = torch.zeros(4, N, K)
         rows.wgrad_([dw], dy, x, True)
-    assert torch.equal(dw[0], (dy[:4].T @ x[:4]))
+    close(dw[0], dy[:4].double().T @ x[:4].double(), torch.float32)
