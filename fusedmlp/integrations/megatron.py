@@ -37,8 +37,11 @@ from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config
 from fusedmlp.integrations.megatron_linear import ExpertLinear
 from fusedmlp.integrations.transformer_engine import plain_rows
+from fusedmlp.parts import tensors_of
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
 from fusedmlp.recipe import BLOCKS, LEAST_ROWS
+
+_Weights = Tensor | Sequence[Tensor]
 
 
 class FusedGroupedMLP(TEGroupedMLP):
@@ -100,40 +103,33 @@ class FusedGroupedMLP(TEGroupedMLP):
         x = plain_rows(permuted_local_hidden_states)
         # float64 with moe_router_dtype="fp64"; autograd casts the gradient back to float64.
         probs: Tensor | None = permuted_probs.float() if permuted_probs.dtype == torch.float64 else permuted_probs
-        linears = (self.linear_fc1, self.linear_fc2)
-        if torch.is_grad_enabled():
-            for linear in linears:
-                linear.refuse_owners()
-        for linear in linears:
-            linear()
-        under_fsdp = torch.is_grad_enabled() and hasattr(self.linear_fc1.group("weight")[0], "__fsdp_param__")
-        weights = [weight for linear in linears for weight in linear.group("weight")]
-        trained = [weight for weight in weights if weight.requires_grad] if under_fsdp else []
+        fc1, fc2 = tensors_of(self, "linear_fc1"), tensors_of(self, "linear_fc2")
+        under_fsdp = torch.is_grad_enabled() and hasattr(next(self.parameters(), None), "__fsdp_param__")
+        trained = [param for param in self.parameters() if param.requires_grad] if under_fsdp else []
         megatron_fsdp.refuse_wrong_gradients(*trained)
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
-        fc1_bias, fc2_bias = [linear.experts("bias") if linear.use_bias else None for linear in linears]
         y = grouped_mlp(
             x,
-            self.linear_fc1.experts("weight"),
-            self.linear_fc2.experts("weight"),
+            fc1.weight,
+            fc2.weight,
             tokens_per_expert,
             probs=probs,
-            fc1_bias=fc1_bias,
-            fc2_bias=fc2_bias,
+            fc1_bias=fc1.bias,
+            fc2_bias=fc2.bias,
             activation=self.activation,
             accumulate_wgrad=mode,
             wgrad_queue=self._queue,
             recipe=self.recipe,
             wgrad=self.wgrad,
-            quantized_weights=None if under_fsdp else self._copies(weights, x.shape[0]),
+            quantized_weights=None if under_fsdp else self._copies(fc1.weight, fc2.weight, x.shape[0]),
         )
         if mode == "off" and trained and y.requires_grad:  # else the destination looks again
             y.register_hook(lambda _: megatron_fsdp.refuse_wrong_gradients(*trained))
         return y, None
 
-    def _copies(self, weights: list[Tensor], num_rows: int) -> QuantizedWeights | None:
+    def _copies(self, fc1: _Weights, fc2: _Weights, num_rows: int) -> QuantizedWeights | None:
         """8-bit copies of the weights, made by the first micro-batch of a step for all, as TransformerEngine's layers
         make theirs. None if every call makes its own.
         """
@@ -142,9 +138,9 @@ class FusedGroupedMLP(TEGroupedMLP):
             return None
         if getattr(self.config, "disable_parameter_transpose_cache", False):
             return None
+        weights = [weight for group in (fc1, fc2) for weight in ([group] if isinstance(group, Tensor) else group)]
         if self.is_first_microbatch or self._quantized is None or not self._quantized.are_of(weights):
             self._quantized = None  # frees the old copies first
-            fc1, fc2 = self.linear_fc1.experts("weight"), self.linear_fc2.experts("weight")
             self._quantized = quantize_weights(fc1, fc2, self.recipe)
         self.is_first_microbatch = False
         return self._quantized
@@ -160,8 +156,10 @@ class FusedGroupedMLP(TEGroupedMLP):
             self._queue.run()
         else:
             self._queue.run_oldest()
-        self.linear_fc2.fire_hooks()
-        self.linear_fc1.fire_hooks()
+        for linear in (self.linear_fc2, self.linear_fc1):
+            for module in linear.modules():  # a wrapper holds the ExpertLinear
+                if isinstance(module, ExpertLinear):
+                    module.fire_hooks()
 
 
 def with_fused_experts(layer_spec: Any) -> Any:

@@ -15,9 +15,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from fusedmlp import environment
+from fusedmlp import environment, validate
 from fusedmlp.contract.dummy import set_dummy_wgrad
 from fusedmlp.contract.parameter_state import state_of
+from fusedmlp.parts import ExpertTensors
 
 
 class ExpertLinear(MegatronModule):
@@ -119,9 +120,9 @@ class ExpertLinear(MegatronModule):
             return [getattr(self, name)]
         return [getattr(self, f"{name}{i}") for i in range(self.num_local_experts)]
 
-    def experts(self, name: str) -> Tensor | list[Tensor]:
+    def _tensors(self, name: str) -> Any:
         """Return the `"weight"` or the `"bias"` as `grouped_mlp` takes it."""
-        return self.group(name)[0] if self._grouped[name] else self.group(name)
+        return self.group(name)[0] if self._grouped[name] else _ForNoTree(self.group(name))
 
     def _of_expert(self, name: str, i: int) -> Tensor:
         """Return the parameter of expert i, or its part of the one parameter of all."""
@@ -137,14 +138,28 @@ class ExpertLinear(MegatronModule):
         if isinstance(state, Tensor) and state.numel():
             raise ValueError(f"_extra_state: expected no fp8 state; got {state.numel()} bytes")
 
-    def forward(self) -> None:
-        """Compute nothing; calling the layer runs the hooks by which DDP or Megatron-FSDP gathers its weights."""
+    def forward(self, rows: None = None, counts: None = None) -> ExpertTensors:
+        """Return the layer's tensors; calling it runs the hooks by which DDP or Megatron-FSDP gathers its weights.
+
+        Raises:
+            TypeError: rows or counts, which `FusedGroupedMLP` alone computes with.
+            RuntimeError: see `_refuse_owners`.
+        """
+        if rows is not None or counts is not None:
+            raise TypeError(
+                "ExpertLinear: expected no rows and no counts, as it only returns its tensors; got "
+                f"{validate.kind(rows)} and {validate.kind(counts)} (call the FusedGroupedMLP, or grouped_linear with "
+                "these tensors)"
+            )
+        if torch.is_grad_enabled():
+            self._refuse_owners()
+        return ExpertTensors(self._tensors("weight"), self._tensors("bias") if self.use_bias else None)
 
     def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], object]) -> None:
         """Keep a hook for `fire_hooks`; Megatron's DDP calls this for every weight with a delayed gradient."""
         self._hooks.append(hook)
 
-    def refuse_owners(self) -> None:
+    def _refuse_owners(self) -> None:
         """Raise RuntimeError for DDP or Megatron-FSDP that would reduce gradients before `backward_dw()` computes them,
         and for Megatron-FSDP with one parameter of all experts.
         """
@@ -208,6 +223,12 @@ class ExpertLinear(MegatronModule):
         for shard in result.values():  # (pipeline, tensor, data) ranks; experts are replicated over expt_dp
             shard.replica_id = (*shard.replica_id[:2], self.groups.expt_dp.rank())
         return result
+
+
+class _ForNoTree(list[Tensor]):
+    """A list whose tensors PyTorch's tree functions do not find: forward hooks of Megatron-FSDP replace those by views,
+    which are no parameters and have no `main_grad`.
+    """
 
 
 def _accept_other_keys(module: ExpertLinear, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

@@ -25,10 +25,12 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.utils._pytree import tree_map
 
 from fusedmlp.doctor import reference
 from fusedmlp.integrations import megatron_config
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
+from fusedmlp.parts import ExpertTensors
 
 VERSION = package_info.VERSION[:2]
 if VERSION >= (0, 19):
@@ -101,7 +103,7 @@ def weights_of(experts):
     """`[(fc1, fc2)]` by local expert."""
     if isinstance(experts, SequentialMLP):
         return [(e.linear_fc1.weight, e.linear_fc2.weight) for e in experts.local_experts]
-    return list(zip(experts.linear_fc1.experts("weight"), experts.linear_fc2.experts("weight"), strict=True))
+    return list(zip(experts.linear_fc1().weight, experts.linear_fc2().weight, strict=True))
 
 
 def shared_folder():
@@ -567,6 +569,8 @@ def refusals():
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), experts)
     x, counts, probs = torch.randn(6, 8), torch.tensor([3, 0, 1, 2]), torch.rand(6)
     found["DDP does not delay"] = raised(lambda: ddp(x, counts, probs))
+    experts.linear_fc1 = Around(experts.linear_fc1)
+    found["DDP does not delay, wrapped"] = raised(lambda: ddp(x, counts, probs))
     with torch.no_grad():
         found["DDP does not delay, no gradient"] = raised(lambda: ddp(x, counts, probs))
 
@@ -591,6 +595,7 @@ def order_of_hooks():
     experts = fused(config)
     for name in ("linear_fc1", "linear_fc2"):
         linear = getattr(experts, name)
+        setattr(experts, name, Around(linear))
         linear.register_wgrad_accumulation_and_reduce_hooks(
             lambda name=name, linear=linear: order.append([name, all(w.grad is not None for w in linear.parameters())])
         )
@@ -600,10 +605,102 @@ def order_of_hooks():
     return order
 
 
+class Around(torch.nn.Module):
+    """A wrapper, as adapters are; `change` gets and returns what the layer returns."""
+
+    def __init__(self, to_wrap, change=lambda found: found):
+        super().__init__()
+        self.to_wrap, self.change = to_wrap, change
+
+    def forward(self, *args):
+        return self.change(self.to_wrap(*args))
+
+
+class Twice(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def parametrize(experts, name):
+    for e in range(4):
+        torch.nn.utils.parametrize.register_parametrization(getattr(experts, name), f"weight{e}", Twice())
+
+
+def doubled(found):
+    return ExpertTensors([2 * weight for weight in found.weight], found.bias)
+
+
+def views(found):
+    """Map a result as Megatron-FSDP's hooks do, to tell one module's result from another's."""
+    return tree_map(lambda t: t.view_as(t) if torch.is_tensor(t) else t, found)
+
+
+def double_result(found):
+    return 2 * found[0], found[1]
+
+
+# What is put on a linear layer, and whether the weights that the experts compute with are then twice as great.
+EFFECTIVE = {
+    "parametrizations": (parametrize, True),
+    "a wrapper that computes weights": (lambda e, n: setattr(e, n, Around(getattr(e, n), doubled)), True),
+    "a hook that computes weights": (
+        lambda e, n: getattr(e, n).register_forward_hook(lambda m, x, y: doubled(y)),
+        True,
+    ),
+    "a wrapper": (lambda e, n: setattr(e, n, Around(getattr(e, n))), False),
+    "a hook that looks": (lambda e, n: getattr(e, n).register_forward_hook(lambda m, x, y: None), False),
+    "a hook of Megatron-FSDP": (lambda e, n: getattr(e, n).register_forward_hook(lambda m, x, y: views(y)), False),
+}
+WITHOUT_ROWS = {
+    "a hook on outputs": lambda e, n: getattr(e, n).register_forward_hook(lambda m, x, y: double_result(y)),
+    "a hook on rows": lambda e, n: getattr(e, n).register_forward_pre_hook(lambda m, x: (2 * x[0], x[1])),
+    "a hook on gradients": lambda e, n: getattr(e, n).register_full_backward_hook(lambda m, dx, dy: dx),
+    "a hook before gradients": lambda e, n: getattr(e, n).register_full_backward_pre_hook(lambda m, dy: dy),
+    "an adapter": lambda e, n: setattr(e, n, Around(getattr(e, n), double_result)),
+    "a dense layer": lambda e, n: setattr(e, n, torch.nn.Linear(8, 8)),
+}
+
+
+def effects_on_linears():
+    """Compare with float64 what is put on a linear layer and has an effect; return how many, and errors of the rest."""
+    megatron_world.model_parallel()
+    counts, count, errors = [3, 0, 5, 2], 0, {}
+    for name, (kind, (put, doubles)) in product(("linear_fc1", "linear_fc2"), EFFECTIVE.items()):
+        torch.manual_seed(3)
+        experts, x, dy, probs = fused(make_config()), torch.randn(10, 8), torch.randn(10, 8), torch.rand(10)
+        if "that computes" not in kind and kind != "parametrizations":
+            experts.config.gradient_accumulation_fusion = True  # which takes parameters alone
+            for param in experts.parameters():
+                param.main_grad = torch.zeros_like(param)
+        params = list(experts.parameters())
+        loop = [[w.detach().double().requires_grad_() for w in pair] for pair in weights_of(experts)]
+        put(experts, name)
+        y, _ = experts(x, torch.tensor(counts), probs)
+        y.backward(dy)
+        factors = [1 + doubles * (name == linear) for linear in ("linear_fc1", "linear_fc2")]
+        want = []
+        for pair, rows, prob in zip(loop, x.double().split(counts), probs.double().split(counts), strict=True):
+            want.append(reference.expert(rows, *(f * w for f, w in zip(factors, pair, strict=True)), prob).y)
+        want = torch.cat(want)
+        want.backward(dy.double())
+        grads = [getattr(p, "main_grad", p.grad) for p in params]
+        pairs = [(y, want), *zip(grads, [pair[i].grad for i in range(2) for pair in loop], strict=True)]
+        for got, right in pairs:
+            torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-6, msg=f"{kind} on {name}")
+        count += 1
+    for name, (kind, put) in product(("linear_fc1", "linear_fc2"), WITHOUT_ROWS.items()):
+        experts = fused(make_config())
+        put(experts, name)
+        errors[f"{kind}: {name}"] = raised(lambda e=experts: e(x, torch.tensor(counts), probs))
+    linear = fused(make_config()).linear_fc1
+    errors["rows: ExpertLinear"] = raised(lambda: linear(x, counts))
+    return count, errors
+
+
 def config_and_state():
     """On one rank: the results of several functions, by name."""
     functions = fields_unknown, freed_inputs, honoured, clamp_is_said, kept, refusals, order_of_hooks, recipes
-    functions += state_dict_names, grouped_state_dict
+    functions += state_dict_names, grouped_state_dict, effects_on_linears
     return {function.__name__: function() for function in functions}
 
 

@@ -82,6 +82,7 @@ MESSAGES = {
     "moe_apply_probs_on_input": r"config\.moe_apply_probs_on_input: expected False, or moe_router_topk 1; got 2",
     "offload_modules": r"expected none inside the experts, .* 'moe_act' .* got \['moe_act'\]",
     "DDP does not delay": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
+    "DDP does not delay, wrapped": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
     "fusion without main_grad": r"fc1_weight\[0\]: .* expects a main_grad attribute",
     "fp8 state": r"_extra_state: expected no fp8 state; got 3 bytes",
     "quant_recipe": r"config\.quant_recipe: expected it unset",
@@ -170,6 +171,13 @@ def test_config_and_state(tmp_path):
     assert re.search("FusedGroupedMLP clamps at 0.1; TEGroupedMLP, up to .* does not", found["clamp_is_said"])
     kept = 10 * (8 + 24 + 1) + 4 * (24 + 12) * 8 + 5  # x, h and probs of 10 rows; weights of 4 experts; 5 offsets
     assert found["kept"] == {"default": kept, "moe_act recomputed": kept}
+    count, errors = found["effects_on_linears"]
+    assert count == 12
+    assert len(errors) == 13
+    for kind, error in errors.items():
+        name = kind.partition(": ")[2]
+        words = "no rows" if name == "ExpertLinear" else "a part that FusedGroupedMLP can call without rows"
+        assert (error or "").startswith(f"TypeError: {name}: expected {words}"), (kind, error)
     assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
     assert found["state_dict_names"] == [STATE_DICT] * 2
     assert found["grouped_state_dict"] == GROUPED_STATE_DICT
