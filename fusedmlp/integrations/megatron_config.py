@@ -46,7 +46,6 @@ _REFUSED = {
     "overlap_dispatch_backward_with_experts_wgrad": "weight gradients computed inside the dispatcher's backward",
     "quant_recipe": "quantised experts",
     "moe_paged_stash": "paged activations of TransformerEngine's own fused experts",
-    "init_model_with_meta_device": "parameters on the meta device",
 }
 _SENT_AS_MXFP8 = {"moe_dispatch_fwd_dtype": "rows", "moe_combine_bwd_dtype": "gradients of the experts' output"}
 # Fields whose name says that they may be about experts, and those of them that 0.16 to 0.20 have: honoured, refused, or

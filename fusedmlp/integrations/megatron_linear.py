@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.layers import _initialize_affine_weight_cpu, _initialize_affine_weight_gpu
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
@@ -64,41 +64,47 @@ class ExpertLinear(MegatronModule):
             )
         shape[self.partition_dim] //= tp_size
         self._grouped = {name: getattr(config, f"moe_single_grouped_{name}", False) for name in ("weight", "bias")}
+        self._full, self._init_method = full, init_method
+        on_meta = getattr(config, "init_model_with_meta_device", False) and not config.use_cpu_initialization
+        device = "cpu" if config.use_cpu_initialization else "meta" if on_meta else torch.cuda.current_device()
         for i in range(num_local_experts):
-            self._register("weight", i, shape, partial(self._initialize, full=full, init_method=init_method))
+            for name, size in (("weight", shape), ("bias", shape[:1]))[: 1 + self.use_bias]:
+                grouped = self._grouped[name]
+                if not grouped or i == 0:
+                    size = [num_local_experts, *size] if grouped else size
+                    param = torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype, device=device))
+                    self.register_parameter(name if grouped else f"{name}{i}", param)
+        if on_meta:
+            self._mark_all()
+        else:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fill weights and biases, expert by expert; Megatron-FSDP calls this for what was on the meta device."""
+        self._mark_all()  # new parameters take the place of those on the meta device
+        for i in range(self.num_local_experts):
+            if self.config.perform_initialization:
+                self._initialize(self._of_expert("weight", i).detach())
             if self.use_bias:
-                self._register("bias", i, shape[:1], torch.nn.init.zeros_)
+                self._of_expert("bias", i).detach().zero_()
 
-    def _register(self, name: str, i: int, shape: list[int], fill: Callable[[Tensor], object]) -> None:
-        """Register the `"weight"` or the `"bias"` of expert i or, for expert 0, one parameter of all experts."""
-        grouped, config = self._grouped[name], self.config
-        if grouped and i > 0:
+    def _initialize(self, weight: Tensor) -> None:
+        """Fill the weight of one expert with the numbers that TransformerEngine's layer draws."""
+        tp, tracker = self.groups.expt_tp, get_cuda_rng_tracker()
+        if self.config.use_cpu_initialization and tp.size() > 1:  # the CPU draws the same numbers on every rank
+            whole = torch.empty(self._full, dtype=torch.float32, device="cpu")
+            self._init_method(whole)
+            weight.copy_(whole.chunk(tp.size(), self.partition_dim)[tp.rank()])
             return
-        if grouped:
-            shape = [self.num_local_experts, *shape]
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        param = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        if config.perform_initialization or name == "bias":
-            for part in param.detach() if grouped else [param]:
-                fill(part)
-        self._mark(name, param)
-        self.register_parameter(name if grouped else f"{name}{i}", param)
+        of_experts = tracker.is_initialized() and not self.config.use_cpu_initialization
+        with tracker.fork(get_expert_parallel_rng_tracker_name()) if of_experts else nullcontext():
+            self._init_method(weight)
 
-    def _initialize(self, weight: Tensor, *, full: list[int], init_method: Callable[[Tensor], object]) -> None:
-        if not self.config.use_cpu_initialization:
-            _initialize_affine_weight_gpu(weight, init_method, self.partition_dim, is_expert=True)
-            return
-        _initialize_affine_weight_cpu(
-            weight,
-            *full,
-            weight.shape[self.partition_dim],
-            self.partition_dim,
-            init_method,
-            params_dtype=self.config.params_dtype,
-            rank=self.groups.expt_tp.rank(),
-            world_size=self.groups.expt_tp.size(),
-            skip_set_tensor_parallel_attributes=True,
-        )
+    def _mark_all(self) -> None:
+        """Set Megatron's attributes of every parameter."""
+        for name in ("weight", "bias")[: 1 + self.use_bias]:
+            for param in self.group(name):
+                self._mark(name, param)
 
     def _mark(self, name: str, param: Any) -> None:
         """Set the attributes that Megatron's DDP, optimizer and gradient norm read of a parameter."""

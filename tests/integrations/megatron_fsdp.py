@@ -55,6 +55,7 @@ class FsdpCell(Cell):
     grad_comm_dtype: str = ""
     calculate_per_token_loss: bool = False  # sums over ranks instead of means
     recompute: str = ""  # "reentrant" or "non-reentrant": the experts run again in backward
+    meta: bool = False  # experts begin on the meta device, and Megatron-FSDP fills them
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -66,8 +67,8 @@ SCALED_AGAIN = "expected no_shard or optim, one micro-batch, or calculate_per_to
 
 
 def cells(world_size):
-    """All combinations of what decides where a gradient is kept. Then no fusion, recomputation, other dtypes, the
-    whole model as one unit, and gradients that are scaled again."""
+    """All combinations of what decides where a gradient is kept. Then the meta device, no fusion, recomputation, other
+    dtypes, the whole model as one unit, and gradients that are scaled again."""
     for strategy, micro, ep in product(STRATEGIES, (1, 3), (False, True)[:world_size]):
         for dtype, fp32 in (("float32", True), ("bfloat16", False), ("bfloat16", True))[: 1 if micro == 1 else None]:
             yield FsdpCell(
@@ -80,6 +81,10 @@ def cells(world_size):
                 add_bias_linear=fp32,
                 calculate_per_token_loss=scales_again(strategy, micro, ep),
             )
+    for strategy, bias in (("optim", True), ("optim_grads", False), ("optim_grads_params", True)):
+        yield FsdpCell(strategy=strategy, meta=True, add_bias_linear=bias)
+    if world_size > 1:
+        yield FsdpCell(meta=True, expert_parallel=True)
     for strategy in STRATEGIES:
         yield FsdpCell(strategy=strategy, microbatches=3, gradient_accumulation_fusion=False)
         for recompute in ("reentrant", "non-reentrant"):
@@ -217,6 +222,14 @@ def run_cell(cell):
     with torch.no_grad():
         dist.broadcast(model.dense.weight, 0)
     main, dtype = {name: w.float() for name, w in weights_of(model).items()}, getattr(torch, cell.dtype)
+    if cell.meta:  # the same seed must give the same weights
+        config.use_cpu_initialization, config.init_model_with_meta_device = False, True
+        torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
+        layers = Layers(config, cell)
+        model = layers.layer.mlp
+        assert {param.device.type for param in model.experts.parameters()} == {"meta"}
+        with torch.no_grad():
+            dist.broadcast(model.dense.weight, 0)
     experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
     fsdp = wrap(config, cell, layers)
     for _ in range(2):

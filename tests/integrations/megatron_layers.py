@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import warnings
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch
@@ -20,10 +22,10 @@ from megatron.core.enums import Fp8Recipe
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import token_dispatcher
-from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._pytree import tree_map
 
@@ -533,7 +535,6 @@ def refusals():
         "moe_apply_probs_on_input": True,
         "quant_recipe": "a recipe",
         "moe_paged_stash": True,
-        "init_model_with_meta_device": True,
         "expert_gtp_weight_remat_size": 2,
         "transformer_impl": "inference_optimized",
     }.items():
@@ -603,6 +604,86 @@ def order_of_hooks():
     assert order == []
     experts.backward_dw()
     return order
+
+
+class LikeTransformerEngine(torch.nn.Module):
+    """Stands for TransformerEngine's grouped linear layer as it is built: its parameters, and the numbers it draws."""
+
+    def __init__(
+        self, experts, in_features, out_features, *, config, init_method, pg_collection, tp_comm_buffer_name, **_
+    ):
+        super().__init__()
+        size, tp = [out_features, in_features], pg_collection.expt_tp.size()
+        size[tp_comm_buffer_name == "fc2"] //= tp
+        for i in range(experts):
+            self.register_parameter(f"weight{i}", torch.nn.Parameter(torch.empty(size, dtype=config.params_dtype)))
+        tracker = random.get_cuda_rng_tracker()
+        for weight in self.parameters():
+            name = random.get_expert_parallel_rng_tracker_name()
+            with tracker.fork(name) if tracker.is_initialized() else nullcontext(), torch.no_grad():
+                init_method(weight)
+
+
+def cpu_rng_state(*_, **__):
+    return torch.get_rng_state()
+
+
+def fresh_weights():
+    """Configs with which fresh weights are those of `TEGroupedMLP`, or of `SequentialMLP`, with equal seeds."""
+    found = {"TEGroupedMLP": [], "SequentialMLP": []}
+    tp = dist.get_world_size()
+    megatron_world.model_parallel(tensor_model_parallel_size=tp, expert_tensor_parallel_size=tp)
+    sizes = {"tensor_model_parallel_size": tp, "expert_tensor_parallel_size": tp, "sequence_parallel": tp > 1}
+    linear = LikeTransformerEngine
+    for device, dtype in product(("CPU", "GPU"), (torch.float32, torch.bfloat16)):
+        config = make_config(use_cpu_initialization=device == "CPU", params_dtype=dtype, **sizes)
+        builds = {
+            "ours": fused,
+            "TEGroupedMLP": lambda config: TEGroupedMLP(
+                4, config, MLPSubmodules(linear, linear), ProcessGroupCollection.use_mpu_process_groups()
+            ),
+            "SequentialMLP": sequential,
+        }
+        weights = {}
+        for who, build in builds.items():
+            random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+            with (
+                mock.patch.object(random, "_get_cuda_rng_state", cpu_rng_state),
+                mock.patch.object(random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+                mock.patch.multiple(torch.cuda, manual_seed=torch.manual_seed, get_rng_state=torch.get_rng_state),
+            ):
+                torch.manual_seed(3)
+                if device == "GPU":
+                    random.model_parallel_cuda_manual_seed(3)
+                experts = build(config)
+                random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+            if who == "TEGroupedMLP":
+                names = [f"linear_fc{i}.weight{e}" for e in range(4) for i in (1, 2)]
+                weights[who] = [experts.get_parameter(name) for name in names]
+            else:
+                weights[who] = [weight for pair in weights_of(experts) for weight in pair]
+        for who in found:
+            if all(torch.equal(a, b) for a, b in zip(weights["ours"], weights[who], strict=True)):
+                found[who].append(f"{device} {dtype}")
+    return found
+
+
+def shards_of_fresh_weights():
+    """Whether shards that a CPU fills are parts of one matrix, for each weight."""
+    wholes = {}
+    for tp in (1, 2):
+        sizes = {"tensor_model_parallel_size": tp, "expert_tensor_parallel_size": tp}
+        megatron_world.model_parallel(**sizes)
+        torch.manual_seed(3)
+        pairs = weights_of(fused(make_config(**sizes, sequence_parallel=tp > 1)))
+        wholes[tp] = [weight.detach() for pair in pairs for weight in pair]
+    shards = [[torch.empty_like(shard) for _ in range(2)] for shard in wholes[2]]
+    for parts, shard in zip(shards, wholes[2], strict=True):
+        dist.all_gather(parts, shard.contiguous())
+    return [
+        torch.equal(torch.cat(parts, i % 2), whole)
+        for i, (parts, whole) in enumerate(zip(shards, wholes[1], strict=True))
+    ]
 
 
 class Around(torch.nn.Module):
@@ -700,11 +781,13 @@ def effects_on_linears():
 def config_and_state():
     """On one rank: the results of several functions, by name."""
     functions = fields_unknown, freed_inputs, honoured, clamp_is_said, kept, refusals, order_of_hooks, recipes
-    functions += state_dict_names, grouped_state_dict, effects_on_linears
+    functions += state_dict_names, grouped_state_dict, effects_on_linears, fresh_weights
     return {function.__name__: function() for function in functions}
 
 
 def layers_and_checkpoints():
     """How many were compared, and on several ranks the names of sharded tensors."""
-    functions = (layers, checkpoints) if dist.get_world_size() == 1 else (layers, checkpoints, sharded_names)
+    functions = [layers, checkpoints]
+    if dist.get_world_size() > 1:
+        functions += sharded_names, fresh_weights, shards_of_fresh_weights
     return {function.__name__: function() for function in functions}

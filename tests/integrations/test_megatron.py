@@ -48,9 +48,9 @@ SHARDED_STATE_DICT = {
 }
 # Since a version of megatron-core: the number of cells under Megatron-FSDP, and how many of them are refused.
 FSDP_CELLS = {
-    "0.19": {"quick": (7, 0), 1: (35, 2), 2: (60, 4)},
-    "0.17": {"quick": (7, 1), 1: (35, 5), 2: (60, 10)},
-    "0.16": {"quick": (6, 3), 1: (31, 24), 2: (52, 27)},  # without dtypes of communication
+    "0.19": {"quick": (8, 0), 1: (38, 2), 2: (64, 4)},
+    "0.17": {"quick": (8, 1), 1: (38, 5), 2: (64, 10)},
+    "0.16": {"quick": (7, 3), 1: (34, 27), 2: (56, 29)},  # without dtypes of communication
 }
 MESSAGES = {
     "fp8": r"config\.fp8: expected None or 'e4m3', the only .* got 'hybrid'",
@@ -87,7 +87,6 @@ MESSAGES = {
     "fp8 state": r"_extra_state: expected no fp8 state; got 3 bytes",
     "quant_recipe": r"config\.quant_recipe: expected it unset",
     "moe_paged_stash": r"config\.moe_paged_stash: expected it unset",
-    "init_model_with_meta_device": r"config\.init_model_with_meta_device: expected it unset",
     "expert_gtp_weight_remat_size": r"config\.expert_gtp_weight_remat_size: expected 1, .* got 2",
     "transformer_impl": r"config\.transformer_impl: expected 'local' or .* got 'inference_optimized'",
     "moe_single_grouped_weight under Megatron-FSDP": r"expected False under Megatron-FSDP, .* got True",
@@ -180,6 +179,8 @@ def test_config_and_state(tmp_path):
         assert (error or "").startswith(f"TypeError: {name}: expected {words}"), (kind, error)
     assert found["order_of_hooks"] == [["linear_fc2", True], ["linear_fc1", True]]
     assert found["state_dict_names"] == [STATE_DICT] * 2
+    fresh = [f"{device} torch.{dtype}" for device in ("CPU", "GPU") for dtype in ("float32", "bfloat16")]
+    assert found["fresh_weights"] == {"TEGroupedMLP": fresh, "SequentialMLP": []}
     assert found["grouped_state_dict"] == GROUPED_STATE_DICT
     assert found["recipes"] == {
         "unset": [None, "recipe"],
@@ -207,6 +208,10 @@ def test_layers_and_checkpoints(world_size, tmp_path):
     for rank, found in enumerate(launch("integrations.megatron_layers:layers_and_checkpoints", world_size, tmp_path)):
         assert found["layers"] == {1: 16, 2: 30}[world_size]
         assert found["checkpoints"] == {1: 10, 2: 40}[world_size]
+        if world_size == 2:
+            on_gpu = ["GPU torch.float32", "GPU torch.bfloat16"]
+            assert found["fresh_weights"] == {"TEGroupedMLP": on_gpu, "SequentialMLP": []}
+            assert found["shards_of_fresh_weights"] == [True] * 8
         if rank == 1:
             assert found["sharded_names"] == SHARDED_STATE_DICT
 
