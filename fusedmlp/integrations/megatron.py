@@ -26,6 +26,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -77,11 +78,10 @@ class FusedGroupedMLP(TEGroupedMLP):
         if not isinstance(config, TransformerConfig):
             raise TypeError(f"config: expected Megatron's TransformerConfig; got {validate.kind(config)}")
         MegatronModule.__init__(self, config)  # not TEGroupedMLP's, which builds TransformerEngine's layers
-        megatron_config.refuse_unsupported(config)
+        self._built, self._read_config = megatron_config.built(config), megatron_config.reader(config)
+        self._follow_config()
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(["ep", "expt_tp", "expt_dp"])
         self.num_local_experts, self.ep_group, self.tp_group = num_local_experts, groups.ep, groups.expt_tp
-        self.activation = megatron_config.activation(config)
-        self.recipe, self.wgrad = megatron_config.recipe(config)
         hidden: int = getattr(config, "moe_latent_size", None) or config.hidden_size
         ffn = config.moe_ffn_hidden_size or config.ffn_hidden_size
         fc1_size = 2 * ffn if config.gated_linear_unit else ffn
@@ -91,7 +91,15 @@ class FusedGroupedMLP(TEGroupedMLP):
         self._queue = WgradQueue(fuse_microbatches=fuse_microbatches) if config.delay_wgrad_compute else None
         # True from Megatron's `set_is_first_microbatch` until a forward; None until Megatron calls that.
         self.is_first_microbatch: bool | None = None
-        self._quantized: QuantizedWeights | None = None
+
+    def _follow_config(self) -> None:
+        """Take what experts follow from the config, as Megatron's do, which read it in forward."""
+        megatron_config.refuse_rebuilt(self.config, self._built)
+        megatron_config.refuse_unsupported(self.config)
+        self.activation = megatron_config.activation(self.config)
+        self.recipe, self.wgrad = megatron_config.recipe(self.config)
+        self._quantized: QuantizedWeights | None = None  # copies of another recipe go
+        self._values = self._read_config(self.config)  # last: a field that was refused is refused again
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor | Sequence[int], permuted_probs: Tensor
@@ -100,6 +108,11 @@ class FusedGroupedMLP(TEGroupedMLP):
 
         Rows may be a `Float8BlockwiseQTensor`: see `transformer_engine.py`.
         """
+        if self._read_config(self.config) != self._values:
+            self._follow_config()
+        recipe, wgrad = self.recipe, self.wgrad
+        if recipe and megatron_config.in_16_bits(self.config):
+            recipe, wgrad = None, "recipe"
         x = plain_rows(permuted_local_hidden_states)
         # float64 with moe_router_dtype="fp64"; autograd casts the gradient back to float64.
         probs: Tensor | None = permuted_probs.float() if permuted_probs.dtype == torch.float64 else permuted_probs
@@ -110,38 +123,42 @@ class FusedGroupedMLP(TEGroupedMLP):
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
-        y = grouped_mlp(
-            x,
-            fc1.weight,
-            fc2.weight,
-            tokens_per_expert,
-            probs=probs,
-            fc1_bias=fc1.bias,
-            fc2_bias=fc2.bias,
-            activation=self.activation,
-            accumulate_wgrad=mode,
-            wgrad_queue=self._queue,
-            recipe=self.recipe,
-            wgrad=self.wgrad,
-            quantized_weights=None if under_fsdp else self._copies(fc1.weight, fc2.weight, x.shape[0]),
-        )
+        try:
+            y = grouped_mlp(
+                x,
+                fc1.weight,
+                fc2.weight,
+                tokens_per_expert,
+                probs=probs,
+                fc1_bias=fc1.bias,
+                fc2_bias=fc2.bias,
+                activation=self.activation,
+                accumulate_wgrad=mode,
+                wgrad_queue=self._queue,
+                recipe=recipe,
+                wgrad=wgrad,
+                quantized_weights=None if under_fsdp else self._copies(fc1.weight, fc2.weight, x.shape[0], recipe),
+            )
+        except (RuntimeError, TypeError, ValueError) as error:
+            error.args = tuple(megatron_config.in_megatrons_words(str(arg)) for arg in error.args)
+            raise
         if mode == "off" and trained and y.requires_grad:  # else the destination looks again
             y.register_hook(lambda _: megatron_fsdp.refuse_wrong_gradients(*trained))
         return y, None
 
-    def _copies(self, fc1: _Weights, fc2: _Weights, num_rows: int) -> QuantizedWeights | None:
+    def _copies(self, fc1: _Weights, fc2: _Weights, num_rows: int, recipe: str | None) -> QuantizedWeights | None:
         """8-bit copies of the weights, made by the first micro-batch of a step for all, as TransformerEngine's layers
         make theirs. None if every call makes its own.
         """
         least = LEAST_ROWS * self.num_local_experts
-        if self.is_first_microbatch is None or self.recipe not in BLOCKS or num_rows < least:
+        if self.is_first_microbatch is None or recipe not in BLOCKS or num_rows < least:
             return None
         if getattr(self.config, "disable_parameter_transpose_cache", False):
             return None
         weights = [weight for group in (fc1, fc2) for weight in ([group] if isinstance(group, Tensor) else group)]
         if self.is_first_microbatch or self._quantized is None or not self._quantized.are_of(weights):
             self._quantized = None  # frees the old copies first
-            self._quantized = quantize_weights(fc1, fc2, self.recipe)
+            self._quantized = quantize_weights(fc1, fc2, recipe)
         self.is_first_microbatch = False
         return self._quantized
 
@@ -168,7 +185,8 @@ def with_fused_experts(layer_spec: Any) -> Any:
     Layers without experts stay as they are.
 
     Raises:
-        TypeError: the argument is no such spec, or no layer in it has experts.
+        TypeError: the argument is no such spec, no layer in it has experts, or some are of a class that is not
+            Megatron's own.
     """
     replaced, count = _replace_experts(layer_spec)
     if count == 0:
@@ -182,6 +200,7 @@ def with_fused_experts(layer_spec: Any) -> Any:
 def _replace_experts(spec: Any) -> tuple[Any, int]:
     """Replace experts in a copy of `spec`; return it and the number of replacements."""
     if isinstance(spec, MoESubmodules):
+        _refuse_other_experts(spec.experts)
         return dataclasses.replace(spec, experts=FusedGroupedMLP), 1
     if isinstance(spec, list | tuple):
         parts = [_replace_experts(part) for part in spec]
@@ -198,3 +217,16 @@ def _replace_experts(spec: Any) -> tuple[Any, int]:
                 setattr(replaced, name, value)
         return replaced, sum(count for _, count in fields.values())
     return spec, 0
+
+
+def _refuse_other_experts(experts: Any) -> None:
+    """Raise TypeError for experts of a class, or made by a function, that is not Megatron's own."""
+    made_by = experts
+    while isinstance(made_by, partial | ModuleSpec):
+        made_by = made_by.func if isinstance(made_by, partial) else made_by.module
+    module, name = made_by if isinstance(made_by, tuple) else (getattr(made_by, "__module__", ""), made_by)
+    if not (made_by is None or made_by is FusedGroupedMLP or module.startswith("megatron.core.")):
+        raise TypeError(
+            "layer_spec: expected experts of a class of Megatron's own, such as SequentialMLP or TEGroupedMLP, as "
+            f"FusedGroupedMLP takes their place and what another class changes would be lost; got {name}"
+        )

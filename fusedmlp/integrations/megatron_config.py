@@ -4,7 +4,8 @@ Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`,
 `add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
 `gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
 initialisation fields, expert and tensor parallel sizes, `moe_single_grouped_weight`, `moe_single_grouped_bias`;
-`fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, and `fp8_wgrad`. `bias_activation_fusion`,
+`fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, `fp8_wgrad` and `first_last_layers_bf16`; with `fp8_param`,
+parameters stay in `params_dtype`. `bias_activation_fusion`,
 `use_fused_weighted_squared_relu`, `use_transformer_engine_op_fuser` and `moe_act` recomputation ask for what the
 kernels always do; so does `moe_use_grouped_tensor` (0.20). `moe_router_padding_for_quantization` adds rows, which
 8-bit recipes do not need. `refuse_unsupported`, `activation` and `recipe` refuse the rest, also fields about experts
@@ -14,6 +15,7 @@ that megatron-core 0.16 to 0.20 do not have, if they are set.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
 import warnings
 from collections.abc import Callable
@@ -21,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
-from megatron.core.activations import squared_relu
+from megatron.core import activations, fp8_utils
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from fusedmlp.activation import Activation
@@ -32,12 +34,12 @@ _ACTIVATIONS: dict[Callable[..., Any], tuple[str, str | None]] = {
     F.gelu: ("gelu", "geglu"),
     F.relu: ("relu", "reglu"),
     quick_gelu: ("quick_gelu", "quick_geglu"),
-    squared_relu: ("relu2", None),
+    activations.quick_gelu: ("quick_gelu", "quick_geglu"),  # the same formula; Megatron fuses the other one alone
+    activations.squared_relu: ("relu2", None),
 }
 _RECIPES = {"blockwise": "fp8_block", "mxfp8": "mxfp8"}  # fp8_recipe -> recipe
 # Field -> what it asks for. TEGroupedMLP supports that; ignoring the field would change the computation.
 _REFUSED = {
-    "fp8_param": "parameters of 8 bits",
     "fp4": "experts of 4 bits",
     "use_te_activation_func": "TransformerEngine's activation modules",
     "moe_mlp_glu_interleave_size": "gate and linear channels in interleaved blocks",
@@ -48,6 +50,19 @@ _REFUSED = {
     "moe_paged_stash": "paged activations of TransformerEngine's own fused experts",
 }
 _SENT_AS_MXFP8 = {"moe_dispatch_fwd_dtype": "rows", "moe_combine_bwd_dtype": "gradients of the experts' output"}
+# Further fields that `refuse_unsupported`, `activation` and `recipe` read: forward follows them when they change.
+_FOLLOWED = (
+    *("activation_func", "activation_func_clamp_value", "glu_linear_offset", "bias_activation_fusion"),
+    *("fp8", "fp8_recipe", "fp8_wgrad", "first_last_layers_bf16", "moe_apply_probs_on_input", "moe_router_topk"),
+    *("fine_grained_activation_offloading", "offload_modules", "expert_gtp_weight_remat_size", "transformer_impl"),
+    *("bias_dropout_fusion", "overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"),
+    *("moe_flex_dispatcher_backend", "num_moe_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+)
+# Fields that decide which parameters and queues are made: forward refuses another value.
+_BUILT = (
+    *("gated_linear_unit", "add_bias_linear", "delay_wgrad_compute"),
+    *("moe_single_grouped_weight", "moe_single_grouped_bias"),
+)
 # Fields whose name says that they may be about experts, and those of them that 0.16 to 0.20 have: honoured, refused, or
 # about the router, the dispatcher, shared experts, losses, recomputation and attention.
 _MAY_BE_ABOUT_EXPERTS = re.compile("moe_|activation_|glu_|expert|fp8|fp4|quant|wgrad")
@@ -78,6 +93,27 @@ def unknown_fields(kind: type) -> list[dataclasses.Field[Any]]:
             for field in dataclasses.fields(cls):
                 found.setdefault(field.name, field)
     return [field for name, field in found.items() if _MAY_BE_ABOUT_EXPERTS.search(name) and not _KNOWN.fullmatch(name)]
+
+
+def reader(config: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """Return a function that reads, in C time, every field of a config that experts follow, or that must stay."""
+    names = (*_REFUSED, *_SENT_AS_MXFP8, *_FOLLOWED, *_BUILT, *(field.name for field in unknown_fields(type(config))))
+    return operator.attrgetter(*(name for name in names if hasattr(config, name)))
+
+
+def built(config: Any) -> dict[str, Any]:
+    """Return the fields that decide which parameters and queues experts have, and their values."""
+    return {name: getattr(config, name, False) for name in _BUILT}
+
+
+def refuse_rebuilt(config: Any, values: dict[str, Any]) -> None:
+    """Raise ValueError for a field that is no longer what `built` found."""
+    for name, value in values.items():
+        if (now := getattr(config, name, False)) != value:
+            raise ValueError(
+                f"config.{name}: expected {value!r}, its value when these experts were built (set it before the model "
+                f"is built); got {now!r}"
+            )
 
 
 def _refuse_unknown(config: Any) -> None:
@@ -164,7 +200,7 @@ def activation(config: Any) -> Activation:
         warnings.warn(
             f"config.activation_func_clamp_value: FusedGroupedMLP clamps at {limit}; TEGroupedMLP, up to megatron-core "
             "0.19, does not clamp swiglu with bias_activation_fusion (set None to compute as it does)",
-            stacklevel=3,
+            stacklevel=4,
         )
     return Activation(name, limit=limit, linear_offset=getattr(config, "glu_linear_offset", 0.0))
 
@@ -173,7 +209,7 @@ def recipe(config: Any) -> tuple[str | None, str]:
     """Return `recipe` and `wgrad`, as `grouped_mlp` takes them.
 
     Raises:
-        ValueError: fusedmlp has no such 8-bit recipe, only some layers are to have it, or Megatron frees the input.
+        ValueError: fusedmlp has no such 8-bit recipe, nothing tells in which layers, or Megatron frees the input.
     """
     if not config.fp8:
         return None, "recipe"
@@ -187,10 +223,11 @@ def recipe(config: Any) -> tuple[str | None, str]:
             "config.fp8_recipe: expected 'blockwise' or 'mxfp8', the only recipes of FusedGroupedMLP with fp8='e4m3' "
             f"(keep TEGroupedMLP for others); got {config.fp8_recipe!r}"
         )
-    if config.first_last_layers_bf16:
+    if config.first_last_layers_bf16 and not hasattr(fp8_utils, "FP8GlobalStateManager"):
         raise ValueError(
-            "config.first_last_layers_bf16: expected False with fp8, as Megatron does not tell experts the number of "
-            "their layer (keep TEGroupedMLP for that); got True"
+            "config.first_last_layers_bf16: expected False with fp8 where TransformerEngine is not installed, as its "
+            "fp8 context, which Megatron opens around a layer, tells experts that the layer computes in 8 bits; got "
+            "True"
         )
     if _frees_input(config):
         raise ValueError(
@@ -198,6 +235,21 @@ def recipe(config: Any) -> tuple[str | None, str]:
             "ncclep, as Megatron then frees the rows that backward needs (keep TEGroupedMLP for that); got True"
         )
     return _RECIPES[config.fp8_recipe], "recipe" if config.fp8_wgrad else "bf16"
+
+
+def in_16_bits(config: Any) -> bool:
+    """Whether Megatron runs this layer in 16 bits, though the config has fp8: one of its first or last layers."""
+    return bool(config.first_last_layers_bf16 and not fp8_utils.FP8GlobalStateManager.is_fp8_enabled())
+
+
+def in_megatrons_words(message: str) -> str:
+    """Translate an error about an argument of `grouped_mlp` to the parameter, and the cure, that Megatron has."""
+    message = re.sub(r"\bfc([12])_(weight|bias)(?:\[(\d+)\])?", r"linear_fc\1.\2\3", message)
+    return message.replace(
+        "attach one with fusedmlp.MainGradBuffer",
+        "wrap the model in megatron.core.distributed.DistributedDataParallel, or set "
+        "config.gradient_accumulation_fusion=False",
+    )
 
 
 def _frees_input(config: Any) -> bool:

@@ -520,7 +520,6 @@ def refusals():
     found = {}
     for name, value in {
         "fp8": "hybrid",
-        "fp8_param": True,
         "fp4": "e2m1",
         "use_te_activation_func": True,
         "moe_mlp_glu_interleave_size": 32,
@@ -580,6 +579,11 @@ def refusals():
     found["moe_single_grouped_weight under Megatron-FSDP"] = raised(lambda: experts(x, counts, probs))
     experts = fused(make_config(gradient_accumulation_fusion=True))
     found["fusion without main_grad"] = raised(lambda: experts(x, counts, probs))
+    experts = fused(make_config(gradient_accumulation_fusion=True))
+    for weight, _ in weights_of(experts):
+        weight.main_grad = torch.zeros_like(weight)
+    experts.linear_fc1.weight3.main_grad = torch.zeros(2)
+    found["a main_grad of another shape"] = raised(lambda: experts(x, counts, probs)[0].sum().backward())
     small = fused(eight_bit_config("mxfp8"))
     found["sizes without blocks"] = raised(lambda: small(x, counts, probs))
     found["fp8 without TransformerEngine"] = raised(lambda: make_config(fp8="e4m3", fp8_recipe="blockwise"))

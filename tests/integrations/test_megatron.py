@@ -54,14 +54,13 @@ FSDP_CELLS = {
 }
 MESSAGES = {
     "fp8": r"config\.fp8: expected None or 'e4m3', the only .* got 'hybrid'",
-    "fp8_param": r"config\.fp8_param: expected it unset, .* parameters of 8 bits .* got True",
     "fp8_recipe 'tensorwise'": r"config\.fp8_recipe: expected 'blockwise' or 'mxfp8', .* got 'tensorwise'",
     "fp8_recipe 'delayed'": r"config\.fp8_recipe: expected 'blockwise' or 'mxfp8', .* got 'delayed'",
     "fp8_recipe 'custom'": r"config\.fp8_recipe: expected 'blockwise' or 'mxfp8', .* got 'custom'",
     "fp8_recipe <Fp8Recipe.delayed: 'delayed'>": r"config\.fp8_recipe: .* got <Fp8Recipe\.delayed: 'delayed'>",
-    "first_last_layers_bf16": r"config\.first_last_layers_bf16: expected False with fp8, .* got True",
+    "first_last_layers_bf16": r"config\.first_last_layers_bf16: expected False .* TransformerEngine .* got True",
     "one expert on a rank": r"config\.overlap_moe_expert_parallel_comm: expected False with fp8 and one expert .* True",
-    "sizes without blocks": r"fc1_weight: expected multiples of 32 features, the blocks of recipe='mxfp8'; got 24 out",
+    "sizes without blocks": r"linear_fc1\.weight: expected multiples of 32 features, the blocks of .*; got 24 out",
     # Megatron's own; 0.16 fails to compare versions.
     "fp8 without TransformerEngine": r"Only transformer-engine>=1\.7\.0 supports MoE FP8 training|'NoneType' and 'Ver",
     "fp4": r"config\.fp4: expected it unset",
@@ -83,7 +82,10 @@ MESSAGES = {
     "offload_modules": r"expected none inside the experts, .* 'moe_act' .* got \['moe_act'\]",
     "DDP does not delay": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
     "DDP does not delay, wrapped": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
-    "fusion without main_grad": r"fc1_weight\[0\]: .* expects a main_grad attribute",
+    "fusion without main_grad": r"linear_fc1\.weight0: .* expects a main_grad attribute on the parameter; got none "
+    r"\(wrap the model in megatron\.core\.distributed\.DistributedDataParallel, or set "
+    r"config\.gradient_accumulation_fusion=False\)$",
+    "a main_grad of another shape": r"linear_fc1\.weight3: expected main_grad of shape \(24, 8\); got \(2,\)",
     "fp8 state": r"_extra_state: expected no fp8 state; got 3 bytes",
     "quant_recipe": r"config\.quant_recipe: expected it unset",
     "moe_paged_stash": r"config\.moe_paged_stash: expected it unset",
@@ -199,6 +201,51 @@ def test_config_and_state(tmp_path):
     assert refused.keys() == MESSAGES.keys()
     for name, message in MESSAGES.items():
         assert re.search(message, refused[name] or ""), (name, refused[name])
+
+
+OTHER_EXPERTS = {
+    "a class": r"<class 'integrations\.megatron_config_changes\.OwnExperts'>",
+    "a class in a partial": r"<class '.*\.OwnGroupedExperts'>",
+    "a class in a ModuleSpec": r"<class '.*\.OwnExperts'>",
+    "a name": r"NamedExperts",
+    "a function": r"<function other_experts at .*>",
+}
+CHANGED = {
+    "moe_mlp_glu_interleave_size": "expected it unset, .* got 32",
+    "moe_paged_stash": "expected it unset, .* got True",
+    "fp8_recipe": "expected 'blockwise' or 'mxfp8', .* got 'delayed'",
+    "fp4": "expected it unset, .* got 'e2m1'",
+    "use_te_activation_func": "expected it unset, .* got True",
+    "moe_router_topk": "moe_apply_probs_on_input: expected False, or moe_router_topk 1; got 2",
+    "gated_linear_unit": "expected True, its value when these experts were built .* got False",
+    "add_bias_linear": "expected False, its value when these experts were built .* got True",
+    "delay_wgrad_compute": "expected False, its value when these experts were built .* got True",
+    "moe_single_grouped_weight": "expected False, its value when these experts were built .* got True",
+}
+
+
+@pytest.mark.slow
+def test_config_that_changes_after_construction(tmp_path):
+    (found,) = launch("integrations.megatron_config_changes:config_changes", 1, tmp_path)
+    for name, (as_if_early, as_before, goes_back) in found["followed"].items():
+        assert (as_if_early, as_before, goes_back) == (True, name == "fp8_param", True), name
+    assert len(found["refused"]) >= 8
+    for name, messages in found["refused"].items():
+        for message in messages:
+            assert re.search(CHANGED[name], message or ""), (name, message)
+    # Read once, for shapes, first values and attributes of parameters.
+    assert set(found["fields_read_in_silence"]) <= {
+        *("hidden_size", "moe_ffn_hidden_size", "ffn_hidden_size", "moe_latent_size", "params_dtype"),
+        *("init_method", "output_layer_init_method", "perform_initialization", "use_cpu_initialization"),
+        *("tensor_model_parallel_size", "moe_use_grouped_tensor"),
+    }
+    assert found["quick_gelus"] == [True, True]
+    assert found["first_and_last_layers"] == [[False, True], [True, False], [False, True], [False, True]]
+    for name, message in found["replaced"].items():
+        if name in OTHER_EXPERTS:
+            assert re.search(f"TypeError: layer_spec: .* got {OTHER_EXPERTS[name]}$", message or ""), name
+        else:
+            assert message is None, name
 
 
 @pytest.mark.slow

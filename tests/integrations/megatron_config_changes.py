@@ -1,0 +1,207 @@
+"""Config fields that change after the experts are built, layers in 16 bits, `fp8_param`. Runs in a `world`."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import support.megatron_world as megatron_world  # before Megatron asks for a GPU
+import torch
+import torch.nn.functional as F
+from integrations.megatron_layers import eight_bit_config, fused, make_config, raised, weights_of
+from megatron.core import activations, fp8_utils
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
+
+COUNTS = [3, 0, 5, 2]
+LARGE = [130, 0, 125, 1]  # 64 rows on average, the least that are quantized
+SIZES = {"hidden_size": 128, "moe_ffn_hidden_size": 128, "ffn_hidden_size": 128}
+TOP_1 = {"moe_router_topk": 1, "moe_router_pre_softmax": True}
+FOLLOWED = {
+    "activation_func": F.gelu,
+    "activation_func_clamp_value": 0.1,
+    "glu_linear_offset": 1.0,
+    "moe_apply_probs_on_input": True,
+    "fp8": "e4m3",
+    "fp8_wgrad": False,
+    "fp8_param": True,
+}
+REFUSED = {
+    "moe_mlp_glu_interleave_size": 32,
+    "moe_paged_stash": True,
+    "fp8_recipe": "delayed",
+    "fp4": "e2m1",
+    "use_te_activation_func": True,
+    "moe_router_topk": 2,  # with moe_apply_probs_on_input
+    "gated_linear_unit": False,
+    "add_bias_linear": True,
+    "delay_wgrad_compute": True,
+    "moe_single_grouped_weight": True,
+}
+
+
+def late_config(**options):
+    """A config of 8-bit experts of top-1 routing, so that each field of the tables has a meaning by itself."""
+    return eight_bit_config("blockwise", **SIZES | TOP_1 | options)
+
+
+def step(experts, counts=LARGE):
+    """The output, and the gradients of rows and weights."""
+    generator = torch.Generator().manual_seed(1)
+    x, dy = (torch.randn(sum(counts), experts.config.hidden_size, generator=generator) for _ in range(2))
+    probs = torch.rand(len(x), generator=generator)
+    experts.zero_grad()
+    y, _ = experts(x.requires_grad_(), torch.tensor(counts), probs)
+    y.backward(dy)
+    return [y, x.grad, *(weight.grad for pair in weights_of(experts) for weight in pair)]
+
+
+def equal(found, other):
+    return all(torch.equal(a, b) for a, b in zip(found, other, strict=True))
+
+
+def followed():
+    """By field: does a late value compute what an early one does, and the value before what it did."""
+    megatron_world.model_parallel()
+    found = {}
+    for name, value in FOLLOWED.items():
+        before = {"fp8": None} if name == "fp8" else {}
+        early, late = (late_config(**before) for _ in range(2))
+        setattr(early, name, value)
+        experts = []
+        for config in (early, late):
+            torch.manual_seed(3)
+            experts.append(fused(config))
+        first, old = step(experts[1]), getattr(late, name)
+        setattr(late, name, value)
+        second, want = step(experts[1]), step(experts[0])
+        setattr(late, name, old)
+        found[name] = [equal(second, want), equal(second, first), equal(step(experts[1]), first)]
+    return found
+
+
+def refused():
+    """By field: the error of a forward after the field was set, if it exists in this version."""
+    megatron_world.model_parallel()
+    found = {}
+    for name, value in REFUSED.items():
+        config = late_config(moe_apply_probs_on_input=True)
+        if not hasattr(config, name):
+            continue
+        experts = fused(config)
+        step(experts)
+        setattr(config, name, value)
+        found[name] = [raised(partial(step, experts)), raised(partial(step, experts))]
+        assert found[name][0] == found[name][1]
+    return found
+
+
+def fields_read_in_silence():
+    """Fields that the constructor reads, and that neither forward compares nor a shape or a name fixes."""
+    megatron_world.model_parallel()
+    names = set()
+
+    class Recording(TransformerConfig):
+        def __getattribute__(self, name):
+            names.add(name)
+            return super().__getattribute__(name)
+
+    for options in ({}, {"add_bias_linear": True}, {"moe_apply_probs_on_input": True, **TOP_1}):
+        config = make_config(**options)
+        config.fp8, config.fp8_recipe = "e4m3", "blockwise"
+        config.overlap_moe_expert_parallel_comm = True
+        config.__class__ = Recording
+        names.clear()
+        experts = fused(config)
+        built = set(names)
+        names.clear()
+        experts._read_config(config)
+        built -= names
+    return sorted(name for name in built if not name.startswith("__") and hasattr(config, name))
+
+
+def quick_gelus():
+    """Do the two functions of that name compute the same, and our experts with either."""
+    megatron_world.model_parallel()
+    x = torch.linspace(-20, 20, 4001)
+    outputs = []
+    for function in (quick_gelu, activations.quick_gelu):
+        torch.manual_seed(3)
+        outputs.append(step(fused(make_config(activation_func=function)), COUNTS))
+    return [torch.equal(quick_gelu(x), activations.quick_gelu(x)), equal(*outputs)]
+
+
+@contextmanager
+def fp8_context(enabled):
+    """A stand-in for TransformerEngine's fp8 context, which Megatron's `get_fp8_context` opens around a layer."""
+    manager = mock.Mock(**{"is_fp8_enabled.return_value": enabled})
+    with mock.patch.object(fp8_utils, "FP8GlobalStateManager", manager, create=True):
+        yield
+
+
+def first_and_last_layers():
+    """By layer of a model of four: does it compute as with fp8, and as without."""
+    megatron_world.model_parallel()
+    options = {"num_layers": 4, **SIZES}
+    results = {}
+    for fp8 in ("e4m3", None):
+        torch.manual_seed(3)
+        results[fp8] = step(fused(eight_bit_config("blockwise", fp8=fp8, **options)))
+    config = eight_bit_config("blockwise", first_last_layers_bf16=True, fp8_wgrad=False, **options)
+    config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16 = 1, 2
+    config.fp8_wgrad = True
+    with fp8_context(True):
+        torch.manual_seed(3)
+        experts = fused(config)
+    found = []
+    for layer in range(4):
+        with fp8_context(not fp8_utils.is_first_last_bf16_layer(config, layer)):
+            experts.is_first_microbatch = True  # as Megatron's schedules say at the start of a step
+            y = step(experts)
+        found.append([equal(y, results["e4m3"]), equal(y, results[None])])
+    return found
+
+
+class OwnExperts(SequentialMLP):
+    """A user's experts."""
+
+
+class OwnGroupedExperts(TEGroupedMLP):
+    """A user's experts."""
+
+
+def other_experts(*args, **kwargs):
+    """Build a user's experts."""
+
+
+def replaced():
+    """By the way in which a spec holds experts: the error, or None where they were replaced."""
+    spec = get_gpt_layer_local_spec(num_experts=4)
+    mlp = spec.submodules.mlp
+    kept = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+    ways = {
+        "Megatron's": kept.experts,
+        "its class": SequentialMLP,
+        "its class in a ModuleSpec": ModuleSpec(module=TEGroupedMLP),
+        "its name": ModuleSpec(module=("megatron.core.transformer.moe.experts", "TEGroupedMLP")),
+        "ours": FusedGroupedMLP,
+        "a class": OwnExperts,
+        "a class in a partial": partial(OwnGroupedExperts, submodules=None),
+        "a class in a ModuleSpec": ModuleSpec(module=OwnExperts),
+        "a name": ModuleSpec(module=("my_training.experts", "NamedExperts")),
+        "a function": other_experts,
+    }
+    return {name: raised(lambda how=how: with_fused_experts(MoESubmodules(experts=how))) for name, how in ways.items()}
+
+
+def config_changes():
+    """On one rank: the results of several functions, by name."""
+    functions = followed, refused, fields_read_in_silence, quick_gelus, first_and_last_layers, replaced
+    return {function.__name__: function() for function in functions}
