@@ -35,14 +35,13 @@ from fusedmlp.contract.destinations import megatron_fsdp
 from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_mlp
-from fusedmlp.integrations import megatron_config
+from fusedmlp.integrations import megatron_config, megatron_offload
 from fusedmlp.integrations.megatron_linear import ExpertLinear
+from fusedmlp.integrations.megatron_offload import Weights
 from fusedmlp.integrations.transformer_engine import plain_rows
 from fusedmlp.parts import tensors_of
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
 from fusedmlp.recipe import BLOCKS, LEAST_ROWS
-
-_Weights = Tensor | Sequence[Tensor]
 
 
 class FusedGroupedMLP(TEGroupedMLP):
@@ -123,22 +122,23 @@ class FusedGroupedMLP(TEGroupedMLP):
         if self.config.moe_apply_probs_on_input:
             x, probs = (permuted_probs.unsqueeze(-1) * x).to(x.dtype), None
         mode: Mode = "main_grad" if self.config.gradient_accumulation_fusion else "off"
+        compute = partial(
+            grouped_mlp,
+            fc1_weight=fc1.weight,
+            fc2_weight=fc2.weight,
+            tokens_per_expert=tokens_per_expert,
+            probs=probs,
+            fc1_bias=fc1.bias,
+            fc2_bias=fc2.bias,
+            activation=self.activation,
+            accumulate_wgrad=mode,
+            wgrad_queue=self._queue,
+            recipe=recipe,
+            wgrad=wgrad,
+            quantized_weights=None if under_fsdp else self._copies(fc1.weight, fc2.weight, x.shape[0], recipe),
+        )
         try:
-            y = grouped_mlp(
-                x,
-                fc1.weight,
-                fc2.weight,
-                tokens_per_expert,
-                probs=probs,
-                fc1_bias=fc1.bias,
-                fc2_bias=fc2.bias,
-                activation=self.activation,
-                accumulate_wgrad=mode,
-                wgrad_queue=self._queue,
-                recipe=recipe,
-                wgrad=wgrad,
-                quantized_weights=None if under_fsdp else self._copies(fc1.weight, fc2.weight, x.shape[0], recipe),
-            )
+            y = megatron_offload.offload(self.config, compute, x, fc1.weight)
         except (RuntimeError, TypeError, ValueError) as error:
             error.args = tuple(megatron_config.in_megatrons_words(str(arg)) for arg in error.args)
             raise
@@ -146,7 +146,7 @@ class FusedGroupedMLP(TEGroupedMLP):
             y.register_hook(lambda _: megatron_fsdp.refuse_wrong_gradients(*trained))
         return y, None
 
-    def _copies(self, fc1: _Weights, fc2: _Weights, num_rows: int, recipe: str | None) -> QuantizedWeights | None:
+    def _copies(self, fc1: Weights, fc2: Weights, num_rows: int, recipe: str | None) -> QuantizedWeights | None:
         """8-bit copies of the weights, made by the first micro-batch of a step for all, as TransformerEngine's layers
         make theirs. None if every call makes its own.
         """

@@ -27,6 +27,7 @@ from megatron.core import activations, fp8_utils
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 
 from fusedmlp.activation import Activation
+from fusedmlp.integrations import megatron_offload
 
 # Function -> names of the plain and of the gated activation.
 _ACTIVATIONS: dict[Callable[..., Any], tuple[str, str | None]] = {
@@ -142,14 +143,7 @@ def refuse_unsupported(config: Any) -> None:
                 f"config.{name}: expected it unset, as FusedGroupedMLP does not support {feature} (keep TEGroupedMLP "
                 f"for that); got {value!r}"
             )
-    if getattr(config, "fine_grained_activation_offloading", False):
-        modules = {"expert_fc1", "moe_act", "fused_group_mlp"} & set(config.offload_modules or ())
-        if modules:
-            raise ValueError(
-                "config.offload_modules: expected none inside the experts, as FusedGroupedMLP offloads nothing (it "
-                "keeps what 'moe_act' in recompute_modules leaves; to keep less, put 'moe' there); got "
-                f"{sorted(modules)}"
-            )
+    megatron_offload.modules(config)
     shards = getattr(config, "expert_gtp_weight_remat_size", 1)
     if shards > 1:
         raise ValueError(

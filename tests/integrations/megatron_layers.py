@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import warnings
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,8 +19,10 @@ from megatron.core import dist_checkpointing, package_info, parallel_state
 from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.enums import Fp8Recipe
+from megatron.core.extensions import transformer_engine
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.pipeline_parallel import fine_grained_activation_offload as offloading
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, random
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -560,7 +562,8 @@ def refusals():
         found[f"fp8_recipe {recipe!r}"] = raised(lambda recipe=recipe: fused(eight_bit_config(recipe)))
     config = make_config()
     config.fine_grained_activation_offloading, config.offload_modules = True, ["moe_act"]
-    found["offload_modules"] = raised(lambda: fused(config))
+    with mock.patch.object(offloading, "FineGrainedActivationOffloadingInterface", object):  # of another version
+        found["offload_modules"] = raised(lambda: fused(config))
     config = make_config(activation_func=squared_relu)
     found["gated squared relu"] = raised(lambda: fused(config))
     config = make_config(gradient_accumulation_fusion=True)
@@ -644,7 +647,10 @@ def fresh_weights():
         builds = {
             "ours": fused,
             "TEGroupedMLP": lambda config: TEGroupedMLP(
-                4, config, MLPSubmodules(linear, linear), ProcessGroupCollection.use_mpu_process_groups()
+                4,
+                config,
+                MLPSubmodules(linear_fc1=linear, linear_fc2=linear),
+                ProcessGroupCollection.use_mpu_process_groups(),
             ),
             "SequentialMLP": sequential,
         }
@@ -746,6 +752,71 @@ WITHOUT_ROWS = {
 }
 
 
+@contextmanager
+def offloading_manager():
+    """Megatron's own manager of offloading, which takes tensors of the CPU for those of a GPU; yields what it sends."""
+    sent = []
+    handler = offloading.ChunkOffloadHandler
+    offload = handler.offload
+
+    def noting(self, tensor, **options):
+        sent.append([*tensor.shape])
+        return offload(self, tensor, pin_memory=False, use_cpu_pool=False)
+
+    with (
+        mock.patch.object(torch.cuda, "Event"),
+        mock.patch.object(torch.Tensor, "record_stream", create=True),
+        mock.patch.object(handler, "_can_manage_tensor_for_offload", staticmethod(lambda t: type(t) is torch.Tensor)),
+        mock.patch.object(handler, "offload", noting),
+        mock.patch.object(offloading, "OffloadTensorPool"),
+        mock.patch.object(transformer_engine, "cpu_offload"),
+    ):
+        offloading.PipelineOffloadManager.reset_instance()
+        yield sent
+        offloading.PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+def offloaded():
+    """By `offload_modules`: shapes that two layers send in two steps, and how often their input is freed.
+
+    Gradients must stay the same. None before 0.19, where all this is refused.
+    """
+    if not hasattr(offloading.FineGrainedActivationOffloadingInterface, "group_offload"):
+        return None
+    megatron_world.model_parallel()
+    interface, found = offloading.FineGrainedActivationOffloadingInterface, {}
+    kinds = [["expert_fc1"], ["moe_act"], ["expert_fc1", "moe_act"], ["fused_group_mlp"]]
+    for modules in [None, *kinds]:
+        torch.manual_seed(3)
+        layers = [fused(make_config(add_bias_linear=True)) for _ in range(2)]
+        if modules:
+            for layer in layers:
+                layer.config.fine_grained_activation_offloading, layer.config.offload_modules = True, modules
+        results, freed = [], 0
+        with offloading_manager() as sent:
+            for _ in range(2):
+                if modules:
+                    interface.init_chunk_handler(0, None, None, 16, 0, 1.0)
+                rows, probs = torch.randn(10, 8).requires_grad_(), torch.rand(10).requires_grad_()
+                y = rows.tanh()
+                for layer in layers:
+                    dispatched = y * 1
+                    y, _ = layer(dispatched, torch.tensor([3, 0, 5, 2]), probs)
+                    freed += dispatched.untyped_storage().size() == 0
+                y.square().sum().backward()
+                results += [rows.grad, probs.grad]
+                if modules:
+                    interface.reset()
+        results += [param.grad for layer in layers for param in layer.parameters()]
+        if not modules:
+            want = results
+            continue
+        for got, right in zip(results, want, strict=True):
+            torch.testing.assert_close(got, right)
+        found["+".join(modules)] = sent, freed
+    return found
+
+
 def effects_on_linears():
     """Compare with float64 what is put on a linear layer and has an effect; return how many, and errors of the rest."""
     megatron_world.model_parallel()
@@ -785,7 +856,7 @@ def effects_on_linears():
 def config_and_state():
     """On one rank: the results of several functions, by name."""
     functions = fields_unknown, freed_inputs, honoured, clamp_is_said, kept, refusals, order_of_hooks, recipes
-    functions += state_dict_names, grouped_state_dict, effects_on_linears, fresh_weights
+    functions += state_dict_names, grouped_state_dict, effects_on_linears, fresh_weights, offloaded
     return {function.__name__: function() for function in functions}
 
 

@@ -79,7 +79,7 @@ MESSAGES = {
     "bias_dropout_fusion": r"config\.bias_dropout_fusion: expected False with add_bias_linear",
     "expert_tensor_parallel_size": r"config\.add_bias_linear: expected expert_tensor_parallel_size 1, .* got 2",
     "moe_apply_probs_on_input": r"config\.moe_apply_probs_on_input: expected False, or moe_router_topk 1; got 2",
-    "offload_modules": r"expected none inside the experts, .* 'moe_act' .* got \['moe_act'\]",
+    "offload_modules": r"config\.offload_modules: expected none .* before 0\.19, .* got \['moe_act'\]",
     "DDP does not delay": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
     "DDP does not delay, wrapped": r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too",
     "fusion without main_grad": r"linear_fc1\.weight0: .* expects a main_grad attribute on the parameter; got none "
@@ -172,6 +172,11 @@ def test_config_and_state(tmp_path):
     assert re.search("FusedGroupedMLP clamps at 0.1; TEGroupedMLP, up to .* does not", found["clamp_is_said"])
     kept = 10 * (8 + 24 + 1) + 4 * (24 + 12) * 8 + 5  # x, h and probs of 10 rows; weights of 4 experts; 5 offsets
     assert found["kept"] == {"default": kept, "moe_act recomputed": kept}
+    x, h = [10, 8], [10, 24]  # Megatron keeps those of the last layer in the second step
+    sent = {"expert_fc1": ([x] * 3, 3), "moe_act": ([h] * 3, 0)}
+    sent |= dict.fromkeys(("expert_fc1+moe_act", "fused_group_mlp"), ([x, h] * 3, 3))
+    offloaded = None if metadata.version("megatron-core") < "0.19" else {k: [*v] for k, v in sent.items()}
+    assert found["offloaded"] == offloaded
     count, errors = found["effects_on_linears"]
     assert count == 12
     assert len(errors) == 13
