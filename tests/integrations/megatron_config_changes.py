@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from unittest import mock
 
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from integrations.megatron_eight_bit import EightBitCell
+from integrations.megatron_eight_bit import config_of as cell_config
 from integrations.megatron_layers import eight_bit_config, fused, make_config, raised, weights_of
 from megatron.core import activations, fp8_utils
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from support.megatron_experts import Model, train_step
+from torch.overrides import TorchFunctionMode
 
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 
@@ -205,3 +213,73 @@ def config_changes():
     """On one rank: the results of several functions, by name."""
     functions = followed, refused, fields_read_in_silence, quick_gelus, first_and_last_layers, replaced
     return {function.__name__: function() for function in functions}
+
+
+class AsOnGPU(TorchFunctionMode):
+    """Megatron's optimizer makes tensors on a GPU, and knows dtypes by the names that they have there."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        """Make tensors on the CPU, and give dtypes the names of a GPU."""
+        kwargs = {name: value for name, value in (kwargs or {}).items() if (name, value) != ("device", "cuda")}
+        found = function(*args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and len(args) == 1 else found
+
+
+def trained(world_size, fp8_recipe, fp8_param, overlap):
+    """Train three steps with Megatron's DDP and distributed optimizer; return losses, weights and gradient buffers."""
+    ep = world_size > 1 and not overlap
+    cell = EightBitCell(True, True, dtype="bfloat16", fp8_recipe=fp8_recipe, expert_parallel=ep, microbatches=2)
+    config = cell_config(cell)
+    config.fp8_param = fp8_param
+    reuses = fp8_param and fp8_recipe == "mxfp8"
+    torch.manual_seed(dist.get_rank() if ep else 0)
+    model = Model(config, cell)
+    dist.broadcast(model.dense.weight.detach(), 0)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=overlap,
+        use_distributed_optimizer=True,
+        fp8_param_gather=fp8_param,
+        reuse_grad_buf_for_mxfp8_param_ag=reuses,
+        bucket_size=70000,
+    )
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    with AsOnGPU():
+        optimizer = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=1e-2,
+                bf16=True,
+                clip_grad=0.0,
+                use_distributed_optimizer=True,
+                overlap_param_gather=overlap,
+                fp8_recipe=fp8_recipe,
+                reuse_grad_buf_for_mxfp8_param_ag=reuses,
+            ),
+            [ddp],
+        )
+    kept = []
+    for _ in range(3):
+        train_step(model, ddp, cell)
+        kept += [buffer.grad_data.clone() for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        with AsOnGPU():
+            optimizer.step()
+            if reuses and overlap:  # as Megatron's training loop does, which alone knows when the buffer is free
+                for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+                    part._copy_main_params_to_param_buffer()
+        if overlap:
+            ddp.start_param_sync(force_sync=True)
+        kept += [param.detach().clone() for param in model.parameters()]
+    return kept
+
+
+def fp8_param():
+    """By recipe and overlap: is a model with `fp8_param` equal to one without, bit for bit; did weights change."""
+    found, world_size = {}, dist.get_world_size()
+    for recipe, overlap in product(("blockwise", "mxfp8"), (False, True)):
+        megatron_world.model_parallel(expert_model_parallel_size=2 if world_size > 1 and not overlap else 1)
+        without, with_it = (trained(world_size, recipe, value, overlap) for value in (False, True))
+        changed = not torch.equal(without[-1], without[-1 - len(without) // 3])
+        found[f"{recipe} {overlap}"] = [equal(without, with_it), changed]
+    return found
