@@ -259,18 +259,20 @@ def trained(world_size, fp8_recipe, fp8_param, overlap):
             ),
             [ddp],
         )
+    if overlap:  # as Megatron's training loop does in its first step, where there is nothing to gather
+        ddp.disable_forward_pre_hook(param_sync=False)
     kept = []
-    for _ in range(3):
+    for i in range(3):
         train_step(model, ddp, cell)
         kept += [buffer.grad_data.clone() for buffer in ddp.buffers + ddp.expert_parallel_buffers]
+        kept += [param.detach().clone() for param in model.parameters()]
         with AsOnGPU():
             optimizer.step()
             if reuses and overlap:  # as Megatron's training loop does, which alone knows when the buffer is free
                 for part in getattr(optimizer, "chained_optimizers", [optimizer]):
                     part._copy_main_params_to_param_buffer()
-        if overlap:
-            ddp.start_param_sync(force_sync=True)
-        kept += [param.detach().clone() for param in model.parameters()]
+        if overlap and i == 0:
+            ddp.enable_forward_pre_hook()
     return kept
 
 
