@@ -16,20 +16,20 @@ pytestmark = [
 ]
 
 
-def worst_line(got, expected):
-    """The largest distance of a row, or a column, of any expert; lines that are zero must be equal."""
-    worst = 0.0
+# A value of h or dh that another order of summation rounds the other way changes it by 2^-8, and by 2^-3 where 8 bits
+# round that the other way, too. Few do: little of the whole, a few lines, and perhaps a large element of one.
+ALLOWED, ALLOWED_OF_MOST_LINES, ALLOWED_OF_A_LINE = 2**-10, 2**-16, 2**-7
+
+
+def assert_lines_close(got, expected):
+    """Compare each row, and each column, of any expert; lines that are zero must be equal."""
     for name, t in got.items():
         for dim in range(max(t.dim() - 2, 0), t.dim()):
             error, size = (t - expected[name]).norm(dim=dim), expected[name].norm(dim=dim)
             assert not error[size == 0].any(), name
-            worst = max(worst, float((error / size)[size > 0].max()))
-    return worst
-
-
-# A value of h or dh that another order of summation rounds the other way changes it by 2^-8, and by 2^-3 where 8 bits
-# round that the other way, too. Few do: little of the whole, but perhaps one of the large elements of a row.
-ALLOWED, ALLOWED_OF_A_LINE = 2**-10, 2**-7
+            off = (error / size)[size > 0]
+            assert off.max() < ALLOWED_OF_A_LINE, name
+            assert (off > ALLOWED_OF_MOST_LINES).sum() <= 1 + len(off) / 10, name
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -38,9 +38,10 @@ ALLOWED, ALLOWED_OF_A_LINE = 2**-10, 2**-7
 def test_layer(recipe, wgrad, kind):
     layer = Layer(**LAYERS[kind])
     got = layer.results(recipe=recipe, wgrad=wgrad)
-    found = distances(got, layer.expected(recipe, wgrad))
+    expected = layer.expected(recipe, wgrad)
+    found = distances(got, expected)
     assert all(distance < ALLOWED for distance in found.values()), found
-    assert worst_line(got, layer.expected(recipe, wgrad)) < ALLOWED_OF_A_LINE
+    assert_lines_close(got, expected)
     assert not got["y"][sum(COUNTS) :].any()
     assert not got["dfc1"][1].any()  # no rows
     assert got["dfc1"][4].any()  # one row
