@@ -32,6 +32,7 @@ from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPBackwardArguments
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs" / "transformers.md"
 USED_BY_PEFT = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 # Larger tolerances would pass anything; a token that rounding sends to other experts would cause one.
 MEANINGFUL = {torch.float32: 1e-5, torch.bfloat16: 0.1}
@@ -674,12 +675,21 @@ def test_a_model_whose_experts_do_not_use_the_interface_is_refused():
         register("Qwen/Qwen3-30B-A3B")
     with pytest.raises(ValueError, match=r"accumulate_wgrad: expected one of 'auto', .*; got 'maingrad'"):
         register(accumulate_wgrad="maingrad")
-    with pytest.raises(ValueError, match=r"expected experts that use .* got a Llama4ForCausalLM without"):
-        register(training.llama4())
+
+
+@pytest.mark.parametrize("name", training.IGNORING)
+def test_models_that_ignore_the_name_are_refused_and_in_the_docs(name):
+    model, experts = training.ignoring(name)
+    assert any(isinstance(module, experts) for module in model.modules())
+    assert model.config._experts_implementation == "fusedmlp"
+    with pytest.raises(ValueError, match=rf"expected experts that use .* got a {type(model).__name__} without"):
+        register(model)
+    (listed,) = re.findall(r"the experts of ([^.]*(?:\.\d[^.]*)*) do\s+not use", DOCS.read_text())
+    assert re.split(r",\s|\sand\s", listed.replace("\n", " ")) == [*training.IGNORING]
 
 
 def test_the_documented_change_is_one_line():
-    diff = re.search(r"```diff\n(.*?)```", (ROOT / "docs" / "transformers.md").read_text(), re.DOTALL)[1]
+    diff = re.search(r"```diff\n(.*?)```", DOCS.read_text(), re.DOTALL)[1]
     assert "from_pretrained" in diff
     (added,) = (line[1:] for line in diff.splitlines() if line.startswith("+"))
     assert not [line for line in diff.splitlines() if line.startswith("-")]

@@ -130,18 +130,62 @@ _MODULES = {
 }
 
 
-def llama4():
-    """A model whose experts Transformers' interface of experts does not reach."""
-    config = transformers.Llama4TextConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=24,
-        intermediate_size_mlp=24,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_local_experts=2,
-        pad_token_id=0,
-    )
-    return transformers.Llama4ForCausalLM(config)
+_SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "pad_token_id": 0, "num_hidden_layers": 2}
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+_LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_DBRX = {
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+    "ffn_config": {"ffn_hidden_size": 24, "hidden_size": 16, "moe_num_experts": 2},
+}
+# By the name in docs/transformers.md: a model, its experts and configuration, of Transformers 5.23.
+_IGNORING = {
+    "DBRX": ("DbrxModel", "DbrxExperts", "DbrxConfig", {"d_model": 16, "n_heads": 2, "n_layers": 1} | _DBRX),
+    "Doge": ("DogeModel", "DogeCDMoE", "DogeConfig", _SIZES | _HEADS | {"is_moe": True, "num_experts": 4}),
+    "JetMoE": ("JetMoeModel", "JetMoeParallelExperts", "JetMoeConfig", _SIZES | {"kv_channels": 8}),
+    "Llama 4": (
+        "Llama4TextModel",
+        "Llama4TextExperts",
+        "Llama4TextConfig",
+        _SIZES | _HEADS | {"intermediate_size_mlp": 24, "num_local_experts": 2},
+    ),
+    "LongCat-Flash": (
+        "LongcatFlashModel",
+        "LongcatFlashExperts",
+        "LongcatFlashConfig",
+        _SIZES | _LATENT | {"num_layers": 1, "num_attention_heads": 2, "n_routed_experts": 4},
+    ),
+    "NLLB-MoE": (
+        "NllbMoeModel",
+        "NllbMoeExperts",
+        "NllbMoeConfig",
+        {"vocab_size": 64, "d_model": 16, "num_experts": 2, "encoder_layers": 4, "decoder_layers": 4},
+    ),
+    "Step 3.7": (
+        "Step3p7TextModel",
+        "Step3p7Experts",
+        "Step3p7TextConfig",
+        _SIZES | _HEADS | {"mlp_layer_types": ["sparse"] * 2, "num_local_experts": 4, "moe_intermediate_size": 12},
+    ),
+    "Switch Transformers": (
+        "SwitchTransformersModel",
+        "SwitchTransformersExperts",
+        "SwitchTransformersConfig",
+        {"vocab_size": 64, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 4, "num_heads": 2, "num_experts": 2},
+    ),
+    "ViTPose": (
+        "VitPoseBackbone",
+        "VitPoseNaiveMoe",
+        "VitPoseBackboneConfig",
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_experts": 2, "part_features": 8},
+    ),
+}
+IGNORING = tuple(_IGNORING)
+
+
+def ignoring(name):
+    """A model that was built for "fusedmlp", which its experts ignore, and their class."""
+    model, experts, config, options = _IGNORING[name]
+    made = getattr(transformers, config)(**options)
+    made._experts_implementation = "fusedmlp"
+    module = import_module(type(made).__module__.replace("configuration_", "modeling_"))
+    return getattr(module, model)(made), getattr(module, experts)
