@@ -242,7 +242,7 @@ def test_config_that_changes_after_construction(tmp_path):
     assert set(found["fields_read_in_silence"]) <= {
         *("hidden_size", "moe_ffn_hidden_size", "ffn_hidden_size", "moe_latent_size", "params_dtype"),
         *("init_method", "output_layer_init_method", "perform_initialization", "use_cpu_initialization"),
-        *("tensor_model_parallel_size", "moe_use_grouped_tensor"),
+        *("tensor_model_parallel_size", "moe_use_grouped_tensor", "init_model_with_meta_device"),
     }
     assert found["quick_gelus"] == [True, True]
     assert found["first_and_last_layers"] == [[False, True], [True, False], [False, True], [False, True]]
