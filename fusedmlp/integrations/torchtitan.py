@@ -13,7 +13,6 @@ Shape suffixes are torchtitan's: `E` experts, `F` expert ffn size, `D` model dim
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -34,7 +33,6 @@ from fusedmlp.integrations.torchtitan_recipe import resolve
 
 # Rows of w13 alternate, gate first, so that a shard of them (tensor parallelism) has both rows of each channel.
 _SWIGLU = fusedmlp.Activation("swiglu", interleaved=True)
-_Init = dict[str, Callable[[Tensor], object]] | None  # initialiser by name of the parameter
 _Packed = dict[tuple[int, int], nn.Parameter]  # w13_EGD by ids of w1_EFD and w3_EFD
 _PACKED, _GATE, _LINEAR = "w13_EGD", "w1_EFD", "w3_EFD"
 
@@ -58,7 +56,6 @@ class FusedGroupedExperts(GroupedExperts):
         def build(self, **kwargs: Any) -> FusedGroupedExperts:
             """Build the module on the current default device."""
             built = cast(FusedGroupedExperts, GroupedExperts.Config.build(self, **kwargs))
-            built._param_init = _packed_init(self.param_init)
             built._sharding_config = _packed_sharding(self.sharding_config)
             return built
 
@@ -86,6 +83,17 @@ class FusedGroupedExperts(GroupedExperts):
     def w3_EFD(self) -> Tensor:
         """Weights of the linear part: `[E, F, D]`, a view of `w13_EGD`."""
         return _halves(self.w13_EGD)[:, :, 1]
+
+    def _init_self_parameters(self) -> None:
+        """Initialise by torchtitan's names and in its order, so that a seed gives the weights of its own experts."""
+        if self._param_init is None:
+            super()._init_self_parameters()  # raises
+        with torch.no_grad():
+            for name in (_GATE, "w2_EDF", _LINEAR):
+                weight = getattr(self, name)
+                dense = weight.contiguous()  # random numbers differ in a strided view
+                self._init_param(name, dense)
+                weight.copy_(dense)
 
     def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
         """`[R, D]` to `[R, D]`; rows of expert 0 first.
@@ -225,21 +233,6 @@ def _unpack_state(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 def _pack_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     if prefix + _GATE in state and prefix + _LINEAR in state:
         state[prefix + _PACKED] = _packed(state.pop(prefix + _GATE), state.pop(prefix + _LINEAR))
-
-
-def _packed_init(param_init: _Init) -> _Init:
-    if param_init is None:
-        return None
-    rest = dict(param_init)
-    gate, linear = rest.pop(_GATE), rest.pop(_LINEAR)
-
-    def initialise(w13_EGD: Tensor) -> None:
-        with torch.no_grad():
-            halves = _halves(w13_EGD)
-            gate(halves[:, :, 0])
-            linear(halves[:, :, 1])
-
-    return rest | {_PACKED: initialise}
 
 
 def _packed_sharding(sharding: ShardingConfig | None) -> ShardingConfig | None:

@@ -10,8 +10,10 @@ from support import forked, frameworks
 from support import torchtitan_moe as layers
 from support.world import launch
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torchtitan.components.lora import LoRAConverter
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 from torchtitan.components.quantization.float8 import Float8GroupedExpertsConverter
 from torchtitan.components.quantization.mx import MXFP8GroupedExpertsConverter
 from torchtitan.models.common.moe import GroupedExperts
@@ -94,6 +96,43 @@ def test_distributed_checkpoints_use_torchtitans_names():
     for name in layers.NAMES:
         expected = getattr(original.routed_experts.inner_experts, name)
         assert torch.equal(getattr(layers.fused_of(fused), name), expected)
+
+
+def test_a_distributed_checkpoint_reaches_the_weights_by_load_state_dict(tmp_path):
+    """`dcp.load` fills the copies of w1 and w3 in the state dict; w2 is the parameter itself."""
+    saved, fused = layers.build(layers.config(), seed=1), layers.build(layers.config(), seed=2)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    convert(fused)
+    expected = saved.routed_experts.inner_experts
+    old = {name: getattr(layers.fused_of(fused), name).detach().clone() for name in layers.NAMES}
+    state = fused.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    for name in layers.NAMES:
+        found = expected.w2_EDF if name == "w2_EDF" else old[name]
+        assert torch.equal(getattr(layers.fused_of(fused), name), found), name
+    fused.load_state_dict(state)
+    for name in layers.NAMES:
+        assert torch.equal(getattr(layers.fused_of(fused), name), getattr(expected, name)), name
+
+
+def test_parameter_groups_by_name_see_the_packed_weight():
+    model = nn.ModuleDict({"moe": layers.build(layers.config())})
+    convert(model)
+    options = {"optimizer_name": "AdamW", "optimizer_kwargs": {"lr": 1e-3}}
+    old, new = (rf"inner_experts\.({names})$" for names in ("w1_EFD|w3_EFD", "w13_EGD|w2_EDF"))
+    made = {
+        pattern: OptimizersContainer.Config(
+            param_groups=[ParamGroupConfig(pattern=p, **options) for p in (pattern, ".*")], implementation="for-loop"
+        )
+        for pattern in (old, new)
+    }
+    with pytest.raises(ValueError, match="matched no parameters"):
+        made[old].build(model_parts=[model])
+    (optimizer,) = made[new].build(model_parts=[model])
+    experts = layers.fused_of(model["moe"])
+    assert all(
+        a is b for a, b in zip(optimizer.param_groups[0]["params"], (experts.w13_EGD, experts.w2_EDF), strict=True)
+    )
 
 
 def test_a_missing_weight_is_reported():
@@ -236,6 +275,35 @@ def test_each_half_gets_its_own_initialiser():
         moe.init_states()
         for name, value in values.items():
             assert (getattr(layers.fused_of(moe), name) == value).all(), name
+
+
+def _fresh_state(*converters):
+    """A whole model as torchtitan's trainer makes it: on meta, then memory, then `init_weights`."""
+    config = model_registry("debugmodel_moe", converters=list(converters)).model
+    config.layers = config.layers[:2]
+    with torch.device("meta"):
+        model = config.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cpu"))
+    return model.state_dict()
+
+
+def test_a_fresh_model_has_the_weights_of_torchtitans_own():
+    """Bit for bit, also of what is initialised after the experts, so that curves of loss can be compared."""
+    expected, found = _fresh_state(), _fresh_state(FusedExpertsConverter.Config())
+    assert found.keys() == expected.keys()
+    assert sum("inner_experts.w1_EFD" in name for name in found) == 2
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_experts_without_initialisers_are_reported():
+    config = GroupedExperts.Config(**EIGHT_BIT)
+    for made in (config, FusedExpertsConverter.Config().build().convert(config)):
+        with pytest.raises(ValueError, match="but neither param_init nor reset_parameters is available"):
+            made.build().init_states()
 
 
 def test_frozen_experts_stay_frozen():

@@ -4,6 +4,7 @@ import spmd_types as spmd
 import torch
 import torch.distributed as dist
 from support import torchtitan_moe as layers
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import parallel_dims, utils
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
@@ -19,11 +20,15 @@ def parallel():
     utils.set_spmd_backend("partial_dtensor")
     for experts_apart in (True, False):
         _check_initialisation(experts_apart)
+        for sharded in (False, True):
+            _check_random_weights(experts_apart, sharded)
     return {"expert": _errors(True), "tensor": _errors(False)}
 
 
-def _config(experts_apart):
-    made = FusedExpertsConverter.Config().build().convert(layers.config())
+def _config(experts_apart, convert=True):
+    made = layers.config()
+    if convert:
+        made = FusedExpertsConverter.Config().build().convert(made)
     # torchtitan, too, does this after the conversion and by the names of the plain experts.
     set_moe_sharding_config(made, enable_ep=experts_apart, enable_sp=False, expert_param_layout=_LAYOUT)
     return made
@@ -45,6 +50,27 @@ def _check_initialisation(experts_apart):
         whole = _full(state[f"routed_experts.inner_experts.{name}"])
         assert whole.shape == (4, *((16, 24) if name == "w2_EDF" else (24, 16))), name
         assert (whole == value).all(), name
+
+
+def _check_random_weights(experts_apart, sharded):
+    """Compare, bit for bit, the shards of fresh weights with those of torchtitan's own experts; also under FSDP2."""
+    states = []
+    for convert in (False, True):
+        made = _config(experts_apart, convert)
+        with torch.device("meta"):
+            moe = made.build()
+        if sharded:
+            fully_shard(moe, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        else:
+            moe.parallelize(_dims(dist.get_world_size(), experts_apart))
+        moe.to_empty(device="cpu")
+        torch.manual_seed(3)
+        moe.init_states(buffer_device=torch.device("cpu"))
+        states.append({name: t.to_local() if isinstance(t, DTensor) else t for name, t in moe.state_dict().items()})
+    own, fused = states
+    assert fused.keys() == own.keys()
+    for name, tensor in own.items():
+        assert torch.equal(fused[name], tensor), (experts_apart, sharded, name)
 
 
 def _errors(experts_apart):
