@@ -14,7 +14,7 @@ from support.world import launch
 def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
     """`fsdp2_cells.py` defines the cells."""
     for names, failures in launch("integrations.fsdp2_cells:cells", world_size, tmp_path, is_quick()):
-        assert len(names) == len(set(names)) == (10 if is_quick() else 38)
+        assert len(names) == len(set(names)) == (11 if is_quick() else 38)
         assert failures == {}
 
 
