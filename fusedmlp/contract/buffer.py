@@ -14,7 +14,7 @@ from fusedmlp.contract import buffer_checks, buffer_summary
 from fusedmlp.contract.checks import grad_dtype
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.guard import guard_optimizers
-from fusedmlp.contract.lending import StepHooks, check_optimizer, lend, reclaim, set_grad, was_edited
+from fusedmlp.contract.lending import StepHooks, accumulate_in, check_optimizer, lend, reclaim, was_edited
 from fusedmlp.contract.overwrite import begin_step, is_stale, mark_stale, refuse_queued
 from fusedmlp.contract.parameter_state import ParameterState, state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
@@ -116,10 +116,9 @@ class MainGradBuffer:
     def _attach(self, optimizer: Optimizer) -> StepHooks:
         """Make `main_grad` the `.grad` of every parameter; round it for steps of the optimizer where dtypes differ."""
         for param, view, state in self._each():
-            state.grad_is_main = True
-            if param.grad is None:
-                set_grad(param, None, view.dtype)
-            else:
+            state.grad_is_main, grad = True, param.grad
+            accumulate_in(param, state, view.dtype, grad)
+            if grad is not None:
                 reclaim(param, state)
                 state.on(Event.CATCH)
             catch_plain_gradients(param, state)
@@ -147,7 +146,7 @@ class MainGradBuffer:
             self._gather()
             for param, view, state in self._each():
                 if state.grad_is_main and param.requires_grad and param.grad is None:
-                    set_grad(param, view, view.dtype)
+                    param.grad = view
         return self._flat
 
     @flat.setter
@@ -278,7 +277,7 @@ class MainGradBuffer:
         for param, _, state in self._each():
             remove_dummy_wgrad(param)
             if state.grad_is_main:
-                set_grad(param, None if param.grad is None else param.grad.to(param.dtype), param.dtype)
+                accumulate_in(param, state, None, None if param.grad is None else param.grad.to(param.dtype))
             state.grad_is_main, state.buffer = False, None
             state.on(Event.DETACH)
             for name in ("main_grad", "grad_added_to_main_grad", "_main_grad_owner"):

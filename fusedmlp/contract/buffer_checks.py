@@ -40,6 +40,11 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Check parameters and the dtype of the buffer."""
     if not params:
         raise ValueError("params: expected at least one parameter; got none")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "MainGradBuffer: expected to be made outside of torch.inference_mode(), as no backward could write to the "
+            "memory that is made in it"
+        )
     first: dict[int, int] = {}  # index by id
     for i, param in enumerate(params):
         if first.setdefault(id(param), i) < i:

@@ -111,10 +111,12 @@ def _may_overlap(tensor: Tensor) -> bool:
 
 
 def grad_dtype(param: Tensor) -> torch.dtype:
-    """The dtype that `.grad` of a parameter must have."""
+    """The dtype of a new `.grad` of a parameter."""
     if torch.compiler.is_compiling():  # Dynamo cannot read grad_dtype; the engine casts
         return param.dtype
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
+    if chosen is None and (state := find_state(param)) is not None:
+        chosen = state.accumulates_in
     return chosen or param.dtype
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -21,7 +22,7 @@ from fusedmlp.contract.states import GRADIENT, LENT, STEPPED, UNSURE, Event
 @cache
 def guard_optimizers() -> None:
     """Register the check, once; called when a buffer or a queue is made, or parameters are replaced."""
-    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before))  # a graph of the step begins after it
 
 
 def replaced(params: Iterable[Tensor], by: str) -> None:

@@ -1,9 +1,10 @@
 """Lends optimizers, for a step, a copy of a float32 `.grad` that is rounded to the dtype of its 16-bit parameter.
 
-Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` permits a `.grad` of that dtype, PyTorch casts
-what it adds, and a weight-gradient GEMM adds unrounded. Optimizers need gradients in the parameter's dtype, so during a
-step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor again (`reclaim`). An edited copy is copied
-back; if `.grad` was set to None, the exact gradient is dropped. If a step raises, the next gradient or step reclaims.
+Gradients of 16-bit weights accumulate in float32: `param.grad_dtype` None permits a `.grad` of any dtype, the catch
+(`plain_gradient.py`) makes PyTorch add to a float32 tensor, and a weight-gradient GEMM adds unrounded. Optimizers need
+gradients in the parameter's dtype, so during a step `.grad` is a rounded copy (`lend`), and afterwards the exact tensor
+again (`reclaim`). An edited copy is copied back; if `.grad` was set to None, the exact gradient is dropped. If a step
+raises, the next gradient or step reclaims.
 """
 
 from __future__ import annotations
@@ -20,24 +21,29 @@ from fusedmlp.contract.owners import deepspeed, fsdp1
 from fusedmlp.contract.parameter_state import Lent, ParameterState, state_of
 
 
-def set_grad(param: Tensor, grad: Tensor | None, dtype: torch.dtype) -> None:
-    """Set `.grad` to `grad`, and `grad_dtype` to `dtype`."""
-    if param.grad_dtype != dtype:
-        param.grad = None  # otherwise the dtype cannot change
-        param.grad_dtype = dtype
+def accumulate_in(param: Tensor, state: ParameterState, dtype: torch.dtype | None, grad: Tensor | None) -> None:
+    """Set `.grad` to `grad`, and the dtype in which later gradients are added up; None: the parameter's own, as before.
+
+    `.grad` may then have any dtype: checkpoints and loops put `torch.zeros_like(param)` there.
+    """
+    param.grad = None  # otherwise `grad_dtype` cannot change
+    param.grad_dtype = param.dtype if dtype is None else None
+    state.accumulates_in = dtype
     param.grad = grad
 
 
 def lend(param: Tensor, state: ParameterState, exact: Tensor, *, takes_gradients: bool) -> Tensor:
     """Set `.grad` to a copy of `exact` in the dtype of the parameter, and return the copy."""
-    rounded = exact.to(param.dtype)
-    set_grad(param, rounded, param.dtype)
+    with torch.inference_mode(False):  # a step may run in inference_mode, but the copy has a version
+        rounded = exact.to(param.dtype)
+    param.grad = rounded
     state.lent = Lent(rounded, rounded._version, exact, takes_gradients)
     return rounded
 
 
 def reclaim(param: Tensor, state: ParameterState) -> bool:
-    """Put the exact tensor back into `.grad`, before a gradient is added to it.
+    """Put the exact tensor back into `.grad`, before a gradient is added to it. A tensor of another dtype that somebody
+    has put there becomes one of the dtype in which gradients accumulate.
 
     Returns True if `.grad` had been set to None. What the exact tensor holds is then of an earlier step. It becomes
     `.grad` again if it is `main_grad`; otherwise `.grad` stays None.
@@ -54,11 +60,13 @@ def reclaim(param: Tensor, state: ParameterState) -> bool:
     main_grad: Tensor | None = getattr(param, "main_grad", None)
     exact = main_grad if state.grad_is_main else lent.exact if lent is not None else grad
     if exact is None or (grad is exact and lent is None):
+        if grad is not None and state.accumulates_in not in (None, grad.dtype):
+            param.grad = grad.to(state.accumulates_in)
         return False
     if grad is not None and was_edited(lent, grad):
         exact.copy_(grad.detach())
     state.lent = None
-    set_grad(param, None if grad is None and not state.grad_is_main else exact, exact.dtype)
+    param.grad = None if grad is None and not state.grad_is_main else exact
     return grad is None
 
 
@@ -81,10 +89,14 @@ class StepHooks:
     def __init__(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         self.optimizer = unwrap(optimizer)
         self._params = [(param, state_of(param)) for param in params]
-        self._hooks = (
-            self.optimizer.register_step_pre_hook(self._before),
-            self.optimizer.register_step_post_hook(self._after),
-        )
+        inner = (value for value in vars(self.optimizer).values() if isinstance(value, Optimizer))  # SAM steps another
+        # Outside of graphs: Dynamo cannot trace a `.grad` of another dtype.
+        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
+        self._hooks = [
+            hook
+            for each in (self.optimizer, *inner)
+            for hook in (each.register_step_pre_hook(before), each.register_step_post_hook(after))
+        ]
 
     def remove(self) -> None:
         """Reclaim lent gradients and remove the hooks."""
@@ -156,7 +168,8 @@ def unwrap(optimizer: Optimizer) -> Optimizer:
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise TypeError(
-            f"optimizer: expected a torch.optim.Optimizer; got {type(optimizer).__name__} ({deepspeed.OWN_DTYPE})"
+            f"optimizer: expected a torch.optim.Optimizer; got {type(optimizer).__name__} ({deepspeed.OWN_DTYPE}; of "
+            "another wrapper, pass the optimizer that it steps)"
         )
     return optimizer
 

@@ -86,8 +86,8 @@ class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered", "grad_is_main", "holds", "home",
-                 "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by")
+    __slots__ = ("accumulates_in", "began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered",
+                 "grad_is_main", "holds", "home", "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
@@ -99,6 +99,7 @@ class ParameterState:
         self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
+        self.accumulates_in: torch.dtype | None = None  # lending.py: the dtype of `.grad`; None: its own
         self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
         self.queued: weakref.WeakSet[WeightGradient] | None = None  # records of gradients that wait in a queue
         self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad

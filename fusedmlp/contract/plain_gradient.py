@@ -45,7 +45,7 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     param = state.ref()
     if param is None or not param.requires_grad:
         return None
-    in_grad = state.grad_is_main or state.lent is not None or param.grad_dtype not in (None, grad.dtype)
+    in_grad = state.grad_is_main or state.lent is not None or state.accumulates_in is not None
     if not in_grad and not hasattr(param, "grad_added_to_main_grad"):
         return None
     node = engine.current_node()
@@ -72,8 +72,8 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
     if reclaim(param, state) and state.grad_is_main:
         main_grad.zero_()
     state.on(Event.CATCH)
-    if param.grad is None and param.grad_dtype not in (None, grad.dtype):
-        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+    if param.grad is None and state.accumulates_in not in (None, grad.dtype):
+        param.grad = torch.zeros_like(param, dtype=state.accumulates_in)
 
 
 def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:

@@ -136,6 +136,7 @@ class WgradQueue:
         self._pending.clear()
         self._begun = None
 
+    @torch.inference_mode(False)  # gradients and versions of tensors that backward made, wherever this is called
     @torch.no_grad()
     def run(self) -> None:
         """Compute everything queued; a no-op when empty.
@@ -152,6 +153,7 @@ class WgradQueue:
         while self._pending:
             self._run_next()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def run_oldest(self) -> None:
         """Compute the weight gradients that the oldest backward queued: those of one micro-batch, of every layer in it

@@ -2,8 +2,9 @@
 
     FP32Accumulation(model, optimizer)
 
-Between steps of the optimizer `.grad` is float32, for gradient clipping too: PyTorch casts what it adds, and with
-`accumulate_wgrad="auto"` or "grad" the weight-gradient GEMMs add to it directly. For a step `.grad` is rounded once.
+Between steps of the optimizer `.grad` is float32, for gradient clipping too: a hook makes PyTorch add in float32, and
+with `accumulate_wgrad="auto"` or "grad" the weight-gradient GEMMs add to it directly. For a step `.grad` is rounded
+once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 
 from fusedmlp import validate
 from fusedmlp.contract.engine import is_plain
-from fusedmlp.contract.lending import StepHooks, set_grad
+from fusedmlp.contract.lending import StepHooks, accumulate_in
 from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
 
@@ -33,8 +34,8 @@ class FP32Accumulation:
 
     Raises:
         TypeError: the model is no module, the optimizer has no step hooks (DeepSpeed's), or parameters are DTensors.
-        ValueError: the model is in DistributedDataParallel, which reduces gradients in the dtype of the parameters; a
-            parameter has a `main_grad`, in which gradients accumulate instead; or no trained parameter has 16 bits.
+        ValueError: the model is in DistributedDataParallel, which reduces gradients in the dtype of the parameters; or
+            a parameter has a `main_grad`, in which gradients accumulate instead.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -48,14 +49,17 @@ class FP32Accumulation:
         self._params = _of_16_bits(model)
         self._hooks = StepHooks(optimizer, self._params)
         for param in self._params:
-            set_grad(param, None if param.grad is None else param.grad.float(), torch.float32)
-            catch_plain_gradients(param, state_of(param))  # takes the float32 `.grad` back after a step that raised
+            state = state_of(param)
+            accumulate_in(param, state, torch.float32, None if param.grad is None else param.grad.float())
+            catch_plain_gradients(param, state)
 
     def remove(self) -> None:
         """Stop: give gradients the dtypes of their parameters again, and round the gradients that exist."""
         self._hooks.remove()
         for param in self._params:
-            set_grad(param, None if param.grad is None else param.grad.to(param.dtype), param.dtype)
+            state = state_of(param)
+            if not state.grad_is_main:  # else `.grad` is that of a MainGradBuffer by now
+                accumulate_in(param, state, None, None if param.grad is None else param.grad.to(param.dtype))
 
 
 def _of_16_bits(model: nn.Module) -> list[nn.Parameter]:
@@ -76,10 +80,4 @@ def _of_16_bits(model: nn.Module) -> list[nn.Parameter]:
                 "(MainGradBuffer(params, optimizer=optimizer) does what FP32Accumulation does: use one of them)"
             )
         params.append(param)
-    if not params:
-        raise ValueError(
-            "model: expected trained parameters in bfloat16 or float16; got none, so that nothing would change: "
-            "gradients of float32 parameters are float32 already. Leave FP32Accumulation out, or call it after the "
-            "model has the dtype in which it is trained"
-        )
     return params

@@ -186,7 +186,7 @@ def test_only_what_is_trained_in_16_bits_changes():
     FP32Accumulation(model, torch.optim.SGD(model.parameters()))
     assert frozen.grad_dtype == torch.bfloat16
     assert model.lm_head.weight.grad_dtype == torch.float32
-    assert model.model.norm.weight.grad_dtype == torch.float32
+    assert model.model.norm.weight.grad_dtype is None  # takes any
 
 
 def test_a_step_leaves_gradients_to_add_to():
@@ -219,9 +219,6 @@ def test_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="gate_up_proj: expected no main_grad; got one"):
         FP32Accumulation(model, sgd)
     buffer.detach()
-    for nothing in (models.build("mixtral", "fusedmlp"), build().requires_grad_(False)):
-        with pytest.raises(ValueError, match=r"model: expected trained parameters in bfloat16 or float16; got none"):
-            FP32Accumulation(nothing, sgd)
     monkeypatch.setattr(transformers.TrainingArguments, "parallel_mode", ParallelMode.DISTRIBUTED)
     with pytest.raises(ValueError, match="expected one process, or FSDP; got several"):
         training.train(model, tmp_path, callbacks=[fp32_accumulation()])

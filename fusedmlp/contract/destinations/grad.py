@@ -41,7 +41,7 @@ class Grad(Destination):
         """The `.grad`s to which the GEMM may add. `others`: leaves for which other threads must wait, too."""
         targets: Targets = [None] * len(route.params)
         for _, param, state in route.leaves:
-            if state is not None and state.lent is not None:
+            if state is not None and (state.lent is not None or state.accumulates_in is not None):
                 reclaim(param, state)
         leaves = [leaf for leaf in route.leaves if route.delayed or leaf[1].grad is not None]
         if leaves or others:
