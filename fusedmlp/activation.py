@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import lru_cache
 from math import isfinite
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,9 +15,10 @@ _QUICK_ALPHA = 1.702
 
 
 class _Kind(NamedTuple):
-    curve: str  # the scalar function: sigmoid, gelu, gelu_tanh, relu or relu2
+    curve: str  # the scalar function: sigmoid, gelu, gelu_tanh, relu, relu2 or situ
     gated: bool
-    alpha: float = 1.0  # default scale of the sigmoid's argument
+    alpha: float = 1.0  # default of the curve's parameter: scale of the sigmoid's argument, or situ's bound
+    linear_scale: float | None = None  # default of the linear part's bound; None: it has none
 
 
 _KINDS = {
@@ -26,6 +27,7 @@ _KINDS = {
     "geglu_tanh": _Kind("gelu_tanh", True),
     "quick_geglu": _Kind("sigmoid", True, _QUICK_ALPHA),
     "reglu": _Kind("relu", True),
+    "situ_glu": _Kind("situ", True, 4.0, 25.0),
     "silu": _Kind("sigmoid", False),
     "gelu": _Kind("gelu", False),
     "gelu_tanh": _Kind("gelu_tanh", False),
@@ -34,28 +36,36 @@ _KINDS = {
     "relu2": _Kind("relu2", False),
 }
 
+# The keyword arguments of `Activation` in their order, on which its encoded form depends.
+NUMBERS = ("limit", "alpha", "linear_offset", "linear_scale")
+OPTIONS = ("interleaved", *NUMBERS)
+
 
 @dataclass(frozen=True)
 class Activation:
     """An activation between fc1 and fc2.
 
-    Gated kinds (`swiglu`, `geglu`, `geglu_tanh`, `quick_geglu`, `reglu`) split the `2F` channels of fc1
+    Gated kinds (`swiglu`, `geglu`, `geglu_tanh`, `quick_geglu`, `reglu`, `situ_glu`) split the `2F` channels of fc1
     into a gate `g` and a linear part `l` and compute `curve(g) * (l + linear_offset)`. Ungated kinds
     (`silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `relu2`) compute `curve(h)` on `F` channels. With
-    the sigmoid curve (`swiglu`, `silu`, `quick_*`), `curve(g) = g * sigmoid(alpha * g)`.
+    the sigmoid curve (`swiglu`, `silu`, `quick_*`), `curve(g) = g * sigmoid(alpha * g)`; `situ_glu` has
+    `curve(g) = alpha * tanh(g / alpha) * sigmoid(g)`.
 
     Args:
         name: one of the kinds above.
         interleaved: gate and linear channels alternate (gate first); otherwise the first half is the gate.
         limit: clamps the gate to `<= limit` and the linear part to `[-limit, limit]`. Gated kinds only.
-        alpha: scale of the sigmoid's argument; 1 for `swiglu` and `silu`, 1.702 for `quick_*` when None.
-        linear_offset: added to the (clamped) linear part. Gated kinds only.
+        alpha: scale of the sigmoid's argument; 1 for `swiglu` and `silu`, 1.702 for `quick_*` when None. For
+            `situ_glu` the bound of the gate's tanh, positive; Kimi K3's 4 when None.
+        linear_offset: added to the (clamped or bounded) linear part. Gated kinds only.
+        linear_scale: positive bound of the linear part, which becomes `linear_scale * tanh(l / linear_scale)`. For
+            `situ_glu` only; Kimi K3's 25 when None.
 
     Raises:
         ValueError: an unknown name, or an option that the kind does not have.
 
     Sources: GLU variants, Shazeer 2020 (arXiv 2002.05202); squared ReLU, So et al. 2021 (arXiv 2109.08668);
-    the clamped, offset swiglu is the one of gpt-oss.
+    the clamped, offset swiglu is the one of gpt-oss; SiTU-GLU is the one of Kimi K3 (arXiv 2607.24653).
     """
 
     name: str
@@ -64,6 +74,7 @@ class Activation:
     limit: float | None = None
     alpha: float | None = None
     linear_offset: float = 0.0
+    linear_scale: float | None = None
     # Computed in __post_init__ for torch.compile: in a graph it treats floats as variables, and of a frozen object it
     # knows only the fields.
     gated: bool = field(init=False, repr=False, compare=False)  # whether fc1 has 2F output channels
@@ -73,7 +84,8 @@ class Activation:
         if self.name not in _KINDS:
             raise ValueError(f"activation: expected one of {', '.join(_KINDS)}; got {self.name!r}")
         object.__setattr__(self, "gated", _KINDS[self.name].gated)
-        for name, number in (("limit", self.limit), ("alpha", self.alpha), ("linear_offset", self.linear_offset)):
+        for name in NUMBERS:
+            number = getattr(self, name)
             if number is not None and number != 0 and not (isinstance(number, Real) and isfinite(number)):
                 raise ValueError(f"activation: expected a finite number as {name}; got {number!r}")
         if self.interleaved not in (False, True):
@@ -82,14 +94,25 @@ class Activation:
             raise ValueError(
                 f"activation: interleaved, limit and linear_offset need a gated activation; got {self.name!r}"
             )
-        if self.alpha is not None and self.curve != "sigmoid":
+        if self.linear_scale is not None and self.linear_bound is None:
+            raise ValueError(f"activation: linear_scale needs an activation with a bound, situ_glu; got {self.name!r}")
+        if self.linear_bound is not None and not (self.linear_bound > 0 and self.sigmoid_alpha > 0):
+            raise ValueError(
+                f"activation: alpha and linear_scale of {self.name} must be positive; got alpha={self.alpha}, "
+                f"linear_scale={self.linear_scale}"
+            )
+        if self.alpha is not None and self.curve not in ("sigmoid", "situ"):
             raise ValueError(
                 f"activation: alpha scales a sigmoid's argument; {self.name!r} has none; got alpha={self.alpha}"
             )
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"activation: limit must be positive; got {self.limit}")
-        encoded = f"{self.name} {self.interleaved} {self.limit} {self.alpha} {self.linear_offset}"
-        object.__setattr__(self, "encoded", encoded)
+        object.__setattr__(self, "encoded", " ".join([self.name, *(str(value) for value in self.options.values())]))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Values of the keyword arguments, by name: `Activation(a.name, **a.options)` equals `a`."""
+        return {name: getattr(self, name) for name in OPTIONS}
 
     @property
     def curve(self) -> str:
@@ -98,16 +121,21 @@ class Activation:
 
     @property
     def sigmoid_alpha(self) -> float:
-        """Scale of the sigmoid's argument (1 where there is no sigmoid)."""
+        """The curve's parameter: scale of the sigmoid's argument (1 where there is no sigmoid), or situ's bound."""
         return _KINDS[self.name].alpha if self.alpha is None else self.alpha
+
+    @property
+    def linear_bound(self) -> float | None:
+        """Bound of the tanh of the linear part; None where there is no tanh."""
+        default = _KINDS[self.name].linear_scale
+        return default if default is None or self.linear_scale is None else self.linear_scale
 
     @staticmethod
     @lru_cache(maxsize=64)
     def decode(encoded: str) -> Activation:
         """Inverse of `encoded`."""
         name, *options = encoded.split(" ")
-        interleaved, limit, alpha, linear_offset = map(ast.literal_eval, options)
-        return Activation(name, interleaved=interleaved, limit=limit, alpha=alpha, linear_offset=linear_offset)
+        return Activation(name, **dict(zip(OPTIONS, map(ast.literal_eval, options), strict=True)))
 
     def split(self, h: Tensor) -> tuple[Tensor, Tensor]:
         """Gate and linear views `[..., F]` of the pre-activation `[..., 2F]`."""

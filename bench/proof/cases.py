@@ -369,5 +369,6 @@ ONCE: Cases = {
     "geglu": Layer(Activation("geglu")),
     "geglu_tanh": Layer(Activation("geglu_tanh")),
     "relu2": Layer(Activation("relu2")),
+    "situ_glu": Layer(Activation("situ_glu")),
     "linear": partial(_linear, False),
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusedmlp import environment
-from fusedmlp.activation import Activation
+from fusedmlp.activation import NUMBERS, OPTIONS, Activation
 from fusedmlp.command_line import LAYER, positive
 from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.progress import lines
@@ -49,9 +49,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--wgrad", choices=WGRADS, default="recipe", help="with an 8-bit recipe; default: recipe")
     parser.add_argument("--activation", default="swiglu", metavar="NAME", help="default: swiglu")
     parser.add_argument("--interleaved", action="store_true", help="gate and linear channels of fc1 alternate")
-    for option in ("limit", "alpha"):
-        parser.add_argument(f"--{option}", type=float, help="of the activation; default: its own")
-    parser.add_argument("--linear-offset", type=float, default=0.0, help="of the activation; default: 0")
+    for option in NUMBERS:
+        default = getattr(Activation, option)  # None: the activation has its own
+        parser.add_argument(
+            f"--{option.replace('_', '-')}",
+            type=float,
+            default=default,
+            help=f"of the activation; default: {'its own' if default is None else f'{default:g}'}",
+        )
     parser.add_argument("--bias", action="store_true", help="fc1 and fc2 have biases")
     parser.add_argument(
         "--probs",
@@ -128,7 +133,7 @@ def _architecture() -> str:
 def _layer(args: argparse.Namespace) -> Layer:
     from fusedmlp.compile_ahead.layer import Layer
 
-    options = {"interleaved": args.interleaved, "limit": args.limit, "alpha": args.alpha}
+    options = {name: getattr(args, name) for name in OPTIONS}
     return Layer(
         E=args.experts,
         H=args.hidden,
@@ -136,7 +141,7 @@ def _layer(args: argparse.Namespace) -> Layer:
         K=args.top_k,
         tokens=tuple(args.tokens or ()),
         dtype=getattr(torch, args.dtype),
-        activation=Activation(args.activation, **options, linear_offset=args.linear_offset),
+        activation=Activation(args.activation, **options),
         recipe=args.recipe,
         wgrad=args.wgrad,
         weights=args.weights,

@@ -24,6 +24,7 @@ def activate(
     limit: float | None = None,
     alpha: float | None = None,
     linear_offset: float = 0.0,
+    linear_scale: float | None = None,
 ) -> Tensor:
     """The activation of `h` `[R, G]`, as `Activation` names and describes it."""
 
@@ -31,21 +32,27 @@ def activate(
         scale = default if alpha is None else alpha
         return lambda t: t * torch.sigmoid(scale * t)
 
-    curves: dict[str, Callable[[Tensor], Tensor]] = {
+    def bounded(t: Tensor, bound: float) -> Tensor:
+        return bound * torch.tanh(t / bound)
+
+    gated: dict[str, Callable[[Tensor], Tensor]] = {
         "swiglu": sigmoid_curve(1.0),
-        "silu": sigmoid_curve(1.0),
         "quick_geglu": sigmoid_curve(1.702),
-        "quick_gelu": sigmoid_curve(1.702),
         "geglu": lambda t: 0.5 * t * (1 + torch.erf(t / math.sqrt(2))),
-        "gelu": lambda t: 0.5 * t * (1 + torch.erf(t / math.sqrt(2))),
         "geglu_tanh": lambda t: F.gelu(t, approximate="tanh"),
-        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
         "reglu": F.relu,
+        "situ_glu": lambda t: bounded(t, alpha or 4.0) * torch.sigmoid(t),
+    }
+    ungated: dict[str, Callable[[Tensor], Tensor]] = {
+        "silu": sigmoid_curve(1.0),
+        "quick_gelu": sigmoid_curve(1.702),
+        "gelu": lambda t: 0.5 * t * (1 + torch.erf(t / math.sqrt(2))),
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
         "relu": F.relu,
         "relu2": lambda t: F.relu(t) ** 2,
     }
-    if name not in ("swiglu", "quick_geglu", "geglu", "geglu_tanh", "reglu"):
-        return curves[name](h)
+    if name in ungated:
+        return ungated[name](h)
     if interleaved:
         gate, linear = h[:, 0::2], h[:, 1::2]
     else:
@@ -53,7 +60,9 @@ def activate(
         gate, linear = h[:, :half], h[:, half:]
     if limit is not None:
         gate, linear = gate.clamp(max=limit), linear.clamp(min=-limit, max=limit)
-    return curves[name](gate) * (linear + linear_offset)
+    if name == "situ_glu":
+        linear = bounded(linear, linear_scale or 25.0)
+    return gated[name](gate) * (linear + linear_offset)
 
 
 def gemm(x: Tensor, weights: Iterable[Tensor], counts: Sequence[int]) -> Tensor:

@@ -37,6 +37,10 @@ _CLASSES = (
     "transformers.activations.QuickGELUActivation",
     "transformers.activations.ReLUSquaredActivation",
 )
+# Classes of act_fn that take gate and linear part, and the names of their bounds: submodules with a number `softcap`.
+_SITU_GLU = {
+    "transformers.models.inkling2.modeling_inkling2.Inkling2SoftcappedSwiGLU": ("gate_softcap", "up_softcap"),
+}
 _PLAIN = (bool, int, float, str, type(None))
 _FUNCTIONS = (F.silu, F.gelu, F.relu)
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -110,6 +114,8 @@ def _read_act_fn(experts: nn.Module, act_fn: Any) -> object:
         return act_fn
     kind = type(act_fn)
     got = f"{type(experts).__name__}: got act_fn of class {kind.__name__}"
+    if bounds := _SITU_GLU.get(f"{kind.__module__}.{kind.__qualname__}"):
+        return kind, {name: float(getattr(act_fn, name).softcap) for name in bounds}
     if f"{kind.__module__}.{kind.__qualname__}" not in _CLASSES:
         raise _Refused(
             f"{got}; expected one of {', '.join(name.rpartition('.')[2] for name in _CLASSES)}, which have no "
@@ -198,7 +204,9 @@ def _find_activation(experts: nn.Module, function: Any) -> _Found:
     for candidate in _candidates(experts, stand_in._noted):
         act, dh = torch.empty_like(probe.act), torch.empty_like(probe.h)
         torch_activation.backward(candidate, probe.h, probe.grad, act, dh)
-        if _agree(act, probe.act) and _agree(dh, probe.dh):
+        # A tanh in float32 loses the small difference of its square to 1, which is the derivative far from zero.
+        bounded = candidate.curve == "situ"
+        if _agree(act, probe.act, bounded) and _agree(dh, probe.dh, bounded):
             return _Found(function, stand_in._noted, candidate)
     raise NotImplementedError(
         f"{name}: its activation is none of fusedmlp's (act_fn is "
@@ -229,8 +237,9 @@ def _probe(experts: Any, stand_in: _StandIn, function: Any) -> _Probe:
     return _Probe(h.detach(), grad, act.detach(), dh)
 
 
-def _agree(ours: Tensor, theirs: Tensor) -> bool:
-    return torch.allclose(ours, theirs, rtol=_RELATIVE, atol=_ABSOLUTE)
+def _agree(ours: Tensor, theirs: Tensor, bounded: bool = False) -> bool:
+    absolute = _ABSOLUTE * max(1.0, float(theirs.abs().max())) if bounded else _ABSOLUTE
+    return torch.allclose(ours, theirs, rtol=_RELATIVE, atol=absolute)
 
 
 def _candidates(experts: Any, read: dict[str, object]) -> Iterator[Activation]:
@@ -239,6 +248,11 @@ def _candidates(experts: Any, read: dict[str, object]) -> Iterator[Activation]:
         yield from map(Activation, ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))
         return
     interleaved = not experts.is_concatenated
+    act_fn = read.get("act_fn")
+    if isinstance(act_fn, tuple) and len(act_fn[1]) == 2:
+        alpha, scale = act_fn[1].values()
+        yield Activation("situ_glu", interleaved=interleaved, alpha=alpha, linear_scale=scale)
+        return
     numbers = {float(value) for value in read.values() if isinstance(value, (int, float)) and 0 < value < math.inf}
     for name in ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu"):
         for limit in (None, *numbers):

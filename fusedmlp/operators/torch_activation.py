@@ -1,6 +1,6 @@
 """Activations and their derivatives for the `torch` implementation, written into given outputs.
 
-`c` is the scalar curve, `g` the gate, `m = clamp(l) + linear_offset` the linear factor: `act = c(g) * m`.
+`c` is the scalar curve, `g` the gate, `m = bounded(clamp(l)) + linear_offset` the linear factor: `act = c(g) * m`.
 """
 
 from __future__ import annotations
@@ -46,12 +46,22 @@ def backward(activation: Activation, h: Tensor, grad: Tensor, act: Tensor, dh: T
         raw_gate, raw_linear = activation.split(h)
         dgate.masked_fill_(raw_gate > activation.limit, 0)
         dlinear.masked_fill_(raw_linear.abs() > activation.limit, 0)
+    if activation.linear_bound is not None:
+        tanh = torch.tanh(_clamped(activation, h)[1] / activation.linear_bound)
+        dlinear.mul_(1 - tanh * tanh)
 
 
-def _factors(activation: Activation, h: Tensor) -> tuple[Tensor, Tensor]:
+def _clamped(activation: Activation, h: Tensor) -> tuple[Tensor, Tensor]:
     gate, linear = activation.split(h)
     if activation.limit is not None:
         gate, linear = gate.clamp(max=activation.limit), linear.clamp(-activation.limit, activation.limit)
+    return gate, linear
+
+
+def _factors(activation: Activation, h: Tensor) -> tuple[Tensor, Tensor]:
+    gate, linear = _clamped(activation, h)
+    if activation.linear_bound is not None:
+        linear = activation.linear_bound * torch.tanh(linear / activation.linear_bound)
     if activation.linear_offset:
         linear = linear + activation.linear_offset
     return gate, linear
@@ -81,6 +91,11 @@ def _gelu(approximate: str) -> _Curve:
     )
 
 
+def _situ_backward_(grad: Tensor, x: Tensor, alpha: float) -> None:
+    t, s = torch.tanh(x / alpha), torch.sigmoid(x)
+    grad.mul_((1 - t * t) * s + alpha * t * s * (1 - s))
+
+
 _CURVES = {
     "sigmoid": _Curve(_sigmoid, _sigmoid_backward_),
     "gelu": _gelu("none"),
@@ -92,5 +107,9 @@ _CURVES = {
     "relu2": _Curve(
         lambda x, alpha, out: torch.clamp(x, min=0, out=out).square_(),
         lambda grad, x, alpha: grad.mul_(x.clamp(min=0).mul_(2)),
+    ),
+    "situ": _Curve(
+        lambda x, alpha, out: torch.mul(alpha * torch.tanh(x / alpha), torch.sigmoid(x), out=out),
+        _situ_backward_,
     ),
 }

@@ -253,7 +253,8 @@ def act_options(encoded: str) -> Options:
     """An encoded `Activation` as the kernels take it."""
     act = Activation.decode(encoded)
     step, limit = 2 if act.interleaved else 1, None if act.limit is None else float(act.limit)
-    return Options(act.gated, step, act.curve, float(act.sigmoid_alpha), limit, float(act.linear_offset))
+    bound = None if act.linear_bound is None else float(act.linear_bound)
+    return Options(act.gated, step, act.curve, float(act.sigmoid_alpha), limit, float(act.linear_offset), bound)
 
 
 quantize_weights = Operator(_plan_quantize_weights, SETTINGS)

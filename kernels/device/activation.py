@@ -1,5 +1,5 @@
 """Activations as device functions. `c` is the scalar curve, `g` the gate, `l` the linear part:
-`act = c(min(g, LIMIT)) * (clamp(l, -LIMIT, LIMIT) + OFFSET)`, or `c(g)` where there is no linear part.
+`act = c(min(g, LIMIT)) * (bounded(clamp(l, -LIMIT, LIMIT)) + OFFSET)`, or `c(g)` where there is no linear part.
 """
 
 from typing import NamedTuple
@@ -20,10 +20,13 @@ class Options(NamedTuple):
 
     GATED: bool
     CHANNEL_STEP: int  # 2 where gate and linear channels alternate
-    CURVE: str  # "sigmoid" (`x * sigmoid(ALPHA * x)`), "gelu", "gelu_tanh", "relu" or "relu2"
+    # "sigmoid" (`x * sigmoid(ALPHA * x)`), "gelu", "gelu_tanh", "relu", "relu2" or "situ"
+    # (`ALPHA * tanh(x / ALPHA) * sigmoid(x)`)
+    CURVE: str
     ALPHA: float
     LIMIT: float | None  # None: no clamp
     OFFSET: float
+    LINEAR_SCALE: float | None  # of the tanh of the linear part; None: no tanh
 
 
 # Not a property: the key of a kernel in Triton's cache covers the source of this function, not that of a property.
@@ -53,6 +56,19 @@ def sigmoid(x, SCALE: tl.constexpr):
 
 
 @triton.jit
+def bounded(x, BOUND: tl.constexpr):
+    """`(BOUND * tanh(x / BOUND), its derivative)`, fp32; near zero by the series, where the quotient cancels."""
+    u = x * (1 / BOUND)
+    u2 = u * u
+    q = tl.exp(-2 * tl.abs(u))
+    t = (1 - q) / (1 + q)
+    t = tl.where(u < 0, -t, t)
+    near = u * (1 + u2 * (-0.333333333 + u2 * (0.133333333 + u2 * (-0.0539682540 + u2 * 0.0218694885))))
+    t = tl.where(tl.abs(u) < 0.25, near, t)
+    return BOUND * t, 1 - t * t
+
+
+@triton.jit
 def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
     """`(c(x), c'(x))`, fp32."""
     if CURVE == "sigmoid":
@@ -72,6 +88,11 @@ def curve(x, CURVE: tl.constexpr, ALPHA: tl.constexpr):
     elif CURVE == "relu":
         c = tl.where(x <= 0, 0.0, x)
         slope = tl.where(x > 0, 1.0, 0.0)
+    elif CURVE == "situ":
+        s = sigmoid(x, 1.0)
+        t, t_slope = bounded(x, ALPHA)
+        c = t * s
+        slope = t_slope * s + c * (1 - s)
     else:
         tl.static_assert(CURVE == "relu2")
         c = tl.where(x <= 0, 0.0, x)
@@ -94,6 +115,9 @@ def activate(g, l, ACT: tl.constexpr):
         # Not tl.minimum, which on a GPU turns NaN into the limit.
         g = tl.where(g > ACT.LIMIT, ACT.LIMIT, g)
         l = tl.where(l > ACT.LIMIT, ACT.LIMIT, tl.where(l < -ACT.LIMIT, -ACT.LIMIT, l))
+    if ACT.GATED and ACT.LINEAR_SCALE is not None:
+        l, bounded_slope = bounded(l, ACT.LINEAR_SCALE)
+        l_slope *= bounded_slope
     c, slope = curve(g, ACT.CURVE, ACT.ALPHA)
     if ACT.GATED:
         m = l + ACT.OFFSET if ACT.OFFSET != 0 else l  # adding 0 is an instruction: it makes 0 of -0

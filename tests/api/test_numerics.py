@@ -47,6 +47,18 @@ def test_gpt_oss_activation():
     check(Case(counts=(19, 3), H=24, F=20, activation="swiglu", options=options, bias=True))
 
 
+@pytest.mark.parametrize("options", [{}, {"alpha": 1.5, "linear_scale": 0.7, "interleaved": True}], ids=["K3", "own"])
+def test_situ_glu_bounds_both_halves(options):
+    h = torch.linspace(-60, 60, 24, dtype=torch.float64).view(2, 12)
+    activation = fusedmlp.Activation("situ_glu", **options)
+    assert fusedmlp.Activation.decode(activation.encoded) == activation
+    gate, linear = activation.split(h)
+    alpha, scale = options.get("alpha", 4.0), options.get("linear_scale", 25.0)
+    expected = alpha * torch.tanh(gate / alpha) * torch.sigmoid(gate) * scale * torch.tanh(linear / scale)
+    torch.testing.assert_close(reference.activate("situ_glu", h, **activation.options), expected)
+    check(Case(counts=(19, 3), H=24, F=20, activation="situ_glu", options=options, bias=True))
+
+
 def test_loads_as_many_as_if_they_were_even():
     check(Case(counts=(5, 3, 7, 5), bias=True))
 

@@ -358,6 +358,7 @@ OTHERS = {
     "Gemma4TextExperts": Activation("geglu_tanh"),
     "Glm5NextTextExperts": Activation("swiglu", limit=1.25),
     "GptOssExperts": Activation("swiglu", interleaved=True, limit=1.25, alpha=1.5, linear_offset=1.0),
+    "Inkling2Experts": Activation("situ_glu", alpha=30.0, linear_scale=30.0),
     "Lfm2MoeExperts": Activation("swiglu"),
     "MiniMaxM3VLExperts": Activation("swiglu", limit=1.25, alpha=1.5, linear_offset=1.0),
     "NemotronHExperts": Activation("relu2"),
@@ -445,7 +446,6 @@ def test_experts_of_other_models_equal_their_own_eager_form(name):
     ("name", "options", "message"),
     [
         ("MuseSparkExperts", {}, "MuseSparkExperts: fusedmlp has no norm between an expert and its routing weight"),
-        ("Inkling2Experts", {}, "Inkling2Experts: got act_fn of class Inkling2SoftcappedSwiGLU; expected"),
         (
             "MixtralExperts",
             {"hidden_act": "tanh"},

@@ -56,8 +56,7 @@ def layer(recipe, wgrad, x, dy, fc1, fc2, counts, probs, bias1, bias2, activatio
     )
     h = reference.gemm(along_rows(x, recipe), weight(fc1, recipe, 2), counts)
     h = bf16(h if bias1 is None else product(h) + bias1).requires_grad_()
-    options = {name: getattr(activation, name) for name in ("interleaved", "limit", "alpha", "linear_offset")}
-    act = reference.activate(activation.name, h, **options)
+    act = reference.activate(activation.name, h, **activation.options)
     act_probs = bf16(act.detach() * p)
     y = reference.gemm(along_rows(act_probs, recipe), weight(fc2, recipe, 2), counts)
     y = bf16(y if bias2 is None else product(y) + p * bias2)
