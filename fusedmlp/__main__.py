@@ -91,6 +91,9 @@ def _add_doctor(commands: Commands) -> None:
         default="packed",
         help="how weights and main_grad are stored; megatron_ddp: by Megatron-core without its distributed optimizer",
     )
+    parser.add_argument(
+        "--weight-layout", choices=("out_in", "in_out"), default="out_in", help="of each weight; default: out_in"
+    )
     parser.add_argument("--target", choices=TARGETS, help="GPU to show kernels for; default: the one here, or sm_90")
     parser.add_argument("--json", action="store_true", help="print one object instead of text")
     parser.set_defaults(run=_doctor)
@@ -100,7 +103,8 @@ def _doctor(args: argparse.Namespace) -> int:
     from fusedmlp.doctor import command
 
     layer = {"E": args.experts, "H": args.hidden, "F": args.ffn, "R": args.rows}
-    return command.run(layer | {"dtype": args.dtype, "weights": args.weights}, args.target, args.json)
+    layer |= {"dtype": args.dtype, "weights": args.weights, "weight_layout": args.weight_layout}
+    return command.run(layer, args.target, args.json)
 
 
 def _add_tune(commands: Commands) -> None:

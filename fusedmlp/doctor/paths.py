@@ -50,6 +50,7 @@ class Problem:
     # "packed"; "separate": an allocation for each expert; "megatron": views of one buffer, last expert first, as
     # Megatron-core's DDP makes with the distributed optimizer; "megatron_ddp": without it, only main_grad lies so
     weights: str = "packed"
+    weight_layout: str = "out_in"  # or "in_out"
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,8 @@ def _step(problem: Problem, tokens: bool) -> Iterator[tuple[Operator, tuple[Any,
     probs = torch.empty(rows)
     shapes = ((2 * F, H), (H, F))
     of_weights = problem.weights.replace("megatron_ddp", "separate")
-    weights = [experts(of_weights, _EXPERTS, shape, problem.dtype) for shape in shapes]
-    grads = [experts(problem.weights, _EXPERTS, shape, torch.float32) for shape in shapes]
+    weights = [_stored(problem, of_weights, shape, problem.dtype) for shape in shapes]
+    grads = [_stored(problem, problem.weights, shape, torch.float32) for shape in shapes]
     forward = MLPArguments(
         x=x,
         x_scales=None,
@@ -143,6 +144,13 @@ def _step(problem: Problem, tokens: bool) -> Iterator[tuple[Operator, tuple[Any,
         keep=False,
     )
     yield triton_impl.grouped_mlp_backward_, backward.without_impl
+
+
+def _stored(problem: Problem, where: str, shape: tuple[int, int], dtype: torch.dtype) -> list[Tensor]:
+    """Return `experts` of that shape `[out, in]`, in the problem's layout."""
+    if problem.weight_layout == "out_in":
+        return experts(where, _EXPERTS, shape, dtype)
+    return [stored.mT for stored in experts(where, _EXPERTS, shape[::-1], dtype)]
 
 
 def experts(where: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:

@@ -46,7 +46,7 @@ def grouped_fc1_act_(
     w_view = descriptors.matrices(w_EGH, (G, H))
     k_contiguous, step = w_EGH.strides[1] == 1, act.CHANNEL_STEP
     halves = G // (F * step)
-    # A descriptor loads halves of [H, 2F] as [2, H, F], which MMAs can use by way of registers only.
+    # A descriptor loads halves of [H, 2F] as [2, H, F], which MMAs of plain Triton can use by way of registers only.
     w_by_pointers = halves == 2 and not k_contiguous
     fits = w_view is not None and descriptors.fits(h_RG) and descriptors.fits(a_RF)
     fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))
@@ -54,7 +54,7 @@ def grouped_fc1_act_(
     x_vectors = vectors_fit((x_RH,), [], (H,))
     fits = fits and (x_vectors if gathered else x_described)
     vectors = vectors_fit((h_RG, a_RF, x_RH), [w_EGH], (H, F))
-    described = fits and not w_by_pointers and (x_described or (gathered and target.consumers == 2))
+    described = fits and (x_described or (gathered and target.consumers == 2))
     refused = refusal(target, described=described, gathered=gathered, vectors=x_vectors)
     chosen = choose("fc1_act", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, refused)
     path, tile = chosen.path, chosen.tile
@@ -62,7 +62,7 @@ def grouped_fc1_act_(
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m, width = target.consumer_rows(path, tile), tile.BLOCK_N // tile.SUBTILES
         x_desc = descriptors.operand_rows(x_RH, block_m, tile.BLOCK_K, gathered, target.gathers_by_tma(path))
-        if not w_by_pointers:
+        if path == "warp_specialized" or not w_by_pointers:
             w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N * step, tile.BLOCK_K, k_contiguous, halves)
         h_desc = descriptors.ragged_rows(h_RG, block_m, width * step, halves=halves, apart=path == "warp_specialized")
         a_desc = descriptors.ragged_rows(a_RF, block_m, width)

@@ -131,10 +131,16 @@ def matrices(w: ExpertTensors, size: tuple[int, int]) -> Array | None:
 
 
 def of_matrices(w_ENK: Array, block_n: int, block_k: int, k_contiguous: bool, halves: int = 1) -> Descriptor:
-    """Describe a view from `matrices`, for one expert's tile at a time; with two `halves` of `[E, N, K]`, for both."""
+    """Describe a view from `matrices`, for one expert's tile at a time; with two `halves` of `[E, N, K]`, for both, and
+    of `[E, K, N]` for one at a time.
+    """
     if halves == 1:
         block = (1, block_n, block_k) if k_contiguous else (1, block_k, block_n)
         return Descriptor(w_ENK, w_ENK.shape, w_ENK.strides, block)
+    if not k_contiguous:
+        (num_experts, K, N), (stride_e, stride_k, stride_n) = w_ENK.shape, w_ENK.strides
+        halved, apart = (num_experts, 2, K, N // 2), (stride_e, N // 2 * stride_n, stride_k, stride_n)
+        return Descriptor(w_ENK, halved, apart, (1, 1, block_k, block_n))
     (num_experts, N, K), (stride_e, stride_n, stride_k) = w_ENK.shape, w_ENK.strides
     halved, apart = (num_experts, 2, N // 2, K), (stride_e, N // 2 * stride_n, stride_n, stride_k)
     return Descriptor(w_ENK, halved, apart, (1, 2, block_n, block_k))

@@ -90,7 +90,8 @@ _LINES = """
 # Warp-specialized, for long loads alone. sm_90: one warp loads and two warpgroups multiply, each half of a tile's rows
 # (`warp_specialized/sm_90.py`). sm_100: one warp loads, one multiplies, into accumulators of two tiles in turn, and
 # eight write (`warp_specialized/sm_100.py`). Its dgrad_act and wgrad have narrow subtiles, whose buffers leave shared
-# memory for a fourth stage. In fc1 of 8 bits, N are channels of both halves together. A load may be followed by
+# memory for a fourth stage. fc1's tile also serves weights [H, 2F], whose halves come by two loads a step; no GPU has
+# timed those. In fc1 of 8 bits, N are channels of both halves together. A load may be followed by
 # /gathered and by a regime.
 #
 # Lines of sm_90 in 16 bits were measured on an H200 (ms, this line and the one before it in time). gemm, small: fc2 of

@@ -174,7 +174,10 @@ def rows_operand(desc, gather, stages, SIDE: gl.constexpr, PARTS: gl.constexpr, 
 
 @aggregate
 class Weights(InOrder):
-    """Columns of a step of an M-ragged pass, of one expert's `[N, K]` or, of two HALVES, of each half's rows."""
+    """Columns of a step of an M-ragged pass, of one expert's `[N, K]` or, of two HALVES, of each half's rows.
+
+    Where N is contiguous, the halves of a stage `[K, N]` lie one after the other, as 128 bytes of columns at a time do.
+    """
 
     desc: value
     num_experts: value
@@ -191,7 +194,12 @@ class Weights(InOrder):
         expert = self.num_experts - 1 - tile.expert if self.REVERSED else tile.expert
         n = tile.n * (self.stages.shape[1 if self.K_CONTIGUOUS else 2] // self.HALVES)
         k = walk.column(tile, step, 1)
-        if self.HALVES == 2:
+        if self.HALVES == 2 and not self.K_CONTIGUOUS:
+            COUNT: gl.constexpr = 2 * self.stages.shape[0]
+            parts = reinterpreted(self.stages, [COUNT, self.stages.shape[1], self.stages.shape[2] // 2])
+            for half in gl.static_range(2):
+                tma_load(self.desc, [expert, half, k, n], arrived, parts.index(2 * stage + half))
+        elif self.HALVES == 2:
             tma_load(self.desc, [expert, 0, n, k], arrived, self.stages.index(stage))
         elif self.K_CONTIGUOUS:
             tma_load(self.desc, [expert, n, k], arrived, self.stages.index(stage))

@@ -236,6 +236,8 @@ def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
     clamped = {"activation": "geglu", "options": {"limit": 0.5, "linear_offset": 1.0}, "bias": True}
     yield from _grid(f"{name} swiglu", case(), EVERY)
     yield from _grid(f"{name} in_out without probs", case(layout="in_out", probs=False))
+    yield from _grid(f"{name} gathered in_out bias", case(layout="in_out", gathered=True, bias=True), shapes=("long",))
+    yield from _grid(f"{name} deep in_out", case(sizes=DEEP, layout="in_out"), shapes=("long",))
     yield from _grid(f"{name} gpt_oss", case(**gpt_oss), (BF16, FP32), quick=name == "dgrad_act")
     yield from _grid(f"{name} gelu reversed", case(activation="gelu", where="reversed", bias=True))
     yield from _grid(f"{name} clamped", case(**clamped), shapes=("long",))

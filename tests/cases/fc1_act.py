@@ -28,8 +28,8 @@ def reference(inputs, dtype):
 def run(inputs, where="packed", *, row_ids=None, best="tma"):
     """`h` and `a` of all rows; checks which path was taken."""
     case, num_rows = inputs.case, inputs.probs.shape[0]
-    G = inputs.bias1.shape[1]
-    h, a = (torch.full((num_rows, n), float("nan"), dtype=case.dtype, device=DEVICE) for n in (G, case.F))
+    widths = (inputs.bias1.shape[1], case.F)
+    h, a = (torch.full((num_rows, n), float("nan"), dtype=case.dtype, device=DEVICE) for n in widths)
     with recording() as log:
         grouped_fc1_act_(
             h,
@@ -43,15 +43,7 @@ def run(inputs, where="packed", *, row_ids=None, best="tma"):
             row_ids_R=None if row_ids is None else row_ids.to(DEVICE),
         )
     (launch,) = (each for each in log if each.chosen)
-    path = experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
-    if (
-        path == "warp_specialized"
-        and case.layout == "in_out"
-        and G == 2 * case.F
-        and not case.options.get("interleaved")
-    ):
-        path = best  # descriptors do not load halves of such weights
-    assert launch.path == path
+    assert launch.path == experts.expected_path("fc1_act", case.dtype, DEVICE, best, (case.H, case.F))
     return {"h": h.cpu(), "a": a.cpu()}, launch
 
 

@@ -21,7 +21,7 @@ PART = [
 
 def is_warp_specialized(case, target):
     """Whether warp-specialized kernels run in the case: long loads in 16 bits by descriptors."""
-    unfit = ["odd", "shifted", "without descriptors", "fc1_act in_out"]
+    unfit = ["odd", "shifted", "without descriptors"]
     if target == "sm_100":  # its TMA gathers rows of one segment
         unfit.append("gathered segments")
     if not case.name.startswith("wgrad"):  # wgrad's main_grad may lie anywhere

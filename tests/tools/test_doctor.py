@@ -133,11 +133,16 @@ def test_paths_are_those_that_the_launchers_choose():
         ("sm_90", {"R": 640}),
         ("sm_90", {"tokens": True}),
         ("sm_90", {"tokens": True, "R": 640}),
+        ("sm_90", {"weight_layout": "in_out"}),
+        ("sm_90", {"weight_layout": "in_out", "tokens": True}),
+        ("sm_90", {"weight_layout": "in_out", "F": 776}),
     ]
     done = forked.run("-c", _PATHS, json.dumps(cases))
     assert done.returncode == 0, done.stderr
-    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens = json.loads(done.stdout)
+    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens, *in_out = json.loads(done.stdout)
     assert {path for path, _, _ in packed} == {path for path, _, _ in tokens} == {"warp_specialized"}
+    assert [rows[0] for rows in in_out[:2]] == [packed[0], tokens[0]]  # fc1 with halves of [H, 2F], too
+    assert in_out[2][0][0] == "unaligned"
     ahead = "; main_grad is loaded ahead: few rows an expert, so memory is the limit"
     assert [why for _, _, why in packed[4:]] == [f"descriptors, warp-specialized{ahead}"] * 2
     assert [why for _, _, why in tokens[2:]] == [f"descriptors, warp-specialized, threads copy rows{ahead}"] * 2
