@@ -242,7 +242,7 @@ def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
     yield from _grid(f"{name} gelu reversed", case(activation="gelu", where="reversed", bias=True))
     yield from _grid(f"{name} clamped", case(**clamped), shapes=("long",))
     yield from _grid(f"{name} clamped scattered", case(where="scattered", **clamped))
-    for activation, shape in (("geglu_tanh", "short"), ("relu2", "short"), ("reglu", "long")):
+    for activation, shape in (("geglu_tanh", "short"), ("relu2", "short"), ("reglu", "long"), ("situ_glu", "long")):
         yield from _grid(f"{name} {activation}", case(activation=activation), shapes=(shape,))
     yield from _grid(f"{name} gathered", case(gathered=True), EVERY, quick=name == "fc1_act")
     yield from _grid(f"{name} gathered gpt_oss", case(gathered=True, **gpt_oss))
