@@ -98,15 +98,16 @@ def test_distributed_checkpoints_use_torchtitans_names():
         assert torch.equal(getattr(layers.fused_of(fused), name), expected)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_distributed_checkpoint_reaches_the_weights_by_load_state_dict(tmp_path):
     """`dcp.load` fills the copies of w1 and w3 in the state dict; w2 is the parameter itself."""
     saved, fused = layers.build(layers.config(), seed=1), layers.build(layers.config(), seed=2)
-    dcp.save(saved.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    dcp.save(saved.state_dict(), checkpoint_id=tmp_path)
     convert(fused)
     expected = saved.routed_experts.inner_experts
     old = {name: getattr(layers.fused_of(fused), name).detach().clone() for name in layers.NAMES}
     state = fused.state_dict()
-    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path)
     for name in layers.NAMES:
         found = expected.w2_EDF if name == "w2_EDF" else old[name]
         assert torch.equal(getattr(layers.fused_of(fused), name), found), name
