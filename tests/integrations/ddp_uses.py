@@ -1,10 +1,12 @@
 """Other uses of a model under DDP: where the GEMMs write, checkpoints, uneven inputs, copies. Runs in a `world`."""
 
 import copy
+import os
 import pickle
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DistributedDataParallelKwargs
 from support.ddp_cells import Model, batch, packed_grads, reference, state
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -38,7 +40,7 @@ def step_of(ddp, step, use="yes"):
     ddp(x, counts, probs, use).backward(dy)
 
 
-def where_gemms_write():
+def where_gemms_write(ddp=None):
     """GEMMs must write to the memory that DDP reduces, in every step."""
     written, reduced = set(), set()
     backward = ops.grouped_mlp_backward_
@@ -52,7 +54,7 @@ def where_gemms_write():
         reduced.update(t.data_ptr() for t in bucket.gradients())
         return default_hooks.allreduce_hook(group, bucket)
 
-    ddp = in_buckets(new_model(), bucket_cap_mb=0.005)
+    ddp = ddp or in_buckets(new_model(), bucket_cap_mb=0.005)
     ddp.register_comm_hook(None, hook)
     ops.grouped_mlp_backward_ = recorded
     for step in range(4):
@@ -131,6 +133,15 @@ def frozen_and_existing():
     torch.testing.assert_close(model.experts.fc2.weight.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+def made_by_accelerate():
+    """`accelerator.prepare_model` wraps the model, with the options of the `Accelerator`."""
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(dist.get_rank()))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(dist.get_world_size()))
+    options = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator, model = Accelerator(cpu=True, kwargs_handlers=[options]), new_model()
+    where_gemms_write(grads_in_buckets(model, model.experts.parameters(), accelerator.prepare_model))
+
+
 def refusal(**options):
     """The message that `grads_in_buckets` raises; asserts that it leaves no `.grad` behind."""
     model = new_model()
@@ -143,7 +154,14 @@ def refusal(**options):
 
 
 def run():
-    for use in (where_gemms_write, checkpoints, uneven_inputs, copies_of_the_module, frozen_and_existing):
+    for use in (
+        where_gemms_write,
+        checkpoints,
+        uneven_inputs,
+        copies_of_the_module,
+        frozen_and_existing,
+        made_by_accelerate,
+    ):
         use()
     return {
         "no view": refusal(gradient_as_bucket_view=False),
