@@ -10,7 +10,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import ParamSpec, TypeVar
 
@@ -68,6 +68,20 @@ def compiler_problem() -> str:
         f"expected torch>={OLDEST_COMPILED} for layers inside of its graphs; got torch {torch_version}, which leaves "
         "wrong numbers in main_grad there: layers run outside of them, and fullgraph=True is an error"
     )
+
+
+def outside_of_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Keep Dynamo out of a function and what it calls: after a graph break it would compile pieces of them, and fail on
+    views of parameters with a float32 `.grad`.
+    """
+    disabled = cache(partial(torch.compiler.disable, function))  # imports Dynamo, which eager code does without
+
+    @wraps(function)
+    def choose(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        chosen: Callable[_P, _R] = disabled() if "torch._dynamo" in sys.modules else function
+        return chosen(*args, **kwargs)
+
+    return choose
 
 
 def outside_of_wrong_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -17,12 +16,13 @@ from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.contract.lending import wrap_closure
 from fusedmlp.contract.parameter_state import find_state, state_of
 from fusedmlp.contract.states import GRADIENT, LENT, STEPPED, UNSURE, Event
+from fusedmlp.versions import outside_of_graphs
 
 
 @cache
 def guard_optimizers() -> None:
     """Register the check, once; called when a buffer or a queue is made, or parameters are replaced."""
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before))  # a graph of the step begins after it
+    register_optimizer_step_pre_hook(outside_of_graphs(_before))
 
 
 def replaced(params: Iterable[Tensor], by: str) -> None:

@@ -16,9 +16,8 @@ it only where something (a mode, a tracer, autograd) has to see the operator: se
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache, partial, reduce, wraps
+from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
 from typing import Any
@@ -36,6 +35,7 @@ from fusedmlp.operators.types import (
     RowCopies,
     RowOrder,
 )
+from fusedmlp.versions import outside_of_graphs
 
 library = torch.library.Library("fusedmlp", "DEF")
 
@@ -58,19 +58,6 @@ def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> 
     return getattr(torch.ops.fusedmlp, name).default
 
 
-def _outside_of_graphs(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Keep Dynamo out of an implementation: after a graph break it would compile pieces of it, and fail on views of
-    parameters with a float32 `.grad`.
-    """
-    disabled = cache(partial(torch.compiler.disable, run))  # imports Dynamo, which eager code does without
-
-    @wraps(run)
-    def choose(*args: Any) -> Any:
-        return (disabled() if "torch._dynamo" in sys.modules else run)(*args)
-
-    return choose
-
-
 def _register(schema: str, fake: Callable[..., Any]) -> Any:
     """A function that calls the operator, or, if unwatched, its implementation, which may return None for "none"."""
     name = schema.split("(", 1)[0]
@@ -78,7 +65,7 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
     single = tuple(i for i, type in enumerate(types) if type in ("Tensor", "Tensor?"))
     lists = tuple(i for i, type in enumerate(types) if "[]" in type)
 
-    @_outside_of_graphs
+    @outside_of_graphs
     def run(*args: Any) -> Any:
         *arguments, impl = args
         return getattr(_implementation(impl), name)(*arguments)

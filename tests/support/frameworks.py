@@ -301,8 +301,6 @@ def distributed_checkpoint(cell, dtype=torch.float32):
 @framework(
     "distributed checkpoints, bf16 weights",
     digits=BF16,
-    refused={"buffer with optimizer": "attempting to assign a gradient with dtype 'c10::BFloat16'"},
-    where="`get_state_dict` gives a new optimizer 16-bit gradients: call it before the buffer is made",
 )
 def distributed_checkpoint_bf16(cell):
     return distributed_checkpoint(cell, torch.bfloat16)

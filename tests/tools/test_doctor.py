@@ -18,6 +18,7 @@ from fusedmlp.operators.types import MLPBackwardArguments
 from fusedmlp.recipe import BLOCKS
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
+LAYER |= {"weight_layout": "out_in"}
 
 
 @pytest.mark.slow

@@ -41,8 +41,11 @@ class Grad(Destination):
         """The `.grad`s to which the GEMM may add. `others`: leaves for which other threads must wait, too."""
         targets: Targets = [None] * len(route.params)
         for _, param, state in route.leaves:
-            if state is not None and (state.lent is not None or state.accumulates_in is not None):
-                reclaim(param, state)
+            if state is None:
+                continue
+            foreign = param.grad is not None and state.accumulates_in not in (None, param.grad.dtype)  # set by hand
+            if (state.lent is not None or foreign) and reclaim(param, state):
+                param.grad = None  # what it held is of an earlier step
         leaves = [leaf for leaf in route.leaves if route.delayed or leaf[1].grad is not None]
         if leaves or others:
             params = [*(param for _, param, _ in leaves), *others]
