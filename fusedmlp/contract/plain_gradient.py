@@ -73,7 +73,8 @@ def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
         main_grad.zero_()
     state.on(Event.CATCH)
     if param.grad is None and state.accumulates_in not in (None, grad.dtype):
-        param.grad = torch.zeros_like(param, dtype=state.accumulates_in)
+        like = grad if grad.is_sparse else param  # as SparseAdam expects
+        param.grad = torch.zeros_like(like, dtype=state.accumulates_in)
 
 
 def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:

@@ -47,5 +47,7 @@ def accumulate_in(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
             if param.requires_grad:
                 param.grad_dtype = dtype
 
+    # Outside of graphs, as FSDP2's own hooks: Dynamo cannot set `grad_dtype`, and fullgraph=True would raise.
+    hook = torch.compiler.disable(set_grad_dtype)
     for module in sharded:  # runs after FSDP2's own hook, which unshards
-        module.register_forward_pre_hook(set_grad_dtype)
+        module.register_forward_pre_hook(hook)

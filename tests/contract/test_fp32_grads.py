@@ -98,6 +98,23 @@ def test_the_gradient_of_plain_pytorch_is_summed_in_float32(owner):
     assert torch.equal(weight.grad, torch.full((4,), 1 + 2**-10))
 
 
+def test_a_sparse_gradient_stays_sparse():
+    weights = []
+    for owner in ("FP32Accumulation", "plain PyTorch"):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)  # refuses dense gradients
+        _kept = owned(owner, table, optimizer)
+        for factor in (1.0, 2**-10):
+            (table(torch.tensor([1, 3])).float() * factor).sum().backward()
+        grad = table.weight.grad
+        if owner == "FP32Accumulation":
+            assert torch.equal(grad.to_dense()[1], torch.full((2,), 1 + 2**-10))
+        optimizer.step()
+        weights.append(table.weight.detach().float())
+    close(*weights)
+
+
 @pytest.mark.parametrize("owner", OWNERS)
 def test_a_step_in_inference_mode(owner):
     layer, optimizer, _kept = made(owner)

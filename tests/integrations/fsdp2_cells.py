@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from support.grids import part
-from support.small_moe import EXPERTS, batch, initial, plain_output, stacked
+from support.small_moe import EXPERTS, H, batch, initial, plain_output, stacked
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -182,6 +182,37 @@ def kept_copies():
                 optimizer.zero_grad()
         numbers = [p.detach().full_tensor().tolist() for p in experts.parameters()]
         results[recipe][f"{how}, reshard={reshard}"] = numbers
+    return results
+
+
+def compiled():
+    """How far gradients of compiled experts are from those of the same experts outside of graphs, relative to these,
+    by case: `accumulate_in`, micro-batches of the same and of other sizes, blocks compiled as torchtitan does.
+    """
+
+    def gradients(packed, rows, options):
+        torch._dynamo.reset()
+        model = initial(packed, "auto")
+        if options is not None:
+            model.experts.compile(backend="aot_eager", **options)
+        shard(model, "bf16, fp32 grads", True, "experts")
+        for i, count in enumerate(rows):
+            model.set_is_last_backward(i == len(rows) - 1)
+            model.set_requires_gradient_sync(i == len(rows) - 1)
+            generator = torch.Generator().manual_seed(10 * dist.get_rank() + i)
+            x, probs = torch.randn(count, H, generator=generator), torch.rand(count, generator=generator)
+            model(x, torch.tensor([2, 0, count - 2]), probs).float().square().sum().backward()
+        return torch.cat([param.grad.full_tensor().flatten() for param in model.parameters()])
+
+    cases = {  # no number of rows is H, or Dynamo would take both for one size
+        "sizes differ, packed": (True, (7, 8, 9), {}),
+        "fullgraph, packed": (True, (7, 7, 7), {"fullgraph": True}),
+        "fullgraph, sizes differ, dynamic": (False, (7, 8, 9), {"fullgraph": True, "dynamic": True}),
+    }
+    results = {}
+    for case, (packed, rows, options) in cases.items():
+        actual, expected = gradients(packed, rows, options), gradients(packed, rows, None)
+        results[case] = ((actual - expected).norm() / expected.norm()).item()
     return results
 
 

@@ -28,6 +28,12 @@ def test_no_copy_of_a_weight_outlives_its_step(tmp_path):
                 assert experts == ways["for every use, reshard=True"], (recipe, name)
 
 
+def test_compiled_experts_accumulate_in_fp32(tmp_path):
+    (found,) = launch("integrations.fsdp2_cells:compiled", 1, tmp_path)
+    assert len(found) == 3
+    assert all(far < 2e-2 for far in found.values()), found
+
+
 MESSAGES = {
     "main_grad": r"fc1_weight: FSDP2 .* would miss one in main_grad; use accumulate_wgrad='grad' without delay",
     "main_grad, attached to gathered parameters": r"fc1_weight: FSDP2 .* would miss one in main_grad",
