@@ -98,6 +98,29 @@ def test_the_gradient_of_plain_pytorch_is_summed_in_float32(owner):
     assert torch.equal(weight.grad, torch.full((4,), 1 + 2**-10))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["off", "grad"])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("owner", OWNERS)
+def test_what_came_before_zero_grad_is_not_added_to(owner, delayed, mode, dtype):
+    """In modes that leave `main_grad` alone, of layers whose buffer made it `.grad`, too."""
+    if owner == "FP32Accumulation":
+        dtype = torch.float16 if dtype is torch.float32 else dtype  # it has nothing to do for float32
+    grads = []
+    for who in (owner, "plain PyTorch"):
+        layer, optimizer, _kept = made(who, dtype=dtype)
+        micro_batch(layer, 0)
+        optimizer.zero_grad()
+        queue = fusedmlp.WgradQueue() if delayed else None
+        x, weights = torch.ones(6, 8, dtype=dtype), [layer.fc1.weight, layer.fc2.weight]
+        y = fusedmlp.grouped_mlp(x, *weights, [2, 0, 4], accumulate_wgrad=mode, wgrad_queue=queue)
+        y.float().square().sum().backward()
+        if queue is not None:
+            queue.run()
+        grads.append(torch.cat([param.grad.float().flatten() for param in layer.parameters()]))
+    close(*grads)
+
+
 def test_a_sparse_gradient_stays_sparse():
     weights = []
     for owner in ("FP32Accumulation", "plain PyTorch"):
