@@ -68,7 +68,7 @@ def _expected(layer: nn.Module, name: str) -> str:
 
 
 def _is_freed(weight: Tensor) -> bool:
-    """Whether the memory of a weight is gone, as after FSDP's forward."""
+    """Tell whether the memory of a weight is gone, as after FSDP's forward."""
     if weight.device.type == "meta" or type(weight) not in (Tensor, nn.Parameter):
         return False
     return weight.numel() > 0 and weight.untyped_storage().size() == 0

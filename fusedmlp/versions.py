@@ -70,11 +70,13 @@ def compiler_problem() -> str:
     )
 
 
-def outside_of_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def outside_of_graphs(function: Callable[_P, _R], reason: str | None = None) -> Callable[_P, _R]:
     """Keep Dynamo out of a function and what it calls: after a graph break it would compile pieces of them, and fail on
     views of parameters with a float32 `.grad`.
+
+    This is `torch.compiler.disable`, but imports the compiler, which takes seconds, only if the program has done so.
     """
-    disabled = cache(partial(torch.compiler.disable, function))  # imports Dynamo, which eager code does without
+    disabled = cache(partial(torch.compiler.disable, function, reason=reason))
 
     @wraps(function)
     def choose(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -87,25 +89,20 @@ def outside_of_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def outside_of_wrong_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """With a torch whose compiler is wrong, break a graph before `function` and run it, and all it calls, eagerly.
 
-    Under `fullgraph=True` the compiler raises an error with `compiler_problem()`. This is `torch.compiler.disable`, but
-    does not import the compiler, which takes seconds: in these versions, which do not change, it looks for the mark.
+    Under `fullgraph=True` the compiler raises an error with `compiler_problem()`: in these versions, which do not
+    change, it looks for the mark.
     """
     problem = compiler_problem()
     if not problem:
         return function
     reason = f"fusedmlp inside torch.compile: {problem}"
-
-    @cache
-    def eager() -> Callable[_P, _R]:
-        disabled: Callable[_P, _R] = torch.compiler.disable(function, reason=reason)
-        return disabled
+    eager = outside_of_graphs(function, reason)
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             raise RuntimeError(reason)  # while this function itself is traced, which then runs as it is
-        # Only a program that has imported the compiler can compile what `function` calls.
-        return (eager() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+        return eager(*args, **kwargs)
 
     run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return run

@@ -232,7 +232,7 @@ def recipe(config: Any) -> tuple[str | None, str]:
 
 
 def in_16_bits(config: Any) -> bool:
-    """Whether Megatron runs this layer in 16 bits, though the config has fp8: one of its first or last layers."""
+    """Tell whether Megatron runs this layer in 16 bits, though the config has fp8: one of its first or last layers."""
     return bool(config.first_last_layers_bf16 and not fp8_utils.FP8GlobalStateManager.is_fp8_enabled())
 
 

@@ -185,7 +185,7 @@ def _uses_interface(module: nn.Module) -> bool:
 
 
 def _calls(module: nn.Module, function: object) -> bool:
-    """Whether the forward of the module's class would find this function under `"fusedmlp"`.
+    """Tell whether the forward of the module's class would find this function under `"fusedmlp"`.
 
     The decorator's forward has its table of functions in its closure; wrappers may be around it.
     """

@@ -1,4 +1,4 @@
-"""What users put on `fc1` or `fc2` of a `GroupedMLP`: it has its effect, or is refused by the part's name."""
+"""Hooks, adapters and parametrizations on `fc1` or `fc2` of a `GroupedMLP`: effective, or refused by the name."""
 
 import pytest
 import torch

@@ -186,7 +186,7 @@ def kept_copies():
 
 
 def compiled():
-    """How far gradients of compiled experts are from those of the same experts outside of graphs, relative to these,
+    """Return the relative distance of gradients of compiled experts from those of the same experts outside of graphs,
     by case: `accumulate_in`, micro-batches of the same and of other sizes, blocks compiled as torchtitan does.
     """
 

@@ -679,7 +679,7 @@ def fresh_weights():
 
 
 def shards_of_fresh_weights():
-    """Whether shards that a CPU fills are parts of one matrix, for each weight."""
+    """Tell whether shards that a CPU fills are parts of one matrix, for each weight."""
     wholes = {}
     for tp in (1, 2):
         sizes = {"tensor_model_parallel_size": tp, "expert_tensor_parallel_size": tp}
@@ -730,7 +730,7 @@ def double_result(found):
     return 2 * found[0], found[1]
 
 
-# What is put on a linear layer, and whether the weights that the experts compute with are then twice as great.
+# Changes of a linear layer, and whether the weights that the experts compute with are then twice as great.
 EFFECTIVE = {
     "parametrizations": (parametrize, True),
     "a wrapper that computes weights": (lambda e, n: setattr(e, n, Around(getattr(e, n), doubled)), True),

@@ -71,7 +71,7 @@ def test_every_gradient_of_a_compiled_model(kind, backend, tmp_path, monkeypatch
 
 
 def test_options_that_change_between_two_calls_of_a_graph():
-    """Those of its experts, and defaults, which only experts without options of their own follow."""
+    """Options of a model are those of its experts; defaults hold for experts without options of their own."""
     one = training.experts("MixtralExperts", experts_implementation="fusedmlp")
     other = copy.deepcopy(one)
     arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
