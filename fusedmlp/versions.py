@@ -70,18 +70,17 @@ def compiler_problem() -> str:
     )
 
 
-def outside_of_graphs(function: Callable[_P, _R], reason: str | None = None) -> Callable[_P, _R]:
+def outside_of_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keep Dynamo out of a function and what it calls: after a graph break it would compile pieces of them, and fail on
     views of parameters with a float32 `.grad`.
 
     This is `torch.compiler.disable`, but imports the compiler, which takes seconds, only if the program has done so.
     """
-    disabled = cache(partial(torch.compiler.disable, function, reason=reason))
+    disabled: Callable[[], Callable[_P, _R]] = cache(partial(torch.compiler.disable, function))
 
     @wraps(function)
     def choose(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        chosen: Callable[_P, _R] = disabled() if "torch._dynamo" in sys.modules else function
-        return chosen(*args, **kwargs)
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return choose
 
@@ -96,13 +95,13 @@ def outside_of_wrong_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     if not problem:
         return function
     reason = f"fusedmlp inside torch.compile: {problem}"
-    eager = outside_of_graphs(function, reason)
+    disabled: Callable[[], Callable[_P, _R]] = cache(partial(torch.compiler.disable, function, reason=reason))
 
     @wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if torch.compiler.is_compiling():
             raise RuntimeError(reason)  # while this function itself is traced, which then runs as it is
-        return eager(*args, **kwargs)
+        return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     run._torchdynamo_disable, run._torchdynamo_disable_msg = True, reason  # type: ignore[attr-defined]
     return run
