@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from integrations.megatron_eight_bit import EightBitCell
 from integrations.megatron_eight_bit import config_of as cell_config
 from integrations.megatron_layers import eight_bit_config, fused, make_config, raised, weights_of
+from integrations.megatron_optimizer_checkpoints import as_on_gpu
 from megatron.core import activations, fp8_utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
@@ -24,7 +25,6 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from support.megatron_experts import Model, train_step
-from torch.overrides import TorchFunctionMode
 
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 
@@ -215,16 +215,6 @@ def config_changes():
     return {function.__name__: function() for function in functions}
 
 
-class AsOnGPU(TorchFunctionMode):
-    """Megatron's optimizer makes tensors on a GPU, and knows dtypes by the names that they have there."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        """Make tensors on the CPU, and give dtypes the names of a GPU."""
-        kwargs = {name: value for name, value in (kwargs or {}).items() if (name, value) != ("device", "cuda")}
-        found = function(*args, **kwargs)
-        return found.replace("torch.", "torch.cuda.") if function is torch.Tensor.type and len(args) == 1 else found
-
-
 def trained(world_size, fp8_recipe, fp8_param, overlap):
     """Train three steps with Megatron's DDP and distributed optimizer; return losses, weights and gradient buffers."""
     ep = world_size > 1 and not overlap
@@ -245,7 +235,7 @@ def trained(world_size, fp8_recipe, fp8_param, overlap):
         bucket_size=70000,
     )
     ddp = DistributedDataParallel(config, ddp_config, model)
-    with AsOnGPU():
+    with as_on_gpu():
         optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -266,7 +256,7 @@ def trained(world_size, fp8_recipe, fp8_param, overlap):
         train_step(model, ddp, cell)
         kept += [buffer.grad_data.clone() for buffer in ddp.buffers + ddp.expert_parallel_buffers]
         kept += [param.detach().clone() for param in model.parameters()]
-        with AsOnGPU():
+        with as_on_gpu():
             optimizer.step()
             if reuses and overlap:  # as Megatron's training loop does, which alone knows when the buffer is free
                 for part in getattr(optimizer, "chained_optimizers", [optimizer]):

@@ -253,6 +253,29 @@ def test_config_that_changes_after_construction(tmp_path):
             assert message is None, name
 
 
+# The second fails while it loads, in Megatron's own code: PyTorch's Adam keeps a "step", and Apex is not installed.
+OPTIMIZER_FORMATS = {
+    "dp_reshardable False": "None",
+    "dp_reshardable True": "None",
+    "fully_reshardable False": "KeyError: 'step'",
+    "fully_reshardable True": "ValueError: .* not in model_sharded_state_dict",
+    "fully_sharded_model_space False": "CheckpointingException: ShardedTensor.flattened_range is not supported",
+    "fully_sharded_model_space True": "ValueError: .* not in model_sharded_state_dict",
+}
+
+
+@pytest.mark.slow
+@WORLDS
+def test_checkpoints_of_the_distributed_optimizer(world_size, tmp_path):
+    """By format, and by `moe_single_grouped_weight`: what docs/megatron.md says."""
+    if metadata.version("megatron-core") < "0.19":
+        pytest.skip("the page tells of 0.19's formats")
+    for found in launch("integrations.megatron_optimizer_checkpoints:optimizer_formats", world_size, tmp_path):
+        assert found.keys() == OPTIMIZER_FORMATS.keys()
+        for name, message in found.items():
+            assert re.match(OPTIMIZER_FORMATS[name], str(message), re.DOTALL), (name, message)
+
+
 @pytest.mark.slow
 @WORLDS
 def test_fp8_param_trains_as_without(world_size, tmp_path):
