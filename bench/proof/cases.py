@@ -318,6 +318,7 @@ DEMANDING: Cases = {
     "gpt-oss, biases": Layer(_GPT_OSS, biases=True),
     **_SEVERAL,
     "first micro-batch": Layer(add=False),
+    "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
     "no dx": Layer(need_dx=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
     "512 experts": _many_experts,  # for the kernels that plan a load
@@ -332,7 +333,7 @@ WARP_SPECIALIZED: Cases = {
         Activation("geglu", limit=7.0), biases=True, experts="apart", gathered=True
     ),
     "gelu, experts apart": Layer(Activation("gelu"), experts="apart"),
-    "geglu, in_out, biases": Layer(Activation("geglu", limit=7.0), biases=True, in_out=True),
+    "geglu, in_out, biases": DEMANDING["geglu, in_out, biases"],
     "first micro-batch": Layer(add=False),
     "many rows, wide": Layer(sizes=(4096, 128), counts=(3000, 0, 1)),
     "many rows, wide, gathered": Layer(sizes=(4096, 128), counts=(3000, 0, 1), gathered=True),
