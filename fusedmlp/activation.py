@@ -14,26 +14,28 @@ from torch import Tensor
 _QUICK_ALPHA = 1.702
 
 
-class _Kind(NamedTuple):
-    curve: str  # the scalar function: sigmoid, gelu, gelu_tanh, relu, relu2 or situ
+class Kind(NamedTuple):
+    """What the name of an activation stands for."""
+
+    curve: str  # the scalar function, by its name in `kernels/device/activation.py`
     gated: bool
-    alpha: float = 1.0  # default of the curve's parameter: scale of the sigmoid's argument, or situ's bound
+    alpha: float | None = None  # default of the curve's parameter, as `Activation` describes it; None: it has none
     linear_scale: float | None = None  # default of the linear part's bound; None: it has none
 
 
-_KINDS = {
-    "swiglu": _Kind("sigmoid", True),
-    "geglu": _Kind("gelu", True),
-    "geglu_tanh": _Kind("gelu_tanh", True),
-    "quick_geglu": _Kind("sigmoid", True, _QUICK_ALPHA),
-    "reglu": _Kind("relu", True),
-    "situ_glu": _Kind("situ", True, 4.0, 25.0),
-    "silu": _Kind("sigmoid", False),
-    "gelu": _Kind("gelu", False),
-    "gelu_tanh": _Kind("gelu_tanh", False),
-    "quick_gelu": _Kind("sigmoid", False, _QUICK_ALPHA),
-    "relu": _Kind("relu", False),
-    "relu2": _Kind("relu2", False),
+KINDS = {
+    "swiglu": Kind("sigmoid", True, 1.0),
+    "geglu": Kind("gelu", True),
+    "geglu_tanh": Kind("gelu_tanh", True),
+    "quick_geglu": Kind("sigmoid", True, _QUICK_ALPHA),
+    "reglu": Kind("relu", True),
+    "situ_glu": Kind("situ", True, 4.0, 25.0),
+    "silu": Kind("sigmoid", False, 1.0),
+    "gelu": Kind("gelu", False),
+    "gelu_tanh": Kind("gelu_tanh", False),
+    "quick_gelu": Kind("sigmoid", False, _QUICK_ALPHA),
+    "relu": Kind("relu", False),
+    "relu2": Kind("relu2", False),
 }
 
 # The keyword arguments of `Activation` in their order, on which its encoded form depends.
@@ -81,9 +83,9 @@ class Activation:
     encoded: str = field(init=False, repr=False, compare=False)  # as text, for operators
 
     def __post_init__(self) -> None:
-        if self.name not in _KINDS:
-            raise ValueError(f"activation: expected one of {', '.join(_KINDS)}; got {self.name!r}")
-        object.__setattr__(self, "gated", _KINDS[self.name].gated)
+        if self.name not in KINDS:
+            raise ValueError(f"activation: expected one of {', '.join(KINDS)}; got {self.name!r}")
+        object.__setattr__(self, "gated", KINDS[self.name].gated)
         for name in NUMBERS:
             number = getattr(self, name)
             if number is not None and number != 0 and not (isinstance(number, Real) and isfinite(number)):
@@ -101,7 +103,7 @@ class Activation:
                 f"activation: alpha and linear_scale of {self.name} must be positive; got alpha={self.alpha}, "
                 f"linear_scale={self.linear_scale}"
             )
-        if self.alpha is not None and self.curve not in ("sigmoid", "situ"):
+        if self.alpha is not None and KINDS[self.name].alpha is None:
             raise ValueError(
                 f"activation: alpha scales a sigmoid's argument; {self.name!r} has none; got alpha={self.alpha}"
             )
@@ -117,17 +119,18 @@ class Activation:
     @property
     def curve(self) -> str:
         """Name of the scalar function."""
-        return _KINDS[self.name].curve
+        return KINDS[self.name].curve
 
     @property
     def sigmoid_alpha(self) -> float:
-        """The curve's parameter: scale of the sigmoid's argument (1 where there is no sigmoid), or situ's bound."""
-        return _KINDS[self.name].alpha if self.alpha is None else self.alpha
+        """The curve's parameter: scale of the sigmoid's argument, or situ's bound; 1 where there is none."""
+        alpha = KINDS[self.name].alpha if self.alpha is None else self.alpha
+        return 1.0 if alpha is None else alpha
 
     @property
     def linear_bound(self) -> float | None:
         """Bound of the tanh of the linear part; None where there is no tanh."""
-        default = _KINDS[self.name].linear_scale
+        default = KINDS[self.name].linear_scale
         return default if default is None or self.linear_scale is None else self.linear_scale
 
     @staticmethod

@@ -369,6 +369,7 @@ VARIATIONS: Cases = {
 ONCE: Cases = {
     "geglu": Layer(Activation("geglu")),
     "geglu_tanh": Layer(Activation("geglu_tanh")),
+    "reglu": Layer(Activation("reglu")),
     "relu2": Layer(Activation("relu2")),
     "situ_glu": Layer(Activation("situ_glu")),
     "linear": partial(_linear, False),

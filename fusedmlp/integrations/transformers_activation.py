@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedmlp.activation import Activation
+from fusedmlp.activation import KINDS, Activation
 from fusedmlp.operators import torch_activation
 
 # Activations are compared at these numbers, of both signs: near zero, around every bend, beyond any clamp in use.
@@ -245,7 +245,7 @@ def _agree(ours: Tensor, theirs: Tensor, bounded: bool = False) -> bool:
 def _candidates(experts: Any, read: dict[str, object]) -> Iterator[Activation]:
     """Yield activations to compare with; each number that the gate reads is tried as `limit` and as `alpha`."""
     if not experts.has_gate:
-        yield from map(Activation, ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2"))
+        yield from (Activation(name) for name, kind in KINDS.items() if not kind.gated)
         return
     interleaved = not experts.is_concatenated
     act_fn = read.get("act_fn")
@@ -254,7 +254,8 @@ def _candidates(experts: Any, read: dict[str, object]) -> Iterator[Activation]:
         yield Activation("situ_glu", interleaved=interleaved, alpha=alpha, linear_scale=scale)
         return
     numbers = {float(value) for value in read.values() if isinstance(value, (int, float)) and 0 < value < math.inf}
-    for name in ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu"):
+    unbounded = (name for name, kind in KINDS.items() if kind.gated and kind.linear_scale is None)
+    for name in unbounded:
         for limit in (None, *numbers):
             for offset in (0.0, 1.0):
                 for alpha in (None, *numbers) if name == "swiglu" else (None,):

@@ -20,10 +20,8 @@ class Options(NamedTuple):
 
     GATED: bool
     CHANNEL_STEP: int  # 2 where gate and linear channels alternate
-    # "sigmoid" (`x * sigmoid(ALPHA * x)`), "gelu", "gelu_tanh", "relu", "relu2" or "situ"
-    # (`ALPHA * tanh(x / ALPHA) * sigmoid(x)`)
-    CURVE: str
-    ALPHA: float
+    CURVE: str  # a branch of `curve`
+    ALPHA: float  # of `x * sigmoid(ALPHA * x)` and `ALPHA * tanh(x / ALPHA) * sigmoid(x)`
     LIMIT: float | None  # None: no clamp
     OFFSET: float
     LINEAR_SCALE: float | None  # of the tanh of the linear part; None: no tanh

@@ -7,10 +7,11 @@ import torch
 from torch.nn import Parameter
 
 import fusedmlp
+from fusedmlp.activation import KINDS
 from fusedmlp.doctor import reference as oracle
 
-GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu", "reglu", "situ_glu")
-UNGATED = ("silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2")
+GATED = tuple(name for name, kind in KINDS.items() if kind.gated)
+UNGATED = tuple(name for name, kind in KINDS.items() if not kind.gated)
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,9 @@ def random_case(seed):
             "limit": rng.choice([None, 0.7]),
             "linear_offset": rng.choice([0.0, 1.0]),
         }
-    if name in ("swiglu", "silu", "quick_gelu", "quick_geglu", "situ_glu") and rng.random() < 0.3:
+    if KINDS[name].alpha is not None and rng.random() < 0.3:
         options["alpha"] = 1.3
-    if name == "situ_glu" and rng.random() < 0.7:
+    if KINDS[name].linear_scale is not None and rng.random() < 0.7:
         options["linear_scale"] = 2.5
     dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
     experts = rng.randint(1, 6)

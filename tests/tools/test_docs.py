@@ -19,6 +19,7 @@ from bench.cpu.layers import CPU_SHAPES
 from bench.limits.shapes import SHAPES
 from fusedmlp import environment
 from fusedmlp.__main__ import main
+from fusedmlp.activation import KINDS
 from fusedmlp.contract.destinations.choice import MODES
 from fusedmlp.integrations import INTEGRATIONS
 from fusedmlp.kernels.device import tile_order
@@ -198,6 +199,7 @@ def extended(tmp_path):
     ("command", "shown"),
     [
         ("-m pytest -q tests/api/test_numerics.py -k mish", "3 passed"),
+        ("-m pytest -q tests/api/test_activations.py", "20 passed"),
         ("-m fusedmlp doctor --target sm_103", "on sm_103, which is not here"),
         ("-m pytest -q tests/contract/test_grad_sum.py", "14 passed"),
         ("-m pytest -q tests/integrations/test_accelerate.py", "2 passed"),
@@ -246,6 +248,20 @@ def test_files_of_recipes_exist():
             filled = {path.replace("<pass>", name) for path in paths for name in PASSES}
             missing |= {path for path in filled if not (ROOT / path).exists()}
     assert missing == set()
+
+
+NUMBERS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen")
+
+
+def test_pages_have_the_activations_and_their_number():
+    number = NUMBERS[len(KINDS) - 10]
+    pages = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *PAGES)}
+    stated = {name: set(re.findall(rf"\b({'|'.join(NUMBERS)})\s+activations\b", text)) for name, text in pages.items()}
+    assert {name: found for name, found in stated.items() if found} == {
+        name: {number} for name in ("README.md", "compared.md", "limits.md")
+    }
+    (listed,) = re.findall(rf"^- {number} activations: (.*?);", pages["limits.md"], re.MULTILINE | re.DOTALL)
+    assert re.findall(r"`(\w+)`", listed) == list(KINDS)
 
 
 def test_the_contract_has_a_row_for_every_destination():
