@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fusedmlp import validate
-from fusedmlp.autograd import compiled, weight_copies
+from fusedmlp.autograd import compiled
 from fusedmlp.autograd.layers import Call
-from fusedmlp.contract.engine import inside_backward
-from fusedmlp.contract.forward_checks import begin_step, enter_forward
+from fusedmlp.contract.forward_checks import enter_forward
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
 from fusedmlp.recipe import NAMES, check_blocks, formats
@@ -27,29 +25,20 @@ def run(
     tensors: Sequence[Tensor | None],
     options: Options,
 ) -> Tensor:
-    """Run forward; once it has succeeded, begin a step if `is_first_microbatch`."""
-    is_first_microbatch = options.is_first_microbatch
+    """Run forward."""
     if torch.compiler.is_compiling():
         copies = copies_of(call, weights, options)
-        return compiled.run(call, weights, [*tensors, *copies], bool(is_first_microbatch))
+        return compiled.run(call, weights, [*tensors, *copies])
     # Not earlier: where the compiler leaves the layer to eager code, the code above may have run in a graph.
     for name, experts in weights.items():
         enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
-    if is_first_microbatch:
-        for experts in weights.values():
-            weight_copies.forget(experts.tensors)
-        if inside_backward():
-            call = replace(call, recomputes_first_microbatch=True)
     try:
         y: Tensor = function.apply(call, *tensors, *copies_of(call, weights, options))
+        return y
     except RuntimeError:
         for name, experts in weights.items():
             validate.refuse_sparse(name, experts.tensors)
         raise
-    if is_first_microbatch:
-        for experts in weights.values():
-            begin_step(experts.tensors, call.mode, call.recomputes_first_microbatch)
-    return y
 
 
 def prepare(
@@ -61,7 +50,7 @@ def prepare(
     activation: str,
 ) -> Call:
     """The call's constants, with `impl` and `recipe` resolved."""
-    layout, mode, queue, is_first_microbatch, impl, recipe, wgrad, _, save = options
+    layout, mode, queue, impl, recipe, wgrad, _, save = options
     impl = validate.implementation(impl, x.tensor.device)
     encoded, dtype, saves_tokens = "", x.dtypes[0], False
     if recipe is not None:
@@ -75,8 +64,8 @@ def prepare(
         encoded = formats(NAMES[dtype], wgrad).encoded
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
-    constants = tuple(lengths), layout == "in_out", mode, queue, False, impl, activation
-    return make(*constants, encoded, is_first_microbatch is not None, saves_tokens)
+    constants = tuple(lengths), layout == "in_out", mode, queue, impl, activation
+    return make(*constants, encoded, saves_tokens)
 
 
 _call = lru_cache(maxsize=1024)(Call)  # its arguments are only numbers and names

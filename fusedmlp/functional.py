@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -39,12 +40,12 @@ def grouped_mlp(
     weight_layout: str = "out_in",
     accumulate_wgrad: Mode = "auto",
     wgrad_queue: WgradQueue | None = None,
-    is_first_microbatch: bool | None = None,
     impl: str = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
     quantized_weights: QuantizedWeights | None = None,
     save: str = "x",
+    **removed: Never,
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
 
@@ -68,13 +69,10 @@ def grouped_mlp(
             the parameter has it, else "grad". See `fusedmlp.contract` for what backward returns in each case.
         wgrad_queue: delay the weight gradients until `wgrad_queue.run()`. A gradient that must be returned
             (`torch.autograd.grad`, a weight that is not a leaf) is not delayed.
-        is_first_microbatch: True: begin a step: `main_grad` becomes stale, and the first gradient to arrive, whichever
-            micro-batch it is of, overwrites it. Leave it out of evaluation. False: weights have not changed since then,
-            and are not cast or quantized again.
         impl: "triton", "torch", or "auto": triton for tensors on a GPU, torch on the CPU. "torch" rounds a bfloat16
             or float16 weight gradient to that dtype before it adds it to a float32 `main_grad`, if there is no recipe.
         recipe: "bf16" or "fp16": compute in these 16 bits, to which float32 x and weights are cast (weights for each
-            forward and backward, or, with `is_first_microbatch`, once a step). Weight gradients are added unrounded.
+            forward and backward, if there are no `quantized_weights`). Weight gradients are added unrounded.
             "fp8_block" or "mxfp8": likewise bf16, and GEMMs multiply 8-bit operands if experts have at least 64 rows on
             average; see docs/eight_bit.md. None: compute in the dtype of x, which weights share; under `torch.autocast`
             to 16 bits, float32 and its dtype are as with its recipe.
@@ -93,8 +91,9 @@ def grouped_mlp(
             written after `quantized_weights` were made.
         NotImplementedError: an 8-bit recipe on a GPU without kernels for it.
     """
+    validate.refuse_removed(removed)
     options = Options(
-        weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights, save
+        weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights, save
     ).check()
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
@@ -121,11 +120,11 @@ def moe_experts(
     weight_layout: str = "out_in",
     accumulate_wgrad: Mode = "auto",
     wgrad_queue: WgradQueue | None = None,
-    is_first_microbatch: bool | None = None,
     impl: str = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
     quantized_weights: QuantizedWeights | None = None,
+    **removed: Never,
 ) -> Tensor:
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
 
@@ -142,7 +141,7 @@ def moe_experts(
         top_k_index: `[T, K]`, of any integer dtype, on the device of hidden_states. `T * K` is below `2**31`.
         top_k_weights: `[T, K]`, any of the dtypes of hidden_states. Gets a gradient.
         fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
-        accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights: as in `grouped_mlp`.
+        accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights: as in `grouped_mlp`.
 
     Returns:
         `[T, H]`, dtype of hidden_states.
@@ -150,9 +149,8 @@ def moe_experts(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    options = Options(
-        weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad, quantized_weights
-    ).check()
+    validate.refuse_removed(removed)
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights).check()
     source = validate.rows("hidden_states", hidden_states, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
@@ -176,10 +174,10 @@ def grouped_linear(
     weight_layout: str = "out_in",
     accumulate_wgrad: Mode = "auto",
     wgrad_queue: WgradQueue | None = None,
-    is_first_microbatch: bool | None = None,
     impl: str = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
+    **removed: Never,
 ) -> Tensor:
     """`y[r] = weight[e] @ x[r] + bias[e]` for row `r` of expert `e`: one GEMM with the contract of `grouped_mlp`.
 
@@ -188,7 +186,7 @@ def grouped_linear(
         weight: `[E, out, in]`, or a sequence of E tensors `[out, in]`, dtype of x.
         bias: `[E, out]`, or a sequence of E tensors `[out]`.
         weight_layout: "in_out": the weight is `[E, in, out]`.
-        tokens_per_expert, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad: as in `grouped_mlp`.
+        tokens_per_expert, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad: as in `grouped_mlp`.
 
     Returns:
         `[R, out]`, dtype of x; zero at padding rows.
@@ -196,7 +194,8 @@ def grouped_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, is_first_microbatch, impl, recipe, wgrad).check()
+    validate.refuse_removed(removed)
+    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad).check()
     source = validate.rows("x", x, recipe)
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.width(source, "weight", experts.in_features, weight_layout)

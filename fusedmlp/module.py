@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
 from fusedmlp.parts import ExpertTensors, tensors_of
+from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
 from fusedmlp.state_dicts import convert, expert_names
 
 
@@ -98,13 +99,13 @@ class GroupedLinear(nn.Module):
         self,
         x: Tensor | None,
         tokens_per_expert: Tensor | Sequence[int] | None,
-        *,
-        is_first_microbatch: bool | None = None,
+        **removed: Never,
     ) -> Tensor | ExpertTensors:
         """`[R, in_features] -> [R, out_features]`; see `fusedmlp.grouped_linear`.
 
         None and None: return the tensors themselves, as a layer that fuses this one with others calls it.
         """
+        validate.refuse_removed(removed)
         tensors = ExpertTensors(self._tensors("weight"), self._tensors("bias"))
         if x is None or tokens_per_expert is None:
             return tensors
@@ -117,7 +118,6 @@ class GroupedLinear(nn.Module):
             bias=tensors.bias,
             accumulate_wgrad=self.accumulate_wgrad,
             wgrad_queue=self.wgrad_queue,
-            is_first_microbatch=is_first_microbatch,
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
@@ -208,12 +208,14 @@ class GroupedMLP(nn.Module):
         tokens_per_expert: Tensor | Sequence[int],
         probs: Tensor | None = None,
         *,
-        is_first_microbatch: bool | None = None,
+        quantized_weights: QuantizedWeights | None = None,
+        **removed: Never,
     ) -> Tensor:
         """`x [R, H]`, `tokens_per_expert [E]`, `probs [R]` `-> [R, H]`; see `fusedmlp.grouped_mlp`.
 
         With `strict=True` counts must sum to R: ValueError, for counts on a GPU an assertion on the device.
         """
+        validate.refuse_removed(removed)
         if self.strict:
             routing_arguments.refuse_padding(tokens_per_expert, x.shape[0])
         fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
@@ -228,12 +230,23 @@ class GroupedMLP(nn.Module):
             activation=self.activation,
             accumulate_wgrad=self.accumulate_wgrad,
             wgrad_queue=self.wgrad_queue,
-            is_first_microbatch=is_first_microbatch,
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            quantized_weights=quantized_weights,
             save=self.save,
         )
+
+    def quantize_weights(self) -> QuantizedWeights:
+        """Copies of the weights in what the recipe computes in, for calls until the weights change: pass them as
+        `quantized_weights`. See `fusedmlp.quantize_weights`; weights that need no copy raise.
+        """
+        if self.recipe is None:
+            raise ValueError(
+                "recipe: expected a layer with one; got None, with which weights are multiplied as they are"
+            )
+        fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
+        return quantize_weights(fc1.weight, fc2.weight, self.recipe, impl=self.impl)
 
     def forward_tokens(
         self,
@@ -241,7 +254,8 @@ class GroupedMLP(nn.Module):
         top_k_index: Tensor,
         top_k_weights: Tensor,
         *,
-        is_first_microbatch: bool | None = None,
+        quantized_weights: QuantizedWeights | None = None,
+        **removed: Never,
     ) -> Tensor:
         """`hidden_states [T, H]`, `top_k_index [T, K]`, `top_k_weights [T, K]` `-> [T, H]`; see `fusedmlp.moe_experts`.
 
@@ -249,6 +263,7 @@ class GroupedMLP(nn.Module):
         module run for `forward` alone: if FSDP2 shards it by itself, `register_fsdp_forward_method` adds this method.
         With `strict=True` ids must be in [0, E), as in `forward`.
         """
+        validate.refuse_removed(removed)
         if self.strict:
             routing_arguments.refuse_foreign_ids(top_k_index, self.fc1.num_experts)
         fc1, fc2 = tensors_of(self, "fc1"), tensors_of(self, "fc2")
@@ -263,10 +278,10 @@ class GroupedMLP(nn.Module):
             activation=self.activation,
             accumulate_wgrad=self.accumulate_wgrad,
             wgrad_queue=self.wgrad_queue,
-            is_first_microbatch=is_first_microbatch,
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            quantized_weights=quantized_weights,
         )
 
     def backward_dw(self) -> None:

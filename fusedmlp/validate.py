@@ -15,13 +15,16 @@ from fusedmlp.contract.checks import are_alike, same_strides
 from fusedmlp.contract.destinations.choice import MODES, Mode
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
-from fusedmlp.flags import check_flag
 from fusedmlp.recipe import BLOCKS, DTYPES, SAVES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")
 IMPLS = ("auto", "triton", "torch")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WITHOUT_KERNELS = ("cpu", "meta")  # types of devices
+_SUCCESSORS = {
+    "is_first_microbatch": ": a step of main_grad begins with buffer.zero_() or optimizer.zero_grad(), where its owner "
+    "zeroes it, or with param.overwrite_main_grad; copies of weights that outlive a call are quantized_weights="
+}
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -40,7 +43,6 @@ class Options(NamedTuple):
     weight_layout: str
     accumulate_wgrad: Mode
     wgrad_queue: WgradQueue | None
-    is_first_microbatch: bool | None
     impl: str
     recipe: str | None
     wgrad: str
@@ -53,11 +55,16 @@ class Options(NamedTuple):
         one_of("accumulate_wgrad", self.accumulate_wgrad, MODES)
         if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
             raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {kind(self.wgrad_queue)}")
-        if self.is_first_microbatch is not None:
-            check_flag("is_first_microbatch", self.is_first_microbatch)
         recipe(self.recipe, self.wgrad)
         saved(self.save, self.recipe, self.wgrad, delayed=self.wgrad_queue is not None)
         return self
+
+
+def refuse_removed(arguments: dict[str, Any]) -> None:
+    """Raise TypeError, as Python does, for arguments that a function does not take; name what has replaced one."""
+    for name in arguments:
+        successor = _SUCCESSORS.get(name, "")
+        raise TypeError(f"fusedmlp: got an unexpected keyword argument {name!r}{successor}")
 
 
 class Input(NamedTuple):

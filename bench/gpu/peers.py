@@ -25,9 +25,9 @@ class Tokens(Layer):
         places = torch.randperm(T, device=device)[:, None] * K + torch.arange(K, device=device)
         self.ids = (places % shape.E).to(torch.int32)
 
-    def forward(self, overwrite: bool = False) -> torch.Tensor:
-        """One forward."""
-        return fusedmlp.moe_experts(self.x, self.ids, self.probs, self.fc1, self.fc2, is_first_microbatch=overwrite)
+    def run(self) -> torch.Tensor:
+        """The layer itself."""
+        return fusedmlp.moe_experts(self.x, self.ids, self.probs, self.fc1, self.fc2)
 
 
 def add(layer: Layer) -> None:

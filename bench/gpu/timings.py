@@ -142,7 +142,11 @@ def eight_bit(on: Subject) -> Rows:
     yield from on.burst(f"{name} ", forward, step)
     yield on.row(f"{name} step, weights kept", measure.time_ms(kept, 6), STEP)
     yield on.row(f"{name} step, weights kept, tokens saved", measure.time_ms(partial(kept, save="tokens"), 6), STEP)
-    overwriting = partial(kept, is_first_microbatch=True)
+
+    def overwriting() -> None:
+        layer.buffer.zero_()
+        kept()
+
     yield on.row(f"{name} step, weights kept, overwrite", measure.time_ms(overwriting, 6), STEP)
     yield on.sustained(f"{name} sustained step, weights kept", kept)
     yield from on.kernels(name, kept)

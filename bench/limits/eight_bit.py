@@ -1,7 +1,7 @@
 """Launches of layers with 8-bit recipes, and their limit times.
 
 An 8-bit product has half the bytes of one in bf16, and takes tensor cores half the time. Weights are quantized in every
-forward and every backward, as the library does without `is_first_microbatch`.
+forward and every backward, as the library does without `quantized_weights`.
 """
 
 from __future__ import annotations

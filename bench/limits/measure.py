@@ -48,9 +48,13 @@ class Layer:
 
     def forward(self, overwrite: bool = False) -> Tensor:
         """One forward; `overwrite` is the first micro-batch of a step."""
-        return fusedmlp.grouped_mlp(
-            self.x, self.fc1, self.fc2, self.counts, probs=self.probs, is_first_microbatch=overwrite
-        )
+        if overwrite:
+            self.buffer.zero_()
+        return self.run()
+
+    def run(self) -> Tensor:
+        """The layer itself."""
+        return fusedmlp.grouped_mlp(self.x, self.fc1, self.fc2, self.counts, probs=self.probs)
 
     def step(self, overwrite: bool = False) -> None:
         """Forward and backward, which adds into main_grad, or overwrites it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textwrap import wrap
 from xml.sax.saxutils import escape
 
-from fusedmlp.contract.states import GRADIENT, LENT, STALE, STEPPED, TRANSITIONS, UNSURE, ZEROS, Event, Holds
+from fusedmlp.contract.states import GRADIENT, LENT, STALE, STEPPED, TRANSITIONS, ZEROS, Event, Holds
 
 _WIDTH, _HEIGHT = 236, 140  # of a state
 _PLACES = {
@@ -14,7 +14,6 @@ _PLACES = {
     STEPPED: (648, 16),
     ZEROS: (16, 226),
     LENT: (332, 226),
-    UNSURE: (648, 226),
 }
 # Arrows of the usual life of a step; the boxes list all transitions.
 _USUAL = (
@@ -23,8 +22,6 @@ _USUAL = (
     (STALE, Event.READ, ZEROS),
     (ZEROS, Event.RETURN, LENT),
     (LENT, Event.CATCH, GRADIENT),
-    (GRADIENT, Event.FIRST_UNRECORDED, UNSURE),
-    (UNSURE, Event.STEP, STEPPED),
 )
 _STYLE = """  <style>
     .box { fill: #fff; stroke: #445; stroke-width: 1.5; rx: 6 } text { fill: #222 }

@@ -28,7 +28,7 @@ from fusedmlp.contract import checks, engine
 from fusedmlp.contract.destinations.choice import Mode, beside_grad, refuse_mixed
 from fusedmlp.contract.destinations.main_grad import MainGrad, no_main_grad, settle_overwrite
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
-from fusedmlp.contract.overwrite import expect_overwrite, refuse_other_writers
+from fusedmlp.contract.overwrite import refuse_other_writers
 from fusedmlp.contract.parameter_state import Leaf, WeightGradient, accumulation_lock, state_of
 from fusedmlp.contract.route import Route
 from fusedmlp.operators.ops import register
@@ -48,7 +48,6 @@ class TracedKey(NamedTuple):
 
     param: int  # its id; 0 if it is frozen
     address: int  # of its main_grad, as the graph knows it
-    recomputes_first_microbatch: int  # see layers.Call
 
 
 def _enter_forward(
@@ -57,10 +56,9 @@ def _enter_forward(
     main_grads: list[Tensor],
     names: str,
     lengths: list[int],
-    first_microbatch: bool,
     grad_enabled: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Checks of a forward, as outside of graphs; returns a copy of `offsets`, and the keys, `[weights, 3]`."""
+    """Checks of a forward, as outside of graphs; returns a copy of `offsets`, and the keys, `[weights, 2]`."""
     with torch.set_grad_enabled(grad_enabled):  # a compiled forward always runs under no_grad
         groups = _split(weights, names, lengths)
         for (name, group), (_, outs) in zip(groups, _split(main_grads, names, lengths), strict=True):
@@ -71,11 +69,8 @@ def _enter_forward(
                 f"{names}: expected a main_grad of its own for every parameter of a compiled layer; got one for "
                 "several (a parameter that experts share?); call the layer outside of torch.compile"
             )
-        recomputed = first_microbatch and engine.inside_backward()
-        if first_microbatch:
-            expect_overwrite(weights, recomputed)
     params = [id(weight) if weight.requires_grad else 0 for weight in weights]
-    keys = [TracedKey(param, out.data_ptr(), recomputed) for param, out in zip(params, main_grads, strict=True)]
+    keys = [TracedKey(param, out.data_ptr()) for param, out in zip(params, main_grads, strict=True)]
     return offsets.clone(), torch.tensor(keys, dtype=torch.int64)
 
 
@@ -96,7 +91,6 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
                 key = TracedKey(*row)
                 if key.param:
                     leaf, main_grad = _checked_leaf(key, nodes.get(key.param), node, weight, i)
-                    weight.recomputes_first_microbatch = bool(key.recomputes_first_microbatch)
                     settle_overwrite(weight, leaf, main_grad)
         except BaseException:
             for weight in weights:
@@ -141,10 +135,10 @@ def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
             out.zero_()
 
 
-# keys [weights, 3] int64 and overwrites [weights] bool are on the CPU.
+# keys [weights, 2] int64 and overwrites [weights] bool are on the CPU.
 enter_forward = register(
     "enter_forward(Tensor offsets, Tensor[] weights, Tensor[] main_grads, str names, int[] lengths, "
-    "bool first_microbatch, bool grad_enabled) -> (Tensor, Tensor)",
+    "bool grad_enabled) -> (Tensor, Tensor)",
     lambda offsets, weights, *_: (
         torch.empty_like(offsets),
         torch.empty(len(weights), len(TracedKey._fields), dtype=torch.int64, device="cpu"),
@@ -242,9 +236,7 @@ class _NothingSaved:
         """Save nothing."""
 
 
-def run(
-    call: Call, weights: dict[str, ExpertWeight], tensors: Sequence[Tensor | None], first_microbatch: bool
-) -> Tensor:
+def run(call: Call, weights: dict[str, ExpertWeight], tensors: Sequence[Tensor | None]) -> Tensor:
     """Run the layer inside a graph; `tensors` as its `autograd.Function` takes them.
 
     An exported program holds the operators alone, which return plain gradients: see `operators.py`.
@@ -271,7 +263,7 @@ def run(
     keys = None
     if main_grads:
         fused = [weight for name in main_grads for weight in groups[name]]
-        offsets, keys = enter_forward(offsets, fused, *_flat(main_grads), first_microbatch, grad_enabled)
+        offsets, keys = enter_forward(offsets, fused, *_flat(main_grads), grad_enabled)
     traced = replace(call, queue=None, traced=Traced(main_grads, keys))
     flat = [tensor for group in parameters for tensor in group]
     function: type[torch.autograd.Function] = _MLP if call.activation else _Linear

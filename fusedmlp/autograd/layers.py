@@ -47,11 +47,9 @@ class Call:
     transposed: bool  # weights are stored [in, out]
     mode: Mode
     queue: WgradQueue | None
-    recomputes_first_microbatch: bool  # a checkpoint's recomputation with is_first_microbatch=True
     impl: str
     activation: str = ""
     recipe: str = ""  # recipe.Formats.encoded
-    keeps_copies: bool = False  # of weights, from one micro-batch to the next
     saves_tokens: bool = False  # the 8-bit copy of x that wgrad multiplies, in place of x
     traced: Traced | None = None  # inside a graph
 
@@ -68,8 +66,8 @@ class Call:
         return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
 
     def computed(self, weights: list[Tensor], x: Tensor, copy: Sequence[Tensor] = ()) -> list[Tensor]:
-        """A weight as GEMMs take it: its 8-bit copy, or else as `logical`, in the dtype of x or dy."""
-        return [*copy] or self.logical(weight_copies.computed(weights, x.dtype, self.keeps_copies))
+        """A weight as GEMMs take it: a copy from `quantize_weights`, or else as `logical`, in the dtype of x or dy."""
+        return [*copy] or self.logical(weight_copies.computed(weights, x.dtype))
 
     def quantize_rows(self, x: Tensor, offsets: Tensor, weights: list[Tensor]) -> RowCopies:
         """Both copies of x, for products with these weights."""
@@ -110,7 +108,6 @@ class Call:
             ctx,
             self.mode,
             delayed=self.queue is not None,
-            recomputes_first_microbatch=self.recomputes_first_microbatch,
             local_weights=ctx.local_weights,
             routes=routes,
         )
@@ -143,18 +140,17 @@ def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`apply(call, *weight, *bias, x, offsets, *copies) -> y`; `copies`: none, or the weight's of `WeightCopies`."""
+    """`apply(call, *weight, *bias, x, offsets) -> y`."""
 
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
         """Run the GEMM; save its inputs."""
-        weight, bias, (x, offsets, *copies) = call.split(tensors)
+        weight, bias, (x, offsets) = call.split(tensors)
         ctx.save_for_backward(*tensors)
         ctx.call, ctx.local_weights = call, call.local(weight)
-        w = call.computed(weight, x, copies[:2])
-        y: Tensor = ops.grouped_gemm(x, w, bias, offsets, call.recipe, call.impl)
+        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.impl)
         return y
 
     @staticmethod
@@ -162,24 +158,24 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        weight, bias, (x, offsets, *copies) = call.split(saved)
+        weight, bias, (x, offsets) = call.split(saved)
         weight_nodes, bias_nodes, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
         route = call.route("weight", weight, weight_nodes, ctx, routes)
         db = _bias_grads(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
-        w = call.computed(weight, dy, copies[2:]) if need_dx else []
+        w = call.computed(weight, dy) if need_dx else []
         dx = operators.linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
-        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None, *[None] * len(copies))
+        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 
 class GroupedMLP(torch.autograd.Function):
     """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, row_ids, places, row_probs, *copies) -> y`.
 
     With row_ids, places and row_probs (of `types.RowOrder`), x, y and probs are per token: `[T, H]`, `[T, H]` and
-    `[T, K]`. If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2
-    (`WeightCopies`).
+    `[T, K]`. If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2, for each
+    what multiplies in forward and then what does in backward.
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -188,6 +184,7 @@ class GroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
+        forward1, _, forward2, _ = _quarters(copies)
         rows, rows_scales, tokens, tokens_scales = x, None, x, None
         if call.saves_tokens:
             rows, rows_scales, tokens, tokens_scales = call.quantize_rows(x, offsets, fc1)
@@ -196,8 +193,8 @@ class GroupedMLP(torch.autograd.Function):
                 *MLPArguments(
                     x=rows,
                     x_scales=rows_scales,
-                    fc1=call.computed(fc1, x, copies[:2]),
-                    fc2=call.computed(fc2, x, copies[4:6]),
+                    fc1=call.computed(fc1, x, forward1),
+                    fc2=call.computed(fc2, x, forward2),
                     bias1=bias1,
                     bias2=bias2,
                     offsets=offsets,
@@ -223,6 +220,7 @@ class GroupedMLP(torch.autograd.Function):
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *rest) = call.split(saved)
         *copies, h, x_scales, _ = rest
+        _, backward1, _, backward2 = _quarters(copies)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
@@ -242,8 +240,8 @@ class GroupedMLP(torch.autograd.Function):
                     x=x,
                     x_scales=x_scales,
                     h=h,
-                    fc1=call.computed(fc1, dy, copies[2:4]) if need_dx else call.logical(fc1),
-                    fc2=call.computed(fc2, dy, copies[6:]),
+                    fc1=call.computed(fc1, dy, backward1) if need_dx else call.logical(fc1),
+                    fc2=call.computed(fc2, dy, backward2),
                     bias2=bias2,
                     offsets=offsets,
                     row_ids=row_ids,
@@ -269,6 +267,12 @@ class GroupedMLP(torch.autograd.Function):
         dfc1 = call.finish(route1, grads.dh, x, offsets, x_row_ids=row_ids)
         db = _returned(db1, bias1) + _returned(db2, bias2)
         return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None, *[None] * len(copies))
+
+
+def _quarters(copies: list[Any]) -> list[list[Any]]:
+    """Copies of weights as `GroupedMLP` takes them, in four parts: of 8 bits two tensors each, of 16 bits one."""
+    size = len(copies) // 4
+    return [copies[i * size : (i + 1) * size] for i in range(4)]
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:

@@ -136,7 +136,7 @@ def _forwards(layer: Layer, load: int, integers: torch.dtype) -> Iterator[tuple[
 
 
 def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forward: Callable[..., Tensor]) -> None:
-    """Run steps in which copies of weights are kept, and steps in which they are made in every micro-batch."""
+    """Run steps whose first gradients overwrite `main_grad`, and steps in which all add."""
     options: dict[str, Any] = {
         **parameters.named,
         "activation": layer.activation,
@@ -148,11 +148,13 @@ def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forw
         "wgrad": layer.wgrad,
     }
     counts = _FUSED_MICRO_BATCHES if queue is not None and queue.fuse_microbatches else _MICRO_BATCHES
-    for step in (step for n in counts for step in ((True, *[False] * (n - 1)), [None] * n)):
+    for step in (step for n in counts for step in ((True, *[False] * (n - 1)), [False] * n)):
         for param in parameters.every:
             param.grad = None
-        for is_first_microbatch in step:
-            y = forward(**options, is_first_microbatch=is_first_microbatch)
+        for overwrites in step:
+            for extended in parameters.every:
+                extended.overwrite_main_grad = overwrites  # type: ignore[attr-defined]
+            y = forward(**options)
             y.backward(torch.empty_like(y))
         if queue is not None:
             queue.run()

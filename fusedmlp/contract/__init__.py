@@ -8,7 +8,7 @@
 | `main_grad`, has `grad_added_to_main_grad`         | None (1) | True | accumulate                          |
 | delayed + `main_grad`, no attribute                | None     | -    | accumulate, later                   |
 | delayed + `main_grad`, has the attribute           | None (1) | True | accumulate, later (flag right away) |
-| `overwrite_main_grad` or `is_first_microbatch=True`| as above | same | overwrite `main_grad`               |
+| `overwrite_main_grad` on the parameter            | as above | same | overwrite `main_grad`               |
 
 (1) and the dummy, zeros, is set as `.grad` in backward.
 

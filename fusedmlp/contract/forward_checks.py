@@ -1,4 +1,4 @@
-"""Forward: raise early for gradients that backward could not write, register what backward needs, begin a step."""
+"""Forward: raise early for gradients that backward could not write, register what backward needs."""
 
 from __future__ import annotations
 
@@ -61,13 +61,6 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"
             )
-
-
-def begin_step(weights: Sequence[Tensor], mode: Mode, recomputing: bool) -> None:
-    """Begin a step, after a forward with `is_first_microbatch=True`: see `Destination.begin_step`."""
-    destination = beside_grad(mode, weights)
-    if destination is not None:
-        destination.begin_step(weights, recomputing)
 
 
 def _has_passed(weight: Tensor, state: ParameterState | None, mode: Mode) -> bool:

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.contract.lending import wrap_closure
 from fusedmlp.contract.parameter_state import find_state, state_of
-from fusedmlp.contract.states import GRADIENT, LENT, STEPPED, UNSURE, Event
+from fusedmlp.contract.states import GRADIENT, LENT, STEPPED, Event
 from fusedmlp.versions import outside_of_graphs
 
 
@@ -65,7 +65,7 @@ def _check(optimizer: Optimizer) -> None:
             )
         lent = state.grad_is_main or state.lent is not None
         if has_dummy_wgrad(param) or (
-            state.buffer is not None and state.holds in (GRADIENT, LENT, UNSURE, STEPPED) and not lent
+            state.buffer is not None and state.holds in (GRADIENT, LENT, STEPPED) and not lent
         ):
             raise RuntimeError(
                 f"{step}: expected its gradient in .grad; got one that is in main_grad, with "

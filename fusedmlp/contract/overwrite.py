@@ -1,8 +1,8 @@
 """Decides which gradient overwrites `main_grad` instead of adding: the first to arrive in a step, or in a backward.
 
-A step begins with `MainGradBuffer.zero_()`, with `is_first_microbatch=True`, or, where `.grad` is `main_grad`, with
-`zero_grad()`. The first gradient to arrive after that overwrites, whichever micro-batch it is of. Every later one adds:
-of a tied weight, of a second backward through one graph, of a checkpoint inside the backward.
+A step begins with `MainGradBuffer.zero_()` or, where `.grad` is `main_grad`, with `zero_grad()`. The first gradient to
+arrive after that overwrites, whichever micro-batch it is of. Every later one adds: of a tied weight, of a second
+backward through one graph, of a checkpoint inside the backward.
 
 `param.overwrite_main_grad` says that the owner gives the parameter a new `main_grad` for every backward. An owner that
 does so several times in a backward clears `grad_added_to_main_grad` each time.
@@ -20,7 +20,7 @@ from fusedmlp.contract.checks import label
 from fusedmlp.contract.dummy import has_dummy_wgrad
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.parameter_state import ParameterState, Place, WeightGradient, state_of
-from fusedmlp.contract.states import LENT, STALE, STEPPED, UNSURE, ZEROS, Event
+from fusedmlp.contract.states import STALE, Event
 
 
 def begin_step(states: Sequence[ParameterState]) -> None:
@@ -38,7 +38,7 @@ def begin_step(states: Sequence[ParameterState]) -> None:
 
 def mark_stale(param: Tensor, state: ParameterState) -> None:
     """Drop the gradient of a parameter, so that the next one overwrites."""
-    param.grad = state.plain = state.lent = None
+    param.grad = state.lent = None
     state.on(Event.ZERO)
     if hasattr(param, "grad_added_to_main_grad"):
         param.grad_added_to_main_grad = False
@@ -59,68 +59,13 @@ def refuse_queued(states: Sequence[ParameterState], what: str) -> None:
             )
 
 
-def expect_overwrite(weights: Sequence[Tensor], recomputing: bool) -> None:
-    """Begin a step: see `Destination.begin_step`."""
-    for weight in weights:
-        if weight.requires_grad:
-            state = state_of(weight)
-            if state.buffer is not None:
-                _expect_in_buffer(weight, state, state.buffer, recomputing)
-            elif not recomputing:
-                begins = torch.is_grad_enabled() or state.holds is STALE
-                state.on(Event.FIRST if begins else Event.FIRST_UNRECORDED)
-                state.plain = None
-
-
-def _expect_in_buffer(param: Tensor, state: ParameterState, buffer: list[ParameterState], recomputing: bool) -> None:
-    """Begin a step of a whole buffer, unless the state of this parameter shows that one has begun."""
-    stepped = [member for member in buffer if member.holds is STEPPED]
-    if state.holds in (ZEROS, LENT) or is_stale(param, state):
-        state.on(Event.FIRST)
-        if not recomputing:  # other layers may hold the last step's gradients, if this one had none
-            begin_step(stepped)
-    elif recomputing:
-        if state.holds is STEPPED:
-            raise RuntimeError(
-                "is_first_microbatch=True inside a backward: expected a step that began before the backward, in which "
-                "other gradients of this MainGradBuffer may have arrived already; got one that begins there: call "
-                "buffer.zero_() or zero_grad() before the outer forward"
-            )
-    elif state.holds is STEPPED or torch.is_grad_enabled():
-        begin_step(stepped if state.holds is STEPPED else buffer)
-    else:  # an evaluation in the middle of a step
-        state.on(Event.FIRST_UNRECORDED)
-
-
-def takes_overwrite(
-    param: Tensor, state: ParameterState, place: Place, recomputes_first_microbatch: bool, main_grad: Tensor
-) -> bool:
+def takes_overwrite(param: Tensor, state: ParameterState) -> bool:
     """Decide whether the current gradient overwrites main_grad, and note that the next one adds."""
     if getattr(param, "overwrite_main_grad", False):
         return takes_overwrite_of_backward(param, state)
-    holds = state.holds
-    if holds is UNSURE and state.buffer is not None and recomputes_first_microbatch:
-        raise RuntimeError(
-            f"{label(place)}: is_first_microbatch=True in a reentrant checkpoint: expected buffer.zero_() or "
-            "zero_grad() at the start of the step; got a MainGradBuffer with gradients that no optimizer has used yet"
-        )
-    if holds is UNSURE and state.buffer is None and not recomputes_first_microbatch:
-        raise RuntimeError(
-            f"{label(place)}: a forward under torch.no_grad() had is_first_microbatch=True: expected the gradient of "
-            "that micro-batch next, from a reentrant checkpoint around the forward; got that of another one (leave "
-            "is_first_microbatch out of evaluation; use_reentrant=False allows any order)"
-        )
+    stale = state.holds is STALE
     state.on(Event.WRITE)
-    if state.grad_is_main or state.lent is not None:
-        return reclaim(param, state)
-    if holds is not UNSURE or state.buffer is not None:
-        return holds is STALE
-    if state.plain is None:
-        return True
-    engine.current_backward().join_stream(state.plain)
-    main_grad.copy_(state.plain)
-    state.plain = None
-    return False
+    return reclaim(param, state) if state.grad_is_main or state.lent is not None else stale
 
 
 def takes_overwrite_of_backward(param: Tensor, state: ParameterState) -> bool:
@@ -175,8 +120,8 @@ def refuse_other_writers(param: Tensor, state: ParameterState, place: Place, *cu
     """
     if current and state.buffer is None and current[0].order < state.began and id(param) not in current[0].overwrites:
         raise RuntimeError(
-            f"{label(place)}: expected gradients of the step that began with is_first_microbatch=True; got one of the "
-            "step before, which was never run: call queue.clear() to discard it"
+            f"{label(place)}: expected gradients of the backward that overwrote main_grad, or of later ones; got one "
+            "of an earlier backward, which was never run: call queue.clear() to discard it"
         )
     older = [r for r in queued_overwrites(param, state) if not current or r.order < current[-1].order]
     if any(record not in current for record in older):

@@ -49,7 +49,6 @@ class WeightGradient:
     uses: list[EngineUse]
     order: int  # number of the layer's backward; newer ones are larger
     delayed: bool
-    recomputes_first_microbatch: bool = False  # see autograd.layers.Call
     leaves: list[Leaf] = field(default_factory=list)  # the parameters whose gradients are accumulated
     overwrites: set[int] = field(default_factory=set)  # ids of parameters whose main_grad it replaces
     # Hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases them. None: another
@@ -67,14 +66,6 @@ class WeightGradient:
         return self.held is not None or not param.requires_grad
 
 
-class WeightCopy(NamedTuple):
-    """A copy of a weight, and of those of other experts, that is kept for the micro-batches of a step."""
-
-    format: torch.dtype | str  # a dtype or an 8-bit recipe
-    of: tuple[tuple[int, int], ...]  # address and version of each of the weights when it was made
-    tensors: list[Tensor]
-
-
 class Home(Protocol):
     """A `destinations.Destination`, as far as `plain_gradient.py` uses it."""
 
@@ -86,8 +77,8 @@ class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("accumulates_in", "began", "buffer", "catch", "compiled_in", "copy", "dummy", "entered",
-                 "grad_is_main", "holds", "home", "lent", "overwritten_in", "plain", "queued", "ref", "replaced_by")
+    __slots__ = ("accumulates_in", "began", "buffer", "catch", "compiled_in", "dummy", "entered",
+                 "grad_is_main", "holds", "home", "lent", "overwritten_in", "queued", "ref", "replaced_by")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
@@ -95,7 +86,6 @@ class ParameterState:
         self.ref = weakref.ref(param, partial(_states.pop, id(param)))
         self.holds = GRADIENT  # contents of main_grad; changed by `on` alone
         self.began = -1  # route.py: `order` of the last gradient that overwrote main_grad
-        self.plain: Tensor | None = None  # the sum of plain gradients that arrived while `holds` was UNSURE
         self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
         self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
         self.lent: Lent | None = None  # lending.py
@@ -106,7 +96,6 @@ class ParameterState:
         self.catch: RemovableHandle | None = None  # plain_gradient.py: the handle of the hook
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
         self.home: Home | None = None  # where fused gradients last went, if past `.grad`
-        self.copy: WeightCopy | None = None  # autograd/weight_copies.py
         self.replaced_by = ""  # guard.py: what gave the model another parameter in its place
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
 

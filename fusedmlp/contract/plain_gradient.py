@@ -21,7 +21,7 @@ from fusedmlp.contract.dummy import remove_dummy_wgrad
 from fusedmlp.contract.lending import reclaim
 from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
 from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
-from fusedmlp.contract.states import STALE, UNSURE, Event
+from fusedmlp.contract.states import STALE, Event
 from fusedmlp.versions import outside_of_wrong_graphs
 
 
@@ -89,20 +89,15 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     _refuse_queued_overwrite(param, state)
     added = param.grad_added_to_main_grad  # type: ignore[attr-defined]
     each_backward = getattr(param, "overwrite_main_grad", False)
-    unknown = state.holds is UNSURE and state.buffer is None and not each_backward
     overwrite = _overwrites_backward(param, state, added) if each_backward else state.holds is STALE
-    if not (overwrite or unknown) and (owner_adds or not added):
+    if not overwrite and (owner_adds or not added):
         remove_dummy_wgrad(param)
         return None
     if state.catch is None or next(reversed([*(param._backward_hooks or ())]), None) != state.catch.id:
         refuse_tensor_hooks(param, ("a parameter", None))  # a hook that runs after this one would see zeros
-    if not unknown:
-        state.on(Event.CATCH)
+    state.on(Event.CATCH)
     engine.current_backward().join_stream(main_grad)
     refuse_other_writers(param, state, ("a parameter", None))
-    if unknown:  # the first micro-batch's gradient, from a reentrant checkpoint, may still come and overwrite
-        state.plain = torch.zeros_like(main_grad) if state.plain is None else state.plain
-        state.plain.add_(grad)
     main_grad.copy_(grad) if overwrite else main_grad.add_(grad)
     param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     remove_dummy_wgrad(param)

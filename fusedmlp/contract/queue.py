@@ -129,7 +129,7 @@ class WgradQueue:
     def clear(self) -> None:
         """Discard everything queued, to give up a step after an error (see `run()`).
 
-        The gradients are lost. Start the next step from a zeroed `main_grad`, or with `is_first_microbatch=True`.
+        The gradients are lost. Start the next step from a zeroed `main_grad`.
         """
         for delayed in self._pending:
             delayed.route.leave()

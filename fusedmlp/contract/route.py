@@ -118,7 +118,6 @@ def route(
     mode: Mode,
     *,
     delayed: bool,
-    recomputes_first_microbatch: bool,
     local_weights: dict[Any, Tensor],
     routes: Routes,
 ) -> Route:
@@ -153,7 +152,6 @@ def route(
         leaves=[leaf for leaf, use in zip(leaves, uses, strict=True) if use is ACCUMULATE],
         order=routes[0].order if routes else next(_orders),
         delayed=delayed,
-        recomputes_first_microbatch=recomputes_first_microbatch,
         destination=destination,
     )
     routes.append(result)

@@ -13,10 +13,9 @@ class Holds(Enum):
     LENT = "ZEROS, or what plain PyTorch added to it inside as_grad"
     STEPPED = "a gradient from which an optimizer has stepped: the next gradient adds, unless a step begins first"
     STALE = "the gradient of an earlier step: the next gradient overwrites it"
-    UNSURE = "a gradient of this step, or STALE: a forward under no_grad had is_first_microbatch=True"
 
 
-GRADIENT, ZEROS, LENT, STEPPED, STALE, UNSURE = Holds  # looked up once, not for every parameter
+GRADIENT, ZEROS, LENT, STEPPED, STALE = Holds  # looked up once, not for every parameter
 
 
 class Event(Enum):
@@ -25,8 +24,6 @@ class Event(Enum):
     ATTACH = "a MainGradBuffer is made"
     DETACH = "buffer.detach()"
     ZERO = "buffer.zero_(); a step of the buffer begins; .grad = None inside as_grad()"
-    FIRST = "forward with is_first_microbatch=True"
-    FIRST_UNRECORDED = "the same under no_grad, while there is a gradient"
     WRITE = "a fused gradient arrives; a delayed one arrives when its queue runs"
     CATCH = "a gradient of plain PyTorch is caught, or found in .grad"
     FAIL = "the backward of a gradient that overwrote fails"
@@ -39,12 +36,10 @@ TRANSITIONS: dict[Event, dict[Holds, Holds]] = {
     Event.ATTACH: dict.fromkeys(Holds, ZEROS),
     Event.DETACH: dict.fromkeys(Holds, GRADIENT),
     Event.ZERO: dict.fromkeys(Holds, STALE),
-    Event.FIRST: dict.fromkeys(Holds, STALE),
-    Event.FIRST_UNRECORDED: dict.fromkeys((GRADIENT, UNSURE, STALE), UNSURE),
     Event.WRITE: dict.fromkeys(Holds, GRADIENT),
     Event.CATCH: dict.fromkeys(Holds, GRADIENT),
     Event.FAIL: dict.fromkeys((GRADIENT, STALE), STALE),
-    Event.READ: dict.fromkeys((STALE, GRADIENT, ZEROS, STEPPED, UNSURE), ZEROS),  # all but STALE if `.grad` is None
+    Event.READ: dict.fromkeys((STALE, GRADIENT, ZEROS, STEPPED), ZEROS),  # all but STALE if `.grad` is None
     Event.RETURN: {ZEROS: LENT},
     Event.STEP: dict.fromkeys(Holds, STEPPED),
 }

@@ -67,7 +67,7 @@ class MixtureOfExperts(nn.Module):
             config.experts, config.hidden, config.ffn, accumulate_wgrad=accumulate_wgrad, recipe=recipe
         )
 
-    def forward(self, x_BSH: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, S, H] -> [B, S, H]`, and the load-balancing loss.
 
         That loss is `E * sum_e f_e p_e` (Switch Transformer, eq. 4): `f_e` the share of rows that went to expert e,
@@ -82,9 +82,7 @@ class MixtureOfExperts(nn.Module):
         token_R = order_R // self.experts_per_token
         num_experts = router_TE.shape[1]
         counts_E = torch.bincount(expert_R, minlength=num_experts)
-        y_RH = self.experts(
-            x_TH[token_R], counts_E, probs_TK.flatten()[order_R], is_first_microbatch=is_first_microbatch
-        )
+        y_RH = self.experts(x_TH[token_R], counts_E, probs_TK.flatten()[order_R])
         y_TH = torch.zeros_like(x_TH).index_add(0, token_R, y_RH)
 
         share_E = counts_E / expert_R.numel()
@@ -110,10 +108,10 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.moe = MixtureOfExperts(config, accumulate_wgrad, recipe)
 
-    def forward(self, x_BSH: Tensor, is_first_microbatch: bool | None) -> tuple[Tensor, Tensor]:
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
         """`[B, S, H] -> [B, S, H]`, and the load-balancing loss."""
         x_BSH = x_BSH + self.attention(self.norm1(x_BSH))
-        y_BSH, balance = self.moe(self.norm2(x_BSH), is_first_microbatch)
+        y_BSH, balance = self.moe(self.norm2(x_BSH))
         return x_BSH + y_BSH, balance
 
 
@@ -146,12 +144,11 @@ class LanguageModel(nn.Module):
         """Return the weights of all experts; the fused run keeps their gradients in `main_grad`."""
         return [p for m in self.modules() if isinstance(m, GroupedMLP) for p in m.parameters()]
 
-    def forward(self, text: Tensor, *, is_first_microbatch: bool | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-entropy in nats per byte, and the mean load-balancing loss of all layers.
 
         Args:
             text: `[B, S + 1]` byte values; the first `S` are read, the last `S` predicted.
-            is_first_microbatch: True overwrites the `main_grad` of the expert weights instead of adding to it.
         """
         inputs_BS, targets_BS = text[:, :-1], text[:, 1:]
         positions_S = torch.arange(inputs_BS.shape[1], device=text.device)
@@ -160,7 +157,7 @@ class LanguageModel(nn.Module):
             x_BSH = x_BSH + embedding(F.pad(inputs_BS, (distance, 0))[:, : inputs_BS.shape[1]])
         balances = []
         for block in self.blocks:
-            x_BSH, balance = block(x_BSH, is_first_microbatch)
+            x_BSH, balance = block(x_BSH)
             balances.append(balance)
         logits_BSV = self.head(self.norm(x_BSH))
         loss = F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())

@@ -91,14 +91,15 @@ class Trainer:
     def step(self) -> Tensor:
         """Run one optimizer step on new data; return the loss before it: the mean over micro-batches, on the device.
 
-        `is_first_microbatch=True` makes the first backward of a step overwrite `main_grad`. Every expert weight takes
-        part in every backward, so the whole buffer is overwritten and need not be zeroed.
+        `zero_()` moves no memory: the first gradient of a step overwrites `main_grad`.
         """
+        if self.buffer is not None:
+            self.buffer.zero_()
         losses = []
-        for i in range(MICRO_BATCHES):
+        for _ in range(MICRO_BATCHES):
             last = len(self._train) - self.settings.model.context
             starts = torch.randint(last, (self.settings.micro_batch,), generator=self._order)
-            loss, balance = self.model(self._windows(self._train, starts), is_first_microbatch=i == 0)
+            loss, balance = self.model(self._windows(self._train, starts))
             ((loss + _BALANCE_WEIGHT * balance) / MICRO_BATCHES).backward()
             losses.append(loss.detach())
         if self.buffer is None:

@@ -121,6 +121,8 @@ def run(inputs, impl, device="cpu"):
         params[name] = [Parameter(tensor)] if case.packed else [Parameter(t.clone()) for t in tensor]
     buffer = fusedmlp.MainGradBuffer(params["fc1"] + params["fc2"], dtype=case.main_grad_dtype)
     buffer.flat.fill_(float("nan") if case.overwrite else inputs.initial_main_grad)
+    if case.overwrite:
+        buffer.zero_()
     argument = {name: group[0] if case.packed else group for name, group in params.items()}
     x = inputs.x.clone().to(device).requires_grad_()
     probs = inputs.probs.clone().to(device).requires_grad_() if case.probs else None
@@ -137,7 +139,6 @@ def run(inputs, impl, device="cpu"):
         weight_layout=case.layout,
         accumulate_wgrad="main_grad",
         wgrad_queue=queue,
-        is_first_microbatch=case.overwrite,
         impl=impl,
     )
     y.backward(inputs.dy.to(device))

@@ -121,6 +121,8 @@ def run(inputs, impl, device="cpu"):
     arguments = {name: group[0] if case.packed else group for name, group in params.items()}
     queue = None if case.queue == "none" else fusedmlp.WgradQueue(fuse_microbatches=case.queue == "fused")
     for i, batch in enumerate(inputs.microbatches):
+        for param in params["fc1"] + params["fc2"]:
+            param.overwrite_main_grad = case.mode == "overwrite" and i == 0
         x, probs = (t.clone().to(device).requires_grad_() for t in (batch.x, batch.probs))
         y = fusedmlp.moe_experts(
             x,
@@ -134,7 +136,6 @@ def run(inputs, impl, device="cpu"):
             weight_layout=case.layout,
             accumulate_wgrad={"overwrite": "main_grad", "no grad yet": "grad"}.get(case.mode, case.mode),
             wgrad_queue=queue,
-            is_first_microbatch=case.mode == "overwrite" and i == 0,
             impl=impl,
         )
         y.backward(batch.dy.to(device))

@@ -7,6 +7,7 @@ tokens that chose experts elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -81,11 +82,26 @@ class Layer:
             return fusedmlp.moe_experts(x, *top_k, *weights, weight_layout=self.layout, **options)
         return fusedmlp.grouped_linear(x, *weights, COUNTS, weight_layout=self.layout, **options)
 
-    def backward(self, *seeds: int, **options: Any) -> None:
+    def backward(self, *seeds: int, overwrites: bool = False, **options: Any) -> None:
         """Forward and backward of the library, one micro-batch per seed (default: 1)."""
         for seed in seeds or (1,):
             x, dy = self.batch(seed)
-            self(x, **options).backward(dy)
+            y = self(x, **options)
+            with self.overwriting() if overwrites else nullcontext():
+                y.backward(dy)
+
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Give every weight `overwrite_main_grad` for the backwards inside."""
+        before = [vars(param).copy() for param in self.params]
+        for param in self.params:
+            param.overwrite_main_grad = True
+        try:
+            yield
+        finally:
+            for param, had in zip(self.params, before, strict=True):
+                del param.overwrite_main_grad
+                vars(param).update({k: v for k, v in had.items() if k == "overwrite_main_grad"})
 
     def loop(self, x: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         """The layer as a loop over experts, of rows without padding; `tensors` replace `params + biases`."""

@@ -146,10 +146,6 @@ class World:
         self.model.zero()
         self.queue.clear()
         self.zero()
-        if self.model.has_main and self.buffer is None:  # a forward, as a gradient that failed may still be awaited
-            spec = {"kind": "mlp", "seed": 5, "mode": "auto", "delayed": False, "checkpointed": False}
-            self.real_term(spec, True, 0)
-            self.model.forward(self.model_term(spec, True))
 
     def zero(self):
         if self.buffer is not None:
@@ -189,7 +185,7 @@ class World:
     def mode(self, spec):
         return "auto" if self.model.has_main and spec["mode"] == "grad" else spec["mode"]
 
-    def model_term(self, spec, first):
+    def model_term(self, spec):
         grads = {}
         for name, grad in gradients(spec["kind"], spec["seed"]).items():
             grads |= dict(zip(self.places[name], [grad] if self.packed else list(grad), strict=True))
@@ -200,16 +196,14 @@ class World:
             mode=self.mode(spec),
             delayed=bool(names) and spec["delayed"],
             checkpointed=bool(names) and spec["checkpointed"],
-            first=bool(names) and first,
         )
 
-    def layer(self, x, spec, first, index):
+    def layer(self, x, spec, index):
         """A fused layer with hooks at every place of its backward where a fault can occur."""
         fc1, fc2 = (self.params[p[0]] if self.packed else [self.params[i] for i in p] for p in self.places.values())
         options = {
             "accumulate_wgrad": self.mode(spec),
             "wgrad_queue": self.queue if spec["delayed"] else None,
-            "is_first_microbatch": first,
         }
         counts = torch.tensor(COUNTS)
 
@@ -228,7 +222,7 @@ class World:
             y.grad_fn.register_hook(lambda *_: self.fail("after", index))
         return y
 
-    def real_term(self, spec, first, index):
+    def real_term(self, spec, index):
         kind, seed = spec["kind"], spec["seed"]
         if kind == "user code":
             return UserCode.apply(torch.zeros((), requires_grad=True), lambda: self.fail("before", index))
@@ -240,22 +234,20 @@ class World:
             )
         x, dy = (random(sum(COUNTS), SIZE, seed=10 * seed + i) for i in (3, 4))
         if spec["checkpointed"]:
-            y = checkpoint(
-                self.layer, x.requires_grad_(), spec, first, index, use_reentrant=True, preserve_rng_state=False
-            )
+            y = checkpoint(self.layer, x.requires_grad_(), spec, index, use_reentrant=True, preserve_rng_state=False)
         else:
-            y = self.layer(x, spec, first, index)
+            y = self.layer(x, spec, index)
         return (y * dy).sum()
 
-    def make(self, specs, first):
-        terms, losses = [self.model_term(spec, first) for spec in specs], []
+    def make(self, specs):
+        terms, losses = [self.model_term(spec) for spec in specs], []
 
         def model():
             for each in terms:
                 self.model.forward(each)
 
         def real():
-            losses.extend(self.real_term(spec, first, i) for i, spec in enumerate(specs))
+            losses.extend(self.real_term(spec, i) for i, spec in enumerate(specs))
 
         self.both(model, real)
         graph = Graph(terms, sum(losses), specs)

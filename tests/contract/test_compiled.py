@@ -45,7 +45,7 @@ class Row(NamedTuple):
     main_grad: str  # "-", "kept", "+ wgrad" (added to) or "wgrad" (overwritten)
     attribute: bool | None  # grad_added_to_main_grad before
     grad: str  # what .grad holds afterwards: "None", "zeros", "wgrad"; "+ wgrad": it held something before
-    overwrite: str = ""  # "parameter": overwrite_main_grad; "call": is_first_microbatch=True
+    overwrite: bool = False  # overwrite_main_grad
 
     def __str__(self) -> str:
         return ", ".join(f"{name}={value}" for name, value in self._asdict().items() if value != "")
@@ -62,11 +62,10 @@ ROWS = [
     Row("auto", "+ wgrad", False, "zeros"),
     Row("main_grad", "+ wgrad", ABSENT, "None"),
     Row("main_grad", "+ wgrad", True, "zeros"),
-    Row("auto", "wgrad", ABSENT, "None", "parameter"),
-    Row("auto", "wgrad", True, "zeros", "parameter"),
-    Row("auto", "wgrad", ABSENT, "None", "call"),
-    Row("main_grad", "wgrad", False, "zeros", "call"),
-    Row("off", "kept", False, "wgrad", "call"),
+    Row("auto", "wgrad", ABSENT, "None", True),
+    Row("auto", "wgrad", True, "zeros", True),
+    Row("main_grad", "wgrad", False, "zeros", True),
+    Row("off", "kept", False, "wgrad", True),
 ]
 
 
@@ -77,12 +76,10 @@ def check_row(row: Row, layer: Any, assert_close: Any) -> None:
         for param in layer.params:
             param.main_grad.fill_(float("nan"))
     for param in layer.params:
-        if row.overwrite == "parameter":
+        if row.overwrite:
             param.overwrite_main_grad = True
         if row.grad == "+ wgrad":
             param.grad = torch.full_like(param, 2.0)
-    if row.overwrite == "call":
-        options["is_first_microbatch"] = True
     x, dy = layer.batch(1)
     y = layer(x, **options)
     if row.attribute is False:
@@ -127,13 +124,13 @@ def test_biases_and_layouts(kind, packed, make_compiled, assert_close):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_first_gradient_to_arrive_overwrites(kind, packed, order, make_compiled, assert_close):
     layer = make_compiled(kind, packed)
-    layer.attach(False)
-    for param in layer.params:
-        param.main_grad.fill_(float("nan"))
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    buffer.flat.fill_(torch.nan)
+    buffer.zero_()
     outputs = []
     for i in range(2):  # two forwards, then two backwards
         x, dy = layer.batch(i)
-        outputs.append((layer(x, is_first_microbatch=i == 0), dy))
+        outputs.append((layer(x), dy))
     for i in order:
         y, dy = outputs[i]
         y.backward(dy)
@@ -144,8 +141,8 @@ def test_overwriting_is_for_one_step_only(make_compiled, assert_close):
     layer = make_compiled("linear")
     layer.attach()
     for seed in (1, 2):
-        layer.backward(seed, is_first_microbatch=True)
-        layer.backward(seed + 10, is_first_microbatch=False)
+        layer.backward(seed, overwrites=True)
+        layer.backward(seed + 10, overwrites=False)
         assert_close(layer.main_grads(), layer.wgrads(seed, seed + 10))
 
 
@@ -222,16 +219,20 @@ def test_one_weight_used_twice_and_in_plain_pytorch_in_one_graph(first, make_lay
     torch._dynamo.reset()
     layer = make_layer("linear")
     (before,), (weight,) = layer.attach(False), layer.params
+    if first:
+        del weight.main_grad
+        buffer = fusedmlp.MainGradBuffer([weight])
     (x1, dy1), (x2, dy2) = layer.batch(1), layer.batch(2)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def run(x1, x2):
-        y1, y2 = (layer(x, is_first_microbatch=first) for x in (x1, x2))
+        y1, y2 = layer(x1), layer(x2)
         return y1, y2 * 2, (weight * 3).sum()
 
     if first:
         before.zero_()
         weight.main_grad.fill_(float("nan"))
+        buffer.zero_()
     y1, y2, plain = run(x1, x2)
     torch.autograd.backward([y1, y2, plain], [dy1, dy2, torch.ones(())])
     expected = before + layer.wgrads(1)[0] + 2 * layer.wgrads(2)[0] + 3
@@ -250,17 +251,14 @@ def test_saved_tensors_that_others_handle(around, first, make_layer, make_compil
     x.requires_grad_()
 
     def checkpointed(x):
-        def run(x):
-            return layer(x, is_first_microbatch=first)
+        return checkpoint(layer, x, use_reentrant=around == "reentrant checkpoint")
 
-        return checkpoint(run, x, use_reentrant=around == "reentrant checkpoint")
-
-    if first:
-        for param in layer.params:
-            param.main_grad.fill_(float("nan"))
+    for param in layer.params if first else []:
+        param.main_grad.fill_(float("nan"))
+        param.overwrite_main_grad = True
     if around == "save_on_cpu":
         with torch.autograd.graph.save_on_cpu():
-            y = layer(x, is_first_microbatch=first)
+            y = layer(x)
     elif around == "checkpoint inside":
         torch._dynamo.reset()
         y = torch.compile(checkpointed, fullgraph=True, backend="aot_eager")(x)
@@ -470,7 +468,7 @@ def test_gradients_that_somebody_asks_for_are_right_when_nothing_is_fused(make_c
 
 def test_experts_of_a_compiled_layer_accumulate_in_one_dtype_and_layout():
     def enter(weights, targets):
-        compiled.enter_forward(torch.zeros(3, dtype=torch.int32), weights, targets, "weight", [2], False, True)
+        compiled.enter_forward(torch.zeros(3, dtype=torch.int32), weights, targets, "weight", [2], True)
 
     weights = [torch.nn.Parameter(torch.randn(3, 4, dtype=torch.bfloat16)) for _ in range(2)]
     targets = [torch.zeros(3, 4), torch.zeros(3, 4, dtype=torch.bfloat16)]

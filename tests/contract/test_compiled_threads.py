@@ -87,19 +87,20 @@ def test_no_sum_is_lost(eager, attribute, kind, packed, pause, compiled, make_la
 
 @pytest.mark.slow
 @LAYERS
-@pytest.mark.parametrize("how", ["is_first_microbatch", "overwrite_main_grad"])
+@pytest.mark.parametrize("how", ["buffer", "overwrite_main_grad"])
 def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, assert_close):
-    layer = make_layer(kind, packed)
-    layer.attach(False)
+    layer, first = make_layer(kind, packed), how == "buffer"
+    buffer = fusedmlp.MainGradBuffer(layer.params) if first else layer.attach(False)
     x, dy = layer.batch(1)
-    first = how == "is_first_microbatch"
-    compiled(layer, x, is_first_microbatch=first).backward(dy)
+    compiled(layer, x).backward(dy)
     for param in layer.params:
         param.overwrite_main_grad = not first
     for _ in range(ROUNDS):
-        outputs = [compiled(layer, x, is_first_microbatch=first) for _ in range(THREADS)]
+        outputs = [compiled(layer, x) for _ in range(THREADS)]
         for main in layer.main_grads():
             main.fill_(float("nan"))
+        if first:
+            buffer.zero_()
         succeeded = at_once(outputs, dy)
         assert succeeded >= 1
         times = succeeded if first else 1  # with overwrite_main_grad every backward overwrites
@@ -167,18 +168,11 @@ def add_plain_gradient(layer, dy, ready):
     sum((p * w).sum() for p, w in zip(layer.params, layer.wgrads(2), strict=True)).backward()
 
 
-def add_plain_gradient_after_an_evaluation(layer, dy, ready):
-    with torch.no_grad():
-        layer(layer.batch(2)[0], is_first_microbatch=True)
-    add_plain_gradient(layer, dy, ready)
-
-
 MEANWHILE = [
     add_in_eager,
     add_in_graph,
     run_the_queue,
     add_plain_gradient,
-    add_plain_gradient_after_an_evaluation,
 ]
 
 

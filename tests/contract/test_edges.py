@@ -50,7 +50,7 @@ def test_a_target_whose_elements_share_memory_is_refused(case, first, overlap, m
     what = r"\.grad" if case.endswith(" grad") or case == "grad" else "main_grad"
     message = rf"weight: expected {what} whose elements each have memory of their own; got shape \(3, 5, 4\) with str"
     with pytest.raises(ValueError, match=message):
-        layer.backward(accumulate_wgrad=case.split()[-1], wgrad_queue=queue, is_first_microbatch=first)
+        layer.backward(accumulate_wgrad=case.split()[-1], wgrad_queue=queue, overwrites=first)
     assert (memory == 1).all()
     assert not queue
     assert getattr(param, "grad_added_to_main_grad", False) is False
@@ -315,7 +315,7 @@ def test_a_target_in_any_layout_is_added_to(layout, first, impl, make_layer, ass
     (param,) = layer.params
     param.main_grad, memory = strided(param.shape, strides)
     param.grad_added_to_main_grad = False
-    layer.backward(1, impl=impl, is_first_microbatch=first)
+    layer.backward(1, impl=impl, overwrites=first)
     layer.backward(2, impl=impl)
     start = 0 if first else 1
     assert_close(layer.main_grads(), [start + g for g in layer.wgrads(1, 2)])
@@ -379,7 +379,7 @@ def test_steps_of_fake_tensors_amid_real_ones(kind, packed, attribute, make_laye
         params, weights, x = fake_layer(kind, packed, attribute)
         call = fusedmlp.grouped_linear if kind == "linear" else fusedmlp.grouped_mlp
         for step in range(4):
-            y = call(x, *weights, torch.tensor([3, 0, 2]), is_first_microbatch=step == 0)
+            y = call(x, *weights, torch.tensor([3, 0, 2]))
             assert isinstance(y, FakeTensor)
             y.sum().backward()
             assert isinstance(x.grad, FakeTensor)

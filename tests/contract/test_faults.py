@@ -87,7 +87,7 @@ def test_a_cleared_queue_overwrites_nothing(make_layer, assert_close):
     """The error of its run is kept, and with it every frame of the traceback."""
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     layer.attach(False)
-    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    layer.backward(1, wgrad_queue=queue, overwrites=True)
     with failing(ops, "grouped_wgrad_"), pytest.raises(Boom) as kept:
         queue.run()
     queue.clear()
@@ -114,7 +114,9 @@ def test_a_layer_backward_that_failed_before_its_gemm_can_be_repeated(
     layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue() if delayed else None
     before = layer.attach(False)
     x, dy = layer.batch(1)
-    y = layer(x, wgrad_queue=queue, is_first_microbatch=first)
+    y = layer(x, wgrad_queue=queue)
+    for each in layer.params if first else []:
+        each.overwrite_main_grad = True
     param = layer.params[0]
     right, param.main_grad = param.main_grad, torch.zeros(3)
     with pytest.raises(ValueError, match="expected main_grad of shape"):
@@ -122,6 +124,8 @@ def test_a_layer_backward_that_failed_before_its_gemm_can_be_repeated(
     param.main_grad = right
     assert not queue
     y.backward(dy)
+    for each in layer.params if first else []:
+        each.overwrite_main_grad = False
     layer.backward(2, wgrad_queue=queue)
     if queue:
         queue.run()
@@ -142,11 +146,11 @@ def test_of_a_layer_backward_that_failed_nothing_remains_in_the_next_step(
         place, (fusedmlp.WgradQueue, "put")
     )
     with failing(owner, name, after=after, skip=int(place == "second put")), pytest.raises(Boom):
-        layer.backward(1, wgrad_queue=queue, is_first_microbatch=first)
+        layer.backward(1, wgrad_queue=queue, overwrites=first)
     queue.clear()
     for param in layer.params if not first else []:
         param.main_grad.zero_()
-    layer.backward(2)  # no queued overwrite is in the way
+    layer.backward(2, overwrites=first)  # no queued overwrite is in the way
     layer.backward(3, wgrad_queue=queue)
     queue.run()
     assert_close(layer.main_grads(), layer.wgrads(2, 3))
@@ -160,8 +164,8 @@ def test_what_a_failed_gemm_wrote_stays_unless_the_next_gradient_overwrites(afte
         layer.backward(1)
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1)) if after else before)
     with failing(ops, "grouped_mlp_backward_", after=after), pytest.raises(Boom):
-        layer.backward(2, is_first_microbatch=True)
-    layer.backward(3)
+        layer.backward(2, overwrites=True)
+    layer.backward(3, overwrites=True)
     layer.backward(4)
     assert_close(layer.main_grads(), layer.wgrads(3, 4))
 
@@ -190,10 +194,12 @@ def test_an_owner_that_overwrites_still_does_after_a_failure(handed_over, make_l
 
 def test_a_backward_inside_another_keeps_what_the_outer_one_will_take_back(make_layer, assert_close):
     layer, other = make_layer(), make_layer()
-    layer.attach(False)
-    other.attach(False)
+    for each in (layer, other):
+        buffer = fusedmlp.MainGradBuffer(each.params)
+        buffer.flat.fill_(torch.nan)
+        buffer.zero_()
     real, (x, dy) = ops.grouped_mlp_backward_, other.batch(1)
-    y = other(x, is_first_microbatch=True)
+    y = other(x)
 
     def nested(*_):
         ops.grouped_mlp_backward_ = real
@@ -203,7 +209,7 @@ def test_a_backward_inside_another_keeps_what_the_outer_one_will_take_back(make_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "grouped_mlp_backward_", nested)
         with pytest.raises(Boom):
-            layer.backward(1, is_first_microbatch=True)
+            layer.backward(1)
     layer.backward(2)
     other.backward(2)
     assert_close(layer.main_grads(), layer.wgrads(2))
@@ -213,40 +219,13 @@ def test_a_backward_inside_another_keeps_what_the_outer_one_will_take_back(make_
 # A forward that failed, or ran under no_grad
 
 
-@pytest.mark.parametrize("place", ["expert_offsets", "grouped_mlp", "counts"])
-def test_a_forward_that_failed_overwrites_nothing(place, make_layer, assert_close):
-    layer = make_layer()
-    before = layer.attach(False)
-    x, _ = layer.batch(1)
-    fault = failing(ops, place) if place != "counts" else contextlib.nullcontext()
-    with fault, pytest.raises((Boom, ValueError)):
-        layer(x if place != "counts" else x[:2], is_first_microbatch=True)
-    layer.backward(2)
-    assert_close(layer.main_grads(), plus(before, layer.wgrads(2)))
-
-
-def test_an_evaluation_does_not_let_an_old_graph_overwrite(make_layer):
-    """`is_first_microbatch` of a forward under no_grad is meant for a checkpoint's recomputation only."""
-    layer = make_layer()
-    layer.attach(False)
-    x, dy = layer.batch(1)
-    y = layer(x, is_first_microbatch=True)
-    y.backward(dy, retain_graph=True)
-    held = [m.clone() for m in layer.main_grads()]
-    with torch.no_grad():
-        layer(x, is_first_microbatch=True)
-    with pytest.raises(RuntimeError, match=r"a forward under torch.no_grad\(\) had is_first_microbatch=True"):
-        y.backward(dy)
-    assert all(torch.equal(m, h) for m, h in zip(layer.main_grads(), held, strict=True))
-
-
 def test_zero_starts_a_step_in_which_everything_adds(make_layer, assert_close):
     layer = make_layer()
     buffer = fusedmlp.MainGradBuffer(layer.params)
     x, _ = layer.batch(1)
-    layer(x, is_first_microbatch=True)
+    layer(x)
     with torch.no_grad():
-        layer(x, is_first_microbatch=True)
+        layer(x)
     buffer.zero_()
     queue = fusedmlp.WgradQueue()
     layer.backward(1, wgrad_queue=queue)

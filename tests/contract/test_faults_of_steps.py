@@ -58,7 +58,7 @@ class Model(torch.nn.Module):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(lambda t: hooks(t, "pack"), lambda t: hooks(t, "unpack")):
-            y = layer(x, COUNTS, **self.first)
+            y = layer(x, COUNTS)
         if y.requires_grad:
             y.register_hook(lambda _: self.fault("tensor hook"))
             node = y.grad_fn.next_functions[0][0]  # the layer's: y.grad_fn belongs to the module's backward hook
@@ -67,8 +67,7 @@ class Model(torch.nn.Module):
         self.fault("after the layer")
         return y
 
-    def forward(self, x, first, reentrant):
-        self.first = {"is_first_microbatch": first}
+    def forward(self, x, reentrant):
         for layer in self.layers:
             x = Failing.apply(x, self.fault)
             x = self.call(layer, x) if reentrant is None else checkpoint(self.call, layer, x, use_reentrant=reentrant)
@@ -105,7 +104,9 @@ def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentran
     def step(at=None):
         for microbatch, (x, dy) in enumerate(batches):
             fault.places, fault.at = [], at if microbatch == 1 else None
-            model(x.clone().requires_grad_(), owner == "overwrites" and microbatch == 0, reentrant).backward(dy)
+            for param in model.parameters() if owner == "overwrites" else []:
+                param.overwrite_main_grad = microbatch == 0
+            model(x.clone().requires_grad_(), reentrant).backward(dy)
 
     def discard():
         for layer in model.layers if delayed else []:
@@ -211,7 +212,7 @@ def test_an_interrupt_at_any_line_does_no_harm_to_the_next_step(owner, delayed, 
             param.overwrite_main_grad = owner == "overwrites each backward"
 
     def step(layer):
-        layer.backward(wgrad_queue=queue, is_first_microbatch=owner == "overwrites")
+        layer.backward(wgrad_queue=queue, overwrites=owner == "overwrites")
         if queue:
             queue.run()
 

@@ -14,7 +14,7 @@ pytestmark = [
 
 LAYERS = pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", False), ("moe", True)])
 # accumulate_wgrad, grad_added_to_main_grad ("-": no main_grad), whether .grad exists, whether delayed. "first" in the
-# name: is_first_microbatch.
+# name: overwrite_main_grad.
 MODES = {
     "off": ("off", "-", False, False),
     "off, existing": ("off", "-", True, False),
@@ -82,7 +82,9 @@ def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient(
     """Plain PyTorch drops the gradient, too; x gets its own."""
     layer = make_layer(kind, packed)
     setup, (x, dy) = Setup(layer, mode), layer.batch(1)
-    y = layer(x.requires_grad_(), is_first_microbatch=setup.first, **setup.options)
+    y = layer(x.requires_grad_(), **setup.options)
+    for param in layer.params if setup.first else []:
+        param.overwrite_main_grad = True
     gone = [FROZEN[frozen](i, len(layer.params)) for i in range(len(layer.params))]
     for param, freeze in zip(layer.params, gone, strict=True):
         param.requires_grad_(not freeze)
@@ -113,7 +115,7 @@ def test_a_weight_thawed_again_gets_the_next_gradient(mode, make_layer, assert_c
     setup.check(assert_close, lambda i: wgrads[i])
 
 
-@pytest.mark.parametrize("case", ["as it is", "after a fused one", "a step begins"])
+@pytest.mark.parametrize("case", ["as it is", "after a fused one", "overwrite_main_grad"])
 def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(case, make_layer):
     layer = make_layer()
     layer.attach(False)
@@ -123,7 +125,9 @@ def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(case, make_layer):
             param.grad = None
     before, flag = [main.clone() for main in layer.main_grads()], case == "after a fused one"
     x, dy = layer.batch(1)
-    y = layer(x, is_first_microbatch=case == "a step begins")
+    y = layer(x)
+    for param in layer.params:
+        param.overwrite_main_grad = case == "overwrite_main_grad"
     loss = (y * dy).nansum() + sum(p.square().sum() for p in layer.params)
     for param in layer.params:
         param.requires_grad_(False)
@@ -149,7 +153,9 @@ def test_a_compiled_backward_refuses_a_weight_frozen_since_forward(
     layer = make_layer(kind, packed)
     before, (x, dy) = layer.attach(False), layer.batch(1)
     run = torch.compile(make_layer.__call__, fullgraph=True, backend="aot_eager")
-    y = run(layer, x.requires_grad_(), is_first_microbatch=first)
+    y = run(layer, x.requires_grad_())
+    for param in layer.params:
+        param.overwrite_main_grad = first
     for i, param in enumerate(layer.params):
         param.requires_grad_(not FROZEN[frozen](i, len(layer.params)))
     with pytest.raises(RuntimeError, match=r"weight.*a parameter frozen since forward"):
@@ -159,7 +165,7 @@ def test_a_compiled_backward_refuses_a_weight_frozen_since_forward(
     assert layer.grads() == [None] * len(layer.params)
     for param in layer.params:
         param.requires_grad_(True)
-    run(layer, x, is_first_microbatch=first).backward(dy)
+    run(layer, x).backward(dy)
     before = [torch.zeros_like(b) for b in before] if first else before
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1), strict=True)])
 
@@ -233,7 +239,7 @@ def test_a_first_micro_batch_lets_only_trained_weights_overwrite(kind, packed, m
     for param, freeze in zip(layer.params, frozen, strict=True):
         param.requires_grad_(not freeze)
     x, dy = layer.batch(1)
-    layer(x.requires_grad_(), is_first_microbatch=True).backward(dy)
+    layer(x.requires_grad_()).backward(dy)
     for param in layer.params:
         param.requires_grad_(True)
     layer.backward(2)

@@ -89,7 +89,7 @@ def test_guard_3_autograd_grad_of_weights_returns_the_gradient(kind, packed, mod
     layer = make_layer(kind, packed)
     before = layer.attach(False)
     x, dy = layer.batch(1)
-    grads = torch.autograd.grad(layer(x, accumulate_wgrad=mode, is_first_microbatch=True), layer.params, dy)
+    grads = torch.autograd.grad(layer(x, accumulate_wgrad=mode), layer.params, dy)
     assert_close(grads, layer.wgrads())
     assert unchanged(layer, before)
     assert all(p.grad is None and p.grad_added_to_main_grad is False for p in layer.params)
@@ -122,7 +122,7 @@ def test_guard_3_a_gradient_of_x_alone_touches_no_weight(kind, packed, how, wgra
     layer = make_layer(kind, packed)
     before = layer.attach(False)
     x, dy = layer.batch(1)
-    y = layer(x.requires_grad_(), is_first_microbatch=True)
+    y = layer(x.requires_grad_())
     if how == "backward":
         y.backward(dy, inputs=[x])
         assert x.grad.count_nonzero() > 0

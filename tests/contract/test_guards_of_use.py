@@ -184,6 +184,7 @@ def test_guard_12_detect_anomaly_stays_clean(case, kind, packed, make_layer, ass
         layer.attach(False)
         for param in layer.params:
             param.main_grad.fill_(float("nan"))
+            param.overwrite_main_grad = True
     queue = fusedmlp.WgradQueue() if "delayed" in case else None
     x, dy = layer.batch(1)
     x.requires_grad_()
@@ -192,7 +193,7 @@ def test_guard_12_detect_anomaly_stays_clean(case, kind, packed, make_layer, ass
         detect = torch.autograd.detect_anomaly(check_nan=True)
     with detect:
         mode = "auto" if queue is not None else case
-        layer(x, accumulate_wgrad=mode, is_first_microbatch=True, wgrad_queue=queue).backward(dy)
+        layer(x, accumulate_wgrad=mode, wgrad_queue=queue).backward(dy)
     if queue is not None:
         queue.run()
     landed = layer.main_grads() if "main_grad" in case else layer.grads()

@@ -96,24 +96,6 @@ def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, 
     assert_close(layer.main_grads(), [g + 2 * p.detach() for g, p in zip(layer.wgrads(1), layer.params, strict=True)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_the_first_micro_batch_of_a_step_deep_inside(depth, make_layer, assert_close):
-    layer = owned(make_layer())
-    for param in layer.params:
-        param.overwrite_main_grad = False
-
-    class First:
-        def __call__(self, x):
-            return layer(x, is_first_microbatch=True)
-
-    for seeds in ((1, 2), (3, 4)):
-        x, dy = layer.batch(seeds[0])
-        nested(First(), x.requires_grad_(), depth).backward(dy)
-        layer.backward(seeds[1])
-        assert_close(layer.main_grads(), layer.wgrads(*seeds))
-
-
 @pytest.mark.parametrize("order", ["ffbb", "ffbfbb", "fffbbb", "ffbfbfbb"])
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("use_reentrant", [None, False, True])

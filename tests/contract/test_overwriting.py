@@ -1,4 +1,4 @@
-"""The gradient that overwrites `main_grad`: the first to arrive of a step (`is_first_microbatch`), or of a backward."""
+"""The gradient that overwrites `main_grad`: the first to arrive of a step of a buffer, or of a backward."""
 
 import threading
 
@@ -29,9 +29,13 @@ def forward(layer, seed, queue=None, **options):
 @QUEUED
 def test_the_first_gradient_to_arrive_overwrites_whichever_micro_batch_it_is_of(queued, make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue() if queued else None
-    stale(layer)
-    y1, dy1 = forward(layer, 1, queue, is_first_microbatch=True)
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    buffer.flat.fill_(torch.nan)
+    buffer.zero_()
+    y1, dy1 = forward(layer, 1, queue)
     y2, dy2 = forward(layer, 2, queue)
+    with torch.no_grad():
+        forward(layer, 3)  # an evaluation changes nothing
     y2.backward(dy2)
     y1.backward(dy1)
     if queue:
@@ -39,59 +43,24 @@ def test_the_first_gradient_to_arrive_overwrites_whichever_micro_batch_it_is_of(
     assert_close(layer.main_grads(), layer.wgrads(1, 2))
 
 
-def test_a_first_micro_batch_whose_output_is_ignored(make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
-    forward(layer, 1, is_first_microbatch=True)
-    layer.backward(2)
-    layer.backward(3)
-    assert_close(layer.main_grads(), layer.wgrads(2, 3))
-
-
-def test_a_first_micro_batch_without_gradient_does_not_erase_a_later_one(make_layer):
-    layer = make_layer()
-    stale(layer)
-    layer.backward(1, is_first_microbatch=True)
-    with torch.no_grad():
-        forward(layer, 2, is_first_microbatch=True)
-    before = [g.clone() for g in layer.main_grads()]
-    with pytest.raises(RuntimeError, match=r"fc2_weight: a forward under torch.no_grad\(\) had is_first_microbatch"):
-        layer.backward(2)
-    assert all(torch.equal(a, b) for a, b in zip(layer.main_grads(), before, strict=True))
-
-
-def test_an_evaluation_before_the_first_micro_batch_changes_nothing(make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
-    with torch.no_grad():
-        forward(layer, 2, is_first_microbatch=True)
-    layer.backward(1, is_first_microbatch=True)
-    layer.backward(2)
-    assert_close(layer.main_grads(), layer.wgrads(1, 2))
-
-
-def test_an_evaluation_between_forward_and_backward_changes_nothing(make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
-    y1, dy1 = forward(layer, 1, is_first_microbatch=True)
-    with torch.no_grad():
-        forward(layer, 3, is_first_microbatch=True)
-    layer.backward(2)
-    y1.backward(dy1)
-    assert_close(layer.main_grads(), layer.wgrads(1, 2))
-
-
-def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(monkeypatch, make_layer, assert_close):
+@pytest.mark.parametrize("owner", ["buffer", "overwrite_main_grad"])
+def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(owner, monkeypatch, make_layer, assert_close):
     def fail(*_):
         raise torch.OutOfMemoryError
 
     layer = make_layer()
-    stale(layer)
+    if owner == "buffer":
+        buffer = fusedmlp.MainGradBuffer(layer.params)
+        buffer.flat.fill_(torch.nan)
+        buffer.zero_()
+    else:
+        stale(layer)
+    options = {"overwrites": owner == "overwrite_main_grad"}
     with monkeypatch.context() as patch:
         patch.setattr(ops, "grouped_mlp_backward_", fail)
         with pytest.raises(torch.OutOfMemoryError):
-            layer.backward(1, is_first_microbatch=True)
-    layer.backward(2)
+            layer.backward(1, **options)
+    layer.backward(2, **options)
     layer.backward(3)
     assert_close(layer.main_grads(), layer.wgrads(2, 3))
 
@@ -146,10 +115,10 @@ def test_a_backward_in_another_thread_is_not_an_outer_one(make_layer, assert_clo
 
 
 @pytest.mark.parametrize("mode", ["off", "grad"])
-def test_a_gradient_that_is_not_fused_arms_nothing(mode, make_layer, assert_close):
+def test_a_gradient_that_is_not_fused_overwrites_nothing(mode, make_layer, assert_close):
     layer = make_layer()
     layer.attach(False)
-    layer.backward(1, accumulate_wgrad=mode, is_first_microbatch=True)
+    layer.backward(1, accumulate_wgrad=mode, overwrites=True)
     before = [g.clone() for g in layer.main_grads()]
     layer.backward(2)
     assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1, 2), strict=True)])
@@ -197,28 +166,12 @@ def test_a_backward_that_failed_is_over(make_layer, assert_close):
     assert_close(layer.main_grads(), layer.wgrads(2))
 
 
-@pytest.mark.parametrize("delayed", [False, True])
-def test_the_first_of_a_step_under_overwrite_main_grad_overwrites_once(delayed, make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
-    queue = fusedmlp.WgradQueue() if delayed else None
-    for param in layer.params:
-        param.overwrite_main_grad = True
-    layer.backward(1, is_first_microbatch=True, wgrad_queue=queue)
-    for param in layer.params:
-        param.overwrite_main_grad = False  # as owners do once it has been overwritten
-    layer.backward(2, wgrad_queue=queue)
-    if delayed:
-        queue.run()
-    assert_close(layer.main_grads(), layer.wgrads(1, 2))
-
-
 def test_fused_microbatches_on_both_sides_of_another_queues_overwrite(make_layer, assert_close):
     layer = make_layer()
     stale(layer)
     fusing, other = fusedmlp.WgradQueue(fuse_microbatches=True), fusedmlp.WgradQueue()
     layer.backward(1, wgrad_queue=fusing)
-    layer.backward(2, wgrad_queue=other, is_first_microbatch=True)
+    layer.backward(2, wgrad_queue=other, overwrites=True)
     layer.backward(3, wgrad_queue=fusing)
     with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad, and would erase"):
         fusing.run()  # erasing the first gradient is right, but the third would be erased, too
@@ -233,7 +186,7 @@ def test_an_overwrite_waiting_for_main_grad_does_not_concern_grad(make_layer, as
     layer = make_layer()
     layer.attach(False)
     queue = fusedmlp.WgradQueue()
-    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    layer.backward(1, wgrad_queue=queue, overwrites=True)
     for param in layer.params:
         param.grad = torch.zeros_like(param)
     layer.backward(2, accumulate_wgrad="grad")

@@ -1,5 +1,7 @@
 """Guard 10 where one of the two uses of a weight is plain PyTorch's."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +39,8 @@ def test_both_land_in_main_grad(case, packed, make_layer, assert_close):
     before = layer.attach(False)
     queue = fusedmlp.WgradQueue() if case == "delayed" else None
     for seed in (1, 2):
-        loss(layer, seed, wgrad_queue=queue, is_first_microbatch=case == "overwrite" and seed == 1).backward()
+        with layer.overwriting() if case == "overwrite" and seed == 1 else nullcontext():
+            loss(layer, seed, wgrad_queue=queue).backward()
     if queue:
         queue.run()
     start = [torch.zeros_like(b) if case == "overwrite" else b for b in before]
@@ -48,10 +51,12 @@ def test_both_land_in_main_grad(case, packed, make_layer, assert_close):
 @pytest.mark.parametrize("packed", [True, False])
 def test_a_fused_gradient_that_would_overwrite_adds_to_a_plain_one_left_in_grad(packed, make_layer, assert_close):
     layer = make_layer("linear", packed)
-    layer.attach(False)
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    buffer.flat.fill_(torch.nan)
+    buffer.zero_()
     for param in layer.params:
         param.grad = 3 * torch.ones_like(param)
-    layer.backward(1, is_first_microbatch=True)
+    layer.backward(1)
     assert_close(layer.main_grads(), [3 + w for w in layer.wgrads(1)])
     assert not any(p.grad.any() for p in layer.params)
 
@@ -81,7 +86,8 @@ def test_a_plain_gradient_that_a_queue_would_erase(make_layer):
     with pytest.raises(
         RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
     ):
-        loss(layer, 1, wgrad_queue=queue, is_first_microbatch=True).backward()
+        with layer.overwriting():
+            loss(layer, 1, wgrad_queue=queue).backward()
     queue.clear()
 
 
@@ -146,12 +152,14 @@ def test_an_owner_that_adds_grad_before_a_queue_would_overwrite(make_layer):
     with pytest.raises(
         RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
     ):
-        loss(layer, 1, wgrad_queue=queue, is_first_microbatch=True).backward()
+        with layer.overwriting():
+            loss(layer, 1, wgrad_queue=queue).backward()
     queue.clear()
     for param in layer.params:
         param.skip_backward_post_hook = True  # the owner adds after the queue has run
         param.grad = None
-    loss(layer, 2, wgrad_queue=queue, is_first_microbatch=True).backward()
+    with layer.overwriting():
+        loss(layer, 2, wgrad_queue=queue).backward()
     queue.run()
 
 

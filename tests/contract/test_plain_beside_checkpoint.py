@@ -20,7 +20,6 @@ pytestmark = [
 ]
 
 PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "per expert"])
-FIRST = pytest.mark.parametrize("first", [False, True], ids=["adding", "is_first_microbatch"])
 PLAIN_FIRST = pytest.mark.parametrize("plain_first", [False, True], ids=["fused comes first", "plain comes first"])
 SEEDS = (1, 2, 3)
 
@@ -48,10 +47,10 @@ def plain(layer, seed):
     return sum((seed * p.square()).sum() for p in layer.params)
 
 
-def backward(layer, seed, *, plain_first, first):
+def backward(layer, seed, *, plain_first):
     """Run one backward through both uses; the use that forward calls last comes first."""
     x, dy = layer.batch(seed)
-    checkpointed = partial(checkpoint, partial(layer, is_first_microbatch=first), use_reentrant=True)
+    checkpointed = partial(checkpoint, layer, use_reentrant=True)
     if plain_first:
         fused = (checkpointed(x.requires_grad_()) * dy).nansum()
         loss = fused + plain(layer, seed)
@@ -65,33 +64,20 @@ def of_plain(layer, *seeds):
     return [sum(2 * seed * p.detach().double() for seed in seeds) for p in layer.params]
 
 
-def start_of_step(layer, first):
-    """Attach main_grads; return what the step adds to: zeros where it overwrites NaN."""
-    before = layer.attach(False)
-    if first:
-        for param in layer.params:
-            param.main_grad.fill_(float("nan"))
-        before = [torch.zeros_like(b) for b in before]
-    return before
-
-
 @PACKED
-@FIRST
 @PLAIN_FIRST
 @pytest.mark.parametrize("zero_out_wgrad", [False, True])
 @pytest.mark.parametrize("how", ["hook of the node", "post-accumulate hook"])
-def test_an_owner_that_takes_what_arrives_gets_both(
-    how, zero_out_wgrad, plain_first, first, packed, make_layer, assert_close
-):
+def test_an_owner_that_takes_what_arrives_gets_both(how, zero_out_wgrad, plain_first, packed, make_layer, assert_close):
     layer = make_layer(packed=packed)
     layer.attach(False)
     owner = Owner(layer.params, how)
     for param in layer.params:
         param.zero_out_wgrad = zero_out_wgrad
     for step in range(2):
-        before = start_of_step(layer, first)
-        for i, seed in enumerate(SEEDS):
-            backward(layer, seed + step, plain_first=plain_first, first=first and i == 0)
+        before = layer.attach(False)
+        for seed in SEEDS:
+            backward(layer, seed + step, plain_first=plain_first)
         seeds = [seed + step for seed in SEEDS]
         assert_close(layer.main_grads(), plus(before, layer.wgrads(*seeds), of_plain(layer, *seeds)))
         assert layer.grads() == [None] * len(layer.params)
@@ -99,17 +85,16 @@ def test_an_owner_that_takes_what_arrives_gets_both(
 
 
 @PACKED
-@FIRST
 @PLAIN_FIRST
-def test_a_buffer_steps_with_both(plain_first, first, packed, make_layer, assert_close):
+def test_a_buffer_steps_with_both(plain_first, packed, make_layer, assert_close):
     layer = make_layer(packed=packed)
     buffer = fusedmlp.MainGradBuffer(layer.params)
     for step in range(2):
         buffer.zero_()
-        for param in layer.params if first else []:
+        for param in layer.params:
             param.main_grad.fill_(float("nan"))
-        for i, seed in enumerate(SEEDS):
-            backward(layer, seed + step, plain_first=plain_first, first=first and i == 0)
+        for seed in SEEDS:
+            backward(layer, seed + step, plain_first=plain_first)
         seeds = [seed + step for seed in SEEDS]
         with buffer.as_grad():
             assert_close(layer.grads(), plus(layer.wgrads(*seeds), of_plain(layer, *seeds)))
@@ -117,20 +102,20 @@ def test_a_buffer_steps_with_both(plain_first, first, packed, make_layer, assert
 
 @PACKED
 @PLAIN_FIRST
-@pytest.mark.parametrize("by", ["is_first_microbatch", "overwrite_main_grad"])
 @pytest.mark.parametrize("inside", [False, True], ids=["plain use outside", "plain use in its own checkpoint"])
 def test_the_first_gradient_overwrites_once_wherever_the_plain_use_is(
-    inside, by, plain_first, packed, make_layer, assert_close
+    inside, plain_first, packed, make_layer, assert_close
 ):
     """Or it is refused: nothing tells which backward a checkpoint without a fused layer is part of."""
     layer = make_layer(packed=packed)
-    start_of_step(layer, first=True)
+    layer.attach(False)
     for param in layer.params:
-        param.overwrite_main_grad = by == "overwrite_main_grad"
+        param.main_grad.fill_(float("nan"))
+        param.overwrite_main_grad = True
     one, (x, dy) = torch.ones((), requires_grad=True), layer.batch(1)
 
     def fused(x):
-        return (layer(x, is_first_microbatch=by == "is_first_microbatch") * dy).nansum()
+        return (layer(x) * dy).nansum()
 
     def scaled(scale):
         return plain(layer, 1) * scale
@@ -140,7 +125,7 @@ def test_the_first_gradient_overwrites_once_wherever_the_plain_use_is(
         partial(checkpoint, scaled, one, use_reentrant=True) if inside else partial(scaled, one),
     ]
     loss = sum([use() for use in (uses if plain_first else reversed(uses))])
-    if inside and plain_first and by == "overwrite_main_grad":
+    if inside and plain_first:
         with pytest.raises(RuntimeError, match="is used by plain PyTorch in a reentrant checkpoint"):
             loss.backward()
         return
@@ -161,45 +146,6 @@ def test_a_plain_gradient_before_a_checkpoints_is_refused_also_after_an_earlier_
     loss = fused + checkpoint(lambda scale: plain(layer, 2) * scale, one, use_reentrant=True)  # its gradient is first
     with pytest.raises(RuntimeError, match="is used by plain PyTorch in a reentrant checkpoint"):
         loss.backward()
-
-
-def evaluate(layer):
-    with torch.no_grad():
-        layer(layer.batch(5)[0], is_first_microbatch=True)
-
-
-@PACKED
-@pytest.mark.parametrize("owned", [False, True], ids=["buffer", "owner"])
-def test_a_plain_gradient_after_an_evaluation_is_kept_with_what_came_before(owned, packed, make_layer, assert_close):
-    layer = make_layer(packed=packed)
-    if owned:
-        before = layer.attach(False)
-        Owner(layer.params, "post-accumulate hook")
-    else:
-        buffer, before = fusedmlp.MainGradBuffer(layer.params), [torch.zeros_like(p) for p in layer.params]
-    layer.backward(1)
-    evaluate(layer)
-    for seed in (2, 3):
-        plain(layer, seed).backward()
-    expected = plus(before, layer.wgrads(1), of_plain(layer, 2, 3))
-    if owned:
-        assert_close(layer.main_grads(), expected)
-    else:
-        with buffer.as_grad():
-            assert_close(layer.grads(), expected)
-
-
-@PACKED
-def test_nothing_of_an_evaluation_is_left_in_the_next_step(packed, make_layer, assert_close):
-    layer = make_layer(packed=packed)
-    layer.attach(False)
-    Owner(layer.params, "post-accumulate hook")
-    evaluate(layer)
-    plain(layer, 4).backward()
-    start_of_step(layer, first=True)
-    for seed in (1, 2):
-        backward(layer, seed, plain_first=False, first=seed == 1)
-    assert_close(layer.main_grads(), plus(layer.wgrads(1, 2), of_plain(layer, 1, 2)))
 
 
 def run_in_megatron(overlap):

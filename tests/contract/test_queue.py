@@ -97,7 +97,7 @@ def test_micro_batches_equal_plain_autograd(case, layout, fuse, kind, packed, wg
         initial = layer.attach(False)
         before = before if "first" in case else initial
     for seed in (1, 2, 3):
-        layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in case and seed == 1)
+        layer.backward(seed, wgrad_queue=queue, overwrites="first" in case and seed == 1)
     queue.run()
     assert_close(layer.main_grads() if "main_grad" in case else layer.grads(), plus(before, layer.wgrads(1, 2, 3)))
     assert len(wgrad_gemms.calls) == len(layer.groups) * (1 if fuse else 3)
@@ -160,12 +160,12 @@ def test_a_gradient_that_a_second_queue_kept_from_an_earlier_step_is_refused(
 ):
     layer, first, second = make_layer(kind, packed), fusedmlp.WgradQueue(), fusedmlp.WgradQueue()
     layer.attach()
-    layer.backward(1, wgrad_queue=first, is_first_microbatch=True)
+    layer.backward(1, wgrad_queue=first, overwrites=True)
     layer.backward(2, wgrad_queue=second)
     first.run()  # the step forgets the second queue
-    layer.backward(3, wgrad_queue=first if delayed else None, is_first_microbatch=True)
+    layer.backward(3, wgrad_queue=first if delayed else None, overwrites=True)
     first.run()
-    with pytest.raises(RuntimeError, match=r"expected gradients of the step that began with is_first_microbatch=True"):
+    with pytest.raises(RuntimeError, match="expected gradients of the backward that overwrote main_grad, or"):
         second.run()
     second.clear()
     layer.backward(4, wgrad_queue=second)
@@ -247,19 +247,16 @@ def test_a_module_moved_to_bf16_between_micro_batches(kind, packed, target, fuse
 
 @pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("linear", False), ("moe", True)])
 @FUSE
-@pytest.mark.parametrize("by", ["call", "parameter"])
 @pytest.mark.parametrize(("overwriting", "left"), [((1, 3), (3, 4)), ((1, 2), (2, 3, 4)), ((3,), (3, 4)), ((4,), (4,))])
 def test_an_overwrite_amid_a_queue_erases_what_came_before(
-    overwriting, left, by, fuse, kind, packed, make_layer, assert_close
+    overwriting, left, fuse, kind, packed, make_layer, assert_close
 ):
     layer, queue = make_layer(kind, packed), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     layer.attach()
     for main in layer.main_grads():
         main.fill_(float("nan"))
     for seed in (1, 2, 3, 4):
-        for param in layer.params:
-            param.overwrite_main_grad = by == "parameter" and seed in overwriting
-        layer.backward(seed, wgrad_queue=queue, is_first_microbatch=by == "call" and seed in overwriting)
+        layer.backward(seed, wgrad_queue=queue, overwrites=seed in overwriting)
     queue.run()
     assert_close(layer.main_grads(), layer.wgrads(*left))
 
@@ -394,7 +391,7 @@ def test_a_weight_that_moved_to_another_device_before_the_run_is_refused(monkeyp
 def test_an_addition_that_a_queued_overwrite_would_erase_is_refused(packed, make_layer, assert_close):
     layer, queue = make_layer("mlp", packed), fusedmlp.WgradQueue()
     layer.attach()
-    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    layer.backward(1, wgrad_queue=queue, overwrites=True)
     with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad"):
         layer.backward(2)
     queue.run()
@@ -406,7 +403,7 @@ def test_the_second_of_two_queued_overwrites_is_still_guarded(make_layer):
     layer, queues = make_layer(), [fusedmlp.WgradQueue(), fusedmlp.WgradQueue()]
     layer.attach()
     for seed, queue in enumerate(queues):
-        layer.backward(seed, wgrad_queue=queue, is_first_microbatch=True)
+        layer.backward(seed, wgrad_queue=queue, overwrites=True)
     queues[0].run()
     with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad"):
         layer.backward(2)
@@ -416,7 +413,7 @@ def test_the_second_of_two_queued_overwrites_is_still_guarded(make_layer):
 def test_a_dropped_queue_overwrites_nothing(make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     before = layer.attach()
-    layer.backward(1, wgrad_queue=queue, is_first_microbatch=True)
+    layer.backward(1, wgrad_queue=queue, overwrites=True)
     with pytest.warns(
         RuntimeWarning,
         match=r"wait in it, 2 of them, which are lost \(fc1_weight, fc2_weight\)",
@@ -451,7 +448,7 @@ def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, 
     if "main_grad" in target:
         before = before if "first" in target and layer.attach() else layer.attach()
     for seed in (1, 2):
-        layer.backward(seed, wgrad_queue=queue, is_first_microbatch="first" in target and seed == 1)
+        layer.backward(seed, wgrad_queue=queue, overwrites="first" in target and seed == 1)
     opens, calls = Route.open, []
 
     def breaks(route, latest):

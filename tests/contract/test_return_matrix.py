@@ -24,20 +24,20 @@ class Row(NamedTuple):
     main_grad: bool
     attribute: bool | None  # value of grad_added_to_main_grad before backward; None: the attribute is absent
     delayed: bool
-    overwrite: str | None  # None, "parameter" or "call"
+    overwrite: bool  # overwrite_main_grad
     grad: str  # .grad after backward: "wgrad", "None" or "zeros"
 
 
 ROWS = [
-    Row("plain", False, ABSENT, False, None, "wgrad"),
-    Row("delayed", False, ABSENT, True, None, "None"),
+    Row("plain", False, ABSENT, False, False, "wgrad"),
+    Row("delayed", False, ABSENT, True, False, "None"),
     *(
         Row(
             " + ".join(
                 ["delayed"] * delayed
                 + ["main_grad"]
                 + [{None: "no attribute", False: "attribute False", True: "attribute True"}[attribute]]
-                + ([] if overwrite is None else [f"overwrite by {overwrite}"])
+                + ["overwrite_main_grad"] * overwrite
             ),
             True,
             attribute,
@@ -45,7 +45,7 @@ ROWS = [
             overwrite,
             "None" if attribute is ABSENT else "zeros",
         )
-        for overwrite in (None, "parameter", "call")
+        for overwrite in (False, True)
         for delayed in (False, True)
         for attribute in (ABSENT, False, True)
     ),
@@ -66,13 +66,9 @@ def observe(row: Row, layer: Any, assert_close: Any, mode: str = "auto") -> Seen
     """Run one case; compare tensors, and name what they hold. Raises if parameters differ, or no name fits."""
     before = layer.attach(row.attribute) if row.main_grad else []
     options: dict[str, Any] = {"accumulate_wgrad": mode}
-    if row.overwrite == "parameter":
-        for param in layer.params:
-            param.overwrite_main_grad = True
-    elif row.overwrite == "call":
-        options["is_first_microbatch"] = True
     if row.overwrite:
         for param in layer.params:
+            param.overwrite_main_grad = True
             param.main_grad.fill_(float("nan"))
         before = [torch.full_like(b, float("nan")) for b in before]
     queue = options["wgrad_queue"] = fusedmlp.WgradQueue() if row.delayed else None
@@ -151,7 +147,7 @@ def test_the_whole_matrix(make_layer, assert_close):
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     assert not wrong
-    assert len({row.case for row in ROWS}) == len(lines) - 2 == 20
+    assert len({row.case for row in ROWS}) == len(lines) - 2 == 14
 
 
 @LAYERS
@@ -198,20 +194,18 @@ def test_a_false_overwrite_main_grad_adds(value, make_layer, assert_close):
     layer = make_layer()
     before = layer.attach()
     for param in layer.params:
-        param.overwrite_main_grad = False
-    layer.backward(is_first_microbatch=value)
+        param.overwrite_main_grad = value
+    layer.backward()
     assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(), strict=True)])
 
 
-@pytest.mark.parametrize("overwrite", ["parameter", "call"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_overwriting_stores_exact_zeros_for_experts_without_tokens(packed, overwrite, make_layer):
+def test_overwriting_stores_exact_zeros_for_experts_without_tokens(packed, make_layer):
     layer = make_layer("mlp", packed)
     layer.attach()
     for param in layer.params:
         param.main_grad.fill_(float("nan"))
-        param.overwrite_main_grad = overwrite == "parameter"
-    layer.backward(is_first_microbatch=overwrite == "call")
+    layer.backward(overwrites=True)
     for group in layer.groups:
         idle = group[0].main_grad[1] if packed else group[1].main_grad
         assert torch.equal(idle, torch.zeros_like(idle))
@@ -261,7 +255,7 @@ def test_delayed_adds_to_an_existing_grad_in_place(kind, packed, mode, make_laye
 def test_off_ignores_main_grad(make_layer, assert_close):
     layer = make_layer()
     before = layer.attach(False)
-    layer.backward(accumulate_wgrad="off", is_first_microbatch=True)
+    layer.backward(accumulate_wgrad="off", overwrites=True)
     assert_close(layer.grads(), layer.wgrads())
     assert all(torch.equal(m, b) for m, b in zip(layer.main_grads(), before, strict=True))
     assert [p.grad_added_to_main_grad for p in layer.params] == [False, False]

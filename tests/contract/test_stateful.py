@@ -42,9 +42,9 @@ class Steps(World, RuleBasedStateMachine):
         if hasattr(self, "patch"):
             self.patch.undo()
 
-    @rule(target=graphs, specs=TERMS, first=st.booleans())
-    def forward(self, specs, first):
-        return self.make(specs, first)
+    @rule(target=graphs, specs=TERMS)
+    def forward(self, specs):
+        return self.make(specs)
 
     # Backward
 
@@ -80,10 +80,10 @@ class Steps(World, RuleBasedStateMachine):
             return None  # its backward runs no weight-gradient GEMM
         return fault
 
-    @rule(microbatches=st.lists(st.tuples(TERMS, st.booleans(), FAULTS), min_size=1, max_size=3))
+    @rule(microbatches=st.lists(st.tuples(TERMS, FAULTS), min_size=1, max_size=3))
     def microbatches(self, microbatches):
-        for specs, first, fault in microbatches:
-            self.run_backward(self.make(specs, first), fault, keep=False, some=False)
+        for specs, fault in microbatches:
+            self.run_backward(self.make(specs), fault, keep=False, some=False)
 
     @rule(
         graph=graphs,
@@ -118,7 +118,7 @@ class Steps(World, RuleBasedStateMachine):
     def between(self, what, specs, flag, ends):
         actions = {"evaluate": self.evaluate, "forward that fails": self.forward_that_fails}
         if what in actions:
-            actions[what](specs, flag)
+            actions[what](specs)
         elif what == "clear":
             self.both(self.model.clear, self.queue.clear)
         elif what == "zero" or self.buffer is None:
@@ -129,19 +129,19 @@ class Steps(World, RuleBasedStateMachine):
             self.step(flag, ends)
         self.check()
 
-    def evaluate(self, specs, first):
+    def evaluate(self, specs):
         def model():
             for spec in specs:
-                self.model.forward(self.model_term(spec, first), grad_enabled=False)
+                self.model.forward(self.model_term(spec))
 
         @torch.no_grad()
         def real():
             for i, spec in enumerate(specs):
-                self.real_term({**spec, "checkpointed": False}, first, i)
+                self.real_term({**spec, "checkpointed": False}, i)
 
         self.both(model, real)
 
-    def forward_that_fails(self, specs, first):
+    def forward_that_fails(self, specs):
         def fails(*_):
             raise ValueError("fails")
 
@@ -152,8 +152,8 @@ class Steps(World, RuleBasedStateMachine):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(ops, op, fails)
                 with pytest.raises(ValueError, match="fails"):
-                    self.real_term(specs[0], first, 0)
-        self.model.forward(self.model_term(specs[0], first=False))  # plain gradients are caught from then on
+                    self.real_term(specs[0], 0)
+        self.model.forward(self.model_term(specs[0]))  # plain gradients are caught from then on
 
     def autograd_grad(self, graph):
         """`autograd.grad` returns the gradients and changes nothing, but removes dummies, which cannot be added to."""

@@ -9,7 +9,7 @@ import torch
 import fusedmlp
 from fusedmlp.contract import states
 from fusedmlp.contract.parameter_state import ParameterState, state_of
-from fusedmlp.contract.states import GRADIENT, LENT, STALE, STEPPED, TRANSITIONS, UNSURE, ZEROS, Event, Holds
+from fusedmlp.contract.states import GRADIENT, LENT, STALE, STEPPED, TRANSITIONS, ZEROS, Event, Holds
 from fusedmlp.operators import ops
 
 CONTRACT = Path(states.__file__).parent
@@ -31,10 +31,6 @@ class Life:
             self.buffer = fusedmlp.MainGradBuffer([self.param], optimizer=optimizer)
         self.layer(self.layer.batch(1)[0])  # plain gradients are caught from now on
 
-    def forward(self, first=True, grad_enabled=True):
-        with torch.set_grad_enabled(grad_enabled):
-            self.layer(self.layer.batch(1)[0], is_first_microbatch=first)
-
     def plain(self):
         (3 * self.param).sum().backward()
 
@@ -44,17 +40,15 @@ class Life:
 
     def reach(self, holds):
         """Bring the weight to a state; with an optimizer, its `.grad` is None then."""
-        if holds in (STEPPED, GRADIENT, UNSURE) and self.owner != "attributes":
+        if holds in (STEPPED, GRADIENT) and self.owner != "attributes":
             self.layer.backward(1)
         if holds is STEPPED:
             self.step()
         elif holds is LENT:
             with self.buffer.as_grad():
                 pass
-        elif holds is UNSURE:
-            self.forward(grad_enabled=False)
         elif holds is STALE:
-            self.forward() if self.buffer is None else self.buffer.zero_()
+            self.buffer.zero_()
         if self.owner == "optimizer":
             self.optimizer.zero_grad()
         assert state_of(self.param).holds is holds
@@ -62,10 +56,6 @@ class Life:
     def attach(self):
         del self.param.main_grad
         fusedmlp.MainGradBuffer([self.param])
-
-    def evaluate_beside_a_gradient(self):
-        self.param.grad = torch.ones_like(self.param)
-        self.forward(grad_enabled=False)
 
     def catch(self):
         self.plain()
@@ -95,21 +85,14 @@ def lives():
         yield "buffer", holds, lambda life, _: life.layer.backward(1)
         yield "buffer", holds, lambda life, _: life.catch()
         yield "buffer", holds, lambda life, _: life.step()
-        yield "buffer", holds, lambda life, _: life.forward()
-        yield "buffer", holds, lambda life, _: life.forward(grad_enabled=False)
         yield "buffer", holds, lambda life, _: life.attach()
-    for holds in (GRADIENT, STALE, UNSURE):
-        yield "attributes", holds, lambda life, _: life.attach()
-        yield "attributes", holds, lambda life, _: life.forward()
-        yield "attributes", holds, lambda life, _: life.forward(grad_enabled=False)
-    for holds in (GRADIENT, ZEROS, STEPPED, UNSURE, STALE):
+    yield "attributes", GRADIENT, lambda life, _: life.attach()
+    for holds in (GRADIENT, ZEROS, STEPPED, STALE):
         yield "optimizer", holds, lambda life, _: life.buffer.norm()
-        yield "optimizer", holds, lambda life, _: life.forward()
         yield "optimizer", holds, lambda life, _: life.step_by_hand()
         yield "optimizer", holds, lambda life, _: life.layer.backward(1)
     yield "buffer", STALE, lambda life, monkeypatch: life.fail(monkeypatch)
     yield "buffer", STALE, lambda life, monkeypatch: life.fail(monkeypatch, zeroed=True)
-    yield "optimizer", STALE, lambda life, _: life.evaluate_beside_a_gradient()
 
 
 def test_public_calls_take_every_transition_of_the_table(make_layer, monkeypatch):

@@ -161,8 +161,8 @@ def test_three_micro_batches_equal_plain_autograd(kind, packed, layout, mode, ma
     layer = make_layer(kind, packed, layout=layout)
     if mode == "main_grad":
         layer.attach(False)
-    layer.backward(1, accumulate_wgrad=mode, is_first_microbatch=True)
-    layer.backward(2, 3, accumulate_wgrad=mode, is_first_microbatch=False)
+    layer.backward(1, accumulate_wgrad=mode, overwrites=True)
+    layer.backward(2, 3, accumulate_wgrad=mode)
     assert_close(layer.main_grads() if mode == "main_grad" else layer.grads(), layer.wgrads(1, 2, 3))
 
 
@@ -172,8 +172,8 @@ def test_an_unused_output_leaves_everything_alone(kind, packed, make_layer):
     before = layer.attach(False)
     x, _ = layer.batch(1)
     x.requires_grad_()
-    layer(x, is_first_microbatch=True)
-    layer(x, is_first_microbatch=True)
+    layer(x)
+    layer(x)
     (x[:3].sum() * 2).backward()
     assert all(torch.equal(m, b) for m, b in zip(layer.main_grads(), before, strict=True))
     assert all(p.grad is None and p.grad_added_to_main_grad is False for p in layer.params)

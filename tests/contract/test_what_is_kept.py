@@ -46,14 +46,14 @@ def plain_alone(layer):
 
 def delayed(layer):
     queue = fusedmlp.WgradQueue(fuse_microbatches=True)
-    layer.backward(1, 2, wgrad_queue=queue, is_first_microbatch=True)
+    layer.backward(1, 2, wgrad_queue=queue, overwrites=True)
     queue.run()
 
 
 def checkpointed(layer):
-    """The plain gradient comes first, while it is not known whether the other will overwrite."""
+    """The plain gradient comes first."""
     x, dy = layer.batch(1)
-    y = checkpoint(partial(layer, is_first_microbatch=True), x.requires_grad_(), use_reentrant=True)
+    y = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
     ((y * dy).nansum() + plain(layer)).backward()
 
 
@@ -63,15 +63,6 @@ def overwriting(layer):
     checkpointed(layer)
     for param in layer.params:
         param.overwrite_main_grad = False
-
-
-def evaluated(layer):
-    with torch.no_grad():
-        layer(layer.batch(1)[0], is_first_microbatch=True)
-    plain_alone(layer)
-    for param in layer.params:
-        param.main_grad.zero_()
-    layer(layer.batch(1)[0], is_first_microbatch=True)
 
 
 def failing(layer):
@@ -92,12 +83,11 @@ def compiled(layer):
     x, dy = layer.batch(1)
     run = torch.compile(forward, fullgraph=True, backend="aot_eager")
     run(layer, x).backward(dy)
-    inner = partial(run, layer, is_first_microbatch=True)
-    y = checkpoint(inner, x.requires_grad_(), use_reentrant=True)
+    y = checkpoint(partial(run, layer), x.requires_grad_(), use_reentrant=True)
     ((y * dy).nansum() + plain(layer)).backward()
 
 
-EAGER = [fused, fused_and_plain, plain_alone, delayed, checkpointed, overwriting, evaluated, failing, asked_for]
+EAGER = [fused, fused_and_plain, plain_alone, delayed, checkpointed, overwriting, failing, asked_for]
 
 
 @pytest.mark.sparse
@@ -148,7 +138,7 @@ def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_
     else:
         layer.attach(False)
     for _ in range(2):
-        layer.backward(1, is_first_microbatch=True)
+        layer.backward(1, overwrites=True)
         train(layer)
     if owner == "buffer":
         buffer.norm()
@@ -173,7 +163,7 @@ def test_a_parameter_in_the_place_of_another_starts_anew(make_layer, assert_clos
         seen |= {id(p) for p in layer.params}
         layer.backward(1)
         assert_close(layer.main_grads(), [b + w for b, w in zip(before, wanted, strict=True)])
-        layer(layer.batch(1)[0], is_first_microbatch=True)  # the next gradient would overwrite
+        layer(layer.batch(1)[0])
         del layer, before
     assert len(seen) < 40
 
@@ -221,27 +211,3 @@ def test_parameters_without_main_grad_can_be_swapped_after_a_step(mode, packed):
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     assert module(x.bfloat16(), [3, 0, 2]).dtype == torch.bfloat16
-
-
-def test_nothing_of_a_weights_size_is_kept_where_each_backward_overwrites(make_layer):
-    """After an evaluation plain gradients are kept until it is known whether the fused one overwrites; here it does."""
-    layer = make_layer(hidden=13, ffn=17)
-    layer.attach(False)
-    for param in layer.params:
-        param.overwrite_main_grad = True
-
-    def count():
-        shapes = {param.shape for param in layer.params}
-        return sum(type(t) is torch.Tensor and t.shape in shapes for t in gc.get_objects())
-
-    def step():
-        with torch.no_grad():
-            layer(layer.batch(1)[0], is_first_microbatch=True)
-        plain_alone(layer)
-        for param in layer.params:
-            param.grad = None
-
-    before = count()
-    step()
-    assert count() == before
-    assert [torch.equal(main, 2 * p) for p, main in zip(layer.params, layer.main_grads(), strict=True)] == [True] * 2

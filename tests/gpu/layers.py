@@ -91,6 +91,7 @@ class Layer:
             start = float("nan") if case.mode == "overwrite" else self.initial
             flat = torch.full((param.numel() + 1,), start, device=device)
             param.main_grad = flat[int(case.misaligned) :][: param.numel()].view(param.shape)
+            param.overwrite_main_grad = case.mode == "overwrite"
         self.count_tensor = torch.tensor(counts, device=device)
         self.ids = torch.empty(self.probs.shape, dtype=torch.int64, device=device)
         self.load(counts)
@@ -117,7 +118,6 @@ class Layer:
             "activation": fusedmlp.Activation("swiglu", **self.case.options),
             "weight_layout": self.case.layout,
             "wgrad_queue": queue,
-            "is_first_microbatch": self.case.mode == "overwrite",
             "impl": impl,
         }
         if self.case.top_k:

@@ -19,7 +19,9 @@ def run(fuse, *, first=False):
     buffer = fusedmlp.MainGradBuffer(layer.parameters())
     buffer.flat.normal_()
     queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
-    for i, counts in enumerate(COUNTS):
+    if first:
+        buffer.zero_()
+    for counts in COUNTS:
         x, dy = torch.randn(2, sum(counts), HIDDEN, device=DEVICE)
         y = fusedmlp.grouped_mlp(
             x,
@@ -27,7 +29,6 @@ def run(fuse, *, first=False):
             layer.fc2.weight,
             torch.tensor(counts, device=DEVICE),
             wgrad_queue=queue,
-            is_first_microbatch=first and i == 0,
             impl="triton",
         )
         y.backward(dy)

@@ -20,8 +20,6 @@ class Term:
     mode: str = "auto"
     delayed: bool = False
     checkpointed: bool = False  # reentrant: its backward runs inside another
-    first: bool = False
-    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,39 +57,18 @@ class Model:
         self.grad = [None for _ in count]
         self.dummy = [False for _ in count]  # .grad is an expanded zero
         self.flag = [False for _ in count]
-        self.armed = [None for _ in count]  # True: the next gradient overwrites; False: a no_grad forward said so
-        self.plain = [None for _ in count]  # gradients of plain PyTorch while `armed` was False
-        # Contents of a buffer's main_grad: "gradient", "zeros", "stepped", "stale", or "unsure" if it came in a step.
+        # Contents of a buffer's main_grad: "gradient", "zeros", "stepped" or "stale".
         self.status = ["zeros" for _ in count]
         self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False
-        self.order, self.began = 0, [0 for _ in count]  # `began`: that of the last gradient that overwrote
+        self.order = 0
 
     # Forward
 
-    def forward(self, term, *, grad_enabled=True):
+    def forward(self, term):
         for p in (p for params in term.weights for p in params if term.mode == "auto" and self.has_main):
             if self.has_flag:
                 self.caught.add(p)
-            if term.first and self.buffer:
-                self._begin(p, grad_enabled and not term.checkpointed)
-            elif term.first:
-                self.armed[p] = True if grad_enabled and not term.checkpointed else bool(self.armed[p])
-                self.plain[p] = None
-
-    def _begin(self, p, grad_enabled):
-        begun = self.stale(p) or self.status[p] == "zeros"
-        if begun:
-            self.status[p] = "stale"
-        if begun or self.status[p] == "stepped" or grad_enabled:
-            stepped = [q for q, status in enumerate(self.status) if status == "stepped"]
-            which = stepped if begun or self.status[p] == "stepped" else range(len(self.zeros))
-            if any(q in queued.params for queued in self.queue for q in which):
-                raise RuntimeError
-            for q in which:
-                self.status[q], self.flag[q], self.grad[q], self.dummy[q] = "stale", False, None, False
-        else:
-            self.status[p] = "unsure"
 
     def stale(self, p):
         return self.grad[p] is None if self.grad_is_main else self.status[p] == "stale"
@@ -99,11 +76,8 @@ class Model:
     # Backward; the state after one that fails is not specified
 
     def backward(self, terms, fault=None, inputs=None):
-        self.arrived, self.running = [None for _ in self.zeros], object()
+        self.running = object()
         self._run(list(enumerate(terms)), fault, inputs)
-        for p, plain in enumerate(self.arrived):
-            if plain is not None and self.plain[p] is not None:  # no first micro-batch came to overwrite
-                self.main[p] = self.main[p] + plain
 
     def _run(self, terms, fault, inputs):
         """One run of the engine."""
@@ -116,10 +90,7 @@ class Model:
             if inputs is not None and not edges:
                 continue
             if term.checkpointed:
-                stepped = {p for p, status in enumerate(self.status) if status == "stepped" and not self.stale(p)}
-                if term.first and self.buffer and term.mode == "auto" and any(stepped & {*ps} for ps in term.weights):
-                    raise RuntimeError  # a step that would begin inside this backward
-                self._run([(i, replace(term, checkpointed=False, recomputed=True))], fault, None)
+                self._run([(i, replace(term, checkpointed=False))], fault, None)
                 continue
             if place == "before":
                 raise Boom
@@ -164,40 +135,27 @@ class Model:
 
     def _decide(self, term, params, into):
         later = self.buffer and term.delayed
-        overwrites = {p for p in params if into == "main" and not later and self._take(p, term)}
+        overwrites = {p for p in params if into == "main" and not later and self._take(p)}
         if term.delayed:
             into = into or "grad"
         elif term.mode == "grad":
             into = "grad"
         if into == "grad" and any(self.dummy[p] for p in params):
             raise ValueError
-        if into == "main" and not term.delayed and any(p in q.overwrites for q in self.queue for p in params):
-            raise RuntimeError
         fresh = {p for p in params if into == "grad" and not term.delayed and self.grad[p] is None}
         return Queued(params, {p: term.grads[p] for p in params}, into, overwrites, term, fresh)
 
-    def _take(self, p, term):
-        if self.buffer:
-            if self.status[p] == "unsure" and term.first and term.recomputed:
-                raise RuntimeError
-            stale, self.status[p] = self.stale(p), "gradient"
-            return stale
-        if self.armed[p] is None:
+    def _take(self, p):
+        if not self.buffer:
             return False
-        if not self.armed[p] and not (term.first and term.recomputed):
-            raise RuntimeError
-        self.armed[p] = None
-        if self.plain[p] is None:
-            return True
-        self.main[p], self.plain[p] = self.plain[p], None
-        return False
+        stale, self.status[p] = self.stale(p), "gradient"
+        return stale
 
     def _write(self, queued):
         """Apply the effect of a weight-gradient GEMM to the gradients that are there."""
         for p in queued.params:
             if queued.into == "main":
                 self.main[p] = queued.grads[p] + (0 if p in queued.overwrites else self.main[p])
-                self.began[p] = queued.order if p in queued.overwrites else self.began[p]
                 if self.grad_is_main:
                     self.grad[p] = self.main[p]
             elif queued.into == "grad" and self.grad[p] is not None:
@@ -212,8 +170,6 @@ class Model:
 
     def _land(self, p, total):
         """Add a gradient that autograd itself accumulates."""
-        if p in self.caught and any(p in q.overwrites for q in self.queue):
-            raise RuntimeError
         if self.grad_is_main:
             self.main[p], self.status[p] = total + (0 if self.stale(p) else self.main[p]), "gradient"
             self.grad[p] = self.main[p]
@@ -221,14 +177,8 @@ class Model:
         if self.buffer and p in self.caught and (self.flag[p] or self.stale(p)):
             self.main[p], self.status[p] = total + (0 if self.stale(p) else self.main[p]), "gradient"
             self.flag[p], total = True, self.zeros[p]
-        elif p in self.caught and (self.flag[p] or self.armed[p] is not None):
-            if self.armed[p] is False:
-                self.plain[p] = total + (0 if self.plain[p] is None else self.plain[p])
-                self.arrived[p] = total
-            else:
-                self.main[p] = total + (0 if self.armed[p] else self.main[p])
-                self.armed[p] = None
-            self.flag[p], total = True, self.zeros[p]
+        elif p in self.caught and self.flag[p]:
+            self.main[p], total = total + self.main[p], self.zeros[p]
         if self.dummy[p]:
             if p not in self.caught:
                 raise RuntimeError
@@ -249,15 +199,12 @@ class Model:
             batch = list(self._batch())
             if first.into == "grad" and any(self.dummy[p] for p in first.params):
                 raise ValueError
-            added = [p for p in first.params if first.into == "main" and p not in first.overwrites]
-            if not self.buffer and any(first.order < self.began[p] for p in added):
-                raise RuntimeError  # of a step that is over
             self.broken = fault is not None and fault[0] == gemms
             if self.broken and not fault[1]:
                 raise Boom
             fresh = [p for p in first.params if first.into == "grad" and self.grad[p] is None]
             if self.buffer and first.into == "main":
-                first.overwrites = {p for p in first.params if self._take(p, first.term)}
+                first.overwrites = {p for p in first.params if self._take(p)}
             for queued in batch:
                 self._write(queued)
             if self.broken:

@@ -32,29 +32,27 @@ class Model(torch.nn.Module):
         self.mlp, self.linear = fusedmlp.GroupedMLP(3, 8, 6), fusedmlp.GroupedLinear(3, 8, 8, packed=False)
         self.use_reentrant = use_reentrant
 
-    def layers(self, x, **options):
-        y = self.linear(self.mlp(x, counts, **options), counts, **options)
-        return y + self.mlp.forward_tokens(x[:3], ids, x[:3, :2].sigmoid(), **options).sum()
+    def layers(self, x):
+        y = self.linear(self.mlp(x, counts), counts)
+        return y + self.mlp.forward_tokens(x[:3], ids, x[:3, :2].sigmoid()).sum()
 
-    def forward(self, x, **options):
+    def forward(self, x):
         x = torch.nn.functional.gelu(self.first(x))
         if self.use_reentrant is None:
-            y = self.layers(x, **options)
+            y = self.layers(x)
         else:
-            y = checkpoint(self.layers, x, use_reentrant=self.use_reentrant, **options)
+            y = checkpoint(self.layers, x, use_reentrant=self.use_reentrant)
         return self.last(x + y).square().mean() + self.mlp.fc1.weight.square().sum()  # and by plain PyTorch
 
 
-def gradients(model, call, begins_steps, whole_step):
+def gradients(model, call, whole_step):
     buffer = fusedmlp.MainGradBuffer([*model.mlp.parameters(), *model.linear.parameters()])
     found = []
     for step in range(2):
-        if begins_steps:
-            buffer.zero_()
+        buffer.zero_()
         for micro_batch in range(2):
             x = torch.randn(7, 8, generator=torch.Generator().manual_seed(10 * step + micro_batch))
-            options = {} if begins_steps else {"is_first_microbatch": micro_batch == 0}
-            loss = call(x, **options)
+            loss = call(x)
             if not whole_step:
                 loss.backward()
         assert all(p.grad_added_to_main_grad and not p.grad.any() for p in model.mlp.parameters())
@@ -63,27 +61,21 @@ def gradients(model, call, begins_steps, whole_step):
 
 
 def whole(model):
-    def step(x, **options):
-        model(x, **options).backward()
+    def step(x):
+        model(x).backward()
 
     return step
 
 
 torch.manual_seed(0)
-for use_reentrant, begins_steps, whole_step in [
-    (None, True, True),
-    (None, False, False),
-    (False, False, True),
-    (False, True, False),
-    (True, True, True),
-]:
+for use_reentrant, whole_step in [(None, True), (None, False), (False, True), (False, False), (True, True)]:
     model = Model(use_reentrant)
     other = copy.deepcopy(model)
     torch._dynamo.reset()
     counters.clear()
     call = whole(other) if whole_step else other
-    found = gradients(other, torch.compile(call, backend="aot_eager"), begins_steps, whole_step)
-    expected = gradients(model, whole(model) if whole_step else model, begins_steps, whole_step)
+    found = gradients(other, torch.compile(call, backend="aot_eager"), whole_step)
+    expected = gradients(model, whole(model) if whole_step else model, whole_step)
     assert counters["stats"]["unique_graphs"] >= 1, "nothing was compiled"
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right)

@@ -45,12 +45,6 @@ class Destination:
         that require grad, until they have passed once. `open` and `refuse_late` must find the same.
         """
 
-    def begin_step(self, weights: Sequence[Tensor], recomputing: bool) -> None:
-        """Begin a step, after a forward with `is_first_microbatch=True` has succeeded.
-
-        `recomputing`: the forward was inside a backward, as a checkpoint's recomputation, or called there by itself.
-        """
-
     def refuse_late(self, route: WeightGradient) -> None:
         """Raise in backward, before a gradient is queued, for what `open` would when the queue runs, and for hooks that
         run before (`checks.refuse_late_hooks`).

@@ -22,7 +22,6 @@ from fusedmlp.contract.destinations.destination import Destination, Targets
 from fusedmlp.contract.dummy import set_dummy_wgrad
 from fusedmlp.contract.overwrite import (
     adopt_plain_gradient,
-    expect_overwrite,
     give_back_overwrite,
     refuse_other_writers,
     takes_overwrite,
@@ -66,10 +65,6 @@ class MainGrad(Destination):
             raise no_main_grad(label(place))
         check(param, target, "main_grad", place)
         return target
-
-    def begin_step(self, weights: Sequence[Tensor], recomputing: bool) -> None:
-        """Let the next gradient of each weight overwrite."""
-        expect_overwrite(weights, recomputing)
 
     def refuse_late(self, route: WeightGradient) -> None:
         """Refuse what `open` would, and hooks that would run too early; decide about overwriting, except in buffers.
@@ -163,12 +158,12 @@ def _are_right(params: Sequence[Tensor], targets: Sequence[Any]) -> bool:
 
 def settle_overwrite(route: WeightGradient, leaf: Leaf, main_grad: Tensor | None) -> None:
     """Decide whether the gradient overwrites `main_grad`; in backward, also adopt a plain gradient."""
-    i, param, state = leaf
+    _, param, state = leaf
     assert main_grad is not None  # a leaf has one
     grad: Tensor | None = param.grad
     lent = state.grad_is_main or state.lent is not None
     may_overwrite = lent or state.holds is not GRADIENT or hasattr(param, "overwrite_main_grad")
-    if may_overwrite and takes_overwrite(param, state, route.place(i), route.recomputes_first_microbatch, main_grad):
+    if may_overwrite and takes_overwrite(param, state):
         route.overwrites.add(id(param))
     in_backward = not route.delayed or state.buffer is None
     if (
