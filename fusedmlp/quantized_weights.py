@@ -19,8 +19,7 @@ from fusedmlp.validate import ExpertWeight, Input, Options
 class QuantizedWeights(NamedTuple):
     """Copies of both weights of an MLP, from `quantize_weights`.
 
-    Of 8 bits: `WeightCopies`, two bytes and their scales for each weight. Of 16 bits: for each weight one packed tensor
-    `[E, out, in]`, given twice, for forward and backward.
+    In 8 bits: `WeightCopies`, two bytes and their scales for each weight. In 16 bits: one tensor `[E, out, in]` for each.
     """
 
     recipe: str
@@ -106,7 +105,7 @@ def _copies(weight: ExpertWeight, recipe: str, transposed: bool, impl: str) -> t
         return WeightCopies(*weight_copies.quantize(logical, recipe, impl))
     with torch.no_grad():
         copy = weight_copies.packed(weight.tensors, DTYPES[recipe])
-    return (copy.mT,) * 2 if transposed else (copy,) * 2
+    return (copy.mT if transposed else copy,)
 
 
 def copies_of(call: Call, weights: dict[str, ExpertWeight], options: Options) -> list[Tensor]:

@@ -174,8 +174,8 @@ class GroupedMLP(torch.autograd.Function):
     """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, row_ids, places, row_probs, *copies) -> y`.
 
     With row_ids, places and row_probs (of `types.RowOrder`), x, y and probs are per token: `[T, H]`, `[T, H]` and
-    `[T, K]`. If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2, for each
-    what multiplies in forward and then what does in backward.
+    `[T, K]`. If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2, each as
+    in `QuantizedWeights`. (A 16-bit copy is given once: Dynamo refuses a tensor that is two arguments.)
     """
 
     jvp = staticmethod(_no_forward_mode)
@@ -184,7 +184,7 @@ class GroupedMLP(torch.autograd.Function):
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; save the inputs and the pre-activation."""
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
-        forward1, _, forward2, _ = _quarters(copies)
+        forward1, _, forward2, _ = _by_pass(copies)
         rows, rows_scales, tokens, tokens_scales = x, None, x, None
         if call.saves_tokens:
             rows, rows_scales, tokens, tokens_scales = call.quantize_rows(x, offsets, fc1)
@@ -220,7 +220,7 @@ class GroupedMLP(torch.autograd.Function):
         call: Call = ctx.call
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *rest) = call.split(saved)
         *copies, h, x_scales, _ = rest
-        _, backward1, _, backward2 = _quarters(copies)
+        _, backward1, _, backward2 = _by_pass(copies)
         nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
@@ -269,10 +269,12 @@ class GroupedMLP(torch.autograd.Function):
         return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None, *[None] * len(copies))
 
 
-def _quarters(copies: list[Any]) -> list[list[Any]]:
-    """Copies of weights as `GroupedMLP` takes them, in four parts: of 8 bits two tensors each, of 16 bits one."""
-    size = len(copies) // 4
-    return [copies[i * size : (i + 1) * size] for i in range(4)]
+def _by_pass(copies: list[Any]) -> tuple[list[Any], ...]:
+    """Copies of fc1 in forward and in backward, then of fc2: in 8 bits two tensors each, in 16 bits one for both."""
+    if len(copies) == 8:
+        return copies[:2], copies[2:4], copies[4:6], copies[6:]
+    fc1, fc2 = copies[:1], copies[1:]
+    return fc1, fc1, fc2, fc2
 
 
 def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:

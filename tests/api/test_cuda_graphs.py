@@ -61,7 +61,9 @@ class Layer:
         for param in self.params:
             if mode == "grad":
                 param.grad = torch.ones_like(param)
-        if mode in ("main_grad", "overwrite"):
+            if mode == "overwrite":
+                param.main_grad = torch.ones_like(param)
+        if mode == "main_grad":
             fusedmlp.MainGradBuffer(self.params).flat.fill_(1)
         self.x, self.dy = torch.randn(2, 7, 4, device=DEVICE)
         self.x.requires_grad_()
@@ -78,9 +80,10 @@ class Layer:
         """Run two micro-batches, with a queue unless `fuse` is None; return the last output and all gradients."""
         queue = None if fuse is None else fusedmlp.WgradQueue(fuse_microbatches=fuse)
         for first in (True, False):
+            for param in self.params:
+                param.overwrite_main_grad = self.mode == "overwrite" and first
             options = {
                 "accumulate_wgrad": "main_grad" if self.mode == "overwrite" else self.mode,
-                "is_first_microbatch": self.mode == "overwrite" and first,
                 "wgrad_queue": queue,
                 "impl": impl,
             }

@@ -14,6 +14,7 @@ from fusedmlp import GroupedMLP, MainGradBuffer, grouped_linear, grouped_mlp
 
 X, FC1, FC2 = torch.randn(6, 4), torch.randn(2, 10, 4), torch.randn(2, 4, 5)
 COUNTS = [2, 4]
+IDS, TOP_K_WEIGHTS = torch.zeros(6, 2, dtype=torch.int64), torch.rand(6, 2)
 META = torch.device("meta")
 
 CASES = {
@@ -116,7 +117,6 @@ CASES = {
     ),
     "mode": ({"accumulate_wgrad": "yes"}, ValueError, r"accumulate_wgrad: expected one of 'auto', .*; got 'yes'"),
     "queue": ({"wgrad_queue": []}, TypeError, r"wgrad_queue: expected a fusedmlp.WgradQueue or None; got list"),
-    "first": ({"is_first_microbatch": "no"}, TypeError, "is_first_microbatch: expected True or False; got str 'no'"),
     "impl": ({"impl": "cuda"}, ValueError, r"impl: expected one of 'auto', 'triton', 'torch'; got 'cuda'"),
 }
 
@@ -129,6 +129,36 @@ def test_argument(case):
         grouped_mlp(**arguments)
 
 
+MODULE = GroupedMLP(2, 4, 5)
+CALLS = {
+    "grouped_mlp": lambda **given: grouped_mlp(X, FC1, FC2, COUNTS, **given),
+    "moe_experts": lambda **given: fusedmlp.moe_experts(X, IDS, TOP_K_WEIGHTS, FC1, FC2, **given),
+    "grouped_linear": lambda **given: grouped_linear(X, FC1, COUNTS, **given),
+    "GroupedMLP": lambda **given: MODULE(X, COUNTS, **given),
+    "GroupedMLP.forward_tokens": lambda **given: MODULE.forward_tokens(X, IDS, TOP_K_WEIGHTS, **given),
+    "GroupedLinear": lambda **given: MODULE.fc1(X, COUNTS, **given),
+}
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_removed_argument_names_what_replaced_it(call, value):
+    """Also where its value would have changed nothing."""
+    CALLS[call]()
+    with pytest.raises(TypeError) as error:
+        CALLS[call](is_first_microbatch=value)
+    message = str(error.value)
+    assert message.startswith("fusedmlp: got an unexpected keyword argument 'is_first_microbatch': a step of main_grad")
+    for successor in ("buffer.zero_()", "optimizer.zero_grad()", "param.overwrite_main_grad", "quantized_weights="):
+        assert successor in message
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_an_unknown_argument(call):
+    with pytest.raises(TypeError, match=r"^fusedmlp: got an unexpected keyword argument 'foo'$"):
+        CALLS[call](foo=None)
+
+
 def test_grouped_linear_names_its_own_arguments():
     with pytest.raises(ValueError, match=r"x: expected rows of 5 features, the in_features of weight with .*; got 4"):
         grouped_linear(X, FC2, COUNTS)
@@ -136,7 +166,6 @@ def test_grouped_linear_names_its_own_arguments():
         grouped_linear(X, FC1, COUNTS, bias=torch.randn(2, 9))
 
 
-IDS, TOP_K_WEIGHTS = torch.zeros(6, 2, dtype=torch.int64), torch.rand(6, 2)
 MOE_CASES = {
     "x rank": (
         {"hidden_states": X[None]},

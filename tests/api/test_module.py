@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from fusedmlp import Activation, GroupedLinear, GroupedMLP, MainGradBuffer, moe_experts
+from fusedmlp.autograd import weight_copies
 from fusedmlp.doctor import reference
 from fusedmlp.doctor.tolerance import assert_close
+from fusedmlp.operators import torch_products
 
 
 def make(packed, **options):
@@ -170,16 +172,43 @@ def test_forward_tokens(options, packed):
             torch.testing.assert_close(parameter.main_grad, other.main_grad, msg=name)
 
 
-def test_forward_tokens_begins_a_step_with_the_first_microbatch():
-    module = make(True)
-    MainGradBuffer(module.parameters())
-    sums = []
-    for first in (True, False, True):
-        tokens = torch.ones(6, 4)
-        module.forward_tokens(tokens, IDS, torch.ones(6, 2), is_first_microbatch=first).sum().backward()
-        sums.append(module.fc1.weight.main_grad.clone())
-    torch.testing.assert_close(sums[1], 2 * sums[0])
-    torch.testing.assert_close(sums[2], sums[0])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("recipe", "H", "F", "rows"), [("bf16", 4, 5, 6), ("fp16", 4, 5, 6), ("mxfp8", 32, 32, 200)])
+def test_copies_of_a_modules_weights_go_to_both_forwards(recipe, H, F, rows, packed, monkeypatch):
+    module = GroupedMLP(3, H, F, packed=packed, bias=True, recipe=recipe)
+    tokens, probs = torch.randn(rows, H), torch.rand(rows, 2)
+    ids = IDS.repeat(rows // 6 + 1, 1)[:rows]
+    calls = (
+        lambda **given: module(tokens, [1, 2, rows - 3], probs[:, 0], **given),
+        lambda **given: module.forward_tokens(tokens, ids, probs, **given),
+    )
+
+    def found():
+        for call in calls:
+            y = call(**given)
+            yield from (y.detach(), *torch.autograd.grad(y.sum(), [*module.parameters()]))
+
+    given = {}
+    want = [*found()]
+    given = {"quantized_weights": module.quantize_weights()}
+    assert given["quantized_weights"].recipe == recipe
+    for name in ("packed", "quantize"):  # no other copy is made
+        monkeypatch.setattr(weight_copies, name, None)
+    monkeypatch.setattr(torch_products, "rounded_weights", None)
+    for got, right in zip(found(), want, strict=True):
+        torch.testing.assert_close(got, right, rtol=2**-7, atol=2**-7)
+    with torch.no_grad():
+        next(module.fc2.parameters()).mul_(2)
+    for call in calls:
+        with pytest.raises(RuntimeError, match="quantized_weights: expected copies of these weights as they are"):
+            call(**given)
+
+
+def test_weights_that_need_no_copy_have_none():
+    with pytest.raises(ValueError, match=r"^recipe: expected a layer with one; got None, with which weights are mult"):
+        make(True).quantize_weights()
+    with pytest.raises(TypeError, match=r"^fc1_weight: expected dtype torch\.float32.*; got torch\.bfloat16"):
+        make(True, recipe="bf16", dtype=torch.bfloat16).quantize_weights()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""8-bit copies of weights that outlive a call: passed in, or kept from one micro-batch of a step to the next."""
+"""8-bit copies of weights that outlive a call. Those in 16 bits: test_recipe.py."""
 
 import pytest
 import torch
@@ -51,14 +51,12 @@ def same(got, want):
 @pytest.mark.parametrize("wgrad", ["recipe", "bf16"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_results_are_those_of_a_layer_that_quantizes(kind, wgrad, recipe, made, monkeypatch):
-    fresh, given, kept = (Layer(**LAYERS[kind]) for _ in range(3))
+    fresh, given = (Layer(**LAYERS[kind]) for _ in range(2))
     want = fresh.results(recipe=recipe, wgrad=wgrad)
     assert not made
+    monkeypatch.delattr(torch_products, "rounded_weights")  # which quantizes for one product
     same(given.results(recipe=recipe, wgrad=wgrad, quantized_weights=copies(given, recipe)), want)
     assert made == [recipe] * 2
-    monkeypatch.delattr(torch_products, "rounded_weights")  # which quantizes for one product
-    same(kept.results(recipe=recipe, wgrad=wgrad, is_first_microbatch=True), want)
-    assert made == [recipe] * 4
 
 
 @RECIPES
@@ -104,50 +102,33 @@ def test_past_the_ends_are_scales_of_zeros():
 
 
 @RECIPES
-def test_weights_are_quantized_once_a_step(recipe, made):
+def test_weights_are_quantized_once_for_the_micro_batches_of_a_step(recipe, made):
     kept, fresh = Layer(), Layer()
-    for layer in (kept, fresh):
-        for (param,) in layer.params:
-            param.main_grad = torch.full(param.shape, float("nan"))
-    for step in range(2):
-        for i in range(3):
-            kept(recipe=recipe, is_first_microbatch=i == 0).backward(kept.dy)
-            fresh(recipe=recipe, is_first_microbatch=i == 0 or None).backward(fresh.dy)
-            if i == 0:
-                made[2 * step + 2 :] = []  # those of `fresh`, which alone quantizes later
+    buffers = [fusedmlp.MainGradBuffer([p for (p,) in layer.params]) for layer in (kept, fresh)]
+    for _ in range(2):
+        made.clear()
+        held = copies(kept, recipe)
+        for layer, buffer in zip((kept, fresh), buffers, strict=True):
+            buffer.zero_()
+            for _ in range(3):
+                layer(recipe=recipe, quantized_weights=held if layer is kept else None).backward(layer.dy)
+        assert len(made) == 2
         for (mine,), (other,) in zip(kept.params, fresh.params, strict=True):
-            assert torch.equal(mine.main_grad, other.main_grad)
+            alike(mine.main_grad, other.main_grad)
             with torch.no_grad():
                 for param in (mine, other):
-                    param.sub_(param.main_grad)
-    assert len(made) == 4
+                    param.sub_(mine.main_grad)
 
 
 @pytest.mark.parametrize("change", [unseen, through_data, in_place, moved])
-@pytest.mark.parametrize("steps", ["is_first_microbatch", "none"])
 @RECIPES
-def test_no_copy_is_used_after_a_step_began(recipe, steps, change):
-    layer, first = Layer(bias=False), True if steps == "is_first_microbatch" else None
+def test_a_call_without_copies_multiplies_weights_as_they_are(recipe, change):
+    layer = Layer(bias=False)
     x = torch.nan_to_num(layer.x)
-    for (param,) in layer.params:
-        param.main_grad = torch.zeros_like(param)
-    for _ in range(2):
-        before = layer(x, recipe=recipe, is_first_microbatch=first)
-        change(layer.params[1][0])
-        after = layer(x, recipe=recipe, is_first_microbatch=first)
-        assert before.any()
-        assert torch.equal(after, 2 * before)  # fc2 is doubled
-
-
-@pytest.mark.parametrize("change", [in_place, moved])
-@RECIPES
-def test_a_change_that_shows_within_a_step_is_seen(recipe, change):
-    layer, x = Layer(), torch.nan_to_num(Layer().x)
-    for (param,) in layer.params:
-        param.main_grad = torch.zeros_like(param)
-    before = layer(x, recipe=recipe, is_first_microbatch=True)
+    before = layer(x, recipe=recipe)
     change(layer.params[1][0])
-    assert torch.equal(layer(x, recipe=recipe, is_first_microbatch=False), 2 * before)
+    assert before.any()
+    assert torch.equal(layer(x, recipe=recipe), 2 * before)  # fc2 is doubled
 
 
 @pytest.mark.parametrize("change", [in_place, moved])
@@ -185,24 +166,7 @@ def test_few_rows_multiply_weights_in_16_bits(recipe, made):
     want = fusedmlp.grouped_mlp(x, *weights(layer), few, recipe="bf16")
     got = fusedmlp.grouped_mlp(x, *weights(layer), few, recipe=recipe, quantized_weights=copies(layer, recipe))
     assert torch.equal(got, want)
-    made.clear()
-    assert torch.equal(fusedmlp.grouped_mlp(x, *weights(layer), few, recipe=recipe, is_first_microbatch=False), want)
-    assert not made
-
-
-def test_kept_copies_are_of_one_format():
-    """Also where a layer of few rows casts what others quantize."""
-    layer, few = Layer(dtype=torch.float32), torch.randn(9, H).bfloat16()
-    x, results = torch.nan_to_num(layer.x), []
-    with torch.no_grad():
-        for first in (None, False):
-            for recipe in (*BLOCKS, "bf16", *BLOCKS):
-                for rows, counts in ((x, list(COUNTS)), (few, [3, 0, 2, 1, 3])):
-                    options = {"recipe": recipe, "is_first_microbatch": first}
-                    results.append(fusedmlp.grouped_mlp(rows, *weights(layer), counts, **options))
-    half = len(results) // 2
-    for got, want in zip(results[half:], results[:half], strict=True):
-        assert torch.equal(got, want)
+    assert made == [recipe] * 2
 
 
 @pytest.mark.slow
@@ -252,25 +216,6 @@ def test_tokens(recipe):
         alike(got, want)
 
 
-@RECIPES
-@pytest.mark.parametrize("layout", ["out_in", "in_out"])
-def test_copies_of_one_linear_layer_are_kept(layout, recipe, made, monkeypatch):
-    results = []
-    for first in (None, True):
-        if first:
-            monkeypatch.delattr(torch_products, "rounded_weights")  # which quantizes for one product
-        layer = Layer(layout=layout)
-        (weight,), x = layer.params[0], layer.x.clone().requires_grad_()
-        weight.main_grad = torch.zeros(weight.shape)
-        options = {"recipe": recipe, "weight_layout": layout}
-        y = fusedmlp.grouped_linear(x, weight, list(COUNTS), is_first_microbatch=first, **options)
-        y.backward(torch.ones_like(y))
-        results.append([y, x.grad, weight.main_grad])
-    assert made == [recipe]
-    for got, want in zip(*results, strict=True):
-        alike(got, want)
-
-
 def test_errors():
     layer = Layer()
     fc1, fc2 = weights(layer)
@@ -285,8 +230,8 @@ def test_errors():
         ValueError, match=r"copies of fc1_weight, shape \(5, 256, 256\) on cpu; got shape \(5, 256, 128\)"
     ):
         layer(recipe="mxfp8", quantized_weights=fusedmlp.quantize_weights(fc2, fc1, "mxfp8"))
-    with pytest.raises(ValueError, match="recipe: expected one of 'fp8_block', 'mxfp8'; got 'bf16'"):
-        fusedmlp.quantize_weights(fc1, fc2, "bf16")
+    with pytest.raises(ValueError, match="recipe: expected one of 'bf16', 'fp16', 'fp8_block', 'mxfp8'; got 'fp8'"):
+        fusedmlp.quantize_weights(fc1, fc2, "fp8")
     with pytest.raises(ValueError, match="weight_layout: expected one of 'out_in', 'in_out'; got 'rows'"):
         fusedmlp.quantize_weights(fc1, fc2, "mxfp8", weight_layout="rows")
     with pytest.raises(ValueError, match="fc2_weight: expected multiples of 128 features"):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from support.compiler import in_graphs
 from support.weight_changes import in_place, moved, through_data, unseen
 from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
@@ -263,67 +264,235 @@ def test_exported_program():
 @pytest.fixture
 def casts(monkeypatch):
     """Numbers of experts' tensors that were cast, one for each copy."""
-    made, original = [], weight_copies._copy
-    monkeypatch.setattr(weight_copies, "_copy", lambda w, dtype: (made.append(len(w)), original(w, dtype))[1])
+    made, original = [], weight_copies.packed
+    monkeypatch.setattr(weight_copies, "packed", lambda w, dtype: (made.append(len(w)), original(w, dtype))[1])
     return made
 
 
+def weights(layer):
+    return [group[0] if layer.packed else group for group in layer.params]
+
+
+def copies(layer, recipe):
+    return fusedmlp.quantize_weights(*weights(layer), recipe, weight_layout=layer.layout)
+
+
+def results(layer, call=None, **options):
+    """y, and the gradients of x, probs and weights, of one forward and backward."""
+    x, layer.probs = layer.x.clone().requires_grad_(), layer.probs.detach().clone().requires_grad_()
+    y = (call or layer)(x, **options)
+    y.backward(layer.dy)
+    return [y.detach(), x.grad, layer.probs.grad, *layer.grads()]
+
+
+def assert_same(got, want):
+    for mine, right in zip(got, want, strict=True):
+        assert mine.dtype == right.dtype
+        assert torch.equal(mine, right)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("recipe", DTYPES)
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_weights_are_cast_once_a_step_with_is_first_microbatch(packed, casts):
-    layer, plain = Layer(packed), Layer(packed)
-    for group in layer.params + plain.params:
-        for param in group:
-            param.main_grad = torch.full_like(param, float("nan"))
-    for first in (True, False, False):
-        layer(recipe="bf16", is_first_microbatch=first).backward(layer.dy)
-    assert casts == [1 if packed else len(COUNTS)] * 2
+def test_copies_give_the_bits_of_a_layer_that_casts(packed, layout, recipe, impl, casts):
+    fresh, kept = Layer(packed, layout=layout), Layer(packed, layout=layout)
+    options = {"recipe": recipe, "impl": impl}
+    want = results(fresh, **options)
+    assert len(casts) == 4  # both weights, in forward and in backward
     casts.clear()
-    for first in (True, None, None):
-        plain(recipe="bf16", is_first_microbatch=first).backward(plain.dy)
-    assert len(casts) == 2 + 2 * 3  # both weights in each forward, fc2 in its backward, as x needs no gradient
-    for got, want in zip(layer.grads("main_grad"), plain.grads("main_grad"), strict=True):
-        assert torch.equal(got, want)
+    held = copies(kept, recipe)
+    assert casts == [1 if packed else len(COUNTS)] * 2
+    (fc1,), (fc2,) = held.fc1, held.fc2
+    assert fc1.shape == (len(COUNTS), 2 * F, H)
+    assert fc2.shape == (len(COUNTS), H, F)
+    assert fc1.dtype == fc2.dtype == DTYPES[recipe]
+    assert not fc1.requires_grad and not fc2.requires_grad
+    assert_same(results(kept, quantized_weights=held, **options), want)
+    assert len(casts) == 2
+
+
+@pytest.mark.parametrize("x_is", ["float32", "16 bits"])
+@pytest.mark.parametrize("recipe", DTYPES)
+def test_a_list_of_one_expert_has_a_packed_copy(recipe, x_is):
+    x = torch.randn(9, H, device=DEVICE).to(torch.float32 if x_is == "float32" else DTYPES[recipe])
+    fc1, fc2 = (torch.randn(*shape, device=DEVICE).requires_grad_() for shape in ((2 * F, H), (H, F)))
+    held, found = fusedmlp.quantize_weights([fc1], [fc2], recipe), []
+    for given in (held, None):
+        y = fusedmlp.grouped_mlp(x, [fc1], [fc2], [9], recipe=recipe, quantized_weights=given)
+        assert y.dtype == x.dtype
+        found.append([y.detach(), *torch.autograd.grad(y.float().square().sum(), [fc1, fc2])])
+    assert held.fc1[0].shape == (1, 2 * F, H)
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_weights_are_cast_once_for_the_micro_batches_of_a_step(packed, casts):
+    kept, plain = Layer(packed), Layer(packed)
+    buffers = [fusedmlp.MainGradBuffer([p for group in layer.params for p in group]) for layer in (kept, plain)]
+    for _ in range(2):
+        for layer, buffer in zip((kept, plain), buffers, strict=True):
+            buffer.zero_()
+            casts.clear()
+            held = copies(layer, "bf16") if layer is kept else None
+            for factor in (1, -2, 3):
+                layer(layer.x * factor, recipe="bf16", quantized_weights=held).backward(layer.dy)
+            # Otherwise both weights in each forward, and fc2 in its backward, as x needs no gradient.
+            assert len(casts) == (2 if layer is kept else 3 * 3)
+        assert_same(kept.grads("main_grad"), plain.grads("main_grad"))
+        with torch.no_grad():
+            for param in [p for layer in (kept, plain) for group in layer.params for p in group]:
+                param.sub_(param.main_grad)
 
 
 @pytest.mark.parametrize("change", [unseen, through_data, in_place, moved])
-@pytest.mark.parametrize("steps", ["is_first_microbatch", "none"])
-def test_no_copy_is_used_after_a_step_began(change, steps, casts):
-    """The first forward after a change of the weights, which begins a step, uses the new values."""
-    layer, first = Layer(), True if steps == "is_first_microbatch" else None
-    for group in layer.params:
-        group[0].main_grad = torch.zeros_like(group[0])
-    x = torch.nan_to_num(layer.x)
+def test_a_call_without_copies_multiplies_weights_as_they_are(change):
+    layer, x = Layer(), torch.nan_to_num(Layer().x)
     for _ in range(2):
-        before = layer(x, recipe="bf16", is_first_microbatch=first)
+        before = layer(x, recipe="bf16")
         change(layer.params[1][0])
-        after = layer(x, recipe="bf16", is_first_microbatch=first)
-        assert torch.equal(after, 2 * before)  # fc2 is doubled
+        assert torch.equal(layer(x, recipe="bf16"), 2 * before)  # fc2 is doubled
 
 
 @pytest.mark.parametrize("change", [in_place, moved])
-def test_a_change_that_shows_within_a_step_is_seen(change):
-    layer, x = Layer(), torch.nan_to_num(Layer().x)
-    for group in layer.params:
-        group[0].main_grad = torch.zeros_like(group[0])
-    before = layer(x, recipe="bf16", is_first_microbatch=True)
-    change(layer.params[1][0])
-    assert torch.equal(layer(x, recipe="bf16", is_first_microbatch=False), 2 * before)
+@pytest.mark.parametrize("packed", [True, False])
+def test_copies_of_weights_that_were_written_are_refused(packed, change):
+    layer, x = Layer(packed), torch.nan_to_num(Layer().x)
+    held = copies(layer, "bf16")
+    before = layer(x, recipe="bf16", quantized_weights=held)
+    for weight in layer.params[1]:
+        change(weight)
+        with pytest.raises(RuntimeError, match=r"expected copies of these weights as they are; .* \(call quantize_weig"):
+            layer(x, recipe="bf16", quantized_weights=held)
+    assert torch.equal(layer(x, recipe="bf16", quantized_weights=copies(layer, "bf16")), 2 * before)
 
 
-def test_kept_copies_are_of_one_dtype_and_go_with_the_parameter(casts):
+def test_a_copy_that_was_written_is_refused_in_backward():
+    layer = Layer()
+    held = copies(layer, "bf16")
+    y = layer(layer.x.clone().requires_grad_(), recipe="bf16", quantized_weights=held)
+    held.fc2[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(layer.dy)
+
+
+def test_copies_of_other_weights_or_for_another_recipe_are_refused():
+    layer = Layer()
+    held = copies(layer, "bf16")
+    with pytest.raises(RuntimeError, match="got copies of others"):
+        Layer()(recipe="bf16", quantized_weights=held)
+    with pytest.raises(RuntimeError, match="got copies of others"):
+        layer.cast(torch.bfloat16)(recipe="bf16", quantized_weights=held)
+    for recipe in ("fp16", None):
+        with pytest.raises(ValueError, match=rf"expected recipe='bf16' and .*; got {recipe!r} and 'out_in'"):
+            layer(recipe=recipe, quantized_weights=held)
+    with (
+        torch.autocast(DEVICE, torch.bfloat16),
+        pytest.raises(ValueError, match=r"expected recipe='bf16' and .*; got None and 'out_in'"),
+    ):
+        layer(quantized_weights=held)
+    square = [torch.randn(2, 16, 16, device=DEVICE) for _ in range(2)]
+    options = {"recipe": "bf16", "activation": "gelu", "quantized_weights": fusedmlp.quantize_weights(*square, "bf16")}
+    x = torch.randn(5, 16, device=DEVICE)
+    assert fusedmlp.grouped_mlp(x, *square, [2, 3], **options).any()
+    with pytest.raises(ValueError, match=r"weight_layout='out_in', as they were made with; got 'bf16' and 'in_out'"):
+        fusedmlp.grouped_mlp(x, *square, [2, 3], weight_layout="in_out", **options)
+    other = [torch.randn(4, 3, H, device=DEVICE), torch.randn(4, H, 3, device=DEVICE)]
+    with pytest.raises(ValueError, match=r"copies of fc1_weight, shape \(4, 32, 24\) on .*; got shape \(4, 3, 24\) on"):
+        layer(recipe="bf16", quantized_weights=fusedmlp.quantize_weights(*other, "bf16"))
+
+
+@pytest.mark.parametrize("recipe", DTYPES)
+def test_only_float32_weights_have_copies_in_16_bits(recipe):
+    for dtype in DTYPES.values():
+        narrow = weights(Layer().cast(dtype))
+        with pytest.raises(TypeError, match=rf"fc1_weight: expected dtype torch\.float32.*; got {dtype}"):
+            fusedmlp.quantize_weights(*narrow, recipe)
+        with pytest.raises(TypeError, match=rf"fc2_weight: expected dtype torch\.float32.*; got {dtype}"):
+            fusedmlp.quantize_weights(weights(Layer())[0], narrow[1], recipe)
+
+
+@pytest.mark.parametrize("where", ["no_grad", "inference", "inference of inference tensors"])
+def test_copies_without_gradients(where, casts):
     layer, x = Layer(), torch.nan_to_num(Layer().x)
     with torch.no_grad():
-        bf16 = layer(x, recipe="bf16", is_first_microbatch=False)
-        fp16 = layer(x, recipe="fp16", is_first_microbatch=False)
-        assert not torch.equal(bf16, fp16)
-        assert torch.equal(layer(x, recipe="fp16", is_first_microbatch=False), fp16)
-        assert len(casts) == 4
-    with torch.inference_mode():
-        inference = [w.clone() for (w,) in layer.params]
-        args = torch.tensor(COUNTS, device=DEVICE)
+        want = layer(x, recipe="fp16")
+    casts.clear()
+    with torch.no_grad() if where == "no_grad" else torch.inference_mode():
+        params = [w.clone() for w in weights(layer)] if where.endswith("tensors") else weights(layer)
+        held = fusedmlp.quantize_weights(*params, "fp16")
+        options = {"recipe": "fp16", "quantized_weights": held, "probs": layer.probs}
+        counts = torch.tensor(COUNTS, device=DEVICE)
         for _ in range(2):
-            y = fusedmlp.grouped_mlp(x, *inference, args, probs=layer.probs, recipe="fp16", is_first_microbatch=False)
-            assert torch.equal(y, fp16)
+            assert torch.equal(fusedmlp.grouped_mlp(x, *params, counts, **options), want)
+    assert len(casts) == 2
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "reentrant checkpoint", "delayed"])
+def test_copies_in_checkpoints_and_with_a_queue(how):
+    layer, queue = Layer(packed=False), fusedmlp.WgradQueue() if how == "delayed" else None
+    options = {"recipe": "bf16", "quantized_weights": copies(layer, "bf16"), "wgrad_queue": queue}
+
+    def call(x, **_):
+        if queue is not None:
+            return layer(x, **options)
+        return checkpoint(lambda x: layer(x, **options), x, use_reentrant=how.startswith("reentrant"))
+
+    want, found = results(Layer(packed=False), recipe="bf16"), None
+    x, layer.probs = layer.x.clone().requires_grad_(), layer.probs.requires_grad_()
+    y = call(x)
+    y.backward(layer.dy)
+    if queue is not None:
+        queue.run()
+    found = [y.detach(), x.grad, layer.probs.grad, *layer.grads()]
+    assert_same(found, want)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_copies_with_tokens(packed, impl):
+    layer, generator = Layer(packed), torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(20, H, generator=generator).to(DEVICE) for _ in range(2))
+    index = torch.rand(20, len(COUNTS), generator=generator).topk(2).indices.to(DEVICE)
+    top_k_weights = torch.rand(20, 2, generator=generator).to(DEVICE)
+    found = []
+    for held in (copies(layer, "bf16"), None):
+        given = x.clone().requires_grad_()
+        options = {"recipe": "bf16", "impl": impl, "quantized_weights": held}
+        y = fusedmlp.moe_experts(given, index, top_k_weights, *weights(layer), **options)
+        params = [p for group in layer.params for p in group]
+        found.append([y.detach(), *torch.autograd.grad(y, [given, *params], dy)])
+    assert_same(*found)
+
+
+@in_graphs
+@pytest.mark.slow
+@pytest.mark.parametrize("attached", [True, False])
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_compiled_with_copies(packed, layout, attached, casts):
+    """Copies are inputs of the graph: it takes those of the next step."""
+    torch._dynamo.reset()
+    layers = [Layer(packed, layout=layout) for _ in range(2)]
+    compiled, eager = layers
+    if attached:
+        for layer in layers:
+            fusedmlp.MainGradBuffer([p for group in layer.params for p in group]).zero_()
+    run = torch.compile(lambda x, **o: compiled(x, **o), backend="aot_eager", fullgraph=True)
+    x, place, ys = torch.nan_to_num(compiled.x), "main_grad" if attached else "grad", []
+    for _ in range(2):
+        held = copies(compiled, "bf16")
+        casts.clear()
+        given = [x.clone().requires_grad_() for _ in layers]
+        ys = [run(given[0], recipe="bf16", quantized_weights=held)]
+        ys[0].backward(compiled.dy)
+        assert not casts
+        ys.append(eager(given[1], recipe="bf16"))
+        ys[1].backward(eager.dy)
+        assert_same([ys[0], given[0].grad, *compiled.grads(place)], [ys[1], given[1].grad, *eager.grads(place)])
+        with torch.no_grad():
+            for param in [p for layer in layers for group in layer.params for p in group]:
+                param.mul_(1.5)
 
 
 def test_errors():

@@ -63,17 +63,12 @@ def test_float32_x_is_rounded_to_bfloat16_first(recipe, made):
 
 
 @RECIPES
-@pytest.mark.parametrize("weights", ["given", "kept"])
-def test_copies_of_weights_go_with_it(weights, recipe):
+def test_copies_of_weights_go_with_it(recipe):
     results = []
     for save in ("x", "tokens"):
         layer = Layer()
-        options = {"recipe": recipe, "save": save}
-        if weights == "kept":
-            options["is_first_microbatch"] = True
-        else:
-            options["quantized_weights"] = fusedmlp.quantize_weights(*(group[0] for group in layer.params), recipe)
-        results.append(layer.results(**options))
+        held = fusedmlp.quantize_weights(*(group[0] for group in layer.params), recipe)
+        results.append(layer.results(recipe=recipe, save=save, quantized_weights=held))
     same(*results)
 
 
@@ -149,10 +144,10 @@ def test_microbatches_add_up(recipe):
     results = []
     for save in ("x", "tokens"):
         layer = Layer()
-        for (param,) in layer.params:
-            param.main_grad = torch.full(param.shape, float("nan"))
-        options = {"recipe": recipe, "save": save}
-        held = [layer(x, is_first_microbatch=x is layer.x, **options) for x in (layer.x, layer.x * -3)]
+        buffer = fusedmlp.MainGradBuffer([param for (param,) in layer.params])
+        buffer.flat.fill_(float("nan"))
+        buffer.zero_()
+        held = [layer(x, recipe=recipe, save=save) for x in (layer.x, layer.x * -3)]
         for y in held:
             y.backward(layer.dy, retain_graph=True)
         once = [param.main_grad.clone() for (param,) in layer.params]

@@ -160,23 +160,27 @@ def cells(quick):
 
 
 def kept_copies():
-    """Experts after training in 16 and 8 bits, whose weights are cast or quantized once a step ("once"), or for every
-    use: `{recipe: {name: numbers}}`.
+    """Experts after training in 16 and 8 bits, whose weights are cast or quantized once a step, while they stay
+    gathered ("once"), or for every use: `{recipe: {name: numbers}}`.
 
-    FSDP2 gathers the weights of a new step to the addresses of the old one, and keeps their versions.
+    FSDP2 may gather the weights of a new step to the addresses of the old one, and keeps their versions.
     """
     results = {"bf16": {}, "mxfp8": {}}
-    ways = itertools.product(results, (True, False), ("once", "for every use"))
-    for recipe, reshard, how in ways:
+    ways = [("for every use", True), ("for every use", False), ("once", False)]
+    for recipe, (how, reshard) in itertools.product(results, ways):
         torch.manual_seed(3)
         experts = fusedmlp.GroupedMLP(2, 64, 32, recipe=recipe, accumulate_wgrad="grad")
         fully_shard(experts, reshard_after_forward=reshard)
-        optimizer = torch.optim.SGD(experts.parameters(), lr=0.5)
+        optimizer, held = torch.optim.SGD(experts.parameters(), lr=0.5), None
         for step, micro_batch in itertools.product(range(STEPS), range(MICRO_BATCHES)):
             generator = torch.Generator().manual_seed(100 * dist.get_rank() + 10 * step + micro_batch)
             x, dy = torch.randn(160, 64, generator=generator), torch.randn(160, 64, generator=generator)
-            first = micro_batch == 0 if how == "once" else None
-            experts(x, [90, 61], is_first_microbatch=first).backward(dy)
+            if how == "once":
+                experts.set_reshard_after_backward(micro_batch == MICRO_BATCHES - 1)
+                if micro_batch == 0:
+                    experts.unshard()
+                    held = experts.quantize_weights()
+            experts(x, [90, 61], quantized_weights=held).backward(dy)
             if micro_batch == MICRO_BATCHES - 1:
                 optimizer.step()
                 optimizer.zero_grad()
