@@ -19,7 +19,7 @@ from fusedmlp.validate import ExpertWeight, Input, Options
 class QuantizedWeights(NamedTuple):
     """Copies of both weights of an MLP, from `quantize_weights`.
 
-    In 8 bits: `WeightCopies`, two bytes and their scales for each weight. In 16 bits: one tensor `[E, out, in]` for each.
+    In 8 bits: `WeightCopies`, two bytes and their scales for each weight. In 16 bits: a tensor `[E, out, in]` for each.
     """
 
     recipe: str

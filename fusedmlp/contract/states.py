@@ -23,7 +23,7 @@ class Event(Enum):
 
     ATTACH = "a MainGradBuffer is made"
     DETACH = "buffer.detach()"
-    ZERO = "buffer.zero_(); a step of the buffer begins; .grad = None inside as_grad()"
+    ZERO = "buffer.zero_(); .grad = None inside as_grad()"
     WRITE = "a fused gradient arrives; a delayed one arrives when its queue runs"
     CATCH = "a gradient of plain PyTorch is caught, or found in .grad"
     FAIL = "the backward of a gradient that overwrote fails"

@@ -307,7 +307,8 @@ def test_copies_give_the_bits_of_a_layer_that_casts(packed, layout, recipe, impl
     assert fc1.shape == (len(COUNTS), 2 * F, H)
     assert fc2.shape == (len(COUNTS), H, F)
     assert fc1.dtype == fc2.dtype == DTYPES[recipe]
-    assert not fc1.requires_grad and not fc2.requires_grad
+    assert not fc1.requires_grad
+    assert not fc2.requires_grad
     assert_same(results(kept, quantized_weights=held, **options), want)
     assert len(casts) == 2
 
@@ -362,7 +363,7 @@ def test_copies_of_weights_that_were_written_are_refused(packed, change):
     before = layer(x, recipe="bf16", quantized_weights=held)
     for weight in layer.params[1]:
         change(weight)
-        with pytest.raises(RuntimeError, match=r"expected copies of these weights as they are; .* \(call quantize_weig"):
+        with pytest.raises(RuntimeError, match=r"expected copies of these weights as they are; .* \(call quan"):
             layer(x, recipe="bf16", quantized_weights=held)
     assert torch.equal(layer(x, recipe="bf16", quantized_weights=copies(layer, "bf16")), 2 * before)
 
