@@ -290,12 +290,12 @@ def test_gradients_in_another_dtype_than_the_parameter():
 def test_operators_as_torch_library_sees_them():
     ops = torch.ops.fusedmlp
     weight, main_grad = torch.ones(2, 3, 4), torch.ones(2, 3, 4)
-    forward = (torch.tensor([0, 1, 2], dtype=torch.int32), [weight], [main_grad], "weight", [1], True, True)
+    forward = (torch.tensor([0, 1, 2], dtype=torch.int32), [weight], [main_grad], "weight", [1], True)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")  # the others compare addresses of copies
     assert set(opcheck(ops.enter_forward.default, forward, test_utils=checks).values()) == {"SUCCESS"}
     offsets, keys = ops.enter_forward(*forward)
     assert torch.equal(offsets, forward[0])
-    assert keys.tolist() == [[0, main_grad.data_ptr(), 0]]  # 0: frozen
+    assert keys.tolist() == [[0, main_grad.data_ptr()]]  # 0: frozen
     backward = (torch.ones(2, 3), [main_grad], keys, "weight", [1])
     assert set(opcheck(ops.enter_backward.default, backward).values()) == {"SUCCESS"}
     assert ops.enter_backward(*backward).tolist() == [False]
