@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ class _Parameters(NamedTuple):
 
     named: dict[str, Tensor | list[Tensor]]  # arguments of the layer
     every: list[torch.nn.Parameter]
+    buffer: MainGradBuffer | None  # of `main_grad`
 
 
 def launches(layer: Layer, target: Target) -> list[Planned]:
@@ -108,9 +110,10 @@ def _parameters(layer: Layer, buffer: bool) -> _Parameters:
             main_grads = experts(layer.weights, layer.E, shape, layer.main_grad)
             for param, main_grad in zip(params, main_grads, strict=True):
                 param.main_grad = main_grad  # type: ignore[attr-defined]
+    made = None
     if layer.main_grad is not None and buffer:
-        MainGradBuffer([param for param in every if param.dim() == 2], dtype=layer.main_grad)
-    return _Parameters(named, every)
+        made = MainGradBuffer([param for param in every if param.dim() == 2], dtype=layer.main_grad)
+    return _Parameters(named, every, made)
 
 
 def _forwards(layer: Layer, load: int, integers: torch.dtype) -> Iterator[tuple[bool, Callable[..., Tensor]]]:
@@ -119,9 +122,9 @@ def _forwards(layer: Layer, load: int, integers: torch.dtype) -> Iterator[tuple[
     def empty(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, requires_grad=dtype.is_floating_point)
 
-    def rows(**options: Any) -> Tensor:
-        x, counts = empty(load * layer.K, layer.H, dtype=layer.dtype), empty(layer.E, dtype=integers)
-        probs = None if layer.probs is None else empty(load * layer.K, dtype=layer.probs)
+    def rows(number: int = load * layer.K, **options: Any) -> Tensor:
+        x, counts = empty(number, layer.H, dtype=layer.dtype), empty(layer.E, dtype=integers)
+        probs = None if layer.probs is None else empty(number, dtype=layer.probs)
         return grouped_mlp(x, tokens_per_expert=counts, probs=probs, **options)
 
     def tokens(**options: Any) -> Tensor:
@@ -131,6 +134,8 @@ def _forwards(layer: Layer, load: int, integers: torch.dtype) -> Iterator[tuple[
 
     yield False, rows
     yield True, rows
+    if layer.bias:  # what a bias adds to dprobs is then written to another alignment
+        yield False, partial(rows, load * layer.K + 1)
     if layer.probs is not None:
         yield False, tokens
 
@@ -152,7 +157,9 @@ def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forw
         for param in parameters.every:
             param.grad = None
         for overwrites in step:
-            for extended in parameters.every:
+            if overwrites and parameters.buffer is not None:
+                parameters.buffer.zero_()
+            for extended in parameters.every if parameters.buffer is None else []:
                 extended.overwrite_main_grad = overwrites  # type: ignore[attr-defined]
             y = forward(**options)
             y.backward(torch.empty_like(y))

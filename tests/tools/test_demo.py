@@ -15,8 +15,8 @@ from fusedmlp import progress
 from fusedmlp.demo import compare, report
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
-from fusedmlp.demo.train import Settings, Trainer, text, train
-from fusedmlp.operators import torch_quantize
+from fusedmlp.demo.train import MICRO_BATCHES, Settings, Trainer, text, train
+from fusedmlp.operators import torch_products, torch_quantize
 from fusedmlp.recipe import BLOCKS
 
 TINY = Settings(steps=4, micro_batch=2, model=ModelConfig(hidden=32, ffn=48, experts=4, context=16))
@@ -164,26 +164,31 @@ def test_the_columns_of_a_recipe_compute_in_its_format(with_recipe):
 
 
 def test_experts_of_a_recipe_quantize_every_operand(monkeypatch):
-    """Rows along features and along tokens; weights along both of their features, once for all micro-batches."""
-    found, quantize = Counter(), torch_quantize.quantize
+    """Rows along features and along tokens; weights along both of their features, in each micro-batch."""
+    blocks, weights = set(), Counter()
+    quantize, rounded_weights = torch_quantize.quantize, torch_products.rounded_weights
 
-    def counted(x, recipe, block):
-        found[tuple(x.shape), block] += 1
+    def rows(x, recipe, block):
+        blocks.add(block)
         return quantize(x, recipe, block)
 
-    monkeypatch.setattr(torch_quantize, "quantize", counted)
+    def of_weight(w, recipe, transposed):
+        weights[w[0].shape, transposed] += 1
+        return rounded_weights(w, recipe, transposed)
+
+    monkeypatch.setattr(torch_quantize, "quantize", rows)
+    monkeypatch.setattr(torch_products, "rounded_weights", of_weight)
     Trainer(SMALL, "bf16").step()
-    assert not found
+    assert not blocks
+    assert not weights
     trainer = Trainer(SMALL, "mxfp8")
     trainer.step()
+    assert blocks == {(1, 32), (32, 1)}
     expected = Counter()
     for weight in trainer.model.expert_weights():
-        num_experts, N, K = weight.shape
-        for shape in ((N, K), (K, N)):
-            expected[shape, (1, 32)] += num_experts
-    assert {key: count for key, count in found.items() if key in expected} == expected
-    rows = {block for (shape, block) in found if (shape, (1, 32)) not in expected}
-    assert rows == {(1, 32), (32, 1)}
+        for transposed in (False, True):
+            expected[weight.shape, transposed] += MICRO_BATCHES
+    assert weights == expected
 
 
 @pytest.mark.slow
