@@ -48,9 +48,11 @@ class Activation:
     """An activation between fc1 and fc2.
 
     Gated kinds (`swiglu`, `geglu`, `geglu_tanh`, `quick_geglu`, `reglu`, `situ_glu`) split the `2F` channels of fc1
-    into a gate `g` and a linear part `l` and compute `curve(g) * (l + linear_offset)`. Ungated kinds
-    (`silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `relu2`) compute `curve(h)` on `F` channels. With
-    the sigmoid curve (`swiglu`, `silu`, `quick_*`), `curve(g) = g * sigmoid(alpha * g)`; `situ_glu` has
+    into a gate `g` and a linear part `l` and compute `curve(g) * (l + linear_offset)`.
+    Ungated kinds
+    (`silu`, `gelu`, `gelu_tanh`, `quick_gelu`, `relu`, `relu2`)
+    compute `curve(h)` on `F` channels.
+    With the sigmoid curve (`swiglu`, `silu`, `quick_*`), `curve(g) = g * sigmoid(alpha * g)`; `situ_glu` has
     `curve(g) = alpha * tanh(g / alpha) * sigmoid(g)`.
 
     Args:

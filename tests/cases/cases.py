@@ -242,7 +242,11 @@ def _activations(check: Callable[..., object], name: str) -> Iterator[Case]:
     yield from _grid(f"{name} gelu reversed", case(activation="gelu", where="reversed", bias=True))
     yield from _grid(f"{name} clamped", case(**clamped), shapes=("long",))
     yield from _grid(f"{name} clamped scattered", case(where="scattered", **clamped))
-    for activation, shape in (("geglu_tanh", "short"), ("relu2", "short"), ("reglu", "long")):
+    for activation, shape in (
+        ("geglu_tanh", "short"),
+        ("relu2", "short"),
+        ("reglu", "long"),
+    ):
         yield from _grid(f"{name} {activation}", case(activation=activation), shapes=(shape,))
     tight = {"activation": "situ_glu", "options": {"alpha": 0.5, "linear_scale": 0.5}}  # bounds that change most values
     yield from _grid(f"{name} situ_glu", case(**tight), shapes=("long",))
