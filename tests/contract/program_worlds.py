@@ -1,0 +1,310 @@
+"""Run one training program twice, with fusedmlp and with plain PyTorch in float64, and compare what it sees.
+
+A program is a function of a world `w`. It calls PyTorch for all but layers, buffers and queues, which `w` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedmlp
+
+EXPERTS, HIDDEN, FFN = 3, 8, 4
+TOLERANCE = 2e-5  # of the largest number of a tensor, or of 1; a lost gradient is 1e-2 and more
+
+_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "silu": F.silu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
+
+class World:
+    """What a program may use: `net` holds its layers; `see` and `check` record what is compared."""
+
+    dtype: torch.dtype
+
+    def __init__(self) -> None:
+        self.net: Any = nn.Module()
+        self.seen: list[tuple[str, Tensor | None]] = []
+        self.owned: list[Any] = []  # parameters with the main_grad of an owner
+        self._draws = 0
+        self._watched: dict[str, tuple[int, Tensor | None]] = {}
+
+    def draw(self, *shape: int) -> Tensor:
+        """Normal numbers, the same for the n-th draw of both worlds."""
+        self._draws += 1
+        generator = torch.Generator().manual_seed(self._draws)
+        return torch.randn(shape, generator=generator).to(self.dtype)
+
+    def rows(self, count: int, *, requires_grad: bool) -> Tensor:
+        return self.draw(count, HIDDEN).requires_grad_(requires_grad)
+
+    def loss(self, h: Tensor) -> Tensor:
+        return 0.2 * (h.tanh() * self.draw(*h.shape)).sum()  # bounded, so that no program's numbers grow without end
+
+    def filled(self, layer: nn.Module) -> nn.Module:
+        """The layer with drawn parameters."""
+        with torch.no_grad():
+            for param in layer.parameters():
+                param.copy_(0.3 * self.draw(*param.shape))
+        return layer
+
+    def dense(self) -> nn.Module:
+        return self.filled(nn.Linear(HIDDEN, HIDDEN, dtype=self.dtype))
+
+    def params(self, *layers: str) -> list[Tensor]:
+        """Parameters of these layers of `net`; a tied one belongs to the first layer that has it."""
+        return [param for name, param in self.net.named_parameters() if name.split(".")[0] in layers]
+
+    def see(self, label: str, value: Tensor | Sequence[Tensor | None] | None) -> None:
+        """Record numbers; None must be None in both worlds."""
+        values = [value] if value is None or isinstance(value, Tensor) else value
+        self.seen += [(label, None if each is None else each.detach().clone()) for each in values]
+
+    def watch(self, name: str, param: Any) -> Any:
+        """Add a post-accumulate-grad hook that reads; `check` compares its last reading and the number of its calls."""
+
+        def read(param: Tensor) -> None:
+            calls, _ = self._watched.get(name, (0, None))
+            self._watched[name] = calls + 1, None if param.grad is None else param.grad.detach().clone()
+
+        return param.register_post_accumulate_grad_hook(read)
+
+    def check(self, label: str) -> None:
+        """Record all weights and gradients, and what hooks have read."""
+        for name, param in self.net.named_parameters():
+            self.see(f"{label}: {name}", param)
+            self.see(f"{label}: {name}.grad", param.grad)
+        for name, (calls, grad) in sorted(self._watched.items()):
+            self.see(f"{label}: calls of the hook of {name}", torch.tensor(float(calls)))
+            self.see(f"{label}: what the hook of {name} read", grad)
+        self._watched.clear()
+
+
+class Fused(World):
+    """Layers, buffers and queues of fusedmlp, in float32."""
+
+    dtype = torch.float32
+
+    def mlp(self, **options: Any) -> nn.Module:
+        return self.filled(fusedmlp.GroupedMLP(EXPERTS, HIDDEN, FFN, **options))
+
+    def linear(self, **options: Any) -> nn.Module:
+        return self.filled(fusedmlp.GroupedLinear(EXPERTS, HIDDEN, HIDDEN, **options))
+
+    grouped_linear = staticmethod(fusedmlp.grouped_linear)
+
+    def queue(self, *, fuse_microbatches: bool) -> Any:
+        return fusedmlp.WgradQueue(fuse_microbatches=fuse_microbatches)
+
+    def compile(self, layer: nn.Module) -> Any:
+        return torch.compile(layer, backend="aot_eager")
+
+    def buffer(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> Any:
+        return FusedBuffer(params, optimizer)
+
+    def own(self, params: list[Tensor], *, attribute: bool) -> None:
+        """Give parameters a `main_grad`, and the attribute `grad_added_to_main_grad`, as Megatron does."""
+        self.owned = params
+        for param in self.owned:
+            param.main_grad = torch.zeros_like(param)
+            if attribute:
+                param.grad_added_to_main_grad = False
+
+    def deliver(self) -> None:
+        """Set `.grad` to all of the gradient; where the attribute is True, `.grad` is zeros."""
+        for param in self.owned:
+            param.grad = param.main_grad.clone() if param.grad is None else param.main_grad + param.grad
+
+    def zero_owned(self) -> None:
+        for param in self.owned:
+            param.grad = None
+            param.main_grad.zero_()
+            if hasattr(param, "grad_added_to_main_grad"):
+                param.grad_added_to_main_grad = False
+
+
+class FusedBuffer:
+    """A `MainGradBuffer` for parameters of one optimizer; the one place that knows how it is made and zeroed."""
+
+    def __init__(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self.buffer = fusedmlp.MainGradBuffer(params, optimizer=optimizer)
+        self.zero_grad = self.buffer.zero_
+        self.norm, self.clip_norm_, self.detach = self.buffer.norm, self.buffer.clip_norm_, self.buffer.detach
+
+    def scale(self, factor: float) -> None:
+        self.buffer.flat.mul_(factor)
+
+
+class Plain(World):
+    """The same in plain PyTorch: a loop over experts, and `.grad`."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def mlp(self, *, activation: str, bias: bool, packed: bool, **_: Any) -> nn.Module:
+        return self.filled(PlainMLP(activation, bias, packed).to(self.dtype))
+
+    def linear(self, *, bias: bool, packed: bool, **_: Any) -> nn.Module:
+        return self.filled(PlainLinear(HIDDEN, HIDDEN, bias, packed).to(self.dtype))
+
+    @staticmethod
+    def grouped_linear(x: Tensor, weight: Any, counts: list[int], *, weight_layout: str = "out_in", **_: Any) -> Tensor:
+        parts, padding = split(x, counts)
+        ys = [part @ (w if weight_layout == "in_out" else w.T) for part, w in zip(parts, weight, strict=True)]
+        return torch.cat([*ys, torch.zeros(len(padding), HIDDEN, dtype=x.dtype)])
+
+    def queue(self, *, fuse_microbatches: bool) -> Any:
+        return NoQueue()
+
+    def compile(self, layer: nn.Module) -> Any:
+        return layer
+
+    def buffer(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> Any:
+        return PlainBuffer(params)
+
+    def own(self, params: list[Tensor], *, attribute: bool) -> None:
+        self.owned = params
+
+    def deliver(self) -> None:
+        for param in self.owned:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+
+    def zero_owned(self) -> None:
+        for param in self.owned:
+            param.grad = None
+
+
+def split(x: Tensor, counts: list[int]) -> tuple[list[Tensor], Tensor]:
+    """Rows of each expert, also of those without any, so that their weights get zeros and not None; and padding."""
+    *parts, padding = x.split([*counts, len(x) - sum(counts)])
+    return parts, padding
+
+
+class PlainLinear(nn.Module):
+    """`GroupedLinear` with the same names and order of parameters."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, packed: bool) -> None:
+        super().__init__()
+        self.packed, self.has_bias, self.wgrad_queue = packed, bias, None
+        for group, shape in {"weight": (outputs, inputs), **({"bias": (outputs,)} if bias else {})}.items():
+            full = {group: (EXPERTS, *shape)} if packed else {f"{group}{e}": shape for e in range(EXPERTS)}
+            for name, size in full.items():
+                self.register_parameter(name, nn.Parameter(torch.empty(size)))
+
+    def expert(self, x: Tensor, e: int) -> tuple[Tensor, Tensor | float]:
+        """The product with expert e's weight, and its bias."""
+
+        def of(group: str) -> Tensor:
+            return getattr(self, group)[e] if self.packed else getattr(self, f"{group}{e}")
+
+        return x @ of("weight").T, of("bias") if self.has_bias else 0.0
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        parts, padding = split(x, counts)
+        ys = [sum(self.expert(part, e)) for e, part in enumerate(parts)]
+        return torch.cat([*ys, torch.zeros(len(padding), ys[0].shape[1], dtype=x.dtype)])
+
+    def backward_dw(self) -> None:
+        pass
+
+
+class PlainMLP(nn.Module):
+    """`GroupedMLP`: fc1, the activation times probs, fc2."""
+
+    def __init__(self, activation: str, bias: bool, packed: bool) -> None:
+        super().__init__()
+        self.wgrad_queue = None
+        self.curve, self.gated = _CURVES[activation], "glu" in activation
+        self.fc1 = PlainLinear(HIDDEN, FFN * (2 if self.gated else 1), bias, packed)
+        self.fc2 = PlainLinear(FFN, HIDDEN, bias, packed)
+
+    def forward(self, x: Tensor, counts: list[int], probs: Tensor | None = None) -> Tensor:
+        parts, padding = split(x, counts)
+        ps, _ = split(torch.ones(len(x), dtype=x.dtype) if probs is None else probs, counts)
+        ys = []
+        for e, (part, p) in enumerate(zip(parts, ps, strict=True)):
+            h = sum(self.fc1.expert(part, e))
+            gate, linear = h.chunk(2, dim=1) if self.gated else (h, 1.0)
+            ys.append(sum(self.fc2.expert(self.curve(gate) * linear, e)) * p[:, None])
+        return torch.cat([*ys, torch.zeros(len(padding), HIDDEN, dtype=x.dtype)])
+
+    def backward_dw(self) -> None:
+        pass
+
+
+class NoQueue:
+    """A queue of nothing: plain PyTorch delays no gradient."""
+
+    def run(self) -> None:
+        pass
+
+    run_oldest = run
+
+
+class PlainBuffer:
+    """What the methods of a `MainGradBuffer` do to `.grad`."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params = params
+
+    def zero_grad(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def norm(self) -> Tensor:
+        return torch.nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None])
+
+    def clip_norm_(self, max_norm: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(self.params, max_norm)
+
+    def scale(self, factor: float) -> None:
+        """Scale `flat`: a parameter without a gradient in it gets zeros."""
+        for param in self.params:
+            if param.grad is None and param.requires_grad:
+                param.grad = torch.zeros_like(param)
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def detach(self) -> None:
+        pass
+
+
+def errors(got: World, want: World) -> list[float]:
+    """The error of every tensor that a program has seen; raises where only one of two is None."""
+    assert [label for label, _ in got.seen] == [label for label, _ in want.seen]
+    found = []
+    for (label, a), (_, b) in zip(got.seen, want.seen, strict=True):
+        assert (a is None) == (b is None), f"{label}: expected {b}; got {a}"
+        if a is None or b is None:
+            found.append(0.0)
+            continue
+        assert a.shape == b.shape, f"{label}: expected {b.shape}; got {a.shape}"
+        found.append(((a - b).abs().max() / b.abs().max().clamp(min=1)).item())
+    return found
+
+
+def compare(program: Callable[[Any], None]) -> float:
+    """Run the program in both worlds; raise AssertionError at the first difference. Returns the largest error.
+
+    A program may multiply rounding errors. Only then plain PyTorch runs in float32, too, and shows by how much.
+    """
+    fused, plain, float32 = Fused(), Plain(torch.float64), Plain(torch.float32)
+    program(fused)
+    program(plain)
+    found = errors(fused, plain)
+    tolerance = TOLERANCE
+    if not max(found) <= tolerance:  # NaN, too
+        program(float32)
+        tolerance += 4 * max(errors(float32, plain))
+    for error, (label, got), (_, want) in zip(found, fused.seen, plain.seen, strict=True):
+        assert error <= tolerance, f"{label}: differs by {error:.1e}; expected\n{want}\ngot\n{got}"
+    return max(found)
