@@ -38,7 +38,7 @@ class ModelWriter:
         self.compiled = compiled
         self.graphs = 0
         # When a buffer is there; "detached": until a step. "owner": another one has main_grad, see `own`.
-        self.buffered = self.one_of(*["always", "never"] * 3, "late", "detached", "owner")
+        self.buffered = self.one_of(*["always", "never"] * 3, "late", "detached", "owner", "owner")
         self.attribute = self.buffered == "owner" and self.chance(0.6)
         self.buffers: list[str] = []
         self.frozen: set[str] = set()
@@ -81,7 +81,7 @@ class ModelWriter:
         self.params = [*self.expert_params, "net.dense.weight", "net.dense.bias"]
         self.delayed = {p for layer in self.layers if layer.delayed for p in layer.params}
         self.queue = ""
-        if self.delayed and self.chance(0.4):
+        if self.delayed and self.chance(0.6):
             self.queue = "queue"
             fuse = self.one_of("True", "False")
             self.add(f"queue = w.queue(fuse_microbatches={fuse})", f"queue, fuse_microbatches={fuse}")

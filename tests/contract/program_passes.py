@@ -112,7 +112,7 @@ class PassWriter(ModelWriter):
         if keep:
             self.add(f"{graph.loss}.backward()", "backward twice")
         if self.chance(0.3):
-            self.run_queues("one micro-batch" if self.chance(0.5) else "all")
+            self.run_queues("one micro-batch" if self.chance(0.7) else "all")
         if thawed:
             self.run_queues("all")
             self.thaw(thawed)
