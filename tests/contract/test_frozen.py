@@ -239,7 +239,9 @@ def test_a_first_micro_batch_lets_only_trained_weights_overwrite(kind, packed, m
     for param, freeze in zip(layer.params, frozen, strict=True):
         param.requires_grad_(not freeze)
     x, dy = layer.batch(1)
-    layer(x.requires_grad_()).backward(dy)
+    y = layer(x.requires_grad_())
+    with layer.overwriting():
+        y.backward(dy)
     for param in layer.params:
         param.requires_grad_(True)
     layer.backward(2)
