@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from support.compiler import in_graphs
 from support.grids import is_quick
 from support.systems import MODES, SYSTEMS
 from support.world import launch
@@ -28,6 +29,7 @@ def test_copies_of_gathered_weights_serve_a_step(tmp_path):
                 assert experts == ways["for every use, reshard=True"], (recipe, name)
 
 
+@in_graphs
 def test_compiled_experts_accumulate_in_fp32(tmp_path):
     (found,) = launch("integrations.fsdp2_cells:compiled", 1, tmp_path)
     assert len(found) == 3
