@@ -15,7 +15,7 @@ _QUICK_ALPHA = 1.702
 
 
 class Kind(NamedTuple):
-    """What the name of an activation stands for."""
+    """The curve of an activation, whether it is gated, and its defaults."""
 
     curve: str  # the scalar function, by its name in `kernels/device/activation.py`
     gated: bool

@@ -95,6 +95,7 @@ def outside_of_wrong_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
     if not problem:
         return function
     reason = f"fusedmlp inside torch.compile: {problem}"
+    # Not by `outside_of_graphs`: Dynamo skips a function that has the mark, but compiles those that it calls.
     disabled: Callable[[], Callable[_P, _R]] = cache(partial(torch.compiler.disable, function, reason=reason))
 
     @wraps(function)

@@ -86,7 +86,7 @@ class Queue:
 
 
 class Buffer:
-    """What the methods of a `MainGradBuffer` do to `.grad`."""
+    """The effect of the methods of a `MainGradBuffer` on `.grad`."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params

@@ -19,7 +19,7 @@ TOLERANCE = 2e-5  # of the largest number of a tensor, or of 1; a lost gradient 
 
 
 class World:
-    """What a program may use: `net` holds its layers; `see` and `check` record what is compared."""
+    """The names that a program may use: `net` holds its layers; `see` and `check` record what is compared."""
 
     dtype: torch.dtype
 

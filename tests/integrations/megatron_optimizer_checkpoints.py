@@ -66,7 +66,7 @@ class Training:
         return [tensor.detach().clone() for tensor in (*self.model.parameters(), *main, *states)]
 
     def state(self, is_loading):
-        """What `dist_checkpointing` saves, or loads."""
+        """Return the sharded state dict that `dist_checkpointing` saves, or fills while it loads."""
         model = self.model.sharded_state_dict(metadata=self.metadata)
         with as_on_gpu():
             optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=self.metadata)
