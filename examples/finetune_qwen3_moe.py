@@ -68,8 +68,7 @@ class Run:
         self.buffer = None
         if fused:
             register(self.model)  # ours
-            # ours: an fp32 main_grad for each weight, which is also its .grad
-            self.buffer = fusedmlp.MainGradBuffer(self.expert_weights, optimizer=self.optimizer)
+            self.buffer = fusedmlp.MainGradBuffer(self.expert_weights)  # ours: fp32 memory for each .grad
 
     def step(self) -> None:
         """One optimizer step, over several micro-batches."""
@@ -86,7 +85,7 @@ class Run:
 
 
 def peak_bytes(run: Run) -> int:
-    """The most bytes that one step has allocated at once, plus those of `main_grad`, which exists before it."""
+    """The most bytes that one step has allocated at once, plus those of the buffer, which exists before it."""
     run.optimizer.zero_grad()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run.step()

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import copy
 from collections import defaultdict
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +93,21 @@ def train(name: str, modules: list[Stage], steps: int) -> tuple[list[float], dic
     params = [param for module in modules for param in module.parameters()]
     fused = modules[0].queue is not None
     experts = [param for module in modules for param in module.experts.parameters()]
-    buffer = fusedmlp.MainGradBuffer(experts) if fused else None
+    buffer = fusedmlp.MainGradBuffer(experts) if fused else None  # kept as long as the model trains
     schedule, optimizer = pipeline(name, modules), torch.optim.SGD(params, lr=2.0)
     losses, grads = [], {}
     for step in range(steps):
         optimizer.zero_grad()
-        if buffer is not None:
-            buffer.zero_()
         x, target = batch(step)
         parts: list[Tensor] = []
         schedule.step(*[x] * (0 in STAGES_OF_RANKS[name][dist.get_rank()]), target=target, losses=parts)
         losses.append(float(sum(part.detach() for part in parts)))
-        with nullcontext() if buffer is None else buffer.as_grad():
-            for i, module in enumerate(modules):
-                for key, param in module.named_parameters():
-                    assert param.grad is not None
-                    grads[f"{i}.{key}"] = param.grad.clone()
-            optimizer.step()
+        for i, module in enumerate(modules):
+            for key, param in module.named_parameters():
+                assert param.grad is not None
+                grads[f"{i}.{key}"] = param.grad.clone()
+        optimizer.step()
+    del buffer
     return losses, grads, schedule
 
 

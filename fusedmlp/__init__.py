@@ -13,6 +13,7 @@ from fusedmlp.activation import Activation  # noqa: E402
 from fusedmlp.contract.buffer import MainGradBuffer  # noqa: E402
 from fusedmlp.contract.queue import WgradQueue  # noqa: E402
 from fusedmlp.debug import install_if_set  # noqa: E402
+from fusedmlp.delayed import backward_dw, discard  # noqa: E402
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts  # noqa: E402
 from fusedmlp.module import GroupedLinear, GroupedMLP  # noqa: E402
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights  # noqa: E402
@@ -26,6 +27,8 @@ __all__ = [
     "QuantizedWeights",
     "WgradQueue",
     "__version__",
+    "backward_dw",
+    "discard",
     "grouped_linear",
     "grouped_mlp",
     "moe_experts",

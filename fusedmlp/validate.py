@@ -22,8 +22,8 @@ IMPLS = ("auto", "triton", "torch")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WITHOUT_KERNELS = ("cpu", "meta")  # types of devices
 _SUCCESSORS = {
-    "is_first_microbatch": ": a step of main_grad begins with buffer.zero_() or optimizer.zero_grad(), where its owner "
-    "zeroes it, or with param.overwrite_main_grad; copies of weights that outlive a call are quantized_weights="
+    "is_first_microbatch": ": a step of main_grad begins with buffer.zero_grad() or optimizer.zero_grad(), where its "
+    "owner zeroes it, or with param.overwrite_main_grad; copies of weights that outlive a call are quantized_weights="
 }
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 

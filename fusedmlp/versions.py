@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache, partial, wraps
 from importlib.metadata import PackageNotFoundError, version
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -83,6 +83,14 @@ def outside_of_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return (disabled() if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
 
     return choose
+
+
+def no_frame(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Let Dynamo not compile a function as a frame of its own, only what it calls; a call costs nothing more."""
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 def outside_of_wrong_graphs(function: Callable[_P, _R]) -> Callable[_P, _R]:

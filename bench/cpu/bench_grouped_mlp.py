@@ -25,7 +25,7 @@ def checked(layer: Layer, peer: Peer) -> dict[str, Any]:
     """Check the results of two runs, which show a peer that overwrites where it should add; then count memory and
     operators.
     """
-    layer.buffer.flat.zero_()
+    layer.zero()
     for _ in range(2):
         layer.reset()
         y = peer.forward(layer)

@@ -25,7 +25,7 @@ def _reference(layer: Layer, dtype: torch.dtype, dh_RG: Tensor, x_RH: Tensor) ->
 
 def _results(layer: Layer, way: Way, dh_RG: Tensor, x_RH: Tensor) -> Results:
     """Results of two runs, which show a way that overwrites where it should add."""
-    layer.buffer.flat.zero_()
+    layer.zero()
     for _ in range(2):
         way.run(layer, dh_RG, x_RH)
     return {"dfc1": layer.fc1.main_grad / (1 if way.overwrites else 2)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-import fusedmlp
 from bench.limits.shapes import LOADS, SHAPES, Shape
 
 CPU_SHAPES = (
@@ -65,10 +64,16 @@ class Layer:
         self.fc1 = nn.Parameter(normal(E, 2 * F, H, scale=H**-0.5))
         self.fc2 = nn.Parameter(normal(E, H, F, scale=F**-0.5))
         self.weights = (self.fc1, self.fc2)
-        self.buffer = fusedmlp.MainGradBuffer(self.weights)
+        for weight in self.weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return name_of(self.shape, self.load, self.dtype)
+
+    def zero(self) -> None:
+        """Zero main_grad."""
+        for weight in self.weights:
+            weight.main_grad.zero_()
 
     def reset(self) -> None:
         """Drop all gradients but main_grad."""

@@ -143,11 +143,9 @@ def eight_bit(on: Subject) -> Rows:
     yield on.row(f"{name} step, weights kept", measure.time_ms(kept, 6), STEP)
     yield on.row(f"{name} step, weights kept, tokens saved", measure.time_ms(partial(kept, save="tokens"), 6), STEP)
 
-    def overwriting() -> None:
-        layer.buffer.zero_()
-        kept()
-
-    yield on.row(f"{name} step, weights kept, overwrite", measure.time_ms(overwriting, 6), STEP)
+    layer.overwrite(True)
+    yield on.row(f"{name} step, weights kept, overwrite", measure.time_ms(kept, 6), STEP)
+    layer.overwrite(False)
     yield on.sustained(f"{name} sustained step, weights kept", kept)
     yield from on.kernels(name, kept)
 

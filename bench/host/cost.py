@@ -54,16 +54,20 @@ def layer(
     *,
     tokens: bool = False,
     packed: bool = True,
-    flag: bool = True,
+    owner: str = "buffer",
     delay: bool = False,
     T: int = T,
 ) -> Row:
-    """A step of fusedmlp into main_grad; `flag`: parameters have `grad_added_to_main_grad`."""
+    """A step of fusedmlp into main_grad of a "buffer", or of an "owner", whose parameters may have a "flag"."""
     # fmt: off
     module = fusedmlp.GroupedMLP(num_experts, H, F, dtype=DTYPE, packed=packed, delay_wgrad=delay, impl="triton",
                                  accumulate_wgrad="main_grad")
     # fmt: on
-    buffer = fusedmlp.MainGradBuffer(module.parameters(), grad_added_to_main_grad=flag)
+    buffer = fusedmlp.MainGradBuffer(module.parameters()) if owner == "buffer" else None
+    for param in module.parameters() if buffer is None else ():
+        param.main_grad = torch.zeros(param.shape)
+        if owner == "flag":
+            param.grad_added_to_main_grad = False
     gets_grad, rows = [*module.parameters()], T if tokens else T * K
     x, dy = torch.randn(rows, H, dtype=DTYPE, requires_grad=True), torch.ones(rows, H, dtype=DTYPE)
     counts = torch.full((num_experts,), T * K // num_experts)
@@ -161,7 +165,8 @@ def rows() -> dict[str, Row]:
         "grouped_mlp, 8 experts, one tensor each": layer(8, packed=False),
         "grouped_mlp, 64 experts, packed": layer(64),
         "grouped_mlp, 64 experts, one tensor each": layer(64, packed=False),
-        "grouped_mlp, 64 experts, one tensor each, without the flag": layer(64, packed=False, flag=False),
+        "grouped_mlp, 64 experts, one tensor each, of an owner": layer(64, packed=False, owner="owner"),
+        "grouped_mlp, 64 experts, one tensor each, with the flag": layer(64, packed=False, owner="flag"),
         "grouped_mlp, 64 experts, one tensor each, delayed": layer(64, packed=False, delay=True),
         "autograd alone, 128 parameters": engine(128),
         BARE: bare(),

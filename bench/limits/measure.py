@@ -44,13 +44,19 @@ class Layer:
         self.fc1 = nn.Parameter(torch.empty(E, 2 * F, H, **options).normal_(std=H**-0.5))
         self.fc2 = nn.Parameter(torch.empty(E, H, F, **options).normal_(std=F**-0.5))
         self.counts = torch.tensor(rows, device=device)
-        self.buffer = fusedmlp.MainGradBuffer([self.fc1, self.fc2])
+        self.weights = (self.fc1, self.fc2)
+        for weight in self.weights:
+            weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
 
     def forward(self, overwrite: bool = False) -> Tensor:
         """One forward; `overwrite` is the first micro-batch of a step."""
-        if overwrite:
-            self.buffer.zero_()
+        self.overwrite(overwrite)
         return self.run()
+
+    def overwrite(self, does: bool) -> None:
+        """Say whether a backward overwrites main_grad."""
+        for weight in self.weights:
+            weight.overwrite_main_grad = does  # type: ignore[attr-defined]
 
     def run(self) -> Tensor:
         """The layer itself."""
@@ -63,7 +69,7 @@ class Layer:
 
     def reset(self) -> None:
         """Drop the gradients of the last step; main_grad stays."""
-        for tensor in (self.x, self.probs, self.fc1, self.fc2):
+        for tensor in (self.x, self.probs, *self.weights):
             tensor.grad = None
 
 

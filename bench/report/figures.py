@@ -6,7 +6,7 @@ Results are made by `make bench` (`bench/results/cpu_benchmarks.csv`), `python -
 (`cpu_demo.json`), `python -m bench.host --json` (`host_cost.json`) and `python -m peers --json`
 (`transformers_tests.json`); those of a GPU are in `bench/results/gpu/`, and what other projects published is in
 `published.json`. In a page, each figure's text stands between `<!-- name -->` and `<!-- /name -->`; pictures go to
-`docs/pictures/`. docs/api.md and the drawing of states are made from tables in the code.
+`docs/pictures/`. The integrations in docs/api.md are a list in the code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.report import gpu, gpu_pages, results, states
+from bench.report import gpu, gpu_pages, results
 from bench.report.pictures import PICTURES
 from bench.report.pictures import demo as draw_demo
 from fusedmlp.integrations import INTEGRATIONS
@@ -207,11 +207,6 @@ def pictures() -> dict[str, str]:
     return drawn | {"demo.svg": draw_demo(_load("demo")), "gpu_steps.svg": gpu.picture()}
 
 
-def drawings() -> dict[str, str]:
-    """SVG text of pictures that are drawn from tables in the code, by file name."""
-    return {"states.svg": states.picture()}
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -222,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.parse_args(arguments)
     for name in FIGURES:
         (ROOT / name).write_text(render(name), encoding="utf-8")
-    for name, svg in (pictures() | drawings()).items():
+    for name, svg in pictures().items():
         (ROOT / "docs" / "pictures" / name).write_text(svg + "\n", encoding="utf-8")
 
 

@@ -26,10 +26,11 @@ from fusedmlp.autograd import layers
 from fusedmlp.autograd.layers import Call
 from fusedmlp.contract import checks, engine
 from fusedmlp.contract.destinations.choice import Mode, beside_grad, refuse_mixed
-from fusedmlp.contract.destinations.main_grad import MainGrad, no_main_grad, settle_overwrite
+from fusedmlp.contract.destinations.main_grad import MainGrad, no_main_grad
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
-from fusedmlp.contract.overwrite import refuse_other_writers
+from fusedmlp.contract.memory import bring_home, lent
 from fusedmlp.contract.parameter_state import Leaf, WeightGradient, accumulation_lock, state_of
+from fusedmlp.contract.plain_gradient import refuse_compiled_writer
 from fusedmlp.contract.route import Route
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import ExpertWeight
@@ -83,31 +84,32 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     node = engine.current_node()
     nodes = engine.accumulating_nodes(node)
     groups = _split(main_grads, names, lengths)  # in the place of parameters, until those are known
-    weights = [WeightGradient(name, outs, [], 0, delayed=False) for name, outs in groups]
+    weights = [WeightGradient(name, outs, [], delayed=False) for name, outs in groups]
     places = [(weight, i) for weight in weights for i in range(len(weight.params))]
     with accumulation_lock:
-        try:
-            for (weight, i), row in zip(places, keys.tolist(), strict=True):
-                key = TracedKey(*row)
-                if key.param:
-                    leaf, main_grad = _checked_leaf(key, nodes.get(key.param), node, weight, i)
-                    settle_overwrite(weight, leaf, main_grad)
-        except BaseException:
-            for weight in weights:
-                _MAIN_GRAD.undo(weight)
-            raise
+        for (weight, i), row in zip(places, keys.tolist(), strict=True):
+            key = TracedKey(*row)
+            if key.param:
+                weight.leaves.append(_checked_leaf(key, nodes.get(key.param), node, weight, i))
         for weight in weights:
+            found = [*zip(weight.leaves, lent([param for _, param, _ in weight.leaves]), strict=True)]
+            for (i, param, state), memory in found:
+                weight.params[i] = param
+                state.compiled_in = engine.current_backward()  # until it is over, as the graph may work on a copy
+                if memory is not None and not bring_home(param, state):
+                    weight.overwrites.add(id(param))
+                    param.grad = memory
+            weight.leaves = [leaf for leaf, memory in found if memory is None]
+            _MAIN_GRAD.decide(weight, [])
             _MAIN_GRAD.written(weight)
-    if any(weight.leaves for weight in weights):
+    if keys[:, 0].any():
         engine.current_backward().join_stream(dy)
     overwrites = [id(weight.params[i]) in weight.overwrites for weight, i in places]
     return torch.tensor(overwrites, dtype=torch.bool)
 
 
-def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, weight: WeightGradient, i: int) -> tuple[Leaf, Tensor]:
-    """The parameter of an AccumulateGrad node and its `main_grad`, checked; notes that this backward adds to that until
-    it ends.
-    """
+def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, weight: WeightGradient, i: int) -> Leaf:
+    """The parameter of an AccumulateGrad node, whose `main_grad` a graph may add to."""
     place = weight.place(i)
     if engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
         raise RuntimeError(
@@ -122,11 +124,8 @@ def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, weight: WeightGrad
         raise RuntimeError(
             f"{checks.label(place)}: expected the main_grad that the compiled forward saw; got another one since"
         )
-    refuse_other_writers(param, state, place)
-    state.compiled_in = engine.current_backward()  # until it is over, as the graph may work on a copy
-    weight.params[i] = param
-    weight.leaves.append((i, param, state))
-    return weight.leaves[-1], main_grad
+    refuse_compiled_writer(state, place)
+    return i, param, state
 
 
 def _zero_where_(main_grads: list[Tensor], overwrites: Tensor) -> None:
@@ -175,7 +174,6 @@ class Traced(NamedTuple):
             params=weights,
             uses=uses,
             destination=_MAIN_GRAD,
-            order=0,
             delayed=False,
             targets=[*outs] if fused else [None] * len(weights),
             outs=outs,

@@ -158,7 +158,7 @@ def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forw
             param.grad = None
         for overwrites in step:
             if overwrites and parameters.buffer is not None:
-                parameters.buffer.zero_()
+                parameters.buffer.zero_grad()
             for extended in parameters.every if parameters.buffer is None else []:
                 extended.overwrite_main_grad = overwrites  # type: ignore[attr-defined]
             y = forward(**options)

@@ -36,7 +36,9 @@ def refuse_late_hooks(param: Tensor, place: Place) -> None:
 
     Owners set `skip_backward_post_hook` on parameters with hooks that wait for it.
     """
-    if param._post_accumulate_grad_hooks and not getattr(param, "skip_backward_post_hook", False):
+    state = find_state(param)
+    ours = state is not None and state.memory is not None  # memory.py has registered one
+    if len(param._post_accumulate_grad_hooks or ()) > ours and not getattr(param, "skip_backward_post_hook", False):
         raise RuntimeError(
             f"{label(place)}: the parameter has a post-accumulate-grad hook, which backward runs before its delayed "
             "gradient is computed; expected none (an optimizer in backward?), or a layer without delay"
@@ -116,7 +118,7 @@ def grad_dtype(param: Tensor) -> torch.dtype:
         return param.dtype
     chosen: torch.dtype | None = getattr(param, "grad_dtype", None) if param.is_leaf else None
     if chosen is None and (state := find_state(param)) is not None:
-        chosen = state.accumulates_in
+        chosen = state.accumulates_in if state.memory is None else state.memory.dtype
     return chosen or param.dtype
 
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from enum import Enum
+from itertools import count
 from operator import attrgetter
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 _will_execute = torch._C._will_engine_execute_node
+_numbers = count()  # of backwards
 _VARIABLE, _REQUIRES_GRAD = attrgetter("variable"), attrgetter("requires_grad")
 
 _PLAIN: tuple[type[Tensor], ...] = (FakeTensor, FunctionalTensor)  # tensors of the compiler
@@ -139,6 +141,7 @@ class Backward:
 
     def __init__(self) -> None:
         self.over = False
+        self.number = next(_numbers)  # later ones are larger
         self.streams: set[torch.cuda.Stream] = set()  # wrote gradients that the engine does not see
 
     def join_stream(self, tensor: Tensor) -> None:
@@ -222,22 +225,6 @@ def others_run_backward() -> bool:
                 return True
             frame = frame.f_back
     return False
-
-
-def is_nested(on_gpu: bool) -> bool:
-    """Whether the running backward is nested in another one that `current_backward` does not know of.
-
-    The stack of this thread shows it. The engine runs GPU nodes in threads of its own, where any call of backward on
-    the stack is a nested one. It runs CPU nodes in the thread that called backward, where the second call is nested;
-    if nesting is deep, in a thread of its own, which Python did not start.
-    """
-    if _outer() is not None:
-        return False
-    runs, frame = 0, sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        runs += frame.f_code is _RUN_BACKWARD
-    return runs > 0 if on_gpu else runs > 1 or isinstance(threading.current_thread(), threading._DummyThread)
 
 
 # Transforms that cannot be combined with gradients written in place

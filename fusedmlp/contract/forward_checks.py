@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import repeat
 from operator import attrgetter
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import label, refuse_late_hooks
 from fusedmlp.contract.destinations.choice import Mode, beside_grad
+from fusedmlp.contract.memory import lent
 from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
 from fusedmlp.contract.parameter_state import ParameterState, find_states, release_interrupted, state_of
 
@@ -30,6 +32,8 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
     else:
         release_interrupted()
     owners = present_owners()
+    if owners:
+        _refuse_other_dtype(name, weights, owners)
     may_skip = not owners and not (delayed and any(map(_LATE_HOOKS, weights)))
     if may_skip and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
         return
@@ -60,6 +64,17 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
             raise RuntimeError(
                 f"{label(place)}: accumulate_wgrad={mode!r} needs a leaf parameter; got the result of "
                 f"{weight.grad_fn}, through which only a returned gradient flows back: use accumulate_wgrad='off'"
+            )
+
+
+def _refuse_other_dtype(name: str, weights: Sequence[Tensor], owners: Sequence[ModuleType]) -> None:
+    """Raise for a buffer in another dtype than its weights, with which DDP fails in the middle of a backward."""
+    for i, (weight, memory) in enumerate(zip(weights, lent(weights), strict=True)):
+        if memory is not None and memory.dtype != weight.dtype and any(owner.owns(weight) for owner in owners):
+            raise RuntimeError(
+                f"{label((name, None if len(weights) == 1 else i))}: expected MainGradBuffer(..., "
+                f"dtype={weight.dtype}) for a parameter whose .grad is reduced in that dtype; got a buffer in "
+                f"{memory.dtype}"
             )
 
 

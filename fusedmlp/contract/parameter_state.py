@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fusedmlp.contract.engine import Backward, EngineUse
-from fusedmlp.contract.states import GRADIENT, TRANSITIONS, Event
 
 # Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
 # to one main_grad at once, and one of the sums would be lost.
@@ -25,15 +24,6 @@ def release_interrupted() -> None:
     """Release the lock if an interrupt, just before a `with` ended, left it held; called outside of such blocks."""
     while accumulation_lock._is_owned():  # type: ignore[attr-defined]
         accumulation_lock.release()
-
-
-class Lent(NamedTuple):
-    """A gradient in the dtype of its parameter, lent to an optimizer or inside `as_grad`."""
-
-    rounded: Tensor  # `.grad` meanwhile
-    version: int  # of `rounded` when it was lent: a larger one shows that it was edited
-    exact: Tensor  # `rounded` is a copy of it
-    takes_gradients: bool  # whether a backward meanwhile reclaims the exact tensor; otherwise it raises
 
 
 Place = tuple[str, int | None]  # a parameter in messages: the weight's name, and the expert (None: packed, all)
@@ -47,8 +37,10 @@ class WeightGradient:
     name: str
     params: list[Tensor]  # one packed, or one for each expert
     uses: list[EngineUse]
-    order: int  # number of the layer's backward; newer ones are larger
     delayed: bool
+    backward: Backward | None = None  # of a delayed one
+    together: Sequence[WeightGradient] = ()  # the delayed ones, this one first, that one GEMM computes
+    asked: set[int] = field(default_factory=set)  # of a delayed one: ids of parameters with `overwrite_main_grad`
     leaves: list[Leaf] = field(default_factory=list)  # the parameters whose gradients are accumulated
     overwrites: set[int] = field(default_factory=set)  # ids of parameters whose main_grad it replaces
     # Hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases them. None: another
@@ -66,46 +58,33 @@ class WeightGradient:
         return self.held is not None or not param.requires_grad
 
 
-class Home(Protocol):
-    """A `destinations.Destination`, as far as `plain_gradient.py` uses it."""
-
-    def tensors(self, params: Sequence[Tensor]) -> list[Tensor | None]:
-        """See `Destination.tensors`."""
-
-
 class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("accumulates_in", "began", "buffer", "catch", "compiled_in", "dummy", "entered",
-                 "grad_is_main", "holds", "home", "lent", "overwritten_in", "queued", "ref", "replaced_by")
+    __slots__ = ("accumulates_in", "catch", "compiled_in", "consumers", "decided", "dummy", "entered", "home",
+                 "memory", "overwritten_in", "queued", "ref", "replaced_by", "rounded", "rounds")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
         # The callback is C code alone: an interrupt in Python code could leave the state to a new parameter of this id.
         self.ref = weakref.ref(param, partial(_states.pop, id(param)))
-        self.holds = GRADIENT  # contents of main_grad; changed by `on` alone
-        self.began = -1  # route.py: `order` of the last gradient that overwrote main_grad
-        self.buffer: list[ParameterState] | None = None  # states of all parameters of its MainGradBuffer
-        self.grad_is_main = False  # lending.py: `.grad` is `main_grad`, or None, which says that a step has begun
-        self.lent: Lent | None = None  # lending.py
-        self.accumulates_in: torch.dtype | None = None  # lending.py: the dtype of `.grad`; None: its own
-        self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
+        # `.grad`: memory.py and steps.py
+        self.memory: Tensor | None = None  # what a MainGradBuffer lends to it
+        self.consumers: list[RemovableHandle] = []  # of hooks, while memory is lent
+        self.decided = False  # the pre-hook has seen the gradient that is being accumulated
+        self.accumulates_in: torch.dtype | None = None  # FP32Accumulation: the dtype of `.grad`; None: its own
+        self.rounds = False  # `.grad` is rounded to the dtype of the parameter while optimizers step
+        self.rounded: Any = None  # steps.Rounded, meanwhile
+        self.replaced_by = ""  # what gave the model another parameter in its place
         self.queued: weakref.WeakSet[WeightGradient] | None = None  # records of gradients that wait in a queue
-        self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
+        # `main_grad` of an owner
+        self.home: Any = None  # the `destinations.Destination` of its fused gradients
         self.catch: RemovableHandle | None = None  # plain_gradient.py: the handle of the hook
+        self.dummy: Tensor | None = None  # dummy.py: the dummy wgrad
+        self.overwritten_in: Backward | None = None  # with `overwrite_main_grad`: the last backward that overwrote
         self.entered = ""  # forward_checks.py: the mode of the last forward that passed all checks
-        self.home: Home | None = None  # where fused gradients last went, if past `.grad`
-        self.replaced_by = ""  # guard.py: what gave the model another parameter in its place
         self.compiled_in: Backward | None = None  # compiled.py: the backward whose graph adds to main_grad
-
-    def on(self, event: Event) -> None:
-        """Change what main_grad holds. A transition that the table lacks raises KeyError."""
-        self.holds = TRANSITIONS[event][self.holds]
-
-    def is_fused(self) -> bool:
-        """True once a fused layer that adds to `main_grad` has used the parameter."""
-        return self.home is not None and self.entered != ""
 
 
 _states: dict[int, ParameterState] = {}  # by id

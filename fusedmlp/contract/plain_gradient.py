@@ -1,10 +1,8 @@
-"""The catch: a tensor hook by which gradients that plain PyTorch computes for a parameter reach `main_grad` too.
+"""The catch: a tensor hook on parameters whose plain gradients PyTorch must not simply add to `.grad`.
 
-Where `.grad` is `main_grad`, or a rounded copy of it is lent to an optimizer, the hook makes autograd add to the exact
-tensor. Elsewhere an owner that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain gradient of the same
-step; and if the owner does add a plain gradient, a fused one that overwrites `main_grad` later erases it. So the hook,
-registered once on every parameter with that attribute, adds the plain gradient to `main_grad` itself and leaves zeros
-in `.grad`.
+An owner of `main_grad` that sees `grad_added_to_main_grad` drops `.grad`, and with it a plain gradient of the same
+step. So the hook adds the plain gradient to `main_grad` itself and leaves zeros in `.grad`. For `FP32Accumulation` it
+makes PyTorch add to a float32 `.grad`.
 """
 
 from __future__ import annotations
@@ -16,12 +14,11 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.checks import refuse_tensor_hooks
-from fusedmlp.contract.dummy import remove_dummy_wgrad
-from fusedmlp.contract.lending import reclaim
-from fusedmlp.contract.overwrite import queued_overwrites, refuse_other_writers, takes_overwrite_of_backward
-from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
-from fusedmlp.contract.states import STALE, Event
+from fusedmlp.contract.checks import label, refuse_tensor_hooks
+from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
+from fusedmlp.contract.overwrite import asks, refuse_to_be_erased
+from fusedmlp.contract.parameter_state import ParameterState, Place, accumulation_lock
+from fusedmlp.contract.steps import restore
 from fusedmlp.versions import outside_of_wrong_graphs
 
 
@@ -45,7 +42,7 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     param = state.ref()
     if param is None or not param.requires_grad:
         return None
-    in_grad = state.grad_is_main or state.lent is not None or state.accumulates_in is not None
+    in_grad = state.accumulates_in is not None
     if not in_grad and not hasattr(param, "grad_added_to_main_grad"):
         return None
     node = engine.current_node()
@@ -56,25 +53,11 @@ def _catch(state: ParameterState, grad: Tensor | None) -> Tensor | None:
     with accumulation_lock, torch.no_grad():
         if not in_grad:
             return _take(param, state, grad)
-        _leave_in_grad(param, state, grad)
+        restore(param, state)
+        if param.grad is None:
+            like = grad if grad.is_sparse else param  # as SparseAdam expects
+            param.grad = torch.zeros_like(like, dtype=state.accumulates_in)
         return None
-
-
-def _leave_in_grad(param: Tensor, state: ParameterState, grad: Tensor) -> None:
-    """Set `.grad` to the exact tensor, to which autograd then adds `grad`."""
-    if state.lent is not None and not state.lent.takes_gradients:  # inside as_grad
-        return
-    if state.grad_is_main:
-        main_grad: Tensor = param.main_grad  # type: ignore[attr-defined]
-        engine.current_backward().join_stream(main_grad)
-        _refuse_queued_overwrite(param, state)
-        refuse_other_writers(param, state, ("a parameter", None))
-    if reclaim(param, state) and state.grad_is_main:
-        main_grad.zero_()
-    state.on(Event.CATCH)
-    if param.grad is None and state.accumulates_in not in (None, grad.dtype):
-        like = grad if grad.is_sparse else param  # as SparseAdam expects
-        param.grad = torch.zeros_like(like, dtype=state.accumulates_in)
 
 
 def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
@@ -82,44 +65,47 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     (main_grad,) = [None] if state.home is None else state.home.tensors([param])
     if main_grad is None:
         return None
-    owner_adds = getattr(param, "zero_out_wgrad", False)  # the owner then adds `.grad`, whatever the flag says
-    if owner_adds and getattr(param, "skip_backward_post_hook", False) and queued_overwrites(param, state):
-        remove_dummy_wgrad(param)  # the owner adds after the queue
-        return None
-    _refuse_queued_overwrite(param, state)
-    added = param.grad_added_to_main_grad  # type: ignore[attr-defined]
-    each_backward = getattr(param, "overwrite_main_grad", False)
-    overwrite = _overwrites_backward(param, state, added) if each_backward else state.holds is STALE
-    if not overwrite and (owner_adds or not added):
+    if asks(param):
+        raise RuntimeError(
+            "a parameter with overwrite_main_grad: expected use by fusedmlp layers only; got use by plain PyTorch, "
+            "whose gradient one of a layer would erase"
+        )
+    if _owner_adds(param) or not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
         remove_dummy_wgrad(param)
         return None
     if state.catch is None or next(reversed([*(param._backward_hooks or ())]), None) != state.catch.id:
         refuse_tensor_hooks(param, ("a parameter", None))  # a hook that runs after this one would see zeros
-    state.on(Event.CATCH)
     engine.current_backward().join_stream(main_grad)
-    refuse_other_writers(param, state, ("a parameter", None))
-    main_grad.copy_(grad) if overwrite else main_grad.add_(grad)
-    param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    refuse_compiled_writer(state, ("a parameter", None))
+    refuse_to_be_erased(param, state, engine.current_backward(), ("a parameter", None))
+    main_grad.add_(grad)
     remove_dummy_wgrad(param)
     return torch.zeros_like(param, dtype=grad.dtype, requires_grad=False)
 
 
-def _refuse_queued_overwrite(param: Tensor, state: ParameterState) -> None:
-    if queued_overwrites(param, state):
-        raise RuntimeError(
-            "a parameter is used both by a fusedmlp layer, whose queued gradient is going to overwrite main_grad, "
-            "and by plain PyTorch, whose gradient it would erase; expected use by fusedmlp layers only"
-        )
+def _owner_adds(param: Tensor) -> bool:
+    """Whether the owner adds `.grad` to `main_grad`, whatever the flag says."""
+    return getattr(param, "zero_out_wgrad", False)
 
 
-def _overwrites_backward(param: Tensor, state: ParameterState, added: bool) -> bool:
-    """Whether a plain gradient is the first of its backward, for a parameter with `overwrite_main_grad`."""
-    if not engine.is_nested(param.is_cuda):
-        return takes_overwrite_of_backward(param, state)
-    last = state.overwritten_in
-    if last is None or last.over:
+def adopt_plain_gradient(param: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+    """Before the first fused gradient of a step: add an earlier plain one, `.grad`, to `main_grad`.
+
+    Otherwise the owner, which sees the flag, would drop it.
+    """
+    if has_dummy_wgrad(param) or _owner_adds(param) or asks(param):
+        return
+    engine.current_backward().join_stream(main_grad)
+    with torch.no_grad():
+        main_grad.add_(grad)
+    param.grad = None
+
+
+def refuse_compiled_writer(state: ParameterState, place: Place) -> None:
+    """Raise if a compiled graph in another backward, which holds no lock, is adding to the parameter's `main_grad`."""
+    other = state.compiled_in
+    if other is not None and not other.over and not (engine.inside_backward() and other is engine.current_backward()):
         raise RuntimeError(
-            "a parameter with overwrite_main_grad is used by plain PyTorch in a reentrant checkpoint, and its "
-            "gradient comes before that of a fusedmlp layer, which would erase it; expected use_reentrant=False"
+            f"{label(place)}: a compiled backward in another thread is adding to this main_grad, and one of the "
+            "sums would be lost; expected one backward after the other, or the layer outside of torch.compile"
         )
-    return not added

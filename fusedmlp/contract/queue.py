@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedmlp.contract.engine import Backward, current_backward
+from fusedmlp.contract.engine import current_backward
 from fusedmlp.contract.exclusion import release
-from fusedmlp.contract.guard import guard_optimizers
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Route
+from fusedmlp.contract.steps import watch_steps
 from fusedmlp.flags import check_flag
 from fusedmlp.operators import ops
 from fusedmlp.versions import outside_of_wrong_graphs
@@ -46,7 +46,6 @@ class _Delayed(NamedTuple):
     transposed: bool  # the weight is stored [in, out]
     recipe: str
     impl: str
-    backward: Backward
 
     def launch_key(self) -> tuple[Any, ...]:
         """Key of a launch: gradients with equal keys can be computed by one."""
@@ -91,7 +90,7 @@ class WgradQueue:
 
     def __init__(self, *, fuse_microbatches: bool = False) -> None:
         check_flag("fuse_microbatches", fuse_microbatches)
-        guard_optimizers()
+        watch_steps()
         self.fuse_microbatches = fuse_microbatches
         self._pending: deque[_Delayed] = deque()
         self._begun: str | None = None  # name of a weight, from the start of its GEMM until it leaves the queue
@@ -122,9 +121,8 @@ class WgradQueue:
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, recipe: str, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
-        backward = current_backward()
-        self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl, backward))
-        route.wait()
+        self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl))
+        route.wait(current_backward())
 
     def clear(self) -> None:
         """Discard everything queued, to give up a step after an error (see `run()`).
@@ -159,8 +157,8 @@ class WgradQueue:
         """Compute the weight gradients that the oldest backward queued: those of one micro-batch, of every layer in it
         and every use of a layer.
         """
-        oldest = self._pending[0].backward if self._pending else None
-        while self._pending and self._pending[0].backward is oldest:
+        oldest = self._pending[0].route.backward if self._pending else None
+        while self._pending and self._pending[0].route.backward is oldest:
             self._run_next()
 
     @outside_of_wrong_graphs
@@ -177,6 +175,10 @@ class WgradQueue:
         with accumulation_lock:
             try:
                 left = self._add(batch)
+            except BaseException:
+                if self._begun is None:
+                    batch[0].route.destination.undo(batch[0].route)
+                raise
             finally:
                 release(batch[0].route.held)
         for param, grad in left:  # without the lock: AccumulateGrad in another thread may wait for it
@@ -188,7 +190,11 @@ class WgradQueue:
 
     def _add(self, batch: list[_Delayed]) -> list[tuple[Tensor, Tensor]]:
         first = batch[0]
-        first.route.open(batch[-1].route)
+        first.route.together = [delayed.route for delayed in batch]
+        try:
+            first.route.open()
+        finally:
+            first.route.together = ()
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
         fields = zip(*(delayed.operands for delayed in batch), strict=True)
         operands = [[t for t in tensors if t is not None] for tensors in fields]
@@ -197,13 +203,13 @@ class WgradQueue:
         return first.route.finish_delayed()
 
     def _next_batch(self) -> Iterator[_Delayed]:
-        """The first gradient and, if fusing, those of the same weight up to one that overwrites."""
+        """The first gradient and, if fusing, those of the same weight up to a backward that overwrites."""
         first = self._pending[0]
         yield first
-        if not self.fuse_microbatches:
-            return
-        for delayed in list(self._pending)[1:]:
-            if delayed.route.overwrites.intersection(map(id, first.route.params)):
+        for delayed in list(self._pending)[1:] if self.fuse_microbatches else ():
+            if delayed.route.backward is not first.route.backward and delayed.route.asked & set(
+                map(id, first.route.params)
+            ):
                 return
             if delayed.launch_key() == first.launch_key():
                 yield delayed

@@ -14,11 +14,9 @@ from fusedmlp.contract import checks, engine
 from fusedmlp.contract.destinations.choice import Mode, choose
 from fusedmlp.contract.destinations.destination import Destination, Targets
 from fusedmlp.contract.dummy import remove_dummy_wgrad
-from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP
+from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, Backward
 from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
 from fusedmlp.contract.parameter_state import WeightGradient, find_states, states_of
-
-_orders = count()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,12 +34,9 @@ class Route(WeightGradient):
     returns: bool = False  # some outputs are fresh
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first expert with the same parameter
 
-    def open(self, latest: Route | None = None) -> None:
-        """Choose the outputs for every parameter: tensors of the destination, or fresh ones.
-
-        `latest`: the last of the routes that the GEMM computes together with this one.
-        """
-        existing = targets = self.destination.open(self, latest or self)
+    def open(self) -> None:
+        """Choose the outputs for every parameter: tensors of the destination, or fresh ones."""
+        existing = targets = self.destination.open(self)
         if len(set(map(id, self.params))) < len(self.params):
             ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
             self._shared = {i: ids.index(key) for i, key in enumerate(ids) if ids.index(key) < i}
@@ -85,8 +80,9 @@ class Route(WeightGradient):
             for i, (target, use, out) in enumerate(zip(self.targets, self.uses, outs, strict=True))
         ]
 
-    def wait(self) -> None:
-        """Mark as queued."""
+    def wait(self, backward: Backward) -> None:
+        """Mark as queued in a backward."""
+        self.backward = backward
         for _, _, state in self.leaves:
             if state.queued is None:
                 state.queued = weakref.WeakSet()
@@ -150,7 +146,6 @@ def route(
         params=params,
         uses=uses,
         leaves=[leaf for leaf, use in zip(leaves, uses, strict=True) if use is ACCUMULATE],
-        order=routes[0].order if routes else next(_orders),
         delayed=delayed,
         destination=destination,
     )

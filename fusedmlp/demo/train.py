@@ -75,8 +75,7 @@ class Trainer:
         self.model.to(settings.device)
         self.buffer: MainGradBuffer | None = None
         if fused:
-            # The flag grad_added_to_main_grad is for Megatron's hooks; nothing in this loop reads it.
-            self.buffer = MainGradBuffer(self.model.expert_weights(), grad_added_to_main_grad=False)
+            self.buffer = MainGradBuffer(self.model.expert_weights())
         self.optimizer = torch.optim.AdamW(self.model.parameters(), settings.learning_rate, betas=(0.9, 0.95))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: min((step + 1) / _WARMUP, max(1 - step / settings.steps, 0))
@@ -89,12 +88,7 @@ class Trainer:
         return data[(starts[:, None] + window).to(data.device)]
 
     def step(self) -> Tensor:
-        """Run one optimizer step on new data; return the loss before it: the mean over micro-batches, on the device.
-
-        `zero_()` moves no memory: the first gradient of a step overwrites `main_grad`.
-        """
-        if self.buffer is not None:
-            self.buffer.zero_()
+        """Run one optimizer step on new data; return the loss before it: the mean over micro-batches, on the device."""
         losses = []
         for _ in range(MICRO_BATCHES):
             last = len(self._train) - self.settings.model.context
@@ -102,11 +96,7 @@ class Trainer:
             loss, balance = self.model(self._windows(self._train, starts))
             ((loss + _BALANCE_WEIGHT * balance) / MICRO_BATCHES).backward()
             losses.append(loss.detach())
-        if self.buffer is None:
-            self.optimizer.step()
-        else:
-            with self.buffer.as_grad():
-                self.optimizer.step()
+        self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         return torch.stack(losses).mean()

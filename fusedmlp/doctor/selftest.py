@@ -116,8 +116,9 @@ def _fused(inputs: dict[str, Tensor], impl: str, device: str, step: str) -> dict
 
     x, probs = padded(inputs["x"]).requires_grad_(), padded(inputs["probs"]).requires_grad_()
     fc1, fc2, b1, b2 = (Parameter(inputs[name].to(device)) for name in ("fc1", "fc2", "bias1", "bias2"))
-    buffer = fusedmlp.MainGradBuffer([fc1, fc2])
-    buffer.flat.fill_(1.0)
+    for weight in (fc1, fc2):
+        weight.main_grad = torch.ones_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
+        weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     counts = torch.tensor(_COUNTS, device=device)
 
     def forward(x: Tensor, probs: Tensor) -> Tensor:

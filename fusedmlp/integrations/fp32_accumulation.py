@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from fusedmlp import validate
 from fusedmlp.contract.engine import is_plain
-from fusedmlp.contract.lending import StepHooks, accumulate_in
+from fusedmlp.contract.owners import deepspeed
 from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.contract.plain_gradient import catch_plain_gradients
+from fusedmlp.contract.steps import restore, watch_steps
 
 
 class FP32Accumulation:
@@ -26,7 +27,7 @@ class FP32Accumulation:
 
     Works with any `torch.optim` optimizer, with closures and `GradScaler`, and with Accelerate's wrappers and its
     `clip_grad_norm_` and `accumulate`. Frozen and float32 parameters stay as they are.
-    `fusedmlp.MainGradBuffer(params, optimizer=optimizer)` does the same with all gradients in one buffer.
+    `fusedmlp.MainGradBuffer(params)` does the same with all gradients in one buffer.
 
     Args:
         model: its weights must have the dtype in which they are trained.
@@ -47,19 +48,36 @@ class FP32Accumulation:
             )
         validate.module("model", model)
         self._params = _of_16_bits(model)
-        self._hooks = StepHooks(optimizer, self._params)
+        _check_optimizer(optimizer)
+        watch_steps()
         for param in self._params:
-            state = state_of(param)
-            accumulate_in(param, state, torch.float32, None if param.grad is None else param.grad.float())
+            state, grad = state_of(param), param.grad
+            param.grad = None  # otherwise `grad_dtype` cannot change
+            param.grad_dtype, state.accumulates_in, state.rounds = None, torch.float32, True
+            param.grad = None if grad is None else grad.float()
             catch_plain_gradients(param, state)
 
     def remove(self) -> None:
         """Stop: give gradients the dtypes of their parameters again, and round the gradients that exist."""
-        self._hooks.remove()
         for param in self._params:
             state = state_of(param)
-            if not state.grad_is_main:  # else `.grad` is that of a MainGradBuffer by now
-                accumulate_in(param, state, None, None if param.grad is None else param.grad.to(param.dtype))
+            restore(param, state)
+            state.accumulates_in = None
+            if state.memory is None:  # else `.grad` is that of a MainGradBuffer by now
+                grad, param.grad = param.grad, None
+                param.grad_dtype, state.rounds = param.dtype, False
+                param.grad = None if grad is None else grad.to(param.dtype)
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Raise unless it is PyTorch's, or Accelerate's wrapper of one."""
+    while isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"optimizer: expected a torch.optim.Optimizer; got {type(optimizer).__name__} ({deepspeed.OWN_DTYPE}; of "
+            "another wrapper, pass the optimizer that it steps)"
+        )
 
 
 def _of_16_bits(model: nn.Module) -> list[nn.Parameter]:
@@ -77,7 +95,7 @@ def _of_16_bits(model: nn.Module) -> list[nn.Parameter]:
         if getattr(param, "main_grad", None) is not None:
             raise ValueError(
                 f"{name}: expected no main_grad; got one, in which its gradients accumulate already "
-                "(MainGradBuffer(params, optimizer=optimizer) does what FP32Accumulation does: use one of them)"
+                "(MainGradBuffer(params) does what FP32Accumulation does: use one of them)"
             )
         params.append(param)
     return params

@@ -26,7 +26,7 @@ from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
-from fusedmlp.contract.guard import replaced
+from fusedmlp.contract.steps import replaced
 from fusedmlp.integrations import torchtitan_refusals as refuse
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.torchtitan_recipe import resolve

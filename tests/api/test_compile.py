@@ -184,27 +184,34 @@ def test_training_a_model_of_every_layer(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [pytest.param(None, marks=pytest.mark.exhaustive), True])
-@pytest.mark.parametrize("main_grad", [False, True])
-def test_new_loads_compile_nothing(dynamic, main_grad):
+@pytest.mark.parametrize("memory", ["", "buffer", "owner"])
+def test_new_loads_compile_nothing(memory, dynamic):
     model = Model()
-    if main_grad:
-        fusedmlp.MainGradBuffer(model.fused())
+    buffer = fusedmlp.MainGradBuffer(model.fused()) if memory == "buffer" else None
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     graphs = []
-    for tokens in (6, 9, 7, 30, 2, 64):
-        for seed in (1, 2):
-            *inputs, dy = batch(tokens, seed)
-            compiled(*inputs).backward(dy)
-            graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[-1] == graphs[2] <= (1 if dynamic else 2)
-    # The flags, dummies and gradients of a new step, and another main_grad, compile nothing either.
-    for param in model.parameters():
-        param.grad = None
-        if main_grad and hasattr(param, "main_grad"):
+
+    def begin():
+        """A new step; an owner has reset the flag, and given each parameter another main_grad."""
+        for param in model.parameters():
+            param.grad = None
+        for param in model.fused() if memory == "owner" else ():
             param.grad_added_to_main_grad, param.main_grad = False, torch.ones_like(param)
-    *inputs, dy = batch(10, 3)
-    compiled(*inputs).backward(dy)
-    assert counters["stats"]["unique_graphs"] == graphs[-1]
+
+    def run(*loads):
+        for tokens in loads:
+            for seed in (1, 2):
+                *inputs, dy = batch(tokens, seed)
+                compiled(*inputs).backward(dy)
+                graphs.append(counters["stats"]["unique_graphs"])
+
+    begin()
+    run(6, 9, 7, 30, 2, 64)
+    assert graphs[-1] == graphs[2] <= (1 if dynamic else 2)
+    begin()
+    run(10)
+    assert graphs[-1] == graphs[2]
+    del buffer  # kept until here
 
 
 def test_wrong_counts_raise_when_the_graph_runs():

@@ -99,7 +99,7 @@ def test_microbatches_of_different_recipes_in_one_queue():
     layer, queue = Layer(), fusedmlp.WgradQueue(fuse_microbatches=True)
     weights = [group[0] for group in layer.params]
     buffer = fusedmlp.MainGradBuffer(weights)
-    buffer.zero_()
+    buffer.zero_grad()
     for options in each:
         layer(wgrad_queue=queue, **options).backward(layer.dy)
     queue.run()

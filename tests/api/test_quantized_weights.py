@@ -109,7 +109,7 @@ def test_weights_are_quantized_once_for_the_micro_batches_of_a_step(recipe, made
         made.clear()
         held = copies(kept, recipe)
         for layer, buffer in zip((kept, fresh), buffers, strict=True):
-            buffer.zero_()
+            buffer.zero_grad()
             for _ in range(3):
                 layer(recipe=recipe, quantized_weights=held if layer is kept else None).backward(layer.dy)
         assert len(made) == 2

@@ -168,7 +168,7 @@ def test_16_bit_weights_with_a_recipe_add_unrounded_to_main_grad():
     buffer = fusedmlp.MainGradBuffer([p for group in layer.params for p in group])
     layer(recipe="bf16").backward(layer.dy)
     assert_unrounded(layer.grads("main_grad"), exact)
-    buffer.zero_()
+    buffer.zero_grad()
     layer().backward(layer.dy)  # rounds, as it says
     with pytest.raises(AssertionError):
         assert_unrounded(layer.grads("main_grad"), exact)
@@ -232,7 +232,7 @@ def test_compiled(call, attached, packed):
     compiled, eager = Layer(packed), Layer(packed)
     for layer in (compiled, eager):
         if attached:
-            fusedmlp.MainGradBuffer([p for group in layer.params for p in group]).zero_()
+            fusedmlp.MainGradBuffer([p for group in layer.params for p in group])
     run = torch.compile(lambda x, **o: compiled(x, **o), backend="aot_eager", fullgraph=True)
     x, y = torch.nan_to_num(compiled.x), []
     for layer in (compiled, eager):
@@ -333,7 +333,7 @@ def test_weights_are_cast_once_for_the_micro_batches_of_a_step(packed, casts):
     buffers = [fusedmlp.MainGradBuffer([p for group in layer.params for p in group]) for layer in (kept, plain)]
     for _ in range(2):
         for layer, buffer in zip((kept, plain), buffers, strict=True):
-            buffer.zero_()
+            buffer.zero_grad()
             casts.clear()
             held = copies(layer, "bf16") if layer is kept else None
             for factor in (1, -2, 3):
@@ -478,7 +478,7 @@ def test_compiled_with_copies(packed, layout, attached, casts):
     compiled, eager = layers
     if attached:
         for layer in layers:
-            fusedmlp.MainGradBuffer([p for group in layer.params for p in group]).zero_()
+            fusedmlp.MainGradBuffer([p for group in layer.params for p in group])
     run = torch.compile(lambda x, **o: compiled(x, **o), backend="aot_eager", fullgraph=True)
     x, place, ys = torch.nan_to_num(compiled.x), "main_grad" if attached else "grad", []
     for _ in range(2):

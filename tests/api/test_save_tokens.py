@@ -146,7 +146,7 @@ def test_microbatches_add_up(recipe):
         layer = Layer()
         buffer = fusedmlp.MainGradBuffer([param for (param,) in layer.params])
         buffer.flat.fill_(float("nan"))
-        buffer.zero_()
+        buffer.zero_grad()
         held = [layer(x, recipe=recipe, save=save) for x in (layer.x, layer.x * -3)]
         for y in held:
             y.backward(layer.dy, retain_graph=True)

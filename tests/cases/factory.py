@@ -122,7 +122,7 @@ def run(inputs, impl, device="cpu"):
     buffer = fusedmlp.MainGradBuffer(params["fc1"] + params["fc2"], dtype=case.main_grad_dtype)
     buffer.flat.fill_(float("nan") if case.overwrite else inputs.initial_main_grad)
     if case.overwrite:
-        buffer.zero_()
+        buffer.zero_grad()
     argument = {name: group[0] if case.packed else group for name, group in params.items()}
     x = inputs.x.clone().to(device).requires_grad_()
     probs = inputs.probs.clone().to(device).requires_grad_() if case.probs else None

@@ -86,13 +86,11 @@ class World:
             param.skip_backward_post_hook = True  # the hook takes no gradient
         self.queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
         self.buffer, self.optimizer = None, Nothing(self.params)
-        if owner == "optimizer":
-            self.buffer = fusedmlp.MainGradBuffer(self.params, optimizer=self.optimizer)
+        if owner == "buffer":
+            self.buffer = fusedmlp.MainGradBuffer(self.params)
         elif owner == "attributes":
             for param in self.params:
                 param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
-        elif owner != "none":
-            self.buffer = fusedmlp.MainGradBuffer(self.params, grad_added_to_main_grad=owner == "flag")
         zeros = [torch.zeros_like(p, dtype=torch.float64) for p in self.params]
         self.model = Model(zeros, owner=owner, dense=dense, fuse=fuse)
         self.largest = 1.0
@@ -149,7 +147,7 @@ class World:
 
     def zero(self):
         if self.buffer is not None:
-            self.buffer.zero_()
+            self.buffer.zero_grad()
             return
         for param in self.params:
             param.grad = None
@@ -161,16 +159,10 @@ class World:
         model = self.model
         assert len(self.queue) == len(model.queue)
         for i, param in enumerate(self.params):
-            main = model.main[i]
-            if model.has_main and ((model.buffer and model.stale(i)) or (model.grad_is_main and self.replaced(param))):
-                main = param.main_grad  # stale: nothing reads it
+            main = param.main_grad if model.buffer and model.stale(i) else model.main[i]  # nothing reads it
             assert self.holds(param, main, model.grad[i]), (i, param.grad, model.grad[i])
             assert not model.dummy[i] or has_dummy_wgrad(param)
             assert getattr(param, "grad_added_to_main_grad", None) == (model.flag[i] if model.has_flag else None)
-
-    def replaced(self, param):
-        """Whether a queue has set `.grad`: it reaches main_grad with the next gradient, or when the buffer is read."""
-        return param.grad is not param.main_grad
 
     def holds(self, param, main, grad):
         pairs = [(param.grad, grad)] + ([(param.main_grad, main)] if self.model.has_main else [])

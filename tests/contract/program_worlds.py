@@ -128,8 +128,8 @@ class FusedBuffer:
     """A `MainGradBuffer` for parameters of one optimizer; the one place that knows how it is made and zeroed."""
 
     def __init__(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self.buffer = fusedmlp.MainGradBuffer(params, optimizer=optimizer)
-        self.zero_grad = self.buffer.zero_
+        self.buffer = fusedmlp.MainGradBuffer(params)
+        self.zero_grad = self.buffer.zero_grad
         self.norm, self.clip_norm_, self.detach = self.buffer.norm, self.buffer.clip_norm_, self.buffer.detach
 
     def scale(self, factor: float) -> None:

@@ -100,7 +100,7 @@ def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, 
         for main in layer.main_grads():
             main.fill_(float("nan"))
         if first:
-            buffer.zero_()
+            buffer.zero_grad()
         succeeded = at_once(outputs, dy)
         assert succeeded >= 1
         times = succeeded if first else 1  # with overwrite_main_grad every backward overwrites

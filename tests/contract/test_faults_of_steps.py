@@ -112,7 +112,7 @@ def test_a_step_that_failed_anywhere_is_discarded_and_done_again(owner, reentran
         for layer in model.layers if delayed else []:
             layer.wgrad_queue.clear()
         if owner == "zeroes":
-            buffer.zero_()
+            buffer.zero_grad()
 
     def finish():
         for layer in model.layers:

@@ -25,7 +25,7 @@ def made(owner, packed=True, seed=0, by=torch.optim.AdamW, dtype=torch.bfloat16)
 
 def owned(owner, layer, optimizer):
     if owner == "buffer":
-        return fusedmlp.MainGradBuffer(layer.parameters(), optimizer=optimizer)
+        return fusedmlp.MainGradBuffer(layer.parameters())
     return FP32Accumulation(layer, optimizer) if owner == "FP32Accumulation" else None
 
 
@@ -84,8 +84,9 @@ def test_16_bit_zeros_set_by_hand_are_stepped_from_and_added_to(owner, packed):
     optimizer.zero_grad()
     micro_batch(layer, 9)
     for param, added in zip(layer.parameters(), ones, strict=True):
-        assert added.dtype == param.grad.dtype == torch.float32
-        torch.testing.assert_close(added, 1 + param.grad)
+        assert param.grad.dtype == torch.float32
+        assert added.dtype == (torch.bfloat16 if owner == "buffer" else torch.float32)  # a buffer leaves what was set
+        torch.testing.assert_close(added.float(), 1 + param.grad, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("owner", OWNERS)

@@ -1,4 +1,4 @@
-"""GradScaler and clipping with gradients in main_grad: both belong inside `MainGradBuffer.as_grad`."""
+"""GradScaler and clipping with gradients in the memory of a `MainGradBuffer`."""
 
 import copy
 
@@ -22,15 +22,10 @@ def train(fused, batches, *, max_norm=None, accumulate="main_grad"):
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
     buffer = fusedmlp.MainGradBuffer(model.parameters()) if fused else None
     for x, dy in batches:
-        if buffer is None:
-            optimizer.zero_grad()
-            model(x, COUNTS).backward(scaler.scale(dy))
-            step(scaler, optimizer, model, max_norm)
-        else:
-            buffer.zero_()
-            model(x, COUNTS).backward(scaler.scale(dy))
-            with buffer.as_grad():
-                step(scaler, optimizer, model, max_norm)
+        optimizer.zero_grad()
+        model(x, COUNTS).backward(scaler.scale(dy))
+        step(scaler, optimizer, model, max_norm)
+    assert buffer is None or all(param.grad is param.main_grad for param in model.parameters())
     return start, model, scaler.get_scale()
 
 
@@ -75,31 +70,3 @@ def test_a_step_with_an_infinite_gradient_is_skipped_and_the_scale_halved():
     _, plain, reference = train(False, batches(4, overflow=[1]))
     assert_close(fused, plain)
     assert scale == reference == SCALE / 2
-
-
-@pytest.mark.parametrize("call", ["unscale_", "clip_grad_norm_"])
-def test_outside_of_as_grad_the_dummies_refuse(call):
-    model = fusedmlp.GroupedMLP(3, 4, 5)
-    fusedmlp.MainGradBuffer(model.parameters())
-    optimizer = torch.optim.SGD(model.parameters())
-    scaler = torch.amp.GradScaler("cpu")
-    ((x, dy),) = batches(1)
-    model(x, COUNTS).backward(scaler.scale(dy))
-    calls = {
-        "unscale_": lambda: scaler.unscale_(optimizer),
-        "clip_grad_norm_": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    }
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        calls[call]()
-
-
-def test_without_the_attribute_unscaling_outside_of_as_grad_is_noticed_by_the_scaler():
-    model = fusedmlp.GroupedMLP(3, 4, 5)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), grad_added_to_main_grad=False)
-    optimizer = torch.optim.SGD(model.parameters())
-    scaler = torch.amp.GradScaler("cpu")
-    ((x, dy),) = batches(1)
-    model(x, COUNTS).backward(scaler.scale(dy))
-    scaler.unscale_(optimizer)
-    with buffer.as_grad(), pytest.raises(AssertionError, match="No inf checks were recorded"):
-        scaler.step(optimizer)

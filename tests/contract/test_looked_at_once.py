@@ -97,7 +97,7 @@ def test_a_gradient_overwrites_when_its_queue_runs_again(monkeypatch, make_layer
     """The first run fails: it allocates an output beside main_grad for the frozen expert, and memory is short."""
     layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
     optimizer = torch.optim.SGD(layer.params, lr=0.0)
-    buffer = fusedmlp.MainGradBuffer(layer.params, optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(layer.params)
     layer.backward(1, accumulate_wgrad="main_grad")
     optimizer.step()
     optimizer.zero_grad()
@@ -109,18 +109,6 @@ def test_a_gradient_overwrites_when_its_queue_runs_again(monkeypatch, make_layer
     wgrads = layer.wgrads(2)
     assert_close([layer.params[i].grad for i in (0, 2)], [wgrads[i] for i in (0, 2)])
     assert len(buffer.params) == len(layer.params)
-
-
-@pytest.mark.parametrize("dense", [False, True])
-def test_a_flag_that_was_cleared_by_hand_does_not_stop_a_queue(dense, monkeypatch, make_layer, assert_close):
-    monkeypatch.setenv("FUSEDMLP_DENSE_DUMMY", str(int(dense)))
-    layer, queue = make_layer("linear"), fusedmlp.WgradQueue()
-    fusedmlp.MainGradBuffer(layer.params, grad_added_to_main_grad=True)
-    layer.backward(1, wgrad_queue=queue)
-    for param in layer.params:
-        param.grad_added_to_main_grad = False
-    queue.run()
-    assert_close(layer.main_grads(), layer.wgrads(1))
 
 
 def test_what_is_remembered_of_a_parameter_goes_with_it_and_runs_no_python_code():

@@ -31,7 +31,7 @@ def test_the_first_gradient_to_arrive_overwrites_whichever_micro_batch_it_is_of(
     layer, queue = make_layer(), fusedmlp.WgradQueue() if queued else None
     buffer = fusedmlp.MainGradBuffer(layer.params)
     buffer.flat.fill_(torch.nan)
-    buffer.zero_()
+    buffer.zero_grad()
     y1, dy1 = forward(layer, 1, queue)
     y2, dy2 = forward(layer, 2, queue)
     with torch.no_grad():
@@ -52,7 +52,7 @@ def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(owner, monkeypatch
     if owner == "buffer":
         buffer = fusedmlp.MainGradBuffer(layer.params)
         buffer.flat.fill_(torch.nan)
-        buffer.zero_()
+        buffer.zero_grad()
     else:
         stale(layer)
     options = {"overwrites": owner == "overwrite_main_grad"}

@@ -1,7 +1,5 @@
 """Guard 10 where one of the two uses of a weight is plain PyTorch's."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -33,32 +31,17 @@ def expected(layer, *seeds):
 
 @pytest.mark.usefixtures("dense")
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("case", ["now", "delayed", "overwrite"])
-def test_both_land_in_main_grad(case, packed, make_layer, assert_close):
+@pytest.mark.parametrize("delayed", [False, True])
+def test_both_land_in_main_grad(delayed, packed, make_layer, assert_close):
     layer = make_layer(packed=packed)
     before = layer.attach(False)
-    queue = fusedmlp.WgradQueue() if case == "delayed" else None
+    queue = fusedmlp.WgradQueue() if delayed else None
     for seed in (1, 2):
-        with layer.overwriting() if case == "overwrite" and seed == 1 else nullcontext():
-            loss(layer, seed, wgrad_queue=queue).backward()
+        loss(layer, seed, wgrad_queue=queue).backward()
     if queue:
         queue.run()
-    start = [torch.zeros_like(b) if case == "overwrite" else b for b in before]
-    assert_close(layer.main_grads(), [b + g for b, g in zip(start, expected(layer, 1, 2), strict=True)])
+    assert_close(layer.main_grads(), [b + g for b, g in zip(before, expected(layer, 1, 2), strict=True)])
     assert all(p.grad is None or not p.grad.any() for p in layer.params)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_fused_gradient_that_would_overwrite_adds_to_a_plain_one_left_in_grad(packed, make_layer, assert_close):
-    layer = make_layer("linear", packed)
-    buffer = fusedmlp.MainGradBuffer(layer.params)
-    buffer.flat.fill_(torch.nan)
-    buffer.zero_()
-    for param in layer.params:
-        param.grad = 3 * torch.ones_like(param)
-    layer.backward(1)
-    assert_close(layer.main_grads(), [3 + w for w in layer.wgrads(1)])
-    assert not any(p.grad.any() for p in layer.params)
 
 
 @pytest.mark.usefixtures("dense")
@@ -80,15 +63,27 @@ def test_without_the_attribute_the_plain_gradient_is_in_grad(make_layer, assert_
     assert_close(layer.grads(), [2 * p.detach() for p in layer.params])
 
 
-def test_a_plain_gradient_that_a_queue_would_erase(make_layer):
+@pytest.mark.parametrize("owner_adds", [False, True])
+@pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_plain_gradient_that_an_overwriting_one_could_erase_is_refused(seed, delayed, owner_adds, make_layer):
+    layer, queue = make_layer(), fusedmlp.WgradQueue() if delayed else None
+    layer.attach(False)
+    for param in layer.params:
+        param.zero_out_wgrad = owner_adds
+    with layer.overwriting(), pytest.raises(RuntimeError, match="overwrite_main_grad: expected use by fusedmlp layers"):
+        loss(layer, seed, wgrad_queue=queue).backward()
+    if queue:
+        queue.clear()
+
+
+def test_a_plain_gradient_before_a_queue_that_is_going_to_overwrite_is_refused(make_layer):
     layer, queue = make_layer(), fusedmlp.WgradQueue()
     layer.attach(False)
-    with pytest.raises(
-        RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
-    ):
-        with layer.overwriting():
-            loss(layer, 1, wgrad_queue=queue).backward()
-    queue.clear()
+    layer.backward(1, wgrad_queue=queue, overwrites=True)
+    with pytest.raises(RuntimeError, match="a queued gradient is going to overwrite main_grad, and would erase"):
+        sum(p.square().sum() for p in layer.params).backward()
+    queue.run()
 
 
 @pytest.mark.usefixtures("dense")
@@ -144,28 +139,19 @@ def test_plain_uses_inside_and_outside_of_a_checkpoint_all_land(make_layer, asse
     assert all(p.grad is None or not p.grad.any() for p in layer.params)
 
 
-def test_an_owner_that_adds_grad_before_a_queue_would_overwrite(make_layer):
-    layer, queue = make_layer(), fusedmlp.WgradQueue()
-    layer.attach(False)
-    for param in layer.params:
-        param.zero_out_wgrad = True
-    with pytest.raises(
-        RuntimeError, match="used both by a fusedmlp layer, whose queued gradient is going to overwrite"
-    ):
-        with layer.overwriting():
-            loss(layer, 1, wgrad_queue=queue).backward()
-    queue.clear()
-    for param in layer.params:
-        param.skip_backward_post_hook = True  # the owner adds after the queue has run
-        param.grad = None
-    with layer.overwriting():
-        loss(layer, 2, wgrad_queue=queue).backward()
-    queue.run()
-
-
 def test_the_buffer_steps_with_both(make_layer, assert_close):
     layer = make_layer()
-    buffer = fusedmlp.MainGradBuffer(layer.params)
+    fusedmlp.MainGradBuffer(layer.params)
     loss(layer, 1).backward()
-    with buffer.as_grad():
-        assert_close(layer.grads(), expected(layer, 1))
+    assert_close(layer.grads(), expected(layer, 1))
+
+
+def test_an_owner_by_the_flag_gets_a_plain_gradient_of_an_earlier_micro_batch_too(make_layer, assert_close):
+    layer = make_layer()
+    before = layer.attach(False)
+    for param in layer.params:
+        (param * 2).sum().backward()
+    layer.backward(1)
+    layer.backward(2)
+    assert_close(layer.main_grads(), [b + 2 + w for b, w in zip(before, layer.wgrads(1, 2), strict=True)])
+    assert not any(grad.any() for grad in layer.grads())

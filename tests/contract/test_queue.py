@@ -451,9 +451,9 @@ def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, 
         layer.backward(seed, wgrad_queue=queue, overwrites="first" in target and seed == 1)
     opens, calls = Route.open, []
 
-    def breaks(route, latest):
+    def breaks(route):
         calls.append(route)
-        opens(route, latest)
+        opens(route)
         if len(calls) == failing + 1:
             raise MemoryError("no room")
 
@@ -466,6 +466,34 @@ def test_a_run_that_failed_before_a_gemm_can_be_repeated(failing, target, fuse, 
     assert len(queue) == 0
     found = layer.main_grads() if "main_grad" in target else layer.grads()
     assert_close(found, plus(before, layer.wgrads(1, 2)))
+
+
+@pytest.mark.parametrize("owner", ["buffer", "overwrite_main_grad"])
+def test_a_run_that_failed_before_a_gemm_and_was_cleared_has_written_nothing(
+    owner, monkeypatch, make_layer, assert_close
+):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    if owner == "buffer":
+        buffer = fusedmlp.MainGradBuffer(layer.params)
+        buffer.flat.fill_(torch.nan)
+        buffer.zero_grad()
+    else:
+        layer.attach()
+    layer.backward(1, wgrad_queue=queue, overwrites=owner != "buffer")
+    opens = Route.open
+
+    def breaks(route):
+        opens(route)
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Route, "open", breaks)
+        with pytest.raises(MemoryError, match="no room"):
+            queue.run()
+    queue.clear()
+    layer.backward(2, overwrites=owner != "buffer")
+    layer.backward(3)
+    assert_close(layer.main_grads(), layer.wgrads(2, 3))
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -516,7 +544,6 @@ def test_a_queue_runs_outside_of_backward_on_a_gpu_too():
             name="weight",
             params=[param],
             uses=[EngineUse.ACCUMULATE],
-            order=0,
             delayed=True,
             destination=MainGrad(),
             leaves=[leaf],

@@ -222,11 +222,12 @@ def test_a_model_cast_after_its_buffer_was_made_steps_as_one_cast_before(optimiz
         if early:
             model.bfloat16()
         made = optimizer(model.parameters(), lr=0.1)
-        fusedmlp.MainGradBuffer(model.parameters(), optimizer=made)
+        buffer = fusedmlp.MainGradBuffer(model.parameters())
         model.bfloat16()
         torch.manual_seed(0)
         for _ in range(2):
             model(torch.randn(5, 4, dtype=torch.bfloat16), [2, 3]).square().sum().backward()
         assert all(param.grad.dtype == torch.float32 for param in model.parameters())
         made.step()
+        del buffer  # kept until here
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))

@@ -40,8 +40,7 @@ def test_system(system, mode, packed, make_layer, assert_close):
             assert all(torch.equal(p, b) for p, b in zip(places, step.before, strict=True))
         return
     handed = system.run(step)
-    if step.queue is not None:
-        step.queue.run()
+    step.run_queue()
     expected, digits = step.layer.wgrads(*system.seeds), system.digits or step.layer.dtype
     if not system.seeds:
         expected = [torch.zeros_like(w) for w in expected]
@@ -51,7 +50,9 @@ def test_system(system, mode, packed, make_layer, assert_close):
     else:
         assert_close(handed, expected)
         assert all(torch.equal(p, b) for p, b in zip(step.places(), step.before, strict=True))
-    if step.attached:  # .grad holds nothing that could be added again
+    if step.memory == "buffer" and handed is None:
+        assert all(p.grad is p.main_grad or p.grad.requires_grad for p in step.params)  # create_graph=True
+    if step.memory == "owner":  # .grad holds nothing that could be added again
         assert not any(p.grad.count_nonzero() for p in step.params if p.grad is not None)
 
 

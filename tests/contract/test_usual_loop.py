@@ -1,4 +1,4 @@
-"""The usual loop over a `MainGradBuffer` that has the optimizer: `.grad` is `main_grad`."""
+"""The usual loop with a `MainGradBuffer`, whose memory `.grad` is."""
 
 import pytest
 import torch
@@ -8,17 +8,17 @@ import fusedmlp
 from fusedmlp.operators import ops
 
 
-@pytest.mark.parametrize("zero_grad", ["set_to_none", "in place", "of the model", "buffer.zero_()"])
+@pytest.mark.parametrize("zero_grad", ["set_to_none", "in place", "of the model", "buffer.zero_grad()"])
 @pytest.mark.parametrize("make_optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @DTYPES
 def test_the_usual_loop(dtype, make_optimizer, zero_grad):
     (reference, expected), (model, optimizer) = twins(dtype, make_optimizer)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
     zero = {
         "set_to_none": optimizer.zero_grad,
         "in place": lambda: optimizer.zero_grad(set_to_none=False),
         "of the model": model.zero_grad,
-        "buffer.zero_()": buffer.zero_,
+        "buffer.zero_grad()": buffer.zero_grad,
     }[zero_grad]
     for step in range(3):
         seeds = range(3 * step, 3 * step + 3)
@@ -45,8 +45,7 @@ def test_the_usual_loop(dtype, make_optimizer, zero_grad):
 def test_sums_of_many_micro_batches_are_those_of_float32_for_plain_weights_too():
     """A router's sum in bf16 would stop growing at 256 times what is added."""
     model = Model(torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    fusedmlp.MainGradBuffer(model.parameters())
     for _ in range(600):
         backward(model, 1)
     expected = [600 * g for g in sums(Model(torch.bfloat16, "off"), [1])]
@@ -58,7 +57,7 @@ def test_sums_of_many_micro_batches_are_those_of_float32_for_plain_weights_too()
 def test_a_step_that_keeps_its_gradients_adds_to_them(dtype):
     model = Model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    fusedmlp.MainGradBuffer(model.parameters())
     backward(model, 1)
     before = [p.grad.clone() for p in model.parameters()]
     optimizer.step()
@@ -71,8 +70,7 @@ def test_a_step_that_keeps_its_gradients_adds_to_them(dtype):
 @DTYPES
 def test_a_gradient_that_was_replaced_is_taken_over(dtype):
     model = Model(dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
     backward(model, 1)
     before = [p.grad.clone() for p in model.parameters()]
     for param in model.parameters():
@@ -82,6 +80,7 @@ def test_a_gradient_that_was_replaced_is_taken_over(dtype):
     for param in model.parameters():
         param.grad = param.grad / 2
     backward(model, 1)
+    buffer.norm()
     for param, once in zip(model.parameters(), before, strict=True):
         assert param.grad is param.main_grad
         torch.testing.assert_close(param.grad, 1.25 * once)
@@ -92,7 +91,7 @@ def test_gradients_from_before_the_buffer_count(dtype):
     model = Model(dtype)
     backward(model, 1)
     before = [p.grad.float() for p in model.parameters()]
-    fusedmlp.MainGradBuffer(model.parameters(), optimizer=torch.optim.SGD(model.parameters()))
+    fusedmlp.MainGradBuffer(model.parameters())
     backward(model, 2)
     for param, b, g in zip(model.parameters(), before, sums(Model(dtype, "off"), [2]), strict=True):
         torch.testing.assert_close(param.grad, b + g, rtol=1e-5, atol=1e-5 if dtype == torch.float32 else 0.05)
@@ -100,7 +99,7 @@ def test_gradients_from_before_the_buffer_count(dtype):
 
 def test_autograd_grad_and_a_frozen_weight_touch_nothing():
     model = Model()
-    fusedmlp.MainGradBuffer(model.parameters(), optimizer=torch.optim.SGD(model.parameters()))
+    fusedmlp.MainGradBuffer(model.parameters())
     x, dy = batch(1)
     frozen = model.experts.fc1.weight.requires_grad_(False)
     torch.autograd.grad((model(x) * dy).sum(), [model.router.weight, model.experts.fc2.weight])
@@ -116,7 +115,7 @@ def test_a_first_gradient_that_failed_has_not_arrived(monkeypatch):
 
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
     backward(model, 1)
     optimizer.zero_grad()
     with monkeypatch.context() as patch:
@@ -136,7 +135,7 @@ def test_delayed_gradients_store_and_add_in_the_order_in_which_they_are_computed
     """A whole backward between a delayed one and its queue is computed first, and stores."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
     queue = fusedmlp.WgradQueue()
     for step in range(2):
         optimizer.zero_grad()
@@ -155,20 +154,11 @@ def test_delayed_gradients_store_and_add_in_the_order_in_which_they_are_computed
     assert buffer.norm() > 0
 
 
-def test_which_optimizers_and_parameters():
-    model = Model()
-    with pytest.raises(TypeError, match=r"optimizer: expected a torch\.optim\.Optimizer; got object"):
-        fusedmlp.MainGradBuffer(model.parameters(), optimizer=object())
-    with pytest.raises(ValueError, match=r"params\[1\]: expected a parameter of the optimizer; got one that none"):
-        fusedmlp.MainGradBuffer(model.parameters(), optimizer=torch.optim.SGD([model.router.weight]))
-    assert not any(hasattr(p, "main_grad") for p in model.parameters())
-
-
 @DTYPES
 def test_detach_leaves_plain_gradients(dtype):
     model = Model(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
     backward(model, 1)
     held = [p.grad.to(dtype) for p in model.parameters()]
     buffer.detach()
@@ -182,33 +172,32 @@ def test_detach_leaves_plain_gradients(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_optimizer", [True, False])
 @DTYPES
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo's own, as the next
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_a_compiled_model(dtype, with_optimizer):
+def test_a_compiled_model(dtype):
     torch._dynamo.reset()
     (reference, expected), (model, optimizer) = twins(dtype, SGD)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer if with_optimizer else None)
+    kept = fusedmlp.MainGradBuffer(model.parameters())
     compiled = torch.compile(model, backend="aot_eager")
     for step in range(3):
-        optimizer.zero_grad() if with_optimizer else buffer.zero_()
+        optimizer.zero_grad()
         for seed in (2 * step, 2 * step + 1):
             x, dy = batch(seed, dtype)
             (compiled(x) * dy).sum().backward()
         set_grads(reference, sums(reference, (2 * step, 2 * step + 1)))
         expected.step()
-        with buffer.as_grad():
-            optimizer.step()
+        optimizer.step()
         assert_same(model, reference, dtype)
+    assert kept.norm() > 0
 
 
 def test_a_gradient_that_was_set_by_hand_counts():
     param = torch.nn.Parameter(torch.zeros(4))
     optimizer = torch.optim.SGD([param], lr=1.0)
-    buffer = fusedmlp.MainGradBuffer([param], optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer([param])
     for _ in range(2):
-        buffer.zero_()
+        buffer.zero_grad()
         param.grad = torch.full((4,), 3.0)
         assert buffer.clip_norm_(1e9) == 6
         assert buffer.flat.norm() == 6
@@ -220,7 +209,7 @@ def test_flat_is_where_other_ranks_gradients_can_come_from():
     """An edit of `flat` counts also for a parameter that got no gradient on this rank."""
     param = torch.nn.Parameter(torch.zeros(64))
     optimizer = torch.optim.SGD([param], lr=1.0)
-    buffer = fusedmlp.MainGradBuffer([param], optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer([param])
     buffer.flat.add_(2)
     optimizer.step()
     assert (param == -2).all()
@@ -228,10 +217,9 @@ def test_flat_is_where_other_ranks_gradients_can_come_from():
 
 def test_a_module_that_moves_takes_its_gradients_out_of_the_buffer():
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    buffer = fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    buffer = fusedmlp.MainGradBuffer(model.parameters())
     backward(model, 1)
     model.bfloat16()
-    for use in (buffer.norm, lambda: buffer.clip_norm_(1.0), buffer.zero_, lambda: buffer.flat):
+    for use in (buffer.norm, lambda: buffer.clip_norm_(1.0), lambda: buffer.flat):
         with pytest.raises(RuntimeError, match=r"params\[0\]: expected the main_grad that this buffer gave it"):
             use()

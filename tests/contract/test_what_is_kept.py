@@ -58,11 +58,7 @@ def checkpointed(layer):
 
 
 def overwriting(layer):
-    for param in layer.params:
-        param.overwrite_main_grad = True
-    checkpointed(layer)
-    for param in layer.params:
-        param.overwrite_main_grad = False
+    layer.backward(1, overwrites=True)
 
 
 def failing(layer):
@@ -134,7 +130,7 @@ def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_
     layer = make_layer()
     if owner == "buffer":
         buffer = fusedmlp.MainGradBuffer(layer.params)
-        buffer.zero_()
+        buffer.zero_grad()
     else:
         layer.attach(False)
     for _ in range(2):

@@ -113,7 +113,7 @@ def test_two_microbatches(recipe, wgrad):
         queue = None if wgrad == "at once" else fusedmlp.WgradQueue(fuse_microbatches=wgrad == "fused")
         weights = [group[0] for group in layer.params]
         buffer = fusedmlp.MainGradBuffer(weights)
-        buffer.zero_()
+        buffer.zero_grad()
         for counts in (COUNTS, COUNTS[::-1]):
             options = {"probs": layer.probs, "recipe": recipe, "impl": impl, "wgrad_queue": queue}
             fusedmlp.grouped_mlp(layer.x, *weights, list(counts), **options).backward(layer.dy)
@@ -165,7 +165,7 @@ def test_one_linear_layer(recipe):
     def run(impl):
         param, given = Parameter(w.clone()), x.clone().requires_grad_()
         buffer = fusedmlp.MainGradBuffer([param])
-        buffer.zero_()
+        buffer.zero_grad()
         y = fusedmlp.grouped_linear(given, param, list(COUNTS), recipe=recipe, impl=impl)
         y.backward(dy)
         found = {"y": y.detach().double(), "dx": given.grad.double(), "dfc1": param.main_grad.double()}

@@ -12,28 +12,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.autograd as dist_autograd
 from support.small_moe import batch, initial, plain_output, stacked
-from support.systems import MODES
+from support.systems import MODES, attach
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
-import fusedmlp
 from fusedmlp.doctor.tolerance import errors_of
 
 OTHER = "worker1"
 BATCHES = [(0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 0, 0)]  # rank, step, micro-batch; the last has no tokens
-_owned = {}  # by mode and form, where the model lives: the model, and its gradients at the start
+_owned = {}  # by mode and form, where the model lives: the model, its gradients at the start, and its buffer
 
 
 def make(mode, packed):
     """Make a layer here whose gradients do not start from zero."""
-    accumulate, attached, delayed = MODES[mode]
+    accumulate, memory, delayed = MODES[mode]
     model = initial(packed, accumulate, delay=delayed)
-    if attached:
-        fusedmlp.MainGradBuffer(model.experts.parameters()).flat.fill_(0.5)
-    else:
-        for param in model.parameters():
-            param.grad = torch.full_like(param, 0.5)
-    _owned[mode, packed] = model, [places(p) for p in model.parameters()]
+    buffer = attach(list(model.parameters()), memory, 0.5)
+    _owned[mode, packed] = model, [places(p) for p in model.parameters()], buffer
 
 
 def places(param):
@@ -42,7 +37,7 @@ def places(param):
 
 
 def forward(mode, packed, x, counts, probs):
-    model, _ = _owned[mode, packed]
+    model, *_ = _owned[mode, packed]
     return model(x, counts, probs)
 
 
@@ -70,7 +65,7 @@ def wrong_gradients(model, context, batches, scale=1.0):
 
 def check(mode, packed, context, batches):
     """Messages about wrong gradients of a context in this process, and about anything else that changed."""
-    model, before = _owned[mode, packed]
+    model, before, _ = _owned[mode, packed]
     wrong = wrong_gradients(model, context, batches)
     for (name, param), start in zip(model.named_parameters(), before, strict=True):
         for now, then in zip(places(param), start, strict=True):
@@ -129,8 +124,10 @@ def drive():
 def under_ddp():
     """Run DDP inside a context: its averaged gradients must be in the context of every rank. Messages by cell."""
     failures = {}
-    for mode, packed in itertools.product(["grad", "off"], [True, False]):
+    for mode, packed in itertools.product(["grad", "off", "buffer"], [True, False]):
         model = initial(packed, MODES[mode][0])
+        buffer = attach(list(model.experts.parameters()), MODES[mode][1])
+        model.zero_grad()
         wrapped = DistributedDataParallel(model)
         for step in range(2):
             with dist_autograd.context() as context:
@@ -142,11 +139,11 @@ def under_ddp():
             wrong += [f"{name}: .grad" for name, p in model.named_parameters() if p.grad is not None]
             if wrong:
                 failures[f"DDP {mode} packed={packed} step {step}"] = wrong
-    for mode in ("main_grad", "delayed, main_grad", "delayed, .grad"):
-        accumulate, attached, delayed = MODES[mode]
+        del buffer
+    for mode in ("main_grad", "delayed, main_grad", "delayed, .grad", "delayed, buffer"):
+        accumulate, memory, delayed = MODES[mode]
         model = initial(True, accumulate, delay=delayed)
-        if attached:
-            fusedmlp.MainGradBuffer(model.experts.parameters())
+        attach(list(model.experts.parameters()), memory)
         wrapped = DistributedDataParallel(model)
         with dist_autograd.context():
             try:

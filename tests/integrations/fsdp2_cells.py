@@ -243,8 +243,8 @@ def refusals():
         model.register_forward_pre_hook(attach)
         run(model)
 
-    def buffer_after():
-        fusedmlp.MainGradBuffer(shard(initial(True, "auto"), "fp32", True, "none").parameters())
+    def buffer_after(**options):
+        fusedmlp.MainGradBuffer(shard(initial(True, "auto", **options), "fp32", True, "none").parameters())
 
     def partly():
         model = initial(True)
@@ -259,7 +259,8 @@ def refusals():
             lambda: run(shard(initial(True, "main_grad", delay=True), "fp32", True, "experts"))
         ),
         "delayed, .grad": message(lambda: run(shard(initial(False, "off", delay=True), "fp32", True, "none"))),
-        "a buffer after fully_shard": message(buffer_after),
+        "buffer": message(buffer_after),
+        "delayed, buffer": message(lambda: buffer_after(delay=True)),
         "accumulate_in without fully_shard": message(lambda: fsdp2.accumulate_in(initial(True))),
         "accumulate_in of parameters": message(lambda: fsdp2.accumulate_in(initial(True).parameters())),
         "accumulate_in, reduced in bf16": message(partly),

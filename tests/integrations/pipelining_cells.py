@@ -9,33 +9,34 @@ from __future__ import annotations
 
 import functools
 import itertools
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from support import grids
 from support.small_moe import EXPERTS, H, Model, plain_output, stacked
+from support.systems import attach
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _merge_bw
 
-import fusedmlp
 from fusedmlp.doctor import tolerance
 
 PARTS, STEPS, RATE = 4, 2, 0.1
 LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # by micro-batch and expert
 MICRO_BATCHES, ROWS = len(LOADS), 5
 
-# By name: accumulate_wgrad, `grad_added_to_main_grad` (None: no buffer), whether weight gradients are delayed.
+# By name: accumulate_wgrad, whose main_grad experts have, if any, whether weight gradients are delayed.
 MODES = {
-    "main_grad": ("main_grad", True, False),
-    "main_grad, lacks the attribute": ("main_grad", False, False),
-    "grad": ("grad", None, False),
-    "off": ("off", None, False),
-    "delayed, main_grad": ("main_grad", True, True),
-    "delayed, .grad": ("off", None, True),
-    "delayed, main_grad, run by dw_builder": ("main_grad", True, True),
+    "buffer": ("auto", "buffer", False),
+    "main_grad": ("main_grad", "owner", False),
+    "main_grad, lacks the attribute": ("main_grad", "owner", False),
+    "grad": ("grad", "", False),
+    "off": ("off", "", False),
+    "delayed, buffer": ("auto", "buffer", True),
+    "delayed, main_grad": ("main_grad", "owner", True),
+    "delayed, .grad": ("off", "", True),
+    "delayed, buffer, run by dw_builder": ("auto", "buffer", True),
 }
 
 # By rank: its stages, each a list of parts of the model.
@@ -205,7 +206,7 @@ def schedule_of(cell, kind, modules):
         options = {}
         if "dw_builder" in cell.mode:
             options["dw_builder"] = lambda queue=module[str(parts[0])].moe.experts.wgrad_queue: queue.run_oldest
-        if cell.mode != "main_grad":  # there, the first step infers shapes by an extra forward and backward
+        if cell.mode != "buffer":  # there, the first step infers shapes by an extra forward and backward
             options["input_args"] = torch.empty(ROWS, H, requires_grad=index > 0)
             options["output_args"] = torch.empty(ROWS, H, requires_grad=True)
         stages.append(Stage(module, index, count, torch.device("cpu"), **options))
@@ -220,21 +221,19 @@ def schedule_of(cell, kind, modules):
 def train(cell):
     """This rank's part of the results of `plain_training`, errors, and the backwards of a step by stage."""
     of_ranks, classes = SCHEDULES[cell.schedule]
-    accumulate, attribute, delayed = MODES[cell.mode]
+    accumulate, memory, delayed = MODES[cell.mode]
     model = initial(cell.pairs, cell.packed, accumulate, delayed, cell.plainly)
     modules = [Parts({str(i): model[str(i)] for i in parts}) for parts in of_ranks[dist.get_rank()]]
     mine = Parts({name: part for module in modules for name, part in module.items()})
     experts = [part.moe.experts for part in mine.values()]
-    buffer = None
-    if attribute is not None:
-        params = dict.fromkeys(itertools.chain(*(module.parameters() for module in experts)))
-        buffer = fusedmlp.MainGradBuffer(params, grad_added_to_main_grad=attribute)
+    params = list(dict.fromkeys(itertools.chain(*(module.parameters() for module in experts))))
+    buffer = attach(params, memory)
+    for param in params if "lacks" in cell.mode else ():
+        del param.grad_added_to_main_grad
     optimizer = torch.optim.SGD(mine.parameters(), lr=RATE)
     schedules, results = [schedule_of(cell, kind, modules) for kind in classes], {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        if buffer is not None:
-            buffer.zero_()
         for run, (schedule, stages) in enumerate(schedules):
             x, target, counts = batch(step, run)
             losses = []
@@ -243,13 +242,16 @@ def train(cell):
         if "dw_builder" not in cell.mode:
             for module in experts:
                 module.backward_dw()
-        with nullcontext() if buffer is None else buffer.as_grad():
-            grads = {
-                name: torch.full_like(p, torch.nan) if p.grad is None else p.grad.clone()
-                for name, p in mine.named_parameters()
-            }
-            optimizer.step()
+        for param in params if memory == "owner" else ():
+            param.grad = param.main_grad + (0 if param.grad is None else param.grad)
+            param.main_grad.zero_()
+        grads = {
+            name: torch.full_like(p, torch.nan) if p.grad is None else p.grad.clone()
+            for name, p in mine.named_parameters()
+        }
+        optimizer.step()
         results |= {f"{name}, gradient of step {step}": g for name, g in stacked(grads, cell.packed).items()}
+    del buffer
     results |= stacked(dict(mine.named_parameters()), cell.packed)
     errors, ran = [], {}
     for stage in itertools.chain(*(stages for _, stages in schedules)):
@@ -261,12 +263,12 @@ def train(cell):
 
 def all_cells():
     for (i, schedule), (j, mode) in itertools.product(enumerate(SCHEDULES), enumerate(MODES)):
-        if SCHEDULES[schedule][0] is not ONE or mode in ("main_grad", "off", "delayed, main_grad"):
+        if SCHEDULES[schedule][0] is not ONE or mode in ("buffer", "off", "delayed, buffer"):
             yield Cell(schedule, mode, packed=(i + j) % 2 == 0)
     for schedule, (of_ranks, _) in SCHEDULES.items():
         if of_ranks is not ONE:
-            yield Cell(schedule, "main_grad", packed=True, tied=True)
-            yield Cell(schedule, "main_grad", packed=False, plainly=True)
+            yield Cell(schedule, "buffer", packed=True, tied=True)
+            yield Cell(schedule, "buffer", packed=False, plainly=True)
 
 
 def cells(quick):

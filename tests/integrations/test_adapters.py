@@ -39,7 +39,7 @@ def adapted(packed, fused, targets, buffer):
         nn.init.normal_(p, std=0.3)
     optimizer = torch.optim.SGD(trained, 0.05)
     if buffer:
-        fusedmlp.MainGradBuffer(trained, optimizer=optimizer)
+        fusedmlp.MainGradBuffer(trained)
     results = []
     for _ in range(2):
         optimizer.zero_grad()

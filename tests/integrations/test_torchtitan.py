@@ -55,7 +55,7 @@ def test_counts_and_padding_as_torchtitan_passes_them():
     assert not y[9:].any()
 
 
-def test_main_grad_gets_what_grad_would():
+def test_a_buffer_gets_what_grad_would():
     moe = layers.build(layers.config())
     convert(moe)
     experts = layers.fused_of(moe)
@@ -65,12 +65,12 @@ def test_main_grad_gets_what_grad_would():
         for name, parameter in experts.named_parameters():
             expected[name] += parameter.grad
     moe.zero_grad(set_to_none=True)
-    fusedmlp.MainGradBuffer(experts.parameters(), grad_added_to_main_grad=False)
+    buffer = fusedmlp.MainGradBuffer(experts.parameters())
     for seed in (1, 2):
         x, dy = layers.batch(seed)
         moe(x).backward(dy)
+    assert all(parameter.grad is parameter.main_grad for parameter in buffer.params)
     for name, parameter in experts.named_parameters():
-        assert parameter.grad is None
         torch.testing.assert_close(parameter.main_grad, expected[name], rtol=1e-4, atol=1e-5)
 
 

@@ -20,7 +20,7 @@ def run(fuse, *, first=False):
     buffer.flat.normal_()
     queue = fusedmlp.WgradQueue(fuse_microbatches=fuse)
     if first:
-        buffer.zero_()
+        buffer.zero_grad()
     for counts in COUNTS:
         x, dy = torch.randn(2, sum(counts), HIDDEN, device=DEVICE)
         y = fusedmlp.grouped_mlp(

@@ -70,7 +70,7 @@ def test_two_microbatches(target, wgrad):
         queue = None if wgrad == "at once" else fusedmlp.WgradQueue(fuse_microbatches=wgrad == "fused")
         weights = [group[0] for group in layer.params]
         buffer = fusedmlp.MainGradBuffer(weights)
-        buffer.zero_()
+        buffer.zero_grad()
         for counts in (COUNTS, COUNTS[::-1]):
             options = {"probs": layer.probs, "recipe": "mxfp8", "impl": impl, "wgrad_queue": queue}
             fusedmlp.grouped_mlp(layer.x, *weights, list(counts), **options).backward(layer.dy)

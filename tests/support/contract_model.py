@@ -43,22 +43,18 @@ class Queued:
 
 
 class Model:
-    """Expected state of all parameters. `owner`, as in `World`: "flag" and "main_grad" are buffers with and without the
-    attribute, "optimizer" is a buffer whose main_grad is .grad, "attributes" gives parameters the attributes and has no
-    buffer, "none" has no main_grad.
+    """Expected state of all parameters. `owner`, as in `World`: "buffer" lends main_grad to .grad, "attributes" gives
+    parameters a main_grad and the flag, "none" has no main_grad.
     """
 
     def __init__(self, zeros, *, owner, dense, fuse):
         self.zeros, self.dense, self.fuse = zeros, dense, fuse
-        self.has_main, self.has_flag = owner != "none", owner in ("flag", "attributes")
-        self.buffer, self.grad_is_main = owner in ("flag", "main_grad", "optimizer"), owner == "optimizer"
+        self.has_main, self.has_flag, self.buffer = owner != "none", owner == "attributes", owner == "buffer"
         count = range(len(zeros))
         self.main = [z.clone() for z in zeros]
         self.grad = [None for _ in count]
         self.dummy = [False for _ in count]  # .grad is an expanded zero
         self.flag = [False for _ in count]
-        # Contents of a buffer's main_grad: "gradient", "zeros", "stepped" or "stale".
-        self.status = ["zeros" for _ in count]
         self.caught = set()  # parameters whose plain gradients may go to main_grad
         self.queue, self.broken = [], False
         self.order = 0
@@ -71,7 +67,8 @@ class Model:
                 self.caught.add(p)
 
     def stale(self, p):
-        return self.grad[p] is None if self.grad_is_main else self.status[p] == "stale"
+        """Whether a buffer's main_grad holds nothing of this step."""
+        return self.grad[p] is None
 
     # Backward; the state after one that fails is not specified
 
@@ -137,7 +134,7 @@ class Model:
         later = self.buffer and term.delayed
         overwrites = {p for p in params if into == "main" and not later and self._take(p)}
         if term.delayed:
-            into = into or "grad"
+            into = into or ("main" if self.buffer else "grad")
         elif term.mode == "grad":
             into = "grad"
         if into == "grad" and any(self.dummy[p] for p in params):
@@ -148,20 +145,17 @@ class Model:
     def _take(self, p):
         if not self.buffer:
             return False
-        stale, self.status[p] = self.stale(p), "gradient"
-        return stale
+        return self.stale(p)
 
     def _write(self, queued):
         """Apply the effect of a weight-gradient GEMM to the gradients that are there."""
         for p in queued.params:
             if queued.into == "main":
                 self.main[p] = queued.grads[p] + (0 if p in queued.overwrites else self.main[p])
-                if self.grad_is_main:
+                if self.buffer:
                     self.grad[p] = self.main[p]
             elif queued.into == "grad" and self.grad[p] is not None:
                 self.grad[p] = self.grad[p] + queued.grads[p]
-                if self.grad_is_main:
-                    self.main[p] = self.grad[p]
 
     def remove_dummies(self, terms):
         for p in (p for term in terms for params in term.weights for p in params):
@@ -170,14 +164,10 @@ class Model:
 
     def _land(self, p, total):
         """Add a gradient that autograd itself accumulates."""
-        if self.grad_is_main:
-            self.main[p], self.status[p] = total + (0 if self.stale(p) else self.main[p]), "gradient"
-            self.grad[p] = self.main[p]
+        if self.buffer:
+            self.main[p] = self.grad[p] = total + (0 if self.stale(p) else self.main[p])
             return
-        if self.buffer and p in self.caught and (self.flag[p] or self.stale(p)):
-            self.main[p], self.status[p] = total + (0 if self.stale(p) else self.main[p]), "gradient"
-            self.flag[p], total = True, self.zeros[p]
-        elif p in self.caught and self.flag[p]:
+        if p in self.caught and self.flag[p]:
             self.main[p], total = total + self.main[p], self.zeros[p]
         if self.dummy[p]:
             if p not in self.caught:
@@ -211,8 +201,6 @@ class Model:
                 raise Boom
             for p in fresh:
                 self.grad[p] = sum(queued.grads[p] for queued in batch)
-                if self.grad_is_main:
-                    self.main[p], self.status[p] = self.grad[p], "gradient"
             self.queue = [q for q in self.queue if q not in batch]
             gemms += 1
 
@@ -232,9 +220,7 @@ class Model:
 
     def zero(self):
         self._refuse_queued()
-        if self.buffer:
-            self.status = ["stale"] * len(self.zeros)
-        elif self.has_main:
+        if self.has_main and not self.buffer:
             self.main = [z.clone() for z in self.zeros]
         self.flag = [False] * len(self.zeros)
         self.drop_grads()
@@ -245,21 +231,7 @@ class Model:
 
     def absorb(self):
         self._refuse_queued()
-        for p, grad in enumerate(self.grad):
-            if grad is not None and not self.dummy[p] and not self.grad_is_main:
-                self.main[p], self.grad[p] = grad + (0 if self.stale(p) else self.main[p]), None
-                self.status[p] = "gradient"
-            if self.stale(p):
-                self.main[p], self.status[p] = self.zeros[p], "zeros"
-
-    def step(self, zero_grad):
-        """An optimizer's step inside `as_grad`."""
-        for p in range(len(self.zeros)):
-            self.status[p] = "stepped" if not self.grad_is_main or self.grad[p] is not None else self.status[p]
-        if zero_grad:
-            self.status, self.flag = ["stale"] * len(self.zeros), [False] * len(self.zeros)
-        if zero_grad or not self.grad_is_main:
-            self.drop_grads()
+        self.main = [self.zeros[p] if self.stale(p) else main for p, main in enumerate(self.main)]
 
     def drop_grads(self):
         self.grad = [None] * len(self.zeros)

@@ -62,22 +62,22 @@ class Layer:
         return fusedmlp.grouped_mlp(x, *weights, list(COUNTS), probs=self.probs, **options)
 
     def results(self, **options):
-        """y and all gradients, those of weights from float32 main_grads, with experts packed as `[E, out, in]`."""
+        """y and all gradients, those of weights in float32, with experts packed as `[E, out, in]`."""
         params = [param for group in self.params for param in group]
         buffer = fusedmlp.MainGradBuffer(params)
-        buffer.zero_()
         x, self.probs = self.x.clone().requires_grad_(), self.probs if self.probs is None else Parameter(self.probs)
         y = self(x, **options)
         y.backward(self.dy)
         if options.get("wgrad_queue") is not None:
             options["wgrad_queue"].run()
-        packed = [torch.cat([p.main_grad.view(-1, *p.shape[-2:]) for p in group]) for group in self.params]
+        packed = [torch.cat([p.grad.view(-1, *p.shape[-2:]) for p in group]) for group in self.params]
         wgrads = [w.mT if self.layout == "in_out" else w for w in packed]
         found = {"y": y.detach(), "dx": x.grad, "dfc1": wgrads[0], "dfc2": wgrads[1]}
         if self.probs is not None:
             found["dprobs"] = self.probs.grad
         if self.biases[0] is not None:
             found |= {"dbias1": self.biases[0].grad, "dbias2": self.biases[1].grad}
+        buffer.zero_grad()
         buffer.detach()
         return {name: t.double().cpu() for name, t in found.items()}
 

@@ -14,7 +14,6 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import util
 from pathlib import Path
@@ -27,22 +26,14 @@ from torch import Tensor, nn
 import fusedmlp
 from fusedmlp.doctor import reference
 
-COLUMNS = ("auto, no buffer", "buffer with optimizer", "buffer", "buffer, loop unchanged")
+COLUMNS = ("auto, no buffer", "buffer")
 # Libraries that only these tests need, in a folder of their own: `make .frameworks/.ready`.
 LIBRARIES = Path(__file__).parents[2] / ".frameworks" / "site-packages"
 STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.5
 TOKENS, TOP_K, EXPERTS, H, F = 5, 2, 3, 8, 6
 SGD = {"lr": 0.5, "momentum": 0.9}
-CLIPPED = "more than one element of the written-to tensor refers to a single memory location"
-IN_MAIN_GRAD = "expected its gradient in .grad; got one that is in main_grad"
 BF16 = torch.finfo(torch.bfloat16).eps
 ADAM = {"lr": 0.1, "eps": 0.1}  # with this epsilon, a gradient that is twice too large shows
-
-
-def reduced_by(name: str) -> dict[str, Any]:
-    """Messages of a row that refuses every column with a buffer."""
-    message = f"{name} reduces this parameter's .grad when backward ends, and would miss one in main_grad"
-    return {"unchanged": message, "refused": dict.fromkeys(COLUMNS[1:], message)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,6 @@ class Framework:
     ranks: int = 1
     refused: dict[str, str] = field(default_factory=dict)  # column: part of the message
     digits: float = torch.finfo(torch.float32).eps  # relative precision of a step
-    where: str = ""  # remarks
     library: bool = False  # needs LIBRARIES; other rows run without, since some libraries import any that they find
     heavy: bool = False  # seconds to import: not part of a quick run
 
@@ -65,14 +55,11 @@ class Framework:
 FRAMEWORKS: dict[str, Framework] = {}
 
 
-def framework(
-    name: str, *, refused: dict[str, str] | None = None, unchanged: str | None = CLIPPED, **fields: Any
-) -> Callable[..., Any]:
-    """Register a row; `unchanged`: the message for a loop without lines for its buffer (None: it is right)."""
-    messages = (refused or {}) | ({} if unchanged is None else {COLUMNS[3]: unchanged})
+def framework(name: str, **fields: Any) -> Callable[..., Any]:
+    """Register a row."""
 
     def register(run: Callable[..., Any]) -> Callable[..., Any]:
-        FRAMEWORKS[name] = Framework(name, run, refused=messages, **fields)
+        FRAMEWORKS[name] = Framework(name, run, **fields)
         return run
 
     return register
@@ -136,14 +123,9 @@ class Cell:
 
     def __init__(self, column: str) -> None:
         self.column, self.plain = column, column in ("plain", "doubled")
-        self.buffers: list[fusedmlp.MainGradBuffer] = []
+        self.buffer: fusedmlp.MainGradBuffer | None = None
         self.trained: Any = None
         self.before: dict[str, Tensor] = {}
-
-    @property
-    def by_hand(self) -> bool:
-        """Whether the loop has lines for a buffer."""
-        return self.column == "buffer"
 
     def model(self, *, hidden: int = H, ffn: int = F, packed: bool = True, dtype: Any = torch.float32) -> Model:
         torch.manual_seed(3)
@@ -159,34 +141,10 @@ class Cell:
         self.trained, self.before = model, state(model)
         return model
 
-    def attach(self, model: nn.Module, optimizer: Any = None) -> None:
-        """Give the trained parameters a buffer, in the columns that have one."""
-        params = [param for param in model.parameters() if param.requires_grad]
-        if self.column in ("buffer", "buffer, loop unchanged"):
-            self.buffers.append(fusedmlp.MainGradBuffer(params))
-        elif self.column == "buffer with optimizer":
-            self.buffers.append(fusedmlp.MainGradBuffer(params, optimizer=optimizer))
-
-    @property
-    def buffer(self) -> fusedmlp.MainGradBuffer:
-        """The last buffer that was made."""
-        return self.buffers[-1]
-
-    def zero(self) -> None:
-        """Begin a step, as a loop with a buffer must."""
-        if self.by_hand:
-            self.buffer.zero_()
-
-    def clip(self, params: Any) -> None:
-        """Clip gradients, by the buffer in a loop with one."""
-        if self.by_hand:
-            self.buffer.clip_norm_(CLIP)
-        else:
-            nn.utils.clip_grad_norm_(params, CLIP)
-
-    def as_grad(self) -> AbstractContextManager[None]:
-        """Wrap the optimizer's step, as a loop with a buffer must."""
-        return self.buffer.as_grad() if self.by_hand else nullcontext()
+    def attach(self, model: nn.Module) -> None:
+        """Give the trained parameters a buffer, in the column that has one."""
+        if self.column == "buffer":
+            self.buffer = fusedmlp.MainGradBuffer([param for param in model.parameters() if param.requires_grad])
 
 
 # Loops that a user writes
@@ -194,12 +152,10 @@ class Cell:
 
 def plain_loop(cell, model, optimizer, steps=range(STEPS), hidden=H):
     for step in steps:
-        cell.zero()
         for i in range(MICRO_BATCHES):
             (model(**batch(step, i, hidden)) / MICRO_BATCHES).backward()
-        cell.clip(model.parameters())
-        with cell.as_grad():
-            optimizer.step()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
         optimizer.zero_grad()
     return state(model)
 
@@ -208,7 +164,7 @@ def plain_loop(cell, model, optimizer, steps=range(STEPS), hidden=H):
 def fused_optimizer(cell, dtype=torch.float32):
     model = cell.model(dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
-    cell.attach(model, optimizer)
+    cell.attach(model)
     return plain_loop(cell, model, optimizer)
 
 
@@ -221,7 +177,7 @@ def fused_optimizer_bf16(cell):
 def muon(cell):
     model = cell.model(packed=False)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
-    cell.attach(model, optimizer)
+    cell.attach(model)
     return plain_loop(cell, model, optimizer)
 
 
@@ -231,16 +187,16 @@ def eight_bits(cell):
 
     model = cell.model(hidden=32, ffn=64)  # smaller tensors have states of 32 bits
     optimizer = AdamW8bit(model.parameters(), **ADAM)
-    cell.attach(model, optimizer)
+    cell.attach(model)
     with torch.compiler.set_stance("force_eager"):  # it compiles its update of a parameter
         return plain_loop(cell, model, optimizer, hidden=32)
 
 
-@framework("L-BFGS: `optimizer.step(closure)`", unchanged=IN_MAIN_GRAD)
+@framework("L-BFGS: `optimizer.step(closure)`")
 def lbfgs(cell):
     model = cell.model()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-    cell.attach(model, optimizer)
+    cell.attach(model)
 
     def closure():
         optimizer.zero_grad()
@@ -249,30 +205,23 @@ def lbfgs(cell):
         return loss
 
     for _ in range(STEPS):
-        cell.zero()
-        with cell.as_grad():
-            optimizer.step(closure)
+        optimizer.step(closure)
     return state(model)
 
 
-@framework("optimizer in backward: a step in each post-accumulate-grad hook", unchanged=IN_MAIN_GRAD)
+@framework("optimizer in backward: a step in each post-accumulate-grad hook")
 def in_backward(cell):
     model = cell.model()
     optimizers = {param: torch.optim.SGD([param], **SGD) for param in model.parameters()}
-    if cell.column == "buffer with optimizer":
-        cell.buffers = [fusedmlp.MainGradBuffer([param], optimizer=o) for param, o in optimizers.items()]
-    else:
-        cell.attach(model)
+    cell.attach(model)
 
     def step(param):
-        with cell.as_grad():
-            optimizers[param].step()
+        optimizers[param].step()
         optimizers[param].zero_grad()
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step)
     for i in range(STEPS):
-        cell.zero()
         model(**batch(i, 0)).backward()
     return state(model)
 
@@ -286,7 +235,7 @@ def distributed_checkpoint(cell, dtype=torch.float32):
         for steps in (range(2), range(2, STEPS)):
             model = cell.model(dtype=dtype)
             optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
-            cell.attach(model, optimizer)
+            cell.attach(model)
             models, optimizers = get_state_dict(model, optimizer)
             if steps.start:
                 dcp.load({"model": models, "optimizer": optimizers}, checkpoint_id=folder)
@@ -298,10 +247,7 @@ def distributed_checkpoint(cell, dtype=torch.float32):
     return parameters
 
 
-@framework(
-    "distributed checkpoints, bf16 weights",
-    digits=BF16,
-)
+@framework("distributed checkpoints, bf16 weights", digits=BF16)
 def distributed_checkpoint_bf16(cell):
     return distributed_checkpoint(cell, torch.bfloat16)
 
@@ -309,7 +255,7 @@ def distributed_checkpoint_bf16(cell):
 # Libraries with a loop of their own
 
 
-@framework("Lightning", library=True, unchanged=IN_MAIN_GRAD, where="buffer: with manual optimization")
+@framework("Lightning", library=True)
 def lightning(cell):
     import lightning
 
@@ -317,35 +263,23 @@ def lightning(cell):
         def __init__(self):
             super().__init__()
             self.model = cell.model()
-            self.automatic_optimization = not cell.by_hand
 
         def configure_optimizers(self):
-            optimizer = torch.optim.SGD(self.model.parameters(), **SGD)
-            cell.attach(self.model, optimizer)
-            return optimizer
+            cell.attach(self.model)
+            return torch.optim.SGD(self.model.parameters(), **SGD)
 
         def training_step(self, batch, index):
-            loss = self.model(**batch)
-            if self.automatic_optimization:
-                return loss
-            if index % MICRO_BATCHES == 0:
-                cell.buffer.zero_()
-            self.manual_backward(loss / MICRO_BATCHES)
-            if index % MICRO_BATCHES == MICRO_BATCHES - 1:
-                cell.buffer.clip_norm_(CLIP)
-                with cell.buffer.as_grad():
-                    self.optimizers().step()
-            return None
+            return self.model(**batch)
 
     module = Module()
-    options = {} if cell.by_hand else {"accumulate_grad_batches": MICRO_BATCHES, "gradient_clip_val": CLIP}
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=1,
         max_epochs=1,
         logger=False,
         barebones=True,
-        **options,
+        accumulate_grad_batches=MICRO_BATCHES,
+        gradient_clip_val=CLIP,
     )
     batches = [batch(step, i) for step in range(STEPS) for i in range(MICRO_BATCHES)]
     trainer.fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
@@ -359,18 +293,13 @@ def fabric(cell, **options):
     made = Fabric(accelerator="cpu", devices=1, **options)
     original = cell.model()
     model, optimizer = made.setup(original, torch.optim.SGD(original.parameters(), **SGD))
-    cell.attach(original, optimizer.optimizer)
+    cell.attach(original)
     for step in range(STEPS):
-        cell.zero()
         for i in range(MICRO_BATCHES):
             with made.no_backward_sync(model, enabled=i < MICRO_BATCHES - 1):
                 made.backward(model(**batch(step, i)) / MICRO_BATCHES)
-        if cell.by_hand:
-            cell.buffer.clip_norm_(CLIP)
-        else:
-            made.clip_gradients(model, optimizer, max_norm=CLIP)
-        with cell.as_grad():
-            optimizer.step()
+        made.clip_gradients(model, optimizer, max_norm=CLIP)
+        optimizer.step()
         optimizer.zero_grad()
     return state(original)
 
@@ -390,21 +319,14 @@ def accelerate(cell):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     model = cell.model()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), **SGD))
-    cell.attach(model, optimizer.optimizer)
+    cell.attach(model)
     for step in range(STEPS):
-        cell.zero()
         for i in range(MICRO_BATCHES):
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch(step, i)))
                 if accelerator.sync_gradients:
-                    if cell.by_hand:
-                        cell.buffer.clip_norm_(CLIP)
-                    else:
-                        accelerator.clip_grad_norm_(model.parameters(), CLIP)
-                    with cell.as_grad():
-                        optimizer.step()
-                else:
-                    optimizer.step()  # which does nothing yet
+                    accelerator.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()  # which does nothing before the last micro-batch
                 optimizer.zero_grad()
     return state(model)
 
@@ -450,10 +372,9 @@ def attached_when_made(cell, kind):
 
     class Attached(kind):
         def create_optimizer(self, *args, **kwargs):
-            optimizer = super().create_optimizer(*args, **kwargs)
-            if not cell.buffers:
-                cell.attach(self.model, optimizer)
-            return optimizer
+            if cell.buffer is None:
+                cell.attach(self.model)
+            return super().create_optimizer(*args, **kwargs)
 
     return Attached
 
@@ -469,17 +390,17 @@ def hf_trainer(cell, **options):
     return state(model)
 
 
-@framework("Transformers' Trainer, fp32", heavy=True, refused={"buffer": CLIPPED})
+@framework("Transformers' Trainer, fp32", heavy=True)
 def trainer_fp32(cell):
     return hf_trainer(cell)
 
 
-@framework("Transformers' Trainer, bf16 autocast", heavy=True, digits=BF16, refused={"buffer": CLIPPED})
+@framework("Transformers' Trainer, bf16 autocast", heavy=True, digits=BF16)
 def trainer_bf16(cell):
     return hf_trainer(cell, bf16=True)
 
 
-@framework("TRL's SFTTrainer", library=True, refused={"buffer": CLIPPED})
+@framework("TRL's SFTTrainer", library=True)
 def trl(cell):
     import datasets
     import tokenizers
@@ -501,7 +422,7 @@ def trl(cell):
     return state(model)
 
 
-@framework("LoRA on experts: PEFT's `target_parameters`", heavy=True, unchanged=None)
+@framework("LoRA on experts: PEFT's `target_parameters`", heavy=True)
 def lora(cell):
     from support import transformers_models as models
     from support import transformers_training as training
@@ -511,15 +432,13 @@ def lora(cell):
     if cell.column == "doubled":
         count_twice(trained[::2])
     optimizer = torch.optim.SGD(trained, **SGD)
-    cell.attach(model, optimizer)
+    cell.attach(model)
     for step in range(STEPS):
-        cell.zero()
         for i in range(MICRO_BATCHES):
             ids, dy = models.batch(seed=10 * step + i)
             (model(ids).logits * dy).mean().backward()
-        cell.clip(trained)
-        with cell.as_grad():
-            optimizer.step()
+        nn.utils.clip_grad_norm_(trained, CLIP)
+        optimizer.step()
         optimizer.zero_grad()
     return state(model)
 
@@ -530,43 +449,36 @@ def lora(cell):
 @framework(
     "FSDP1 (`FullyShardedDataParallel`), 2 ranks",
     ranks=2,
-    unchanged=None,
-    refused={"buffer with optimizer": "got a FlatParameter of FSDP1 (wrap with use_orig_params=True, "},
+    refused={"buffer": "got a FlatParameter of FSDP1 (wrap with use_orig_params=True, "},
 )
 def fsdp1(cell, **options):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     model = FullyShardedDataParallel(cell.model(), device_id=torch.device("cpu"), **options)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    cell.attach(model, optimizer)
+    cell.attach(model)
     for step in range(STEPS):
-        cell.zero()
         for i in range(MICRO_BATCHES):
             (model(**batch(step, i)) / MICRO_BATCHES).backward()
-        with cell.as_grad():
-            model.clip_grad_norm_(CLIP)  # over all ranks
-            optimizer.step()
+        model.clip_grad_norm_(CLIP)  # over all ranks
+        optimizer.step()
         optimizer.zero_grad()
     with FullyShardedDataParallel.summon_full_params(model):
         return state(model.module)
 
 
-@framework("FSDP1, `use_orig_params=True`, 2 ranks", ranks=2, unchanged=None)
+@framework("FSDP1, `use_orig_params=True`, 2 ranks", ranks=2)
 def fsdp1_original_parameters(cell):
     return fsdp1(cell, use_orig_params=True)
 
 
-@framework(
-    "`torch.compile(DDP(model))`, 2 ranks",
-    ranks=2,
-    **reduced_by("DistributedDataParallel"),
-)
+@framework("`torch.compile(DDP(model))`, 2 ranks", ranks=2)
 def compiled_ddp(cell):
     from torch.nn.parallel import DistributedDataParallel
 
     model = cell.model()
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
-    cell.attach(model, optimizer)
+    cell.attach(model)
     ddp = DistributedDataParallel(model)
     if not cell.plain:
         ddp = torch.compile(ddp, backend="aot_eager")
@@ -581,7 +493,7 @@ def deepspeed_loop(cell, stage):
     os.environ["LOCAL_RANK"] = str(dist.get_rank())
     original = cell.model()
     optimizer = torch.optim.SGD(original.parameters(), **SGD)
-    cell.attach(original, optimizer)
+    cell.attach(original)
     engine, *_ = deepspeed.initialize(
         model=original,
         optimizer=optimizer,
@@ -596,21 +508,24 @@ def deepspeed_loop(cell, stage):
         },
     )
     for step in range(STEPS):
-        cell.zero()
         for i in range(MICRO_BATCHES):
             engine.backward(engine(**batch(step, i)))
-            with cell.as_grad():
-                engine.step()
+            engine.step()
     with deepspeed.zero.GatheredParameters(list(original.parameters()), enabled=stage == 3):
         return state(original)
 
 
-@framework("DeepSpeed ZeRO 1, 2 ranks", ranks=2, library=True, **reduced_by("DeepSpeed"))
+@framework("DeepSpeed ZeRO 1, 2 ranks", ranks=2, library=True)
 def zero1(cell):
     return deepspeed_loop(cell, 1)
 
 
-@framework("DeepSpeed ZeRO 3, 2 ranks", ranks=2, library=True, **reduced_by("DeepSpeed"))
+@framework(
+    "DeepSpeed ZeRO 3, 2 ranks",
+    ranks=2,
+    library=True,
+    refused={"buffer": "DeepSpeed reduces this parameter's .grad when backward ends, and would miss one in main_grad"},
+)
 def zero3(cell):
     return deepspeed_loop(cell, 3)
 
@@ -623,7 +538,7 @@ def changes(row: Framework, column: str) -> dict[str, Tensor]:
     cell = Cell(column)
     after = row.run(cell)
     assert after.keys() == cell.before.keys()
-    assert bool(cell.buffers) == column.startswith("buffer")
+    assert (cell.buffer is not None) == (column == "buffer")
     return {name: after[name].double() - before.double() for name, before in cell.before.items()}
 
 

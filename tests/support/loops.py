@@ -30,7 +30,8 @@ CLOSURES = pytest.mark.parametrize(
 
 
 def buffer_of(model, optimizer):
-    return fusedmlp.MainGradBuffer(model.parameters(), optimizer=optimizer)
+    model.buffer = fusedmlp.MainGradBuffer(model.parameters())  # kept as long as the model
+    return model.buffer
 
 
 KEPT_IN_FP32 = pytest.mark.parametrize("keep", [buffer_of, FP32Accumulation], ids=["buffer", "FP32Accumulation"])

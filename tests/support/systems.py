@@ -34,16 +34,19 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import fusedmlp
 
-# Name: (accumulate_wgrad, whether main_grad is attached, whether weight gradients are delayed).
+# Name: (accumulate_wgrad, whose main_grad parameters have, if any, whether weight gradients are delayed).
 MODES = {
-    "auto": ("auto", False, False),
-    "main_grad": ("main_grad", True, False),
-    "grad": ("grad", False, False),
-    "off": ("off", False, False),
-    "delayed, main_grad": ("main_grad", True, True),
-    "delayed, .grad": ("off", False, True),
+    "auto": ("auto", "", False),
+    "grad": ("grad", "", False),
+    "off": ("off", "", False),
+    "buffer": ("auto", "buffer", False),
+    "main_grad": ("main_grad", "owner", False),
+    "delayed, .grad": ("off", "", True),
+    "delayed, buffer": ("auto", "buffer", True),
+    "delayed, main_grad": ("main_grad", "owner", True),
 }
-MAIN = ("main_grad", "delayed, main_grad")
+BUFFER, MAIN = ("buffer", "delayed, buffer"), ("main_grad", "delayed, main_grad")
+DELAYED = tuple(mode for mode in MODES if mode.startswith("delayed"))
 NOT_A_LEAF = "through which only a returned gradient flows back: use accumulate_wgrad='off'"
 PAGE = Path(__file__).parents[2] / "docs" / "systems.md"
 COUNTS = [3, 0, 2]  # rows of the layer's experts
@@ -88,7 +91,7 @@ class Step:
     """
 
     def __init__(self, make_layer: Any, mode: str, packed: bool) -> None:
-        self.accumulate, self.attached, delayed = MODES[mode]
+        self.accumulate, self.memory, delayed = MODES[mode]
         self.layer = make_layer("mlp", packed)
         self.queue = fusedmlp.WgradQueue() if delayed else None
         self.module = fusedmlp.GroupedMLP(3, 4, 5, packed=packed, accumulate_wgrad=self.accumulate)
@@ -97,15 +100,10 @@ class Step:
             mine.data.copy_(made.data)
         self.adopt(self.module)
         self.params = self.layer.params
-        if self.attached:
-            self.buffer = fusedmlp.MainGradBuffer(self.params)
+        self.buffer = attach(self.params, self.memory)
         generator = torch.Generator().manual_seed(9)
-        for param in self.params:
-            start = torch.randn(param.shape, generator=generator)
-            if self.attached:
-                param.main_grad.copy_(start)
-            else:
-                param.grad = start
+        for param, place in zip(self.params, self.places(), strict=True):
+            place.copy_(torch.randn(param.shape, generator=generator))
         self.before = [t.clone() for t in self.places()]
         self.x, self.dy = self.layer.batch(1)
 
@@ -120,9 +118,9 @@ class Step:
         self.layer.params, half = list(weights), len(weights) // 2
         self.layer.groups = [self.layer.params[:half], self.layer.params[half:]]
 
-    def places(self) -> list[Tensor]:
-        """Where gradients belong in this mode."""
-        return [p.main_grad if self.attached else p.grad for p in self.params]
+    def places(self, params: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Where gradients of the layer, or of other parameters, belong in this mode."""
+        return [p.main_grad if self.memory == "owner" else p.grad for p in params or self.params]
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.layer(x, accumulate_wgrad=self.accumulate, wgrad_queue=self.queue)
@@ -134,10 +132,24 @@ class Step:
         x, dy = self.layer.batch(seed)
         self(x).backward(dy)
 
+    def run_queue(self) -> None:
+        if self.queue is not None:
+            self.queue.run()
+
     def start_from_zero(self) -> None:
         for place, before in zip(self.places(), self.before, strict=True):
             place.zero_()
             before.zero_()
+
+
+def attach(params: Sequence[Tensor], memory: str, start: float = 0.0) -> fusedmlp.MainGradBuffer | None:
+    """Give parameters gradients to add to: `.grad`, in the memory of a "buffer", or the main_grad of an "owner"."""
+    for param in params:
+        if memory == "owner":
+            param.main_grad, param.grad_added_to_main_grad = torch.full_like(param, start), False
+        else:
+            param.grad = torch.full_like(param, start)
+    return fusedmlp.MainGradBuffer(params) if memory == "buffer" else None
 
 
 # Ways to ask for gradients
@@ -220,7 +232,7 @@ def functional_call(step):
 
 @system(
     "a program of `torch.export`",
-    refused={("delayed, main_grad", "delayed, .grad"): "expected none, as a graph cannot put its GEMMs off"},
+    refused={DELAYED: "expected none, as a graph cannot put its GEMMs off"},
     where="handed over: programs know no `main_grad`",
 )
 def exported(step):
@@ -303,7 +315,7 @@ def compiled(step):
 @system(
     "compiled autograd, weights used twice",
     seeds=(1, 2),
-    refused={(*MAIN, "delayed, .grad"): "must be Tensor, not NoneType"},
+    refused={("main_grad", *DELAYED): "must be Tensor, not NoneType"},
     refused_late=True,
     where="refused amid backward, by PyTorch: zero the gradients before going on",
 )
@@ -337,7 +349,7 @@ def two_threads(step):
 
 @system(
     "post-accumulate-grad hooks, an optimizer in backward",
-    refused={("delayed, main_grad", "delayed, .grad"): "the parameter has a post-accumulate-grad hook, which backward"},
+    refused={DELAYED: "the parameter has a post-accumulate-grad hook, which backward"},
 )
 def post_accumulate_hook(step):
     seen = []
@@ -349,9 +361,7 @@ def post_accumulate_hook(step):
 
 @system(
     "tensor hooks on weights (`register_hook`)",
-    refused={
-        (*MAIN, "delayed, .grad"): "use register_post_accumulate_grad_hook, or accumulate_wgrad='off'",
-    },
+    refused={("main_grad", *DELAYED): "use register_post_accumulate_grad_hook, or accumulate_wgrad='off'"},
 )
 def tensor_hook(step):
     for param in step.layer.params:
@@ -380,9 +390,8 @@ def backward_in_inference_mode(step):
         y = step.forward()
         with torch.inference_mode():
             y.backward(step.dy)
-            if step.queue is not None:
-                step.queue.run()
-        if step.attached:  # so that the next backward makes a new dummy
+            step.run_queue()
+        if step.memory == "owner":  # so that the next backward makes a new dummy
             for param in step.layer.params:
                 param.grad = None
 
@@ -412,35 +421,22 @@ def bf16_input(step):
     step(step.x.bfloat16())
 
 
-@system("`GradScaler`: `unscale_`, inside `buffer.as_grad()` for main_grad")
-def grad_scaler(step):
+@system(
+    "`clip_grad_norm_`, `GradScaler`",
+    refused={MAIN: "more than one element of the written-to tensor refers to a single memory location"},
+    refused_late=True,
+    where="with an owner's main_grad, `.grad` is a zero dummy",
+)
+def clip_and_unscale(step):
     step.start_from_zero()
     optimizer = torch.optim.SGD(step.layer.params, lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     step.forward().backward(scaler.scale(step.dy))
-    if step.queue is not None:
-        step.queue.run()
-    if step.attached:
-        with step.buffer.as_grad():
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-    else:
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-    scaler.update()
-
-
-@system(
-    "`unscale_`, `clip_grad_norm_` outside `buffer.as_grad()`",
-    refused={MAIN: "more than one element of the written-to tensor refers to a single memory location"},
-    refused_late=True,
-    where="gradients are in main_grad, and `.grad` is a zero dummy",
-)
-def clip_outside(step):
-    step.backward()
-    if step.queue is not None:
-        step.queue.run()
+    step.run_queue()
+    scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(step.layer.params, 1e9)
+    scaler.step(optimizer)
+    scaler.update()
 
 
 # Kinds of weights
@@ -458,13 +454,15 @@ def subclass(step):
 def run_with_weights(step, weights):
     """Run forward and backward with other weights; return their gradients."""
     step.use(weights)
-    for weight in weights:
-        if step.attached:
-            weight.main_grad = torch.zeros(weight.shape)
+    if step.memory == "owner":
+        attach(weights, "owner")
+    return run_and_take(step, weights)
+
+
+def run_and_take(step, weights):
     step.backward()
-    if step.queue is not None:
-        step.queue.run()
-    return [w.main_grad if step.attached else w.grad for w in weights]
+    step.run_queue()
+    return step.places(weights)
 
 
 @system("tensor subclasses with `__torch_dispatch__`", refused={"all": "expected a plain tensor; got a TwoTensor"})
@@ -505,17 +503,14 @@ def dtensor_input(step):
     "DTensor main_grad or `.grad`",
     refused={
         MAIN: "expected main_grad to be a plain tensor; got a DTensor",
-        "delayed, .grad": "expected .grad to be a plain tensor; got a DTensor",
-        ("auto", "grad", "off"): "got mixed torch.Tensor and DTensor",
+        DELAYED[:2]: "expected .grad to be a plain tensor; got a DTensor",
+        ("auto", "grad", "off", "buffer"): "got mixed torch.Tensor and DTensor",
     },
 )
 def dtensor_target(step):
     with one_rank() as mesh:
         for param in step.layer.params:
-            if step.attached:
-                param.main_grad = distributed(mesh, param)
-            else:
-                param.grad = distributed(mesh, param)
+            setattr(param, "main_grad" if step.memory == "owner" else "grad", distributed(mesh, param))
         step.backward()
 
 
@@ -548,24 +543,16 @@ def parametrized(step):
 
 @system("`copy.deepcopy` of a module", refused={MAIN: "expects a main_grad attribute"}, where="`.grad` of the copy")
 def deepcopied(step):
-    params = step.adopt(copy.deepcopy(step.module))
-    return run_and_take_grad(step, params)
+    return run_and_take(step, step.adopt(copy.deepcopy(step.module)))
 
 
-def run_and_take_grad(step, params):
-    step.backward()
-    if step.queue is not None:
-        step.queue.run()
-    return [p.grad for p in params]
-
-
-@system("pickling a module, `torch.save(module)`", refused={MAIN: "call buffer.detach()"}, where="`.grad` of the copy")
+@system(
+    "pickling a module, `torch.save(module)`",
+    refused={BUFFER: "call buffer.detach()"},
+    where="of the copy, which has an owner's main_grad of its own",
+)
 def pickled(step):
-    params = step.adopt(pickle.loads(pickle.dumps(step.module)))
-    return run_and_take_grad(step, params)
-
-
-DELAYED = ("delayed, main_grad", "delayed, .grad")
+    return run_with_weights(step, step.adopt(pickle.loads(pickle.dumps(step.module))))
 
 
 @system(
@@ -579,8 +566,7 @@ def copied_with_queue(step):
     try:
         copy.deepcopy(step.module)
     finally:
-        if step.queue is not None:
-            step.queue.run()
+        step.run_queue()
     step.backward()
 
 
@@ -599,17 +585,17 @@ def loaded(step):
 
 @system(
     "`load_state_dict(assign=True)`",
-    refused={MAIN: "load_state_dict(assign=True): expected parameters without main_grad"},
+    refused={BUFFER + MAIN: "load_state_dict(assign=True): expected parameters without main_grad"},
     where="`.grad` of the new parameters",
 )
 def assigned(step):
     step.module.load_state_dict({name: 2 * t for name, t in step.module.state_dict().items()}, assign=True)
-    return run_and_take_grad(step, step.adopt(step.module))
+    return run_and_take(step, step.adopt(step.module))
 
 
 @system(
     "`torch.utils.swap_tensors`",
-    refused={MAIN: "Cannot swap t1 because it has weakref associated with it"},
+    refused={BUFFER: "Cannot swap t1 because it has weakref associated with it", MAIN: "expects a main_grad attribute"},
     where="`.grad`, empty after the swap",
 )
 def swapped(step):
@@ -624,14 +610,18 @@ def swapped(step):
 FSDP2 = "FSDP2 (fully_shard) reduces this parameter's .grad when backward ends, and would miss "
 system(
     "FSDP2 (`fully_shard`), 1 and 2 ranks",
-    refused={"main_grad": FSDP2 + "one in main_grad", DELAYED: FSDP2 + "a delayed gradient"},
+    refused={
+        "main_grad": FSDP2 + "one in main_grad",
+        DELAYED: FSDP2 + "a delayed gradient",
+        BUFFER: "expected a plain tensor; got a DTensor (FSDP2 reduces .grad",
+    },
     where="reduced `.grad`; see [fsdp2.md](fsdp2.md)",
 )(None)
 
 
 system(
     "`torch.distributed.pipelining`: GPipe, 1F1B, zero bubbles, ZBV, DualPipeV",
-    where="`main_grad` and `.grad`, which `as_grad()` adds up; with `scale_grads=False`, PyTorch scales `.grad` alone",
+    where="`.grad`, also beside an owner's main_grad: add them up (`scale_grads=True` divides `.grad` alone)",
 )(None)
 
 
@@ -644,19 +634,20 @@ system(
 # The document
 
 
-def table(columns: dict[str, str], rows: Iterable[System | Framework], last: str) -> str:
-    """Rows in Markdown, and the messages that they refer to. `columns`, `last`: headings."""
+def table(columns: dict[str, str], rows: Iterable[System | Framework]) -> str:
+    """Rows in Markdown, and the messages that they refer to. `columns`: headings, of modes and of fields."""
     messages: list[str] = []
 
     def cell(row: System | Framework, column: str) -> str:
+        if hasattr(row, column):
+            return str(getattr(row, column))
         if column not in row.refused:
             return "right"
         if row.refused[column] not in messages:
             messages.append(row.refused[column])
         return f"refused [{messages.index(row.refused[column]) + 1}]"
 
-    lines = [["system", *columns.values(), last]]
-    lines += [[row.name, *(cell(row, column) for column in columns), row.where] for row in rows]
+    lines = [[*columns.values()], *([cell(row, column) for column in columns] for row in rows)]
     heading, *rest = [f"| {' | '.join(line)} |" for line in lines]
     rule = "|---" * len(lines[0]) + "|"
     return "\n".join([heading, rule, *rest, "", "Messages:", "", *(f'{i}. "{m}"' for i, m in enumerate(messages, 1))])
@@ -664,10 +655,10 @@ def table(columns: dict[str, str], rows: Iterable[System | Framework], last: str
 
 def page(text: str) -> str:
     """The document with both tables between their marks."""
-    modes = {mode: mode if "," in mode else f"`{mode}`" for mode in MODES}
+    modes = {mode: f"`{mode}`" if mode == MODES[mode][0] else mode for mode in MODES}
     tables = {
-        "systems": table(modes, SYSTEMS, "gradients"),
-        "frameworks": table({column: column for column in COLUMNS}, FRAMEWORKS.values(), "how"),
+        "systems": table({"name": "system"} | modes | {"where": "gradients"}, SYSTEMS),
+        "frameworks": table({"name": "system"} | {column: column for column in COLUMNS}, FRAMEWORKS.values()),
     }
     between = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.S)
     return between.sub(lambda m: f"<!-- {m[1]} -->\n\n{tables[m[1]]}\n\n<!-- end -->", text)

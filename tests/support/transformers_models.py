@@ -1,7 +1,5 @@
 """Tiny models of Hugging Face Transformers with random weights, and the results of their forward and backward."""
 
-from contextlib import nullcontext
-
 import torch
 import transformers
 from packaging.version import Version
@@ -127,34 +125,27 @@ def batch(tokens=12, seed=1):
     return ids, torch.randn(*ids.shape, _BASE["vocab_size"], generator=generator)
 
 
-def results(model, *, main_grad=False):
+def results(model, *, buffered=False):
     """Logits and the gradient of every parameter, in float64, by name; over two micro-batches."""
-    buffer = fusedmlp.MainGradBuffer(expert_parameters(model)) if main_grad else None
-    found = {}
+    buffer, found = fusedmlp.MainGradBuffer(expert_parameters(model)) if buffered else None, {}
     for seed in (1, 2):
         ids, dy = batch(seed=seed)
         logits = model(ids).logits
         logits.backward(dy.to(logits.dtype))
         found[f"logits {seed}"] = logits.detach().double()
-    fused = set() if buffer is None else {id(parameter) for parameter in buffer.params}
+    for parameter in [] if buffer is None else buffer.params:
+        assert parameter.grad is parameter.main_grad
     for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        if id(parameter) in fused:
-            assert grad is None or not grad.any(), f"{name}: a gradient beside main_grad"
-            grad = parameter.main_grad
-        found[name] = (torch.zeros_like(parameter) if grad is None else grad).double()
+        found[name] = (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).double()
     return found
 
 
-def sgd_steps(model, number, buffer=None, momentum=0.0):
-    """Train for some steps of two micro-batches, from `.grad`, or from main_grad in a buffer."""
+def sgd_steps(model, number, momentum=0.0):
+    """Train for some steps of two micro-batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
     for step in range(number):
         optimizer.zero_grad()
-        if buffer is not None:
-            buffer.zero_()
         for seed in (2 * step, 2 * step + 1):
             ids, dy = batch(seed=seed)
             model(ids).logits.backward(dy / 64)
-        with nullcontext() if buffer is None else buffer.as_grad():
-            optimizer.step()
+        optimizer.step()

@@ -162,7 +162,7 @@ def layer():
 
 
 def _checked(layer, peer):
-    layer.buffer.flat.zero_()  # now: peers that run before fusedmlp add to it themselves
+    layer.zero()  # now: peers that run before fusedmlp add to it themselves
     for _ in range(2):
         layer.reset()
         y = peer.forward(layer)

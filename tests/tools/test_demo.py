@@ -77,6 +77,7 @@ def test_the_first_micro_batch_overwrites_what_the_last_step_left():
     for stale in (0.0, 1e3):
         trainer = Trainer(TINY, "fused")
         trainer.buffer.flat.fill_(stale)
+        trainer.buffer.zero_grad()
         losses.append([float(trainer.step()) for _ in range(3)])
     assert losses[0] == losses[1]
 
@@ -101,7 +102,7 @@ def test_a_log_gets_lines_and_no_bar(monkeypatch, capsys):
 def test_a_lost_micro_batch_does_not_agree(results):
     trainer = Trainer(TINY, "fused")
     forward = trainer.model.forward
-    trainer.model.forward = lambda batch: (trainer.buffer.zero_(), forward(batch))[1]
+    trainer.model.forward = lambda batch: (trainer.buffer.zero_grad(), forward(batch))[1]
     losses = [float(trainer.step()) for _ in range(TINY.steps)]
     curves = compare.agreement(results.losses["plain"], losses, results.losses["control"])
     assert not curves.agree

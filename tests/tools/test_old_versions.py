@@ -49,13 +49,13 @@ def gradients(model, call, whole_step):
     buffer = fusedmlp.MainGradBuffer([*model.mlp.parameters(), *model.linear.parameters()])
     found = []
     for step in range(2):
-        buffer.zero_()
+        buffer.zero_grad()
         for micro_batch in range(2):
             x = torch.randn(7, 8, generator=torch.Generator().manual_seed(10 * step + micro_batch))
             loss = call(x)
             if not whole_step:
                 loss.backward()
-        assert all(p.grad_added_to_main_grad and not p.grad.any() for p in model.mlp.parameters())
+        assert all(p.grad is p.main_grad for p in model.mlp.parameters())
         found += [buffer.flat.clone(), *(p.grad.clone() for p in model.first.parameters())]
     return found
 
@@ -91,7 +91,7 @@ def spied(*args):
 
 
 def step(layer, buffer):
-    buffer.zero_()
+    buffer.zero_grad()
     layer(x, counts).square().mean().backward()
     layer.backward_dw()
 
@@ -190,7 +190,7 @@ def nested(x, depth, use_reentrant):
 
 x = torch.randn(7, 8, requires_grad=True)
 for depth, use_reentrant in [(0, False), (1, False), (1, True), (3, False), (3, True), (70, True)]:
-    buffer.zero_()
+    buffer.zero_grad()
     for _ in range(3):
         nested(x, depth, use_reentrant).square().sum().backward()
     if depth == 0:

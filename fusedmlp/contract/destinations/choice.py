@@ -15,6 +15,7 @@ from fusedmlp.contract.destinations.megatron_fsdp import MegatronFSDPMainGrad
 from fusedmlp.contract.destinations.returned import Returned
 from fusedmlp.contract.destinations.sharded_grad import ShardedGrad
 from fusedmlp.contract.engine import ACCUMULATE, EngineUse
+from fusedmlp.contract.memory import lent
 
 Mode = Literal[
     "auto",
@@ -36,6 +37,8 @@ MODES = ("auto", *dict.fromkeys(destination.name for destination in DESTINATIONS
 def beside_grad(mode: Mode, params: Sequence[Tensor]) -> Destination | None:
     """The destination in which gradients of a weight go past `.grad`, if any of its parameters has one, or must."""
     found = None
+    if mode != "off" and params and all(memory is not None for memory in lent(params)):
+        return None
     for each in DESTINATIONS:
         if each.beside_grad and (mode == each.name or (mode == "auto" and each.automatic)):
             if any(each.find(params)):
@@ -57,6 +60,8 @@ def choose(
     Raises:
         ValueError: "auto" finds the destination for some of its parameters only.
     """
+    if mode != "off" and any(memory is not None for memory in lent(params)):
+        mode = "grad"
     trains_all = uses.count(ACCUMULATE) == len(uses)
     for each in _named(mode):
         found: Sequence[bool | None] = each.find(params)

@@ -50,12 +50,11 @@ class Destination:
         run before (`checks.refuse_late_hooks`).
         """
 
-    def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
+    def open(self, route: WeightGradient) -> Targets:
         """Choose before the GEMM, in backward or when the queue runs, the tensors that it adds to, or raise.
 
         They are alike in dtype, shape and strides (`checks.check_group`), and no two parameters have one in common.
-        `route.leaves` may have a parameter twice, if experts share it. `latest`: the last of the gradients that the
-        GEMM computes together with this one.
+        `route.leaves` may have a parameter twice, if experts share it.
         """
         return [None] * len(route.params)
 

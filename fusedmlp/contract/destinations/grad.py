@@ -1,4 +1,5 @@
-"""`accumulate_wgrad="grad"`: an existing `param.grad`. Without one, the gradient is returned, and becomes `.grad`."""
+"""`accumulate_wgrad="grad"`: an existing `param.grad`, or the memory that a `MainGradBuffer` lends to it. Without
+either, the gradient is returned, and becomes `.grad`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from fusedmlp.contract import engine
 from fusedmlp.contract.checks import (
     check_kind,
     check_memory,
@@ -15,8 +17,9 @@ from fusedmlp.contract.checks import (
 )
 from fusedmlp.contract.destinations.destination import Destination, Targets
 from fusedmlp.contract.exclusion import hold_others
-from fusedmlp.contract.lending import reclaim
+from fusedmlp.contract.memory import lent
 from fusedmlp.contract.parameter_state import Place, WeightGradient
+from fusedmlp.contract.steps import restore
 
 
 class Grad(Destination):
@@ -32,21 +35,25 @@ class Grad(Destination):
             refuse_tensor_hooks(param, route.place(i))
             existing_grad(param, param, param.grad, route.place(i))
 
-    def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
+    def open(self, route: WeightGradient) -> Targets:
         """Choose the existing `.grad`s."""
         targets = self.existing(route, [])
         return targets if route.delayed else _of_one_kind(targets)
 
     def existing(self, route: WeightGradient, others: Sequence[Tensor]) -> Targets:
         """The `.grad`s to which the GEMM may add. `others`: leaves for which other threads must wait, too."""
-        targets: Targets = [None] * len(route.params)
-        for _, param, state in route.leaves:
-            if state is None:
-                continue
-            foreign = param.grad is not None and state.accumulates_in not in (None, param.grad.dtype)  # set by hand
-            if (state.lent is not None or foreign) and reclaim(param, state):
-                param.grad = None  # what it held is of an earlier step
-        leaves = [leaf for leaf in route.leaves if route.delayed or leaf[1].grad is not None]
+        targets: Targets = lent(route.params)
+        for i, param, state in route.leaves:
+            if state is not None:
+                restore(param, state)
+            if param.grad is not None and param.grad is not targets[i]:
+                targets[i] = None  # a tensor that somebody put there
+            elif targets[i] is not None:
+                targets[i] = _of_buffer(route, i, param, targets[i])
+        for i, use in enumerate(route.uses):
+            targets[i] = targets[i] if use is engine.ACCUMULATE else None
+        leaves = [leaf for leaf in route.leaves if targets[leaf[0]] is None]
+        leaves = [leaf for leaf in leaves if route.delayed or leaf[1].grad is not None]
         if leaves or others:
             params = [*(param for _, param, _ in leaves), *others]
             route.held = hold_others([param for param in params if route.delayed or param.is_cpu])
@@ -54,6 +61,19 @@ class Grad(Destination):
             if route.may_add(param):
                 targets[i] = existing_grad(param, param, param.grad, route.place(i), returnable=not route.delayed)
         return targets
+
+    def decide(self, route: WeightGradient, targets: Targets) -> None:
+        """Store into lent memory where `.grad` is None, and make it `.grad`."""
+        for i, param, _ in route.leaves:
+            if targets[i] is not None and param.grad is None:
+                route.overwrites.add(id(param))
+                param.grad = targets[i]
+
+    def undo(self, route: WeightGradient) -> None:
+        """If the gradient was to be stored, let the next one be."""
+        for param in route.params:
+            if id(param) in route.overwrites:
+                param.grad = None
 
     def keep(self, route: WeightGradient, grads: Targets) -> list[tuple[Tensor, Tensor]]:
         """Set `.grad` where there was none, unless another thread may be adding to it."""
@@ -64,6 +84,14 @@ class Grad(Destination):
             elif grad is not None:
                 left.append((param, grad))
         return left
+
+
+def _of_buffer(route: WeightGradient, i: int, param: Tensor, memory: Tensor | None) -> Tensor | None:
+    """Lent memory, if a GEMM may write there; None: a hook of the parameter expects the gradient."""
+    assert memory is not None
+    if (param.shape, param.device) != (memory.shape, memory.device):
+        check_kind(param, memory, "main_grad", route.place(i))
+    return None if param._backward_hooks and not route.delayed else memory
 
 
 def existing_grad(

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedmlp import environment
+from fusedmlp.contract import engine
 from fusedmlp.contract.checks import (
     are_alike,
     check,
@@ -20,21 +21,16 @@ from fusedmlp.contract.checks import (
 )
 from fusedmlp.contract.destinations.destination import Destination, Targets
 from fusedmlp.contract.dummy import set_dummy_wgrad
-from fusedmlp.contract.overwrite import (
-    adopt_plain_gradient,
-    give_back_overwrite,
-    refuse_other_writers,
-    takes_overwrite,
-)
-from fusedmlp.contract.parameter_state import Leaf, ParameterState, Place, WeightGradient
-from fusedmlp.contract.plain_gradient import catch_plain_gradients
-from fusedmlp.contract.states import GRADIENT
+from fusedmlp.contract.overwrite import asks, refuse_superseded, refuse_to_be_erased, takes_overwrite
+from fusedmlp.contract.parameter_state import ParameterState, Place, WeightGradient
+from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients, refuse_compiled_writer
+from fusedmlp.contract.steps import watch_steps
 
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
 
 
 class MainGrad(Destination):
-    """Add to `main_grad`, or overwrite what it holds of an earlier step. The attribute must be there."""
+    """Add to `main_grad`, or overwrite it with `overwrite_main_grad`. The attribute must be there."""
 
     name = "main_grad"
     beside_grad = may_trace = True
@@ -67,32 +63,31 @@ class MainGrad(Destination):
         return target
 
     def refuse_late(self, route: WeightGradient) -> None:
-        """Refuse what `open` would, and hooks that would run too early; decide about overwriting, except in buffers.
+        """Refuse what `open` would, and hooks that would run too early."""
+        self._existing(route)
+        for i, param, _ in route.leaves:
+            refuse_late_hooks(param, route.place(i))
+            if asks(param):
+                route.asked.add(id(param))
 
-        For a parameter of a buffer this is decided when its GEMM runs: another gradient may arrive before.
-        """
-        targets = self._existing(route)
-        for leaf in route.leaves:
-            refuse_late_hooks(leaf[1], route.place(leaf[0]))
-            if leaf[2].buffer is None:
-                settle_overwrite(route, leaf, targets[leaf[0]])
-
-    def open(self, route: WeightGradient, latest: WeightGradient) -> Targets:
+    def open(self, route: WeightGradient) -> Targets:
         """Choose the `main_grad` of every parameter whose gradient is accumulated."""
         targets = self._existing(route)
         for i, param, state in route.leaves:
-            if state.queued or state.compiled_in is not None:
-                refuse_other_writers(param, state, route.place(i), route, latest)
+            if state.queued or state.compiled_in or state.overwritten_in:
+                backward = route.backward or engine.current_backward()
+                refuse_compiled_writer(state, route.place(i))
+                refuse_superseded(state, backward, route.place(i))
+                refuse_to_be_erased(param, state, backward, route.place(i), route.together)
         return targets
 
     def decide(self, route: WeightGradient, targets: Targets) -> None:
         """Decide which parameters' `main_grad` the GEMM overwrites."""
-        for leaf in route.leaves:
-            if not route.delayed or leaf[2].buffer is not None:
-                settle_overwrite(route, leaf, targets[leaf[0]])
-        if route.overwrites:
-            for _, param, state in route.leaves:
-                state.began = route.order if id(param) in route.overwrites else state.began
+        for _, param, state in route.leaves:
+            if id(param) in route.asked if route.delayed else asks(param):
+                backward = route.backward or engine.current_backward()
+                if takes_overwrite(param, state, backward):
+                    route.overwrites.add(id(param))
 
     def _existing(self, route: WeightGradient) -> list[Any]:
         """The `main_grad` of every parameter whose gradient is accumulated, checked; None for others."""
@@ -119,7 +114,11 @@ class MainGrad(Destination):
         """Set the flag and the dummy of parameters with `grad_added_to_main_grad`."""
         flagged = [leaf for leaf in route.leaves if hasattr(leaf[1], "grad_added_to_main_grad")]
         dense = bool(flagged) and environment.dense_dummy()
-        for _, param, state in flagged:
+        if flagged:
+            watch_steps()
+        for i, param, state in flagged:
+            if param.grad is not None and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
+                adopt_plain_gradient(param, param.grad, self.checked(param, route.place(i)))
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             set_dummy_wgrad(param, state, dense)
             if state.catch is None or state.home is None:  # forward knew of no main_grad, or of no flag
@@ -127,9 +126,9 @@ class MainGrad(Destination):
 
     def undo(self, route: WeightGradient) -> None:
         """If the gradient was to overwrite, let the next one do so."""
-        for param in route.params:
+        for _, param, state in route.leaves:
             if id(param) in route.overwrites:
-                give_back_overwrite(param)
+                state.overwritten_in = None
 
 
 def no_main_grad(what: str) -> RuntimeError:
@@ -154,22 +153,3 @@ def _are_right(params: Sequence[Tensor], targets: Sequence[Any]) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def settle_overwrite(route: WeightGradient, leaf: Leaf, main_grad: Tensor | None) -> None:
-    """Decide whether the gradient overwrites `main_grad`; in backward, also adopt a plain gradient."""
-    _, param, state = leaf
-    assert main_grad is not None  # a leaf has one
-    grad: Tensor | None = param.grad
-    lent = state.grad_is_main or state.lent is not None
-    may_overwrite = lent or state.holds is not GRADIENT or hasattr(param, "overwrite_main_grad")
-    if may_overwrite and takes_overwrite(param, state):
-        route.overwrites.add(id(param))
-    in_backward = not route.delayed or state.buffer is None
-    if (
-        in_backward
-        and grad is not None
-        and not getattr(param, "grad_added_to_main_grad", True)
-        and adopt_plain_gradient(param, state, grad, main_grad, overwrites=id(param) in route.overwrites)
-    ):
-        route.overwrites.discard(id(param))

@@ -8,11 +8,10 @@ from torch import Tensor
 
 NAME = "DeepSpeed"
 ADVICE = "use accumulate_wgrad='auto' without main_grad and without delay"
-# For errors about buffers and float32 accumulation, which get its optimizers:
+# For errors about float32 accumulation, which gets its optimizers:
 OWN_DTYPE = (
     "DeepSpeed's optimizers accumulate in a dtype of their own: see data_types.grad_accum_dtype of its configuration"
 )
-OWN_COPIES = "DeepSpeed's optimizers step copies: with them, make no buffer"
 
 
 def present() -> bool:

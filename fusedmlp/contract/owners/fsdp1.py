@@ -1,10 +1,10 @@
-"""PyTorch's FSDP1 with `use_orig_params=False`: reduces a `.grad` of another size than the parameter's."""
+"""PyTorch's FSDP1 with `use_orig_params=False`: its parameters change their size between forward and step."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-FLAT = "a FlatParameter of FSDP1 (wrap with use_orig_params=True, or step from .grad without a buffer)"
+FLAT = "a FlatParameter of FSDP1 (wrap with use_orig_params=True, or make no buffer)"
 
 
 def is_flat(param: Tensor) -> bool:
