@@ -13,6 +13,7 @@ from textwrap import dedent
 import pytest
 import torch
 from support import frameworks
+from support.pages import blocks
 
 import fusedmlp
 from bench.cpu.layers import CPU_SHAPES
@@ -52,12 +53,6 @@ NOT_RUN = {
     "sed -i": "test_compile_ahead.py",
     "python -m fusedmlp kernels": "tests/kernels/test_compile.py, and .ci/run",
 }
-
-
-def blocks(page, language):
-    """Text of the code blocks of a page in one language, without their indentation."""
-    found = re.findall(rf"^( *)```{language}\b[^\n]*\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    return [re.sub(rf"^{indent}", "", text, flags=re.M) for indent, text in found]
 
 
 # Code that a page presupposes, run before its first block; `folder` is an empty one.
@@ -364,7 +359,7 @@ def test_the_site_builds_strictly(site):
     switches = (site / "switches" / "index.html").read_text(encoding="utf-8")
     assert "FUSEDMLP_DENSE_DUMMY" in switches
     reference = (site / "api" / "index.html").read_text(encoding="utf-8")
-    assert "grad_added_to_main_grad" in reference
+    assert "rounds_for_step" in reference
 
 
 @pytest.mark.slow
