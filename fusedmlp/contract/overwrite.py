@@ -1,5 +1,4 @@
-"""Which gradient overwrites `main_grad` instead of adding: with `param.overwrite_main_grad`, the first of each
-backward.
+"""With `param.overwrite_main_grad`, the first gradient of each backward overwrites `main_grad`; the others add.
 
 The attribute says that the owner gives the parameter a new `main_grad` for every backward. An owner that does so
 several times in a backward clears `grad_added_to_main_grad` each time. A delayed gradient belongs to its backward, in
@@ -18,7 +17,7 @@ from fusedmlp.contract.parameter_state import ParameterState, Place, WeightGradi
 
 
 def asks(param: Tensor) -> bool:
-    """Whether the first gradient of a backward is to overwrite."""
+    """Tell whether the owner wants the first gradient of a backward to overwrite."""
     return getattr(param, "overwrite_main_grad", False)
 
 

@@ -84,7 +84,7 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
 
 
 def _owner_adds(param: Tensor) -> bool:
-    """Whether the owner adds `.grad` to `main_grad`, whatever the flag says."""
+    """Tell whether the owner adds `.grad` to `main_grad`, whatever the flag says."""
     return getattr(param, "zero_out_wgrad", False)
 
 

@@ -205,11 +205,10 @@ class WgradQueue:
     def _next_batch(self) -> Iterator[_Delayed]:
         """The first gradient and, if fusing, those of the same weight up to a backward that overwrites."""
         first = self._pending[0]
+        params = {*map(id, first.route.params)}
         yield first
         for delayed in list(self._pending)[1:] if self.fuse_microbatches else ():
-            if delayed.route.backward is not first.route.backward and delayed.route.asked & set(
-                map(id, first.route.params)
-            ):
+            if delayed.route.backward is not first.route.backward and delayed.route.asked & params:
                 return
             if delayed.launch_key() == first.launch_key():
                 yield delayed

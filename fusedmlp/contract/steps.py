@@ -24,7 +24,7 @@ from fusedmlp.versions import outside_of_graphs
 
 
 class Rounded(NamedTuple):
-    """What `.grad` is while an optimizer steps."""
+    """A rounded copy, which is `.grad` while an optimizer steps, and the exact tensor."""
 
     copy: Tensor
     version: int  # of `copy` when it was made: a larger one shows that it was edited
