@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedmlp import validate
-from fusedmlp.autograd import compiled
-from fusedmlp.autograd.layers import Call
+from fusedmlp.autograd import compiled, operators  # noqa: F401  # which registers derivatives
+from fusedmlp.autograd.call import Call
 from fusedmlp.contract.forward_checks import enter_forward
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from fusedmlp import environment, routing_arguments
-from fusedmlp.autograd import operators
+from fusedmlp.autograd import layers
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPBackwardArguments
@@ -44,7 +44,7 @@ def install() -> None:
     routing_arguments.counts = _checked_counts(routing_arguments.counts)
     ops.order_rows = _counted_ids(ops.order_rows)
     ops.grouped_mlp_backward_ = _watched_mlp(ops.grouped_mlp_backward_)
-    operators.linear_backward = _watched_linear(operators.linear_backward)
+    layers.linear_backward = _watched_linear(layers.linear_backward)
     WgradQueue._add = _watched_run(WgradQueue._add)  # type: ignore[method-assign]
 
 

@@ -8,7 +8,6 @@ from difflib import get_close_matches
 from pathlib import Path
 
 _FLAGS = (
-    "FUSEDMLP_DENSE_DUMMY",
     "FUSEDMLP_WARP_SPECIALIZED",
     "FUSEDMLP_TUNED",
     "FUSEDMLP_UNSUPPORTED_VERSIONS",
@@ -22,11 +21,6 @@ def _flag(name: str, default: bool = False) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name}: expected 0 or 1; got {value!r}")
     return value == "1"
-
-
-def dense_dummy() -> bool:
-    """Whether dummies are dense and writable."""
-    return _flag("FUSEDMLP_DENSE_DUMMY")
 
 
 def warp_specialized() -> bool | None:

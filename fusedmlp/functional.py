@@ -17,8 +17,8 @@ from torch import Tensor
 from fusedmlp import calls, routing_arguments, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import layers
-from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.contract.route import Mode
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import RowOrder
 from fusedmlp.quantized_weights import QuantizedWeights

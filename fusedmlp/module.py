@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fusedmlp import module_arguments, routing_arguments, validate
 from fusedmlp.activation import Activation
-from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.contract.route import Mode
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts
 from fusedmlp.parts import ExpertTensors, tensors_of
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights

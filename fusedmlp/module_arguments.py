@@ -8,7 +8,7 @@ import torch
 
 from fusedmlp import validate
 from fusedmlp.activation import Activation
-from fusedmlp.contract.destinations.choice import MODES, Mode
+from fusedmlp.contract.route import MODES, Mode
 from fusedmlp.flags import check_flag
 from fusedmlp.recipe import DTYPES, check_blocks
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedmlp import validate
 from fusedmlp.autograd import weight_copies
-from fusedmlp.autograd.layers import Call
+from fusedmlp.autograd.call import Call
 from fusedmlp.operators.types import WeightCopies
 from fusedmlp.recipe import BLOCKS, DTYPES, Formats, check_blocks
 from fusedmlp.validate import ExpertWeight, Input, Options

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fusedmlp import environment
 from fusedmlp.contract.checks import are_alike, same_strides
-from fusedmlp.contract.destinations.choice import MODES, Mode
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.contract.route import MODES, Mode
 from fusedmlp.recipe import BLOCKS, DTYPES, SAVES, WGRADS, computed_dtypes
 
 WEIGHT_LAYOUTS = ("out_in", "in_out")

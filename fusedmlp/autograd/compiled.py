@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from fusedmlp.autograd import layers
-from fusedmlp.autograd.layers import Call
+from fusedmlp.autograd.call import Call
 from fusedmlp.contract import checks, engine
-from fusedmlp.contract.destinations.choice import Mode, beside_grad, refuse_mixed
+from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.destinations.main_grad import MainGrad, no_main_grad
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
 from fusedmlp.contract.memory import bring_home, lent
-from fusedmlp.contract.parameter_state import Leaf, WeightGradient, accumulation_lock, state_of
+from fusedmlp.contract.parameter_state import Leaf, accumulation_lock, state_of
 from fusedmlp.contract.plain_gradient import refuse_compiled_writer
-from fusedmlp.contract.route import Route
+from fusedmlp.contract.route import Mode, beside_grad, refuse_mixed
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import ExpertWeight
 
@@ -84,7 +84,7 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     node = engine.current_node()
     nodes = engine.accumulating_nodes(node)
     groups = _split(main_grads, names, lengths)  # in the place of parameters, until those are known
-    weights = [WeightGradient(name, outs, [], delayed=False) for name, outs in groups]
+    weights = [Route(name=name, params=outs, uses=[], destination=_MAIN_GRAD, delayed=False) for name, outs in groups]
     places = [(weight, i) for weight in weights for i in range(len(weight.params))]
     with accumulation_lock:
         for (weight, i), row in zip(places, keys.tolist(), strict=True):
@@ -108,7 +108,7 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     return torch.tensor(overwrites, dtype=torch.bool)
 
 
-def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, weight: WeightGradient, i: int) -> Leaf:
+def _checked_leaf(key: TracedKey, accumulate: Any, node: Any, weight: Route, i: int) -> Leaf:
     """The parameter of an AccumulateGrad node, whose `main_grad` a graph may add to."""
     place = weight.place(i)
     if engine.engine_use(accumulate, node) is not engine.ACCUMULATE:
@@ -164,7 +164,7 @@ class Traced(NamedTuple):
             outs, names, lengths = _flat(self.main_grads)
             zero_where_(outs, enter_backward(dy, outs, self.keys, names, lengths))
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route:
+    def route(self, name: str, weights: list[Tensor], nodes: list[Any]) -> Route:
         """As `Call.route`, but never delayed; a fused weight's GEMM always adds to `main_grad`."""
         wanted, fused = True in nodes, name in self.main_grads
         outs = self.main_grads[name] if fused else [checks.fresh_like(w) for w in weights if wanted]

@@ -1,135 +1,80 @@
 """The two `autograd.Function`s. They connect operators and the gradient contract, and compute nothing.
 
 Tensors arrive as `apply(call, *weights, *biases, x, offsets, ...)`: weights come first, so that weight `i` is the
-i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows.
+i-th tensor argument, and `ctx.next_functions[i]` is where its gradient flows. Backwards run unrecorded, as autograd
+does not record writes into given tensors, and cannot be differentiated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from fusedmlp.autograd import operators, weight_copies
-from fusedmlp.autograd.first_order import first_order_only
+from fusedmlp.autograd.call import Call
+from fusedmlp.contract import engine
 from fusedmlp.contract.checks import fresh_like
-from fusedmlp.contract.destinations.choice import Mode
-from fusedmlp.contract.destinations.sharded_grad import local_weights
-from fusedmlp.contract.queue import Operands, WgradQueue
-from fusedmlp.contract.route import Route, Routes, route
+from fusedmlp.contract.exclusion import release
+from fusedmlp.contract.parameter_state import accumulation_lock
+from fusedmlp.contract.route import Routes
 from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies
-from fusedmlp.recipe import Formats
-
-operators.register()
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput
+from fusedmlp.versions import outside_of_wrong_graphs
 
 _Grads = tuple[Tensor | None, ...]
 
 
-class Traced(Protocol):
-    """Targets of the gradients of a call inside a graph, as `Call` uses them: `compiled.Traced`."""
+def _refuse_second_order(grads: _Grads, sources: Sequence[Tensor | None]) -> _Grads:
+    """Under `create_graph=True`: give the gradients a graph that raises when they are differentiated by `sources`.
 
-    def enter_backward(self, dy: Tensor) -> None:
-        """See `Call.enter_backward`."""
+    `torch.autograd.function.once_differentiable` does not suffice: where the incoming gradient is a constant, as for
+    `y.sum()`, it returns constants, and a gradient penalty would lose its own gradient without an error.
+    """
+    recorded = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
+    found = [grad for grad in grads if grad is not None]
+    if not (torch.is_grad_enabled() and recorded and found):
+        return grads
+    message = (
+        "fusedmlp: expected first-order gradients alone; got double backward (create_graph=True, then differentiating "
+        "the gradients), which is not supported"
+    )
+    marked = iter(engine.fail_when_differentiated(message, found, recorded))
+    return tuple(None if grad is None else next(marked) for grad in grads)
 
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], mode: Mode) -> Route:
-        """See `Call.route`."""
 
+def _first_order_only(
+    backward: Callable[[Any, Sequence[Any], Tensor, Routes], _Grads],
+) -> Callable[[Any, Tensor], _Grads]:
+    """Run a layer's backward `(ctx, saved tensors, dy, routes)` unrecorded; abandon its `routes` if it fails."""
 
-@dataclass(frozen=True)
-class Call:
-    """Arguments of one call of a layer, besides its tensors."""
+    @outside_of_wrong_graphs  # where a whole step is compiled, and this function reached as a frame of its own
+    @wraps(backward)
+    def run(ctx: Any, dy: Tensor) -> _Grads:
+        if torch.compiler.is_compiling():  # a graph has no second order
+            return backward(ctx, ctx.saved_tensors, dy, Routes(recorded=False))
+        if engine.is_batched(dy):
+            raise RuntimeError(
+                "fusedmlp: a backward under vmap (autograd.grad(..., is_grads_batched=True), jacobian(vectorize=True)) "
+                "is not supported; expected one backward for each gradient of y"
+            )
+        saved = ctx.saved_tensors  # before the lock: a checkpoint recomputes them, with collectives of its region
+        routes = Routes(recorded=torch.is_grad_enabled())
+        with accumulation_lock, torch.no_grad():
+            try:
+                grads = backward(ctx, saved, dy, routes)
+            except BaseException:
+                for abandoned in routes:
+                    abandoned.destination.undo(abandoned)
+                raise
+            finally:
+                for done in routes:
+                    release(done.held)
+        return _refuse_second_order(grads, (dy, *saved))
 
-    lengths: tuple[int, ...]  # how many tensors each weight and bias has: 1 packed, E per expert, 0 absent
-    transposed: bool  # weights are stored [in, out]
-    mode: Mode
-    queue: WgradQueue | None
-    impl: str
-    activation: str = ""
-    recipe: str = ""  # recipe.Formats.encoded
-    saves_tokens: bool = False  # the 8-bit copy of x that wgrad multiplies, in place of x
-    traced: Traced | None = None  # inside a graph
-
-    def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
-        """The groups that `lengths` counts, then a last one with the rest."""
-        groups, start = [], 0
-        for length in (*self.lengths, len(tensors) - sum(self.lengths)):
-            groups.append(list(tensors[start : start + length]))
-            start += length
-        return groups
-
-    def logical(self, weights: list[Tensor]) -> list[Tensor]:
-        """`[out, in]` views of weights, or of the outputs of their gradients."""
-        return [w.transpose(-1, -2) for w in weights] if self.transposed else weights
-
-    def computed(self, weights: list[Tensor], x: Tensor, copy: Sequence[Tensor] = ()) -> list[Tensor]:
-        """A weight as GEMMs take it: a copy from `quantize_weights`, or else as `logical`, in the dtype of x or dy."""
-        return [*copy] or self.logical(weight_copies.computed(weights, x.dtype))
-
-    def quantize_rows(self, x: Tensor, offsets: Tensor, weights: list[Tensor]) -> RowCopies:
-        """Both copies of x, for products with these weights."""
-        num_experts = weights[0].shape[0] if weights[0].dim() == 3 else len(weights)
-        recipe = Formats.decode(self.recipe).gemms
-        return RowCopies(*ops.quantize_rows(x, offsets, num_experts, recipe, self.impl))
-
-    def source(self, x: Tensor) -> Tensor | None:
-        """If x is not saved: a tensor without elements that depends on x, so that a second derivative by x raises."""
-        if not self.saves_tokens or torch.compiler.is_compiling():
-            return None
-        with torch.enable_grad():
-            return x[:0].clone()
-
-    def local(self, weights: list[Tensor]) -> dict[Any, Tensor]:
-        """Weights for `destinations/sharded_grad.py`: results of `.to_local()`, by graph node; empty inside a graph."""
-        return {} if torch.compiler.is_compiling() else local_weights(weights)
-
-    def enter_backward(self, dy: Tensor) -> None:
-        """Run first in backward; does nothing outside of graphs, where `route` decides."""
-        if self.traced is not None:
-            self.traced.enter_backward(dy)
-
-    def edges(self, ctx: Any) -> list[list[Any]]:
-        """Per group and tensor: the node that its gradient flows to (True in a graph), or None if it gets none."""
-        if self.traced is not None:
-            return self.split([need or None for need in ctx.needs_input_grad[1:]])
-        return self.split([node for node, _ in ctx.next_functions])
-
-    def route(self, name: str, weights: list[Tensor], nodes: list[Any], ctx: Any, routes: Routes) -> Route:
-        """Decide where the gradient of `weights` goes; add that to `routes`. `ctx` is the node that is running."""
-        if self.traced is not None:
-            return self.traced.route(name, weights, nodes, self.mode)
-        return route(
-            name,
-            weights,
-            nodes,
-            ctx,
-            self.mode,
-            delayed=self.queue is not None,
-            local_weights=ctx.local_weights,
-            routes=routes,
-        )
-
-    def finish(
-        self,
-        route: Route,
-        dy: Tensor | None,
-        x: Tensor | None,
-        offsets: Tensor,
-        *,
-        dy_row_ids: Tensor | None = None,
-        x_row_ids: Tensor | None = None,
-    ) -> list[Tensor | None]:
-        """Return what backward returns for a weight; queue its GEMM if it is delayed."""
-        if route.delayed:
-            assert self.queue is not None
-            assert dy is not None
-            assert x is not None
-            operands = Operands(dy, x, offsets, dy_row_ids, x_row_ids)
-            self.queue.put(route, operands, transposed=self.transposed, recipe=self.recipe, impl=self.impl)
-        return route.finish()
+    return run
 
 
 def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
@@ -154,7 +99,7 @@ class GroupedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @first_order_only
+    @_first_order_only
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
@@ -166,8 +111,27 @@ class GroupedLinear(torch.autograd.Function):
         db = _bias_grads(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
         w = call.computed(weight, dy) if need_dx else []
-        dx = operators.linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
+        dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
         return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
+
+
+def linear_backward(
+    dy: Tensor,
+    x: Tensor,
+    w: Sequence[Tensor],
+    offsets: Tensor,
+    dw: list[Tensor],
+    db: list[Tensor],
+    need_dx: bool,
+    accumulate: bool,
+    recipe: str,
+    impl: str,
+) -> Tensor | None:
+    """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
+    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, impl) if need_dx else None
+    if dw or db:
+        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, recipe, impl)
+    return dx
 
 
 class GroupedMLP(torch.autograd.Function):
@@ -182,6 +146,13 @@ class GroupedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
+        """Run both GEMMs; add up the rows of each token."""
+        x, *_, places, _ = call.split(tensors)[-1][:6]
+        y = GroupedMLP.run(ctx, call, *tensors).y
+        return y if places is None else ops.combine(y, places, x.shape[0], call.impl)
+
+    @staticmethod
+    def run(ctx: Any, call: Call, *tensors: Tensor | None) -> MLPOutput:
         """Run both GEMMs; save the inputs and the pre-activation."""
         fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
         forward1, _, forward2, _ = _by_pass(copies)
@@ -209,12 +180,10 @@ class GroupedMLP(torch.autograd.Function):
         at = sum(call.lengths)  # of x
         ctx.save_for_backward(*tensors[:at], tokens, *tensors[at + 1 :], out.h, tokens_scales, call.source(x))
         ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
-        if places is None:
-            return out.y
-        return ops.combine(out.y, places, x.shape[0], call.impl)  # type: ignore[no-any-return]
+        return out
 
     @staticmethod
-    @first_order_only
+    @_first_order_only
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call

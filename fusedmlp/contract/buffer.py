@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedmlp.contract import buffer_checks
 from fusedmlp.contract.memory import bring_home, lend, take_back
-from fusedmlp.contract.parameter_state import state_of
+from fusedmlp.contract.parameter_state import ids_waiting, state_of
 from fusedmlp.flags import check_flag
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
@@ -157,8 +157,9 @@ class MainGradBuffer:
                 view.zero_()
 
     def _refuse_queued(self, what: str) -> None:
-        for i, state in enumerate(self._states):
-            if state.queued:
+        queued = ids_waiting()
+        for i, param in enumerate(self.params):
+            if id(param) in queued:
                 raise RuntimeError(
                     f"{what}: expected every gradient to be computed; got one of params[{i}] that is still in a "
                     "WgradQueue: call backward_dw(), or queue.run(), before (queue.clear() to discard the step)"

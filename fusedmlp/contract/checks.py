@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.parameter_state import Place, WeightGradient, find_state
+from fusedmlp.contract.parameter_state import Place, find_state
 
 _SHAPE = attrgetter("shape")
 
@@ -145,18 +145,6 @@ def check_group(name: str, targets: Sequence[Tensor]) -> None:
                 f"{name}[{i}]: expected a gradient with the strides of expert 0's, {targets[0].stride()}; got "
                 f"{target.stride()}"
             )
-
-
-def refuse_common(route: WeightGradient, what: str, targets: Sequence[Tensor | None]) -> None:
-    """Raise if two parameters have one tensor in common; `targets` has one for each, None: none, or a fresh one."""
-    if len(set(map(id, targets))) == len(targets):
-        return
-    first: dict[int, int] = {}
-    for i, target in enumerate(targets):
-        owner = first.setdefault(id(target), i)
-        if target is not None and route.params[owner] is not route.params[i]:  # unless experts share the parameter
-            of, its = label(route.place(i)), label(route.place(owner))
-            raise ValueError(f"{of}: expected a {what} of its own; got that of {its}")
 
 
 def are_alike(tensors: Sequence[Tensor]) -> bool:

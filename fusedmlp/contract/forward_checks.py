@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import label, refuse_late_hooks
-from fusedmlp.contract.destinations.choice import Mode, beside_grad
+from fusedmlp.contract.group import group_of
 from fusedmlp.contract.memory import lent
 from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
 from fusedmlp.contract.parameter_state import ParameterState, find_states, release_interrupted, state_of
+from fusedmlp.contract.route import Mode, beside_grad
 
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
@@ -34,9 +35,13 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
     owners = present_owners()
     if owners:
         _refuse_other_dtype(name, weights, owners)
-    may_skip = not owners and not (delayed and any(map(_LATE_HOOKS, weights)))
-    if may_skip and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
-        return
+    else:
+        group = group_of(weights)
+        if group is not None and not (delayed and group.has_late_hooks(weights)):
+            return
+        hooked = delayed and any(map(_LATE_HOOKS, weights))
+        if not hooked and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
+            return
     found = beside_grad(mode, [weight for weight in weights if weight.requires_grad])
     if found is None and not delayed:
         return

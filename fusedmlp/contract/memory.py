@@ -52,7 +52,7 @@ def take_back(param: Tensor, state: ParameterState) -> None:
     for handle in state.consumers:
         handle.remove()
     grad, param.grad = param.grad, None
-    state.memory, state.rounds, state.consumers = None, False, []
+    state.memory, state.group, state.rounds, state.consumers = None, None, False, []
     param.grad_dtype = param.dtype
     param.grad = None if grad is None else grad.to(param.dtype, copy=True)
 

@@ -7,13 +7,11 @@ which the attribute is read; it overwrites, or adds, when the queue runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
 from fusedmlp.contract.checks import label
 from fusedmlp.contract.engine import Backward
-from fusedmlp.contract.parameter_state import ParameterState, Place, WeightGradient
+from fusedmlp.contract.parameter_state import ParameterState, Place, waiting
 
 
 def asks(param: Tensor) -> bool:
@@ -40,17 +38,16 @@ def refuse_superseded(state: ParameterState, backward: Backward, place: Place) -
         )
 
 
-def refuse_to_be_erased(
-    param: Tensor,
-    state: ParameterState,
-    backward: Backward,
-    place: Place,
-    together: Sequence[WeightGradient] = (),
-) -> None:
-    """Raise if a queued gradient of an earlier backward is going to overwrite this one, or the last of `together`."""
-    latest = together[-1].backward if together else backward
-    for other in state.queued or ():
-        if id(param) in other.asked and other not in together and other.backward.number < latest.number:  # type: ignore[union-attr]
+def refuse_to_be_erased(param: Tensor, backward: Backward, place: Place, last: Backward | None = None) -> None:
+    """Raise if a queued gradient of an earlier backward is going to overwrite one of `backward`, or of `last`, a later
+    one whose gradient the same GEMM computes.
+    """
+    for other in waiting():
+        if (
+            other.backward is not backward
+            and id(param) in other.asked
+            and other.backward.number < (last or backward).number
+        ):
             raise RuntimeError(
                 f"{label(place)}: a queued gradient is going to overwrite main_grad, and would erase this one, "
                 "which came later; run its queue first"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fusedmlp.contract.engine import Backward, EngineUse
+from fusedmlp.contract.engine import Backward
 
 # Held while a layer's gradients are computed and added: two threads that run backward on the CPU could otherwise add
 # to one main_grad at once, and one of the sums would be lost.
@@ -30,40 +29,12 @@ Place = tuple[str, int | None]  # a parameter in messages: the weight's name, an
 Leaf = tuple[int, Tensor, Any]  # index, parameter and ParameterState, if the engine accumulates its gradient
 
 
-@dataclass(eq=False)
-class WeightGradient:
-    """The gradient of one weight in one backward, as destinations and later gradients see it; a `route.Route`."""
-
-    name: str
-    params: list[Tensor]  # one packed, or one for each expert
-    uses: list[EngineUse]
-    delayed: bool
-    backward: Backward | None = None  # of a delayed one
-    together: Sequence[WeightGradient] = ()  # the delayed ones, this one first, that one GEMM computes
-    asked: set[int] = field(default_factory=set)  # of a delayed one: ids of parameters with `overwrite_main_grad`
-    leaves: list[Leaf] = field(default_factory=list)  # the parameters whose gradients are accumulated
-    overwrites: set[int] = field(default_factory=set)  # ids of parameters whose main_grad it replaces
-    # Hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases them. None: another
-    # thread may be adding.
-    held: list[tuple[Any, Any]] | None = None
-
-    def place(self, i: int) -> Place:
-        """The name of parameter `i` in errors."""
-        return self.name, None if len(self.params) == 1 else i
-
-    def may_add(self, param: Tensor) -> bool:
-        """True if the GEMM may add to `.grad` of a parameter, and AccumulateGrad need not. No other thread adds to a
-        frozen parameter.
-        """
-        return self.held is not None or not param.requires_grad
-
-
 class ParameterState:
     """State of one parameter, from its first use until it is freed; does not keep the parameter alive."""
 
     # fmt: off
-    __slots__ = ("accumulates_in", "catch", "compiled_in", "consumers", "decided", "dummy", "entered", "home",
-                 "memory", "overwritten_in", "queued", "ref", "replaced_by", "rounded", "rounds")
+    __slots__ = ("accumulates_in", "catch", "compiled_in", "consumers", "decided", "dummy", "entered", "group", "home",
+                 "memory", "overwritten_in", "ref", "replaced_by", "rounded", "rounds")
     # fmt: on
 
     def __init__(self, param: Tensor) -> None:
@@ -71,13 +42,13 @@ class ParameterState:
         self.ref = weakref.ref(param, partial(_states.pop, id(param)))
         # `.grad`: memory.py and steps.py
         self.memory: Tensor | None = None  # what a MainGradBuffer lends to it
+        self.group: Any = None  # group.WeightGroup: the last one that this parameter is the first of
         self.consumers: list[RemovableHandle] = []  # of hooks, while memory is lent
         self.decided = False  # the pre-hook has seen the gradient that is being accumulated
         self.accumulates_in: torch.dtype | None = None  # FP32Accumulation: the dtype of `.grad`; None: its own
         self.rounds = False  # `.grad` is rounded to the dtype of the parameter while optimizers step
         self.rounded: Any = None  # steps.Rounded, meanwhile
         self.replaced_by = ""  # what gave the model another parameter in its place
-        self.queued: weakref.WeakSet[WeightGradient] | None = None  # records of gradients that wait in a queue
         # `main_grad` of an owner
         self.home: Any = None  # the `destinations.Destination` of its fused gradients
         self.catch: RemovableHandle | None = None  # plain_gradient.py: the handle of the hook
@@ -88,6 +59,18 @@ class ParameterState:
 
 
 _states: dict[int, ParameterState] = {}  # by id
+queues: dict[int, weakref.ref[Any]] = {}  # by id, every `WgradQueue` that is alive and has been used
+
+
+def waiting() -> list[Any]:
+    """The routes of all gradients that wait in a queue, in any thread."""
+    alive = [queue() for queue in [*queues.values()]]
+    return [route for queue in alive if queue is not None for route in queue.routes()]
+
+
+def ids_waiting() -> set[int]:
+    """The ids of parameters with a gradient that waits in a queue."""
+    return {id(param) for route in waiting() for _, param, _ in route.leaves}
 
 
 def find_state(param: Tensor) -> ParameterState | None:

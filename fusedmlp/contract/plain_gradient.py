@@ -77,7 +77,7 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
         refuse_tensor_hooks(param, ("a parameter", None))  # a hook that runs after this one would see zeros
     engine.current_backward().join_stream(main_grad)
     refuse_compiled_writer(state, ("a parameter", None))
-    refuse_to_be_erased(param, state, engine.current_backward(), ("a parameter", None))
+    refuse_to_be_erased(param, engine.current_backward(), ("a parameter", None))
     main_grad.add_(grad)
     remove_dummy_wgrad(param)
     return torch.zeros_like(param, dtype=grad.dtype, requires_grad=False)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.engine import current_backward
 from fusedmlp.contract.exclusion import release
-from fusedmlp.contract.parameter_state import accumulation_lock
-from fusedmlp.contract.route import Route
+from fusedmlp.contract.parameter_state import accumulation_lock, queues
 from fusedmlp.contract.steps import watch_steps
 from fusedmlp.flags import check_flag
 from fusedmlp.operators import ops
@@ -121,16 +123,19 @@ class WgradQueue:
 
     def put(self, route: Route, operands: Operands, *, transposed: bool, recipe: str, impl: str) -> None:
         """Queue `dw (+)= dy^T x`, for the layer's own use."""
+        route.backward = current_backward()
+        queues.setdefault(id(self), weakref.ref(self, partial(queues.pop, id(self))))
         self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl))
-        route.wait(current_backward())
+
+    def routes(self) -> list[Route]:
+        """What waits, for checks in any thread."""
+        return [delayed.route for delayed in [*self._pending]]
 
     def clear(self) -> None:
         """Discard everything queued, to give up a step after an error (see `run()`).
 
         The gradients are lost. Start the next step from a zeroed `main_grad`.
         """
-        for delayed in self._pending:
-            delayed.route.leave()
         self._pending.clear()
         self._begun = None
 
@@ -184,17 +189,13 @@ class WgradQueue:
         for param, grad in left:  # without the lock: AccumulateGrad in another thread may wait for it
             torch.autograd.backward([param], [grad])
         for delayed in batch:  # one by one: another thread may be adding to the queue
-            delayed.route.leave()
             self._pending.remove(delayed)
         self._begun = None
 
     def _add(self, batch: list[_Delayed]) -> list[tuple[Tensor, Tensor]]:
         first = batch[0]
-        first.route.together = [delayed.route for delayed in batch]
-        try:
-            first.route.open()
-        finally:
-            first.route.together = ()
+        first.route.last = batch[-1].route.backward
+        first.route.open()
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
         fields = zip(*(delayed.operands for delayed in batch), strict=True)
         operands = [[t for t in tensors if t is not None] for tensors in fields]

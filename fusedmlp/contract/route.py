@@ -1,102 +1,93 @@
-"""Where the gradient of one weight goes in one backward, and what backward returns for it: the table of the package."""
+"""The list of destinations, and where the gradient of one weight goes in one backward: the table of the package."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
-from fusedmlp.contract import checks, engine
-from fusedmlp.contract.destinations.choice import Mode, choose
-from fusedmlp.contract.destinations.destination import Destination, Targets
+from fusedmlp.contract import engine
+from fusedmlp.contract.destinations.destination import Destination, Route
+from fusedmlp.contract.destinations.grad import Grad
+from fusedmlp.contract.destinations.main_grad import MainGrad
+from fusedmlp.contract.destinations.megatron_fsdp import MegatronFSDPMainGrad
+from fusedmlp.contract.destinations.returned import Returned
+from fusedmlp.contract.destinations.sharded_grad import ShardedGrad
 from fusedmlp.contract.dummy import remove_dummy_wgrad
-from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, Backward
+from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
+from fusedmlp.contract.group import group_of
+from fusedmlp.contract.memory import lent
 from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
-from fusedmlp.contract.parameter_state import WeightGradient, find_states, states_of
+from fusedmlp.contract.parameter_state import find_states, states_of
+
+Mode = Literal[
+    "auto",
+    "main_grad",
+    "grad",
+    "off",
+]
+# The first that a weight has, and that its mode allows, takes its gradient.
+DESTINATIONS: tuple[Destination, ...] = (
+    MegatronFSDPMainGrad(),
+    MainGrad(),
+    ShardedGrad(),
+    Grad(),
+    Returned(),
+)
+MODES = ("auto", *dict.fromkeys(destination.name for destination in DESTINATIONS))
 
 
-@dataclass(eq=False, kw_only=True)
-class Route(WeightGradient):
-    """The way of one weight's gradient in one backward.
+def beside_grad(mode: Mode, params: Sequence[Tensor]) -> Destination | None:
+    """The destination in which gradients of a weight go past `.grad`, if any of its parameters has one, or must."""
+    found = None
+    if mode != "off" and params and all(memory is not None for memory in lent(params)):
+        return None
+    for each in DESTINATIONS:
+        if each.beside_grad and (mode == each.name or (mode == "auto" and each.automatic)):
+            if any(each.find(params)):
+                return each
+            found = each if mode == each.name else None
+    return found
 
-    Run the GEMM into `outs`, adding to them if `accumulate`, and return `finish()` from backward. If `delayed`, queue
-    the route; the queue then calls `open()`, runs the GEMM and calls `finish_delayed()`.
+
+@cache
+def _named(mode: str) -> list[Destination]:
+    return [each for each in DESTINATIONS if each.name == mode or (mode == "auto" and each.automatic)]
+
+
+def choose(
+    mode: str, name: str, params: Sequence[Tensor], uses: Sequence[EngineUse], *, in_buffer: bool
+) -> Destination:
+    """The destination of a weight in the running backward. `in_buffer`: a buffer has all of its parameters.
+
+    Raises:
+        ValueError: "auto" finds the destination for some of its parameters only.
     """
+    if mode != "off" and (in_buffer or any(memory is not None for memory in lent(params))):
+        mode = "grad"
+    trains_all = uses.count(ACCUMULATE) == len(uses)
+    for each in _named(mode):
+        found: Sequence[bool | None] = each.find(params)
+        if mode == "auto" and each.beside_grad and True in found and (False in found or not trains_all):
+            found = refuse_mixed(name, each, params, [use is ACCUMULATE for use in uses])
+        if True in found:
+            break
+    return each
 
-    destination: Destination
-    targets: Targets = field(default_factory=list)  # what the GEMM writes in place; None: fresh, and returned
-    outs: list[Tensor] = field(default_factory=list)  # from `open()` until `finish()`: one for each parameter
-    accumulate: bool = False
-    returns: bool = False  # some outputs are fresh
-    _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first expert with the same parameter
 
-    def open(self) -> None:
-        """Choose the outputs for every parameter: tensors of the destination, or fresh ones."""
-        existing = targets = self.destination.open(self)
-        if len(set(map(id, self.params))) < len(self.params):
-            ids = [*map(id, self.params)]  # later experts of a shared parameter have outputs of their own
-            self._shared = {i: ids.index(key) for i, key in enumerate(ids) if ids.index(key) < i}
-            targets = [None if i in self._shared else target for i, target in enumerate(targets)]
-        self.targets, self.accumulate = targets, False
-        present = [target for target in targets if target is not None]
-        self.returns = len(present) < len(targets)
-        if not present:
-            dtype = checks.grad_dtype(self.params[self.uses.index(ACCUMULATE) if ACCUMULATE in self.uses else 0])
-            self.outs = [checks.fresh_like(param, dtype) for param in self.params]
-        else:  # fresh outputs beside others have their strides, gaps included
-            first = present[0]
-            if first.is_cuda and engine.inside_backward():
-                engine.current_backward().join_stream(first)
-            self.outs = present
-            if self.returns:
-                like = first.shape, first.stride()
-                self.outs = [first.new_empty_strided(*like) if target is None else target for target in targets]
-        if not present or not self.destination.beside_grad:  # such destinations have checked theirs
-            checks.check_group(self.name, self.outs)
-        self.destination.decide(self, existing)
-        if not self.returns and not self.overwrites:
-            self.accumulate = True
-            return
-        adds = [t is not None and id(p) not in self.overwrites for t, p in zip(targets, self.params, strict=True)]
-        self.accumulate = True in adds
-        if self.accumulate:
-            for out, add in zip(self.outs, adds, strict=True):
-                if not add:
-                    out.zero_()
-
-    def finish(self) -> Targets:
-        """After the GEMM: what backward returns; None where the GEMM added, is delayed, or no gradient is wanted."""
-        outs, self.outs = self.outs, []
-        if not self.returns:
-            return [None] * len(self.params)
-        for i, first in self._shared.items():
-            outs[first].add_(outs[i])
-        return [
-            None if target is not None or use is DROP or i in self._shared else out
-            for i, (target, use, out) in enumerate(zip(self.targets, self.uses, outs, strict=True))
-        ]
-
-    def wait(self, backward: Backward) -> None:
-        """Mark as queued in a backward."""
-        self.backward = backward
-        for _, _, state in self.leaves:
-            if state.queued is None:
-                state.queued = weakref.WeakSet()
-            state.queued.add(self)
-
-    def leave(self) -> None:
-        """Mark as no longer queued."""
-        for _, _, state in self.leaves:
-            if state.queued is not None:
-                state.queued.discard(self)
-
-    def finish_delayed(self) -> list[tuple[Tensor, Tensor]]:
-        """After the GEMM of a delayed gradient; returns `(parameter, gradient)` pairs that AccumulateGrad must add."""
-        return self.destination.keep(self, self.finish())
+def refuse_mixed(name: str, of: Destination, params: Sequence[Tensor], trained: Sequence[bool]) -> list[bool | None]:
+    """Raise if only some of the trained parameters have a destination. Returns which do; None: not trained."""
+    having = [found if wanted else None for found, wanted in zip(of.find(params), trained, strict=True)]
+    if True in having and False in having:
+        lacks, has = having.index(False), having.index(True)
+        raise ValueError(
+            f"{name}: expected {of.name} on all experts or on none; experts {lacks} and {has} differ (after "
+            "experts have been unfrozen, make the buffer of main_grad again)"
+        )
+    return having
 
 
 class Routes(list[Route]):
@@ -123,11 +114,11 @@ def route(
     parameter is taken from its node: checkpointing and saved-tensor hooks hand back weights that have lost their
     attributes. A captured gradient (CAPTURE) is never delayed, nor are the others of the same weight. `local_weights`:
     see `destinations/sharded_grad.py`. The route is added to `routes`. The other arguments are as in
-    `autograd.layers.Call`.
+    `autograd.call.Call`.
     """
-    known = engine.accumulates_into(nodes)  # the usual case
-    if known is not None:
-        params, uses = known, [ACCUMULATE] * len(known)
+    known, group = engine.accumulates_into(nodes), None
+    if known is not None:  # the usual case
+        params, uses, group = known, [ACCUMULATE] * len(known), group_of(known)
     else:
         uses = [engine.engine_use(node, current_node) for node in nodes]
         params = [
@@ -137,15 +128,18 @@ def route(
     captured = CAPTURE in uses
     delayed = delayed and not captured and ACCUMULATE in uses
     recorded = routes.recorded or engine.inside_compiled_autograd()
-    destination = choose(mode, name, params, uses, delayed, recorded)
+    destination = choose(mode, name, params, uses, in_buffer=group is not None)
+    if instead := destination.if_delayed if delayed else destination.if_recorded if recorded else "":
+        destination = choose(instead, name, params, uses, in_buffer=group is not None)
     # Only destinations that need a state create one: its weak reference makes `swap_tensors` refuse the parameter.
     needs_states = destination.beside_grad or delayed
-    leaves = zip(count(), params, (states_of if needs_states else find_states)(params))
+    leaves = [*zip(count(), params, (states_of if needs_states else find_states)(params), strict=False)]
     result = Route(
         name=name,
         params=params,
         uses=uses,
-        leaves=[leaf for leaf, use in zip(leaves, uses, strict=True) if use is ACCUMULATE],
+        leaves=leaves if known else [leaf for leaf, use in zip(leaves, uses, strict=True) if use is ACCUMULATE],
+        group=group,
         delayed=delayed,
         destination=destination,
     )

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fusedmlp.contract.dummy import has_dummy_wgrad
-from fusedmlp.contract.parameter_state import ParameterState, find_state, state_of
+from fusedmlp.contract.parameter_state import ParameterState, find_state, ids_waiting, state_of
 from fusedmlp.versions import outside_of_graphs
 
 
@@ -74,8 +74,9 @@ def _known(optimizer: Optimizer) -> list[tuple[str, Tensor, ParameterState]]:
 def _round(optimizer: Optimizer) -> None:
     """Check, and lend the optimizer rounded gradients."""
     known = _known(optimizer)
+    queued = ids_waiting()
     for place, param, state in known:
-        _check(f"{type(optimizer).__name__}.step(): {place}", param, state)
+        _check(f"{type(optimizer).__name__}.step(): {place}", param, state, id(param) in queued)
     differing = [
         (param, state, grad)
         for _, param, state in known
@@ -96,14 +97,14 @@ def _round(optimizer: Optimizer) -> None:
         found_inf.copy_(torch.maximum(found_inf, (~_largest(copies).isfinite()).to(found_inf)))
 
 
-def _check(step: str, param: Tensor, state: ParameterState) -> None:
+def _check(step: str, param: Tensor, state: ParameterState, queued: bool) -> None:
     """Raise if the step would miss a gradient. Reads nothing on the device."""
     if state.replaced_by:
         raise RuntimeError(
             f"{step}: expected a parameter of the model; got one that {state.replaced_by} replaced: make the "
             "optimizer after that"
         )
-    if state.queued:
+    if queued:
         raise RuntimeError(
             f"{step}: expected every gradient to be computed; got one that is still in a WgradQueue: call "
             "backward_dw(), or queue.run(), before (queue.clear() to discard the step)"

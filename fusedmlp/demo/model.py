@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedmlp.contract.destinations.choice import Mode
+from fusedmlp.contract.route import Mode
 from fusedmlp.module import GroupedMLP
 
 VOCABULARY = 256

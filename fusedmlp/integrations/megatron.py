@@ -32,8 +32,8 @@ from torch import Tensor
 
 from fusedmlp import validate
 from fusedmlp.contract.destinations import megatron_fsdp
-from fusedmlp.contract.destinations.choice import Mode
 from fusedmlp.contract.queue import WgradQueue
+from fusedmlp.contract.route import Mode
 from fusedmlp.functional import grouped_mlp
 from fusedmlp.integrations import megatron_config, megatron_offload
 from fusedmlp.integrations.megatron_linear import ExpertLinear

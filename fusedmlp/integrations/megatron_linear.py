@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from fusedmlp import environment, validate
+from fusedmlp import validate
 from fusedmlp.contract.dummy import set_dummy_wgrad
 from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.parts import ExpertTensors
@@ -194,7 +194,7 @@ class ExpertLinear(MegatronModule):
             # DDP asserts that .grad is not None, and its hook of an earlier micro-batch has removed the dummy.
             for weight in self.group("weight"):
                 if weight.requires_grad:
-                    set_dummy_wgrad(weight, state_of(weight), environment.dense_dummy())
+                    set_dummy_wgrad(weight, state_of(weight))
         for hook in self._hooks:
             hook()
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import fusedmlp
 from fusedmlp import validate
-from fusedmlp.contract.destinations.choice import MODES, Mode
+from fusedmlp.contract.route import MODES, Mode
 from fusedmlp.integrations.fp32_accumulation import FP32Accumulation
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.transformers_activation import activation_of, guard_in_graph

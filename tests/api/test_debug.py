@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusedmlp import GroupedLinear, GroupedMLP, MainGradBuffer, calls, debug, environment, routing_arguments
-from fusedmlp.autograd import operators
+from fusedmlp.autograd import layers
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.operators import ops
 
@@ -18,7 +18,7 @@ from fusedmlp.operators import ops
 def lines(monkeypatch):
     """Logged lines, with the checks installed for one test."""
     for owner, name in (
-        *((routing_arguments, "counts"), (operators, "linear_backward"), (WgradQueue, "_add")),
+        *((routing_arguments, "counts"), (layers, "linear_backward"), (WgradQueue, "_add")),
         *((ops, "order_rows"), (ops, "grouped_mlp_backward_")),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))  # to be put back
@@ -166,6 +166,6 @@ def test_the_switch_installs_the_checks():
 def test_an_unknown_switch_warns(monkeypatch, recwarn):
     environment.warn_of_unknown()
     assert not recwarn
-    monkeypatch.setenv("FUSEDMLP_DENSE_DUMY", "1")
-    with pytest.warns(UserWarning, match="FUSEDMLP_DENSE_DUMY: .* unknown one; did you mean FUSEDMLP_DENSE_DUMMY?"):
+    monkeypatch.setenv("FUSEDMLP_TUNNED", "1")
+    with pytest.warns(UserWarning, match="FUSEDMLP_TUNNED: .* unknown one; did you mean FUSEDMLP_TUNED?"):
         environment.warn_of_unknown()

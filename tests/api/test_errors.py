@@ -10,7 +10,7 @@ import torch
 from support import forked
 
 import fusedmlp
-from fusedmlp import GroupedMLP, grouped_linear, grouped_mlp
+from fusedmlp import GroupedMLP, environment, grouped_linear, grouped_mlp
 
 X, FC1, FC2 = torch.randn(6, 4), torch.randn(2, 10, 4), torch.randn(2, 4, 5)
 COUNTS = [2, 4]
@@ -389,12 +389,9 @@ fusedmlp.GroupedMLP(2, 16, 16, impl="triton")(torch.randn(6, 16), [2, 4])
 
 
 def test_switches_take_0_or_1(monkeypatch):
-    monkeypatch.setenv("FUSEDMLP_DENSE_DUMMY", "yes")
-    module = GroupedMLP(2, 4, 5)
-    for param in module.parameters():  # with the flag, an owner gets a dummy
-        param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
-    with pytest.raises(ValueError, match="FUSEDMLP_DENSE_DUMMY: expected 0 or 1; got 'yes'"):
-        module(X, COUNTS).sum().backward()
+    monkeypatch.setenv("FUSEDMLP_TUNED", "yes")
+    with pytest.raises(ValueError, match="FUSEDMLP_TUNED: expected 0 or 1; got 'yes'"):
+        environment.tuned()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

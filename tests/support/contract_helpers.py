@@ -1,5 +1,5 @@
-"""Helpers of tests/contract: sums of gradients, operators of AccumulateGrad, calls in threads that start together,
-a queue without memory.
+"""Helpers of tests/contract: kinds of layers, main_grads of the last step, sums of gradients, one backward of many
+uses, operators of AccumulateGrad, calls in threads that start together, a queue without memory.
 """
 
 import threading
@@ -8,6 +8,28 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+
+LAYERS = pytest.mark.parametrize(
+    ("kind", "packed"),
+    [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
+)
+
+
+def stale(layer, *, overwrites=False):
+    """Give a layer main_grads of NaN, as if of the last step, and the flag; return it."""
+    layer.attach(False)
+    for param in layer.params:
+        param.main_grad.fill_(float("nan"))
+        if overwrites:
+            param.overwrite_main_grad = True
+    return layer
+
+
+def one_backward(layer, *seeds, call=None, **options):
+    """Run one backward through a forward for each seed; `call` runs the layer, or what is around it."""
+    batches = [layer.batch(seed) for seed in seeds]
+    outputs = [(call or layer)(x.requires_grad_(), **options) for x, _ in batches]
+    torch.autograd.backward(outputs, [dy for _, dy in batches])
 
 
 def plus(*lists):

@@ -47,8 +47,8 @@ class Model:
     parameters a main_grad and the flag, "none" has no main_grad.
     """
 
-    def __init__(self, zeros, *, owner, dense, fuse):
-        self.zeros, self.dense, self.fuse = zeros, dense, fuse
+    def __init__(self, zeros, *, owner, fuse):
+        self.zeros, self.fuse = zeros, fuse
         self.has_main, self.has_flag, self.buffer = owner != "none", owner == "attributes", owner == "buffer"
         count = range(len(zeros))
         self.main = [z.clone() for z in zeros]
@@ -127,7 +127,7 @@ class Model:
                 if into == "main" and self.has_flag:
                     self.flag[p] = True
                     if self.grad[p] is None:
-                        self.grad[p], self.dummy[p] = self.zeros[p].clone(), not self.dense
+                        self.grad[p], self.dummy[p] = self.zeros[p].clone(), True
         return {p: queued.grads[p] for queued in written for p in queued.params if not queued.into or p in queued.fresh}
 
     def _decide(self, term, params, into):

@@ -22,11 +22,6 @@ OPTIMIZERS = {
     "AdamW, foreach": partial(torch.optim.AdamW, lr=0.01, foreach=True),
 }
 SGD = OPTIMIZERS["SGD"]
-CLOSURES = pytest.mark.parametrize(
-    "make_optimizer",
-    [partial(torch.optim.SGD, lr=0.05), partial(torch.optim.LBFGS, lr=0.1, max_iter=4, line_search_fn="strong_wolfe")],
-    ids=["SGD", "L-BFGS"],
-)
 
 
 def buffer_of(model, optimizer):

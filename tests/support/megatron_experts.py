@@ -354,7 +354,7 @@ def _sabotaged(what, model):
     if what == "a dummy that is not zero":
         for param in model.experts.parameters():
             param.zero_out_wgrad = True
-        return mock.patch.object(dummy, "_new_dummy", lambda param, dense: torch.ones_like(param))
+        return mock.patch.object(dummy, "_new_dummy", torch.ones_like)
     # The second micro-batch goes through plain autograd; Megatron's flag, set by the first, would drop its gradient.
     calls = []
     forward = model.experts.forward

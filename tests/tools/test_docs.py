@@ -21,7 +21,7 @@ from bench.limits.shapes import SHAPES
 from fusedmlp import environment
 from fusedmlp.__main__ import main
 from fusedmlp.activation import KINDS
-from fusedmlp.contract.destinations.choice import MODES
+from fusedmlp.contract.route import MODES
 from fusedmlp.integrations import INTEGRATIONS
 from fusedmlp.kernels.device import tile_order
 from fusedmlp.kernels.launching.run import Launcher
@@ -357,7 +357,7 @@ def test_the_site_builds_strictly(site):
     errors = (site / "errors" / "index.html").read_text(encoding="utf-8")
     assert "on all experts or on none; experts" in errors
     switches = (site / "switches" / "index.html").read_text(encoding="utf-8")
-    assert "FUSEDMLP_DENSE_DUMMY" in switches
+    assert "FUSEDMLP_TUNED" in switches
     reference = (site / "api" / "index.html").read_text(encoding="utf-8")
     assert "rounds_for_step" in reference
 

@@ -82,7 +82,7 @@ def test_the_commit_that_pip_installed(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
-    wrong = {"FUSEDMLP_DENSE_DUMMY": "yes", "FUSEDMLP_TUNED": "yes", "TRITON_INTERPRET": ""}
+    wrong = {"FUSEDMLP_TUNED": "yes", "TRITON_INTERPRET": ""}
     done = forked.run("-m", "fusedmlp", "doctor", CXX="no-such-compiler", **wrong)
     assert done.returncode == 2
     assert re.search(

@@ -1,1 +1,1 @@
-"""Destinations of weight gradients: a file for each kind, and `choice.py`, which lists them."""
+"""Destinations of weight gradients: a file for each kind; `route.py` lists them."""

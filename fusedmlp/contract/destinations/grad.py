@@ -15,10 +15,10 @@ from fusedmlp.contract.checks import (
     refuse_tensor_hooks,
     same_strides,
 )
-from fusedmlp.contract.destinations.destination import Destination, Targets
+from fusedmlp.contract.destinations.destination import Destination, Route, Targets
 from fusedmlp.contract.exclusion import hold_others
 from fusedmlp.contract.memory import lent
-from fusedmlp.contract.parameter_state import Place, WeightGradient
+from fusedmlp.contract.parameter_state import Place
 from fusedmlp.contract.steps import restore
 
 
@@ -28,19 +28,24 @@ class Grad(Destination):
     name = "grad"
     if_recorded = "off"  # PyTorch adds out of place, with a graph, and needs the gradient returned
 
-    def refuse_late(self, route: WeightGradient) -> None:
+    def refuse_late(self, route: Route) -> None:
         """Refuse hooks that would run too early or see None, and a `.grad` that a GEMM cannot add to."""
+        group = route.group
+        if group is not None and not group.has_late_hooks(route.params) and group.stores(route.params) is not None:
+            return
         for i, param, _ in route.leaves:
             refuse_late_hooks(param, route.place(i))
             refuse_tensor_hooks(param, route.place(i))
             existing_grad(param, param, param.grad, route.place(i))
 
-    def open(self, route: WeightGradient) -> Targets:
-        """Choose the existing `.grad`s."""
+    def open(self, route: Route) -> Targets:
+        """Choose the existing `.grad`s, or lent memory."""
+        if route.group is not None and route.group.stores(route.params) is not None:
+            return route.group.memory  # type: ignore[return-value]
         targets = self.existing(route, [])
         return targets if route.delayed else _of_one_kind(targets)
 
-    def existing(self, route: WeightGradient, others: Sequence[Tensor]) -> Targets:
+    def existing(self, route: Route, others: Sequence[Tensor]) -> Targets:
         """The `.grad`s to which the GEMM may add. `others`: leaves for which other threads must wait, too."""
         targets: Targets = lent(route.params)
         for i, param, state in route.leaves:
@@ -62,20 +67,20 @@ class Grad(Destination):
                 targets[i] = existing_grad(param, param, param.grad, route.place(i), returnable=not route.delayed)
         return targets
 
-    def decide(self, route: WeightGradient, targets: Targets) -> None:
+    def decide(self, route: Route, targets: Targets) -> None:
         """Store into lent memory where `.grad` is None, and make it `.grad`."""
-        for i, param, _ in route.leaves:
-            if targets[i] is not None and param.grad is None:
-                route.overwrites.add(id(param))
-                param.grad = targets[i]
+        stored = [(p, targets[i]) for i, p, _ in route.leaves if p.grad is None and targets[i] is not None]
+        route.overwrites = {id(param) for param, _ in stored}
+        for param, target in stored:
+            param.grad = target
 
-    def undo(self, route: WeightGradient) -> None:
+    def undo(self, route: Route) -> None:
         """If the gradient was to be stored, let the next one be."""
         for param in route.params:
             if id(param) in route.overwrites:
                 param.grad = None
 
-    def keep(self, route: WeightGradient, grads: Targets) -> list[tuple[Tensor, Tensor]]:
+    def keep(self, route: Route, grads: Targets) -> list[tuple[Tensor, Tensor]]:
         """Set `.grad` where there was none, unless another thread may be adding to it."""
         left = []
         for param, grad in zip(route.params, grads, strict=True):
@@ -86,7 +91,7 @@ class Grad(Destination):
         return left
 
 
-def _of_buffer(route: WeightGradient, i: int, param: Tensor, memory: Tensor | None) -> Tensor | None:
+def _of_buffer(route: Route, i: int, param: Tensor, memory: Tensor | None) -> Tensor | None:
     """Lent memory, if a GEMM may write there; None: a hook of the parameter expects the gradient."""
     assert memory is not None
     if (param.shape, param.device) != (memory.shape, memory.device):

@@ -8,21 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedmlp import environment
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import (
     are_alike,
     check,
     check_group,
     label,
-    refuse_common,
     refuse_late_hooks,
     refuse_tensor_hooks,
 )
-from fusedmlp.contract.destinations.destination import Destination, Targets
+from fusedmlp.contract.destinations.destination import Destination, Route, Targets
 from fusedmlp.contract.dummy import set_dummy_wgrad
 from fusedmlp.contract.overwrite import asks, refuse_superseded, refuse_to_be_erased, takes_overwrite
-from fusedmlp.contract.parameter_state import ParameterState, Place, WeightGradient
+from fusedmlp.contract.parameter_state import ParameterState, Place, waiting
 from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients, refuse_compiled_writer
 from fusedmlp.contract.steps import watch_steps
 
@@ -62,26 +60,28 @@ class MainGrad(Destination):
         check(param, target, "main_grad", place)
         return target
 
-    def refuse_late(self, route: WeightGradient) -> None:
+    def refuse_late(self, route: Route) -> None:
         """Refuse what `open` would, and hooks that would run too early."""
         self._existing(route)
         for i, param, _ in route.leaves:
-            refuse_late_hooks(param, route.place(i))
+            if param._post_accumulate_grad_hooks:
+                refuse_late_hooks(param, route.place(i))
             if asks(param):
                 route.asked.add(id(param))
 
-    def open(self, route: WeightGradient) -> Targets:
+    def open(self, route: Route) -> Targets:
         """Choose the `main_grad` of every parameter whose gradient is accumulated."""
         targets = self._existing(route)
+        asked = any(other.asked for other in waiting())
         for i, param, state in route.leaves:
-            if state.queued or state.compiled_in or state.overwritten_in:
+            if asked or state.compiled_in or state.overwritten_in:
                 backward = route.backward or engine.current_backward()
                 refuse_compiled_writer(state, route.place(i))
                 refuse_superseded(state, backward, route.place(i))
-                refuse_to_be_erased(param, state, backward, route.place(i), route.together)
+                refuse_to_be_erased(param, backward, route.place(i), route.last)
         return targets
 
-    def decide(self, route: WeightGradient, targets: Targets) -> None:
+    def decide(self, route: Route, targets: Targets) -> None:
         """Decide which parameters' `main_grad` the GEMM overwrites."""
         for _, param, state in route.leaves:
             if id(param) in route.asked if route.delayed else asks(param):
@@ -89,46 +89,51 @@ class MainGrad(Destination):
                 if takes_overwrite(param, state, backward):
                     route.overwrites.add(id(param))
 
-    def _existing(self, route: WeightGradient) -> list[Any]:
+    def _existing(self, route: Route) -> list[Any]:
         """The `main_grad` of every parameter whose gradient is accumulated, checked; None for others."""
-        leaves, whole = route.leaves, len(route.leaves) == len(route.params)
-        params = route.params if whole else [param for _, param, _ in leaves]
+        targets: Targets = [None] * len(route.params)
+        params = [param for _, param, _ in route.leaves]
         found: list[Any] = self.tensors(params)
         if not _are_right(params, found):  # look again, one by one, which takes longer
-            found = [self.checked(param, route.place(i)) for i, param, _ in leaves]
+            found = [self.checked(param, route.place(i)) for i, param, _ in route.leaves]
             check_group(route.name, found)
-        for i, param, state in leaves:
-            hooks = param._backward_hooks
+        for (i, param, state), target in zip(route.leaves, found, strict=True):
+            targets[i], hooks = target, param._backward_hooks
             if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
                 refuse_tensor_hooks(param, route.place(i))
-        if whole:
-            targets = found
-        else:
-            targets = [None] * len(route.params)
-            for (i, *_), target in zip(leaves, found, strict=True):
-                targets[i] = target
-        refuse_common(route, self.name, targets)
+        _refuse_common(route, self.name, targets)
         return targets
 
-    def written(self, route: WeightGradient) -> None:
+    def written(self, route: Route) -> None:
         """Set the flag and the dummy of parameters with `grad_added_to_main_grad`."""
         flagged = [leaf for leaf in route.leaves if hasattr(leaf[1], "grad_added_to_main_grad")]
-        dense = bool(flagged) and environment.dense_dummy()
         if flagged:
             watch_steps()
         for i, param, state in flagged:
             if param.grad is not None and not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
                 adopt_plain_gradient(param, param.grad, self.checked(param, route.place(i)))
             param.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            set_dummy_wgrad(param, state, dense)
+            set_dummy_wgrad(param, state)
             if state.catch is None or state.home is None:  # forward knew of no main_grad, or of no flag
                 self.enter(param, state)
 
-    def undo(self, route: WeightGradient) -> None:
+    def undo(self, route: Route) -> None:
         """If the gradient was to overwrite, let the next one do so."""
         for _, param, state in route.leaves:
             if id(param) in route.overwrites:
                 state.overwritten_in = None
+
+
+def _refuse_common(route: Route, what: str, targets: Targets) -> None:
+    """Raise if two parameters have one tensor in common; `targets` has one for each, None: none, or a fresh one."""
+    if len(set(map(id, targets))) == len(targets):
+        return
+    first: dict[int, int] = {}
+    for i, target in enumerate(targets):
+        owner = first.setdefault(id(target), i)
+        if target is not None and route.params[owner] is not route.params[i]:  # unless experts share the parameter
+            of, its = label(route.place(i)), label(route.place(owner))
+            raise ValueError(f"{of}: expected a {what} of its own; got that of {its}")
 
 
 def no_main_grad(what: str) -> RuntimeError:

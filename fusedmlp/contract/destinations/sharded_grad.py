@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.destinations.destination import Targets
+from fusedmlp.contract.destinations.destination import Route, Targets
 from fusedmlp.contract.destinations.grad import Grad, existing_grad
-from fusedmlp.contract.parameter_state import Place, WeightGradient
+from fusedmlp.contract.parameter_state import Place
 
 
 def _to_local() -> Any:
@@ -43,7 +43,7 @@ class ShardedGrad(Grad):
         """Find weights of which the first is a result of `.to_local()`."""
         return [bool(local_weights(params))] * len(params)
 
-    def existing(self, route: WeightGradient, others: Sequence[Tensor]) -> Targets:
+    def existing(self, route: Route, others: Sequence[Tensor]) -> Targets:
         """Add local tensors to the `.grad`s of parameters that are leaves themselves."""
         leaves = [(i, weight, leaf) for i, weight in enumerate(route.params) if (leaf := _leaf(weight)) is not None]
         targets = super().existing(route, [leaf for *_, leaf in leaves])

@@ -1,0 +1,62 @@
+"""What is true of a weight's parameters in a buffer until somebody changes them, found out once for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmlp.contract.checks import are_alike
+from fusedmlp.contract.memory import lent
+from fusedmlp.contract.parameter_state import find_state
+
+_GRAD, _SHAPE, _HOOKS = attrgetter("grad"), attrgetter("shape"), attrgetter("_backward_hooks")
+_LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
+
+
+class WeightGroup(NamedTuple):
+    """The parameters of one weight, each with memory of a buffer that one GEMM can write for all."""
+
+    memory: list[Tensor]
+    shapes: list[torch.Size]
+
+    def stores(self, params: Sequence[Tensor]) -> bool | None:
+        """Whether the GEMM overwrites the memory, as every `.grad` is None, or adds, as the memory is every `.grad`.
+
+        None: it has to be asked for each parameter, as another `.grad` or a hook is in the way.
+        """
+        if [*map(_SHAPE, params)] != self.shapes or any(map(_HOOKS, params)):
+            return None
+        grads = [*map(_GRAD, params)]
+        if all(map(is_, grads, self.memory)):
+            return False
+        return True if all(map(is_, grads, repeat(None))) else None
+
+    def has_late_hooks(self, params: Sequence[Tensor]) -> bool:
+        """Whether a parameter has a post-accumulate-grad hook beside that of memory.py."""
+        return max(map(len, filter(None, map(_LATE_HOOKS, params))), default=0) > 1
+
+
+def group_of(params: Sequence[Tensor]) -> WeightGroup | None:
+    """The group of these parameters, as it was found before if nothing has changed; None: they have to be asked one by
+    one.
+    """
+    state = None if torch.compiler.is_compiling() else find_state(params[0])
+    if state is None or state.memory is None:
+        return None
+    group: WeightGroup | None = state.group
+    if (
+        group is None
+        or len(group.memory) != len(params)
+        or not all(map(is_, map(getattr, params, repeat("main_grad"), repeat(None)), group.memory))
+        or params[0].device != group.memory[0].device
+    ):
+        memory = [own for own in lent(params) if own is not None]
+        distinct = len({*map(id, memory)}) == len(params)
+        alike = distinct and are_alike(memory) and params[0].device == memory[0].device
+        group = state.group = WeightGroup(memory, [*map(_SHAPE, memory)]) if alike else None
+    return group
