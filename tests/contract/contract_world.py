@@ -70,9 +70,8 @@ class Nothing(torch.optim.Optimizer):
 class World:
     """One parameter each for fc1 and fc2, or one per expert; the owner of their gradients; the model of both."""
 
-    def setup(self, packed, owner, dense, fuse):
+    def setup(self, packed, owner, fuse):
         self.patch = pytest.MonkeyPatch()
-        self.patch.setenv("FUSEDMLP_DENSE_DUMMY", str(int(dense)))
         self.fault, self.gemms = None, 0
         for name in ("grouped_wgrad_", "grouped_mlp_backward_"):
             self.patch.setattr(ops, name, self.gemm(getattr(ops, name)))
@@ -92,7 +91,7 @@ class World:
             for param in self.params:
                 param.main_grad, param.grad_added_to_main_grad = torch.zeros_like(param), False
         zeros = [torch.zeros_like(p, dtype=torch.float64) for p in self.params]
-        self.model = Model(zeros, owner=owner, dense=dense, fuse=fuse)
+        self.model = Model(zeros, owner=owner, fuse=fuse)
         self.largest = 1.0
 
     # Faults

@@ -1,53 +1,60 @@
 """MainGradBuffer: wrong parameters, limits of norms, and what `repr` says."""
 
 import math
+import re
 
 import numpy
 import pytest
 import torch
-from torch.nn import Linear, Parameter, Sequential
+from torch.nn import Parameter
 
 from fusedmlp import GroupedMLP, MainGradBuffer, WgradQueue
 
-EXPECTED = r"params: expected an iterable of parameters, such as model.parameters\(\); got "
-WRONG = {
-    "module": (lambda m: m, EXPECTED + r"a module, GroupedMLP: pass its \.parameters\(\)"),
-    "named parameters": (
-        lambda m: m.named_parameters(),
-        EXPECTED + r"named parameters, the first of them 'fc1\.weight'",
+LIST = "params: expected an iterable of parameters, such as model.parameters(); got "
+SPARSE = torch.eye(3).to_sparse().requires_grad_()
+META = torch.empty(2, device="meta")
+WRONG = [  # the error, and the parameters of a module that it is about
+    (TypeError, LIST + "a module, GroupedMLP: pass its .parameters()", lambda m: m),
+    (TypeError, LIST + "named parameters, the first of them 'fc1.weight'", lambda m: m.named_parameters()),
+    (TypeError, LIST + "named parameters, the first of them 'fc1.weight'", lambda m: [*m.named_parameters()]),
+    (TypeError, LIST + "named parameters", lambda m: m.state_dict().items()),
+    (TypeError, LIST + "a single tensor of shape (2, 12, 4): pass [it]", lambda m: m.fc1.weight),
+    (TypeError, LIST + "NoneType None", lambda m: None),
+    (TypeError, LIST + "str 'fc1'", lambda m: "fc1"),
+    (TypeError, "params[0]: expected a parameter; got str 'fc1.weight'", lambda m: m.state_dict()),
+    (TypeError, "params[0]: expected a parameter; got dict", lambda m: [{"params": m.parameters()}]),
+    (TypeError, "params[0]: expected a parameter; got GroupedLinear", lambda m: m.children()),
+    (TypeError, "params[1]: expected a parameter; got NoneType None", lambda m: [m.fc1.weight, None]),
+    (ValueError, "params: expected at least one parameter; got none", lambda m: []),
+    (ValueError, "params[2]: expected each parameter once; got params[0] again", lambda m: [*m.parameters()] * 2),
+    (ValueError, "params[0]: expected a leaf that requires grad; got the result", lambda m: [m.fc1.weight * 1]),
+    (
+        ValueError,
+        "params[0]: expected a leaf that requires grad; got one that does not (",
+        lambda m: [torch.ones(9, 9)],
     ),
-    "a list of them": (lambda m: [*m.named_parameters()], EXPECTED + "named parameters"),
-    "items of a state dict": (lambda m: m.state_dict().items(), EXPECTED + "named parameters"),
-    "one parameter": (lambda m: m.fc1.weight, EXPECTED + r"a single tensor of shape \(2, 12, 4\): pass \[it\]"),
-    "none": (lambda m: None, EXPECTED + "NoneType None"),
-    "text": (lambda m: "fc1", EXPECTED + "str 'fc1'"),
-    "state dict": (lambda m: m.state_dict(), r"params\[0\]: expected a parameter; got str 'fc1\.weight'"),
-    "groups": (lambda m: [{"params": m.parameters()}], r"params\[0\]: expected a parameter; got dict"),
-    "modules": (lambda m: m.children(), r"params\[0\]: expected a parameter; got GroupedLinear"),
-    "a none": (lambda m: [m.fc1.weight, None], r"params\[1\]: expected a parameter; got NoneType None"),
-}
+    (ValueError, "params[0]: expected a dense tensor; got one in torch.sparse_coo", lambda m: [SPARSE]),
+    (ValueError, "params[1]: expected memory; got a meta tensor", lambda m: [m.fc1.weight, Parameter(META)]),
+]
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_what_is_no_list_of_parameters(case):
+@pytest.mark.parametrize(("error", "message", "params"), WRONG)
+def test_wrong_parameters(error, message, params):
     module = GroupedMLP(2, 4, 6)
-    params, message = WRONG[case]
-    with pytest.raises(TypeError, match=f"^{message}"):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
         MainGradBuffer(params(module))
     assert not hasattr(module.fc1.weight, "main_grad")
 
 
-def test_what_is_no_parameter_is_named_briefly():
-    with pytest.raises(ValueError, match=r"params\[0\]: expected a leaf that requires grad; got one that does not \("):
-        MainGradBuffer([torch.randn(100, 100)])
-    with pytest.raises(ValueError, match=r"params\[0\]: expected a dense tensor; got one in torch\.sparse_coo"):
-        MainGradBuffer([torch.eye(3).to_sparse().requires_grad_()])
-
-
-def test_a_parameter_given_twice_is_named():
-    first, second = (Parameter(torch.zeros(2)) for _ in range(2))
-    with pytest.raises(ValueError, match=r"params\[2\]: expected each parameter once; got params\[0\] again"):
-        MainGradBuffer([first, second, first])
+def test_a_wrong_dtype_a_second_owner_and_inference_mode():
+    param = Parameter(torch.zeros(4))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"^MainGradBuffer: .* outside of torch.inference_m"):
+        MainGradBuffer([param])
+    with pytest.raises(ValueError, match=r"dtype: expected torch.float32 or params\[0\]'s torch.float32; got torch.b"):
+        MainGradBuffer([param], dtype=torch.bfloat16)
+    MainGradBuffer([param])
+    with pytest.raises(ValueError, match="got that of another owner"):
+        MainGradBuffer([param])
 
 
 @pytest.mark.parametrize("flag", ["no", None, 2, torch.tensor(True), numpy.ones(2)], ids=repr)
@@ -97,24 +104,14 @@ def test_error_if_nonfinite(wrong):
     assert buffer.clip_norm_(1.0, error_if_nonfinite=True) == 5
 
 
-class Model(Sequential):
-    def __init__(self, **options):
-        super().__init__(Linear(4, 4), GroupedMLP(2, 4, 6, **options))
-
-    def forward(self, x):
-        return self[1](self[0](x), [2, 4])
-
-
-X = torch.randn(6, 4)
-
-
 def test_repr():
-    model = Model()
-    buffer = MainGradBuffer(model.parameters())
+    linear, experts = torch.nn.Linear(4, 4), GroupedMLP(2, 4, 6)
+    buffer = MainGradBuffer([*linear.parameters(), *experts.parameters()])
     # Views begin at multiples of 64 elements: 64 + 64 + 128 + 64.
-    size = "MainGradBuffer(4 parameters, 164 elements, 1280 bytes of torch.float32 on cpu, "
-    assert repr(buffer) == size + "gradients of 0 parameters)"
-    model[0](X).sum().backward()
-    assert repr(buffer) == size + "gradients of 2 parameters)"
-    model(X).sum().backward()
-    assert repr(buffer) == size + "gradients of 4 parameters)"
+    size = "MainGradBuffer(4 parameters, 164 elements, 1280 bytes of torch.float32 on cpu, gradients of "
+    x = torch.randn(6, 4)
+    assert repr(buffer) == size + "0 parameters)"
+    linear(x).sum().backward()
+    assert repr(buffer) == size + "2 parameters)"
+    experts(x, [2, 4]).sum().backward()
+    assert repr(buffer) == size + "4 parameters)"

@@ -5,16 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import in_threads, plus
-
-import fusedmlp
+from support.contract_helpers import in_threads, plus, stale
 
 pytestmark = [
     pytest.mark.usefixtures("nan_in_empty"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
-
-PACKED = pytest.mark.parametrize("packed", [True, False])
 
 
 def plain(layer):
@@ -25,10 +21,9 @@ def of_plain(layer, times=1):
     return [2 * times * p.detach().double() for p in layer.params]
 
 
-@PACKED
 @pytest.mark.parametrize("around", ["inference_mode", "no_grad", "anomaly", "compiled autograd"])
-def test_both_land_whatever_is_around_backward(around, packed, make_layer, assert_close):
-    layer = make_layer(packed=packed)
+def test_both_land_whatever_is_around_backward(around, make_layer, assert_close):
+    layer = make_layer()
     before = layer.attach(False)
     layer.backward(2)
     for param in layer.params:
@@ -48,23 +43,9 @@ def test_both_land_whatever_is_around_backward(around, packed, make_layer, asser
     assert not any(p.grad.any() for p in layer.params)
 
 
-@pytest.mark.parametrize("around", [torch.inference_mode, torch.no_grad])
-def test_a_plain_gradient_alone_stays_in_grad(around, make_layer, assert_close):
-    """No gradient of this step has been fused."""
-    layer = make_layer()
-    before = layer.attach(False)
-    layer(layer.batch(1)[0])
-    loss = plain(layer)
-    with around():
-        loss.backward()
-    assert_close(layer.grads(), of_plain(layer))
-    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
-
-
-@PACKED
-def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, make_layer, assert_close):
+def test_first_forwards_in_several_threads_make_one_catch(monkeypatch, make_layer, assert_close):
     """Registering it may take long. A second catch would be taken for a user's hook."""
-    layer = make_layer(packed=packed)
+    layer = make_layer()
     before, register = layer.attach(False), torch.Tensor.register_hook
 
     def slowly(tensor, hook):
@@ -78,22 +59,19 @@ def test_first_forwards_in_several_threads_make_one_catch(packed, monkeypatch, m
     assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2, 3), of_plain(layer)))
 
 
-@PACKED
-def test_user_hooks_on_a_weight_beside_the_catch_are_still_refused(packed, make_layer):
-    """Either may be registered first."""
-    for early in (True, False):
-        layer = make_layer(packed=packed)
-        layer.attach(False)
-        if not early:
-            layer.backward(1)
-        layer.params[-1].register_hook(lambda grad: 2 * grad)
-        with pytest.raises(RuntimeError, match="the parameter has a tensor hook"):
-            layer.backward(1)
+@pytest.mark.parametrize("first", ["hook", "catch"])
+def test_user_hooks_on_a_weight_beside_the_catch_are_still_refused(first, make_layer):
+    layer = make_layer()
+    layer.attach(False)
+    if first == "catch":
+        layer.backward(1)
+    layer.params[-1].register_hook(lambda grad: 2 * grad)
+    with pytest.raises(RuntimeError, match="the parameter has a tensor hook"):
+        layer.backward(1)
 
 
-@PACKED
-def test_user_hooks_see_plain_gradients_of_weights_that_are_not_fused(packed, make_layer, assert_close):
-    layer, seen = make_layer(packed=packed), {}
+def test_user_hooks_see_plain_gradients_of_weights_that_are_not_fused(make_layer, assert_close):
+    layer, seen = make_layer(), {}
     layer.attach(False)
     layer(layer.batch(1)[0])
     for i, param in enumerate(layer.params):
@@ -103,21 +81,14 @@ def test_user_hooks_see_plain_gradients_of_weights_that_are_not_fused(packed, ma
     assert_close(layer.grads(), layer.wgrads(1))
 
 
-@PACKED
-def test_what_somebody_asks_for_is_not_caught(packed, make_layer, assert_close):
+def test_what_somebody_asks_for_is_not_caught(make_layer, assert_close):
     """`autograd.grad` returns the gradient, also while the flag is set and an overwrite is pending."""
-    layer = make_layer(packed=packed)
-    buffer = fusedmlp.MainGradBuffer(layer.params)
+    layer = stale(make_layer(), overwrites=True)
     layer.backward(1)
-    buffer.zero_grad()
-    for param in layer.params:
-        param.grad_added_to_main_grad = True
-    held = [main.clone() for main in layer.main_grads()]
     assert_close(torch.autograd.grad(plain(layer), layer.params), of_plain(layer))
-    assert all(torch.equal(main, h) for main, h in zip(layer.main_grads(), held, strict=True))
+    assert_close(layer.main_grads(), layer.wgrads(1))
     layer.backward(2)
-    layer.backward(3)
-    assert_close(layer.main_grads(), layer.wgrads(2, 3))
+    assert_close(layer.main_grads(), layer.wgrads(2))
 
 
 def test_a_weight_that_lost_its_main_grad_is_let_alone(make_layer, assert_close):

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.compiler import in_graphs
-from support.contract_helpers import in_threads
+from support.contract_helpers import in_threads, plus
 
 import fusedmlp
 from fusedmlp.operators import torch_impl
@@ -44,10 +44,6 @@ def compiled(make_layer):
     return torch.compile(make_layer.__call__, fullgraph=True, backend="aot_eager")
 
 
-def plus(before, wgrads, times=1):
-    return [b + times * w for b, w in zip(before, wgrads, strict=True)]
-
-
 def was_added(add, *args):
     """Run the call; False if it was refused."""
     try:
@@ -66,45 +62,40 @@ def at_once(outputs, dy):
 
 
 @LAYERS
-@pytest.mark.parametrize("attribute", [None, False])
-@pytest.mark.parametrize("eager", [0, 3], ids=["compiled only", "compiled and eager"])
-def test_no_sum_is_lost(eager, attribute, kind, packed, pause, compiled, make_layer, assert_close):
-    """A refused backward has added nothing."""
+@pytest.mark.parametrize(
+    ("owner", "eager"),
+    [
+        *((owner, eager) for owner in ("adds", "adds, flag") for eager in (0, 3)),
+        *(pytest.param(owner, 0, marks=pytest.mark.slow) for owner in ("buffer", "overwrite_main_grad")),
+    ],
+)
+def test_no_sum_is_lost(owner, eager, kind, packed, pause, compiled, make_layer, assert_close):
+    """Of six backwards, `eager` run outside of graphs; a refused one has added nothing."""
     layer = make_layer(kind, packed)
-    before, (x, dy) = layer.attach(attribute), layer.batch(1)
+    buffer = fusedmlp.MainGradBuffer(layer.params) if owner == "buffer" else None
+    before = layer.attach(None if owner == "adds" else False) if buffer is None else [0] * len(layer.params)
+    x, dy = layer.batch(1)
     compiled(layer, x).backward(dy)  # compiles forward and backward
     total = 1
+    for param in layer.params:
+        param.overwrite_main_grad = owner == "overwrite_main_grad"
     for _ in range(ROUNDS):
         outputs = [layer(x) if i < eager else compiled(layer, x) for i in range(THREADS)]
-        succeeded = at_once(outputs, dy)
-        assert succeeded >= 1
-        total += succeeded
-        assert_close(layer.main_grads(), plus(before, layer.wgrads(1), total))
-    compiled(layer, x).backward(dy)  # nothing is refused afterwards
-    layer.backward(1)
-    assert_close(layer.main_grads(), plus(before, layer.wgrads(1), total + 2))
-
-
-@pytest.mark.slow
-@LAYERS
-@pytest.mark.parametrize("how", ["buffer", "overwrite_main_grad"])
-def test_one_of_them_overwrites(how, kind, packed, pause, compiled, make_layer, assert_close):
-    layer, first = make_layer(kind, packed), how == "buffer"
-    buffer = fusedmlp.MainGradBuffer(layer.params) if first else layer.attach(False)
-    x, dy = layer.batch(1)
-    compiled(layer, x).backward(dy)
-    for param in layer.params:
-        param.overwrite_main_grad = not first
-    for _ in range(ROUNDS):
-        outputs = [compiled(layer, x) for _ in range(THREADS)]
-        for main in layer.main_grads():
-            main.fill_(float("nan"))
-        if first:
+        if "adds" not in owner:
+            before, total = [0] * len(layer.params), 0
+            for main in layer.main_grads():
+                main.fill_(float("nan"))
+        if buffer is not None:
             buffer.zero_grad()
         succeeded = at_once(outputs, dy)
         assert succeeded >= 1
-        times = succeeded if first else 1  # with overwrite_main_grad every backward overwrites
-        assert_close(layer.main_grads(), plus([0] * len(layer.params), layer.wgrads(1), times))
+        total += 1 if owner == "overwrite_main_grad" else succeeded  # there, every backward overwrites
+        assert_close(layer.main_grads(), plus(before, layer.wgrads(*[1] * total)))
+    for param in layer.params:
+        param.overwrite_main_grad = False
+    compiled(layer, x).backward(dy)  # nothing is refused afterwards
+    layer.backward(1)
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(*[1] * (total + 2))))
 
 
 @pytest.mark.slow
@@ -117,82 +108,46 @@ def test_graphs_that_share_nothing_run_at_once(kind, packed, pause, compiled, ma
     for _ in range(ROUNDS):
         assert at_once([compiled(layer, x) for layer in layers], dy) == THREADS
     for layer, before in zip(layers, befores, strict=True):
-        assert_close(layer.main_grads(), plus(before, layer.wgrads(1), 1 + ROUNDS))
+        assert_close(layer.main_grads(), plus(before, layer.wgrads(*[1] * (1 + ROUNDS))))
 
 
-class Paused:
-    """A compiled backward in another thread, stopped at the end of its weight-gradient GEMM."""
-
-    def __init__(self, y, dy, monkeypatch):
-        self.inside, self.go = threading.Event(), threading.Event()
-        self.thread, self.errors = threading.Thread(target=self.run, args=(y, dy)), []
-        real = torch_impl.grouped_wgrad_
-
-        def stop(*args):
-            real(*args)
-            if threading.current_thread() is self.thread:
-                self.inside.set()
-                self.go.wait(600)
-
-        monkeypatch.setattr(torch_impl, "grouped_wgrad_", stop)
-
-    def run(self, y, dy):
-        try:
-            y.backward(dy)
-        except RuntimeError as error:
-            self.errors.append(error)
-
-    def __enter__(self):
-        self.thread.start()
-        assert self.inside.wait(600)
-
-    def __exit__(self, *_):
-        self.go.set()
-        self.thread.join()
-        assert self.errors == []
-
-
-def add_in_eager(layer, dy, ready):
-    layer.backward(2)
-
-
-def add_in_graph(layer, dy, ready):
-    ready.backward(dy)
-
-
-def run_the_queue(layer, dy, ready):
-    ready.run()
-
-
-def add_plain_gradient(layer, dy, ready):
-    sum((p * w).sum() for p, w in zip(layer.params, layer.wgrads(2), strict=True)).backward()
-
-
-MEANWHILE = [
-    add_in_eager,
-    add_in_graph,
-    run_the_queue,
-    add_plain_gradient,
-]
+MEANWHILE = {
+    "in eager mode": lambda layer, dy, y, queue: layer.backward(2),
+    "in a graph": lambda layer, dy, y, queue: y.backward(dy),
+    "from a queue": lambda layer, dy, y, queue: queue.run(),
+    "from plain PyTorch": lambda layer, dy, y, queue: sum(
+        (p * w).sum() for p, w in zip(layer.params, layer.wgrads(2), strict=True)
+    ).backward(),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("add", MEANWHILE, ids=lambda f: f.__name__)
-def test_what_is_added_while_a_graph_adds_is_not_lost(add, monkeypatch, compiled, make_layer, assert_close):
+@pytest.mark.parametrize("how", MEANWHILE)
+def test_what_is_added_while_a_graph_adds_is_not_lost(how, monkeypatch, compiled, make_layer, assert_close):
     """The graph may work on a copy of main_grad: what else adds meanwhile must be kept or refused."""
-    layer = make_layer("linear")
+    layer, queue = make_layer("linear"), fusedmlp.WgradQueue()
     before, (x, dy), (x2, dy2) = layer.attach(False), layer.batch(1), layer.batch(2)
     compiled(layer, x).backward(dy)
-    ready = None
-    if add is add_in_graph:
-        ready = compiled(layer, x2)
-    elif add is run_the_queue:
-        ready = fusedmlp.WgradQueue()
-        layer.backward(2, wgrad_queue=ready)
-    with Paused(compiled(layer, x), dy, monkeypatch):
-        added = was_added(add, layer, dy2, ready)
-    if add is run_the_queue:
-        ready.clear()
-    seeds = (1, 1, 2) if added else (1, 1)
-    assert_close(layer.main_grads(), plus(before, layer.wgrads(*seeds)))
+    y = compiled(layer, x2)
+    if how == "from a queue":
+        layer.backward(2, wgrad_queue=queue)
+    inside, go, real = threading.Event(), threading.Event(), torch_impl.grouped_wgrad_
+
+    def stop(*args):
+        real(*args)
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            go.wait(600)
+
+    monkeypatch.setattr(torch_impl, "grouped_wgrad_", stop)
+    thread = threading.Thread(target=compiled(layer, x).backward, args=(dy,))
+    thread.start()
+    assert inside.wait(600)
+    try:
+        added = was_added(MEANWHILE[how], layer, dy2, y, queue)
+    finally:
+        go.set()
+    thread.join()
+    queue.clear()
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(*(1, 1, 2)[: 2 + added])))
     assert not any(p.grad.any() for p in layer.params)

@@ -2,11 +2,12 @@
 
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import in_threads
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.contract import engine, exclusion
@@ -27,38 +28,36 @@ def start(layer, value=2.0):
     return [param.grad for param in layer.params]
 
 
+def fused_step(layer, mode):
+    """Run a micro-batch; return a queue, which is empty if the mode is not "delayed"."""
+    queue, delayed = fusedmlp.WgradQueue(), mode == "delayed"
+    layer.backward(accumulate_wgrad="auto" if delayed else mode, wgrad_queue=queue if delayed else None)
+    return queue
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @LAYERS
 @MODES
-def test_the_gemm_adds_into_an_existing_grad(mode, kind, packed, wgrad_gemms, make_layer, assert_close):
-    layer = make_layer(kind, packed)
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["", "checkpoint", "reentrant checkpoint"])
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+def test_the_gemm_adds_into_an_existing_grad(
+    layout, use_reentrant, mode, kind, packed, wgrad_gemms, make_layer, assert_close
+):
+    """Also where a checkpoint hands back other tensors than the weights."""
+    layer = make_layer(kind, packed, layout=layout)
+    x, dy = layer.batch(3)
     layer.backward(1, accumulate_wgrad=mode)
     assert not any(accumulate for *_, accumulate in wgrad_gemms.calls)
     wgrad_gemms.calls.clear()
-    grads, pointers = layer.grads(), {g.data_ptr() for g in layer.grads()}
+    grads = layer.grads()
     layer.backward(2, accumulate_wgrad=mode)
+    run = partial(layer, accumulate_wgrad=mode)
+    y = run(x) if use_reentrant is None else checkpoint(run, x.requires_grad_(), use_reentrant=use_reentrant)
+    y.backward(dy)
     assert all(accumulate for *_, accumulate in wgrad_gemms.calls)
-    assert {*wgrad_gemms.pointers} == pointers
+    assert wgrad_gemms.pointers == 2 * [g.data_ptr() for g in grads]
     assert all(param.grad is grad for param, grad in zip(layer.params, grads, strict=True))
-    assert_close(layer.grads(), layer.wgrads(1, 2))
-
-
-@MODES
-def test_weights_that_are_no_leaves_return_the_gradient(mode, wgrad_gemms, make_layer, assert_close):
-    """LoRA on experts: the weight is a sum, and the gradient flows through it."""
-    layer = make_layer("linear")
-    (base,) = layer.params
-    base.requires_grad_(False)
-    a = torch.nn.Parameter(torch.randn(3, 2, base.shape[2]))
-    b = torch.nn.Parameter(torch.randn(3, base.shape[1], 2))
-    with torch.no_grad():
-        layer.params[0].copy_(base - b @ a)  # so that base + b @ a is the weight that it was
-    (wgrad,) = make_layer("linear").wgrads()
-    for factor in (a, b):
-        factor.grad = torch.ones_like(factor)
-    layer.groups = [[base + b @ a]]
-    layer.backward(accumulate_wgrad=mode)
-    assert_close([a.grad - 1, b.grad - 1], [b.mT.double() @ wgrad, wgrad @ a.mT.double()])
-    assert not {*wgrad_gemms.pointers} & {a.grad.data_ptr(), b.grad.data_ptr()}
+    assert_close(layer.grads(), layer.wgrads(1, 2, 3))
 
 
 @LAYERS
@@ -75,27 +74,11 @@ def test_tensor_hooks_get_the_gradient(mode, kind, packed, wgrad_gemms, make_lay
     assert {g.data_ptr() for g in grads[:-1]} <= {*wgrad_gemms.pointers}
 
 
-def sparse(grad):
-    return grad.to_sparse()
-
-
-def recorded(grad):
-    return grad.requires_grad_()
-
-
-def other_dtype(grad):
-    return grad.double()
-
-
-def other_strides(grad):
-    return grad.mT.contiguous().mT
-
-
-UNSUITABLE = {
-    "sparse": (sparse, True, "dense; got one in torch.sparse_coo"),
-    "requires grad": (recorded, True, "requires_grad=False; got True"),
-    "dtype": (other_dtype, True, "got torch.float64"),
-    "strides unlike other experts'": (other_strides, False, "strides of expert 0's"),
+UNSUITABLE = {  # what .grad of the last weight becomes, whether weights are packed, and the message
+    "sparse": (torch.Tensor.to_sparse, True, "dense; got one in torch.sparse_coo"),
+    "requires grad": (torch.Tensor.requires_grad_, True, "requires_grad=False; got True"),
+    "dtype": (torch.Tensor.double, True, "got torch.float64"),
+    "strides unlike other experts'": (lambda grad: grad.mT.contiguous().mT, False, "strides of expert 0's"),
 }
 
 
@@ -148,15 +131,15 @@ def test_one_tensor_as_grad_of_two_experts(mode, wgrad_gemms, make_layer, assert
     assert len({*wgrad_gemms.pointers}) == len(wgrad_gemms.pointers) == 3  # two GEMMs on one tensor would race
 
 
-@MODES
-def test_an_expert_without_grad_beside_experts_with_one(mode, wgrad_gemms, make_layer, assert_close):
+@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["auto", "grad", "delayed"])
+def test_an_expert_without_grad_beside_experts_with_one(mode, missing, wgrad_gemms, make_layer, assert_close):
     layer = make_layer("linear", packed=False)
     start(layer)
-    layer.params[0].grad = None
-    layer.backward(accumulate_wgrad=mode)
-    first, second, third = layer.wgrads()
-    assert_close(layer.grads(), [first, 2 + second, 2 + third])
-    assert {p.grad.data_ptr() for p in layer.params[1:]} <= {*wgrad_gemms.pointers}
+    layer.params[missing].grad = None
+    fused_step(layer, mode).run()
+    assert_close(layer.grads(), [w + 2 * (i != missing) for i, w in enumerate(layer.wgrads())])
+    assert {p.grad.data_ptr() for i, p in enumerate(layer.params) if i != missing} <= {*wgrad_gemms.pointers}
 
 
 @pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")
@@ -195,89 +178,49 @@ class Slow:
         monkeypatch.setattr(ops, "grouped_wgrad_", slowly)
 
 
-def fused_step(layer, mode):
-    queue = fusedmlp.WgradQueue() if mode == "delayed" else None
-    layer.backward(accumulate_wgrad="auto" if queue is not None else mode, wgrad_queue=queue)
-    return queue
-
-
-def check_sum(layer, existing, assert_close):
-    (wgrad,) = layer.wgrads()
-    assert_close(layer.grads(), [2 * existing + wgrad + 5])
-
-
-THREADED = pytest.mark.parametrize("mode", ["auto", "grad", "off", "delayed"])
-EXISTING = pytest.mark.parametrize("existing", [True, False])
-
-
-@THREADED
-@EXISTING
-def test_plain_pytorch_that_begins_while_a_gemm_adds_waits(existing, mode, make_layer, assert_close, monkeypatch):
+@pytest.mark.parametrize("mode", ["auto", "grad", "off", "delayed"])
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("other", ["begins meanwhile", "is about to add", "is about to add, since somebody looked"])
+def test_another_thread_never_adds_at_once(other, existing, mode, make_layer, assert_close, monkeypatch):
+    """One that begins while a GEMM adds in place waits. One that is about to add runs hooks of the node already, so
+    that a hook that is added now would not run: then the GEMM adds nowhere, and PyTorch adds its result.
+    """
     layer, slow = make_layer("linear"), Slow(monkeypatch)
     if existing:
         start(layer)
-    (param,) = layer.params
+    (param,), (wgrad,) = layer.params, layer.wgrads()
     # Not in the thread: in torch 2.15 two threads that make the AccumulateGrad node of a parameter can wait for each
     # other, one with the node's mutex for the GIL, one in `Function.apply` with the GIL for the mutex.
-    loss = 5 * param.sum()
-
-    def fused():
-        queue = fused_step(layer, mode)
-        if queue is not None:
-            queue.run()
-
-    def plain():
-        assert slow.began.wait(20)
-        loss.backward()
-        slow.wait_for.set()
-
-    in_threads(fused, plain)
-    check_sum(layer, existing, assert_close)
-    in_place = mode == "delayed" or (existing and mode != "off")
-    assert slow.waited == [not in_place]
-
-
-@pytest.mark.parametrize("looks", ["at once", "since it looked"])
-@THREADED
-@EXISTING
-def test_no_gemm_adds_where_plain_pytorch_is_about_to(existing, mode, looks, make_layer, assert_close, monkeypatch):
-    """The other thread already runs hooks of the node, so that a hook that is added now would not run."""
-    layer, slow = make_layer("linear"), Slow(monkeypatch)
-    if existing:
-        start(layer)
-    (param,) = layer.params
-    node, inside = get_gradient_edge(param).node, threading.Event()
+    loss, node, inside = 5 * param.sum(), get_gradient_edge(param).node, threading.Event()
 
     def hold(_):
-        if threading.current_thread() is other:
+        if threading.current_thread() is thread:
             inside.set()
             assert slow.began.wait(20)
 
-    node.register_prehook(hold)
-    if looks == "since it looked":
-        answers, real = [False], engine.others_run_backward
-        monkeypatch.setattr(engine, "others_run_backward", lambda: answers.pop() if answers else real())
-    loss = 5 * param.sum()
-
     def plain():
+        assert about_to_add or slow.began.wait(20)
         loss.backward()
         slow.wait_for.set()
 
-    other = threading.Thread(target=plain)
+    about_to_add, thread = other != "begins meanwhile", threading.Thread(target=plain)
+    if about_to_add:
+        node.register_prehook(hold)
+    if "since" in other:
+        answers, real = [False], engine.others_run_backward
+        monkeypatch.setattr(engine, "others_run_backward", lambda: answers.pop() if answers else real())
     if mode == "delayed":
-        queue = fused_step(layer, mode)
-        other.start()
-        assert inside.wait(20)
-        queue.run()
+        run = fused_step(layer, mode).run
     else:
         x, dy = layer.batch(1)
-        y = layer(x, accumulate_wgrad=mode)
-        other.start()
-        assert inside.wait(20)
-        y.backward(dy)
-    other.join()
-    check_sum(layer, existing, assert_close)
-    assert slow.waited == [True]
+        run = partial(layer(x, accumulate_wgrad=mode).backward, dy)
+    thread.start()
+    assert not about_to_add or inside.wait(20)
+    run()
+    thread.join()
+    assert_close(layer.grads(), [2 * existing + wgrad + 5])
+    in_place = mode == "delayed" or (existing and mode != "off")
+    assert slow.waited == [about_to_add or not in_place]
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -301,11 +244,10 @@ def test_what_makes_others_wait_goes_with_the_gemm(mode, fails, make_layer, monk
 
     def step():
         queue = fused_step(layer, mode)
-        if queue is not None:
-            try:
-                queue.run()
-            finally:
-                queue.clear()
+        try:
+            queue.run()
+        finally:
+            queue.clear()
 
     with pytest.raises(RuntimeError, match="failed") if fails else nullcontext():
         step()

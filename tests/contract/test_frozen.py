@@ -12,7 +12,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
-LAYERS = pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", False), ("moe", True)])
 # accumulate_wgrad, grad_added_to_main_grad ("-": no main_grad), whether .grad exists, whether delayed. "first" in the
 # name: overwrite_main_grad.
 MODES = {
@@ -29,11 +28,21 @@ MODES = {
     "delayed": ("off", "-", False, True),
     "delayed, existing": ("auto", "-", True, True),
 }
-FROZEN = {  # which weights
+FROZEN = {  # which weights, of fc1 and then of fc2
     "all": lambda i, count: True,
-    "the first": lambda i, count: i == 0,
+    "fc1": lambda i, count: i < count // 2,
+    "fc2": lambda i, count: i >= count // 2,
     "every other": lambda i, count: i % 2 == 0,
 }
+
+
+def freeze(params, frozen, *, thaw=False):
+    """Freeze, or thaw, some of the parameters; return which."""
+    gone = [FROZEN[frozen](i, len(params)) for i in range(len(params))]
+    for param, mine in zip(params, gone, strict=True):
+        if mine:
+            param.requires_grad_(thaw)
+    return gone
 
 
 class Setup:
@@ -41,133 +50,115 @@ class Setup:
 
     def __init__(self, layer, mode):
         self.layer = layer
-        self.accumulate, attribute, existing, delayed = MODES[mode]
-        self.attached, self.flag = attribute != "-", attribute
+        accumulate, self.flag, existing, delayed = MODES[mode]
+        self.attached, self.first = self.flag != "-", "first" in mode
         if self.attached:
-            layer.attach(attribute)
+            layer.attach(self.flag)
         for param in layer.params if existing else []:
             param.grad = torch.full_like(param, 3.0)
-        self.queue, self.first = fusedmlp.WgradQueue() if delayed else None, "first" in mode
-        self.options = {"accumulate_wgrad": self.accumulate, "wgrad_queue": self.queue}
-        self.before = [self.place(i) for i in range(len(layer.params))]
-        self.before = [None if b is None else b.clone() for b in self.before]
+        self.queue = fusedmlp.WgradQueue() if delayed else None
+        self.options = {"accumulate_wgrad": accumulate, "wgrad_queue": self.queue}
+        self.before = [None if p is None else p.clone() for p in self.places()]
 
-    def place(self, i):
-        param = self.layer.params[i]
-        return param.main_grad if self.attached else param.grad
+    def places(self):
+        return self.layer.main_grads() if self.attached else self.layer.grads()
 
-    def check(self, assert_close, arrived):
-        """Assert that weight i got the gradient `arrived(i)`; None: that it was not touched."""
-        for i, (param, before) in enumerate(zip(self.layer.params, self.before, strict=True)):
-            grad = arrived(i)
-            if grad is not None:
-                assert_close([self.place(i)], [grad + (0 if before is None or self.first else before)])
+    def run_queue(self):
+        if self.queue is not None:
+            self.queue.run()
+
+    def check(self, assert_close, *arrived, overwritten=()):
+        """Assert that each weight got this gradient; None: that it was not touched."""
+        for i, (param, place, before) in enumerate(zip(self.layer.params, self.places(), self.before, strict=True)):
+            if arrived[i] is not None:
+                assert_close([place], [arrived[i] + (0 if before is None or i in overwritten else before)])
             elif before is None:
-                assert self.place(i) is None
+                assert place is None
             else:
-                assert torch.equal(self.place(i), before)
+                assert torch.equal(place, before)
             if self.attached:
-                assert (param.grad is None) == (grad is None or self.flag is None)
-                assert getattr(param, "grad_added_to_main_grad", None) == (
-                    self.flag if grad is None or self.flag is None else True
-                )
+                flagged = arrived[i] is not None and self.flag is not None
+                assert (param.grad is not None) == flagged
+                assert getattr(param, "grad_added_to_main_grad", None) == (True if flagged else self.flag)
 
 
+@pytest.mark.parametrize("when", ["before forward", "between forward and backward"])
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("mode", MODES)
-@LAYERS
-def test_a_weight_frozen_between_forward_and_backward_gets_no_gradient(
-    kind, packed, mode, frozen, make_layer, assert_close
+@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("mlp", False), ("moe", True)])
+def test_a_frozen_weight_gets_no_gradient_until_it_thaws(
+    kind, packed, mode, frozen, when, wgrad_gemms, make_layer, assert_close
 ):
-    """Plain PyTorch drops the gradient, too; x gets its own."""
+    """Others, and x, get theirs; a weight without one costs no GEMM; one that thaws adds to what main_grad holds."""
     layer = make_layer(kind, packed)
     setup, (x, dy) = Setup(layer, mode), layer.batch(1)
+    if when == "before forward":
+        freeze(layer.params, frozen)
     y = layer(x.requires_grad_(), **setup.options)
-    for param in layer.params if setup.first else []:
-        param.overwrite_main_grad = True
-    gone = [FROZEN[frozen](i, len(layer.params)) for i in range(len(layer.params))]
-    for param, freeze in zip(layer.params, gone, strict=True):
-        param.requires_grad_(not freeze)
+    gone = freeze(layer.params, frozen)
+    for param in layer.params:
+        param.overwrite_main_grad = setup.first
     y.backward(dy)
-    assert setup.queue is None or (len(setup.queue) == 0) == all(gone)
-    if setup.queue is not None:
-        setup.queue.run()
+    half = len(gone) // 2
+    trained = [name for name, of in (("fc1", gone[:half]), ("fc2", gone[half:])) if not all(of)]
+    assert [name for name, *_ in wgrad_gemms.calls] == ([] if setup.queue is not None else trained)
+    assert setup.queue is None or len(setup.queue) == len(trained)
+    setup.run_queue()
+    overwritten = [i for i, none in enumerate(gone) if setup.first and not none]
     wgrads = layer.wgrads(1)
-    setup.check(assert_close, lambda i: None if gone[i] else wgrads[i])
+    setup.check(assert_close, *(None if g else w for g, w in zip(gone, wgrads, strict=True)), overwritten=overwritten)
     wide = x.detach().double().requires_grad_()
     layer.loop(wide, [p.detach().double() for p in layer.params]).backward(dy[:5].double())
     assert_close([x.grad[:5]], [wide.grad[:5]])
 
-
-@pytest.mark.parametrize("mode", [mode for mode in MODES if "first" not in mode])
-def test_a_weight_thawed_again_gets_the_next_gradient(mode, make_layer, assert_close):
-    layer = make_layer()
-    setup, (x, dy) = Setup(layer, mode), layer.batch(1)
-    y = layer(x, **setup.options)
-    layer.params[0].requires_grad_(False)
-    y.backward(dy)
-    layer.params[0].requires_grad_(True)
+    freeze(layer.params, frozen, thaw=True)
+    for param in layer.params:
+        param.overwrite_main_grad = False
     layer.backward(2, **setup.options)
-    if setup.queue is not None:
-        setup.queue.run()
-    assert setup.before[0] is None or setup.place(0) is not None
-    wgrads = layer.wgrads(2)[0], layer.wgrads(1, 2)[1]
-    setup.check(assert_close, lambda i: wgrads[i])
+    setup.run_queue()
+    both = zip(gone, layer.wgrads(2), layer.wgrads(1, 2), strict=True)
+    setup.check(assert_close, *(second if g else total for g, second, total in both), overwritten=overwritten)
 
 
 @pytest.mark.parametrize("case", ["as it is", "after a fused one", "overwrite_main_grad"])
 def test_a_plain_gradient_of_a_frozen_weight_is_dropped_too(case, make_layer):
-    layer = make_layer()
+    layer, flag = make_layer(), case == "after a fused one"
     layer.attach(False)
-    if case == "after a fused one":
+    if flag:
         layer.backward(2)
-        for param in layer.params:
-            param.grad = None
-    before, flag = [main.clone() for main in layer.main_grads()], case == "after a fused one"
-    x, dy = layer.batch(1)
-    y = layer(x)
     for param in layer.params:
-        param.overwrite_main_grad = case == "overwrite_main_grad"
-    loss = (y * dy).nansum() + sum(p.square().sum() for p in layer.params)
-    for param in layer.params:
-        param.requires_grad_(False)
+        param.grad, param.overwrite_main_grad = None, case == "overwrite_main_grad"
+    before, (x, dy) = [main.clone() for main in layer.main_grads()], layer.batch(1)
+    loss = (layer(x) * dy).nansum() + sum(p.square().sum() for p in layer.params)
+    freeze(layer.params, "all")
     loss.backward()
     assert layer.grads() == [None, None]
     assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
     assert [p.grad_added_to_main_grad for p in layer.params] == [flag, flag]
 
 
-# In a graph of torch.compile
-
-
 @pytest.mark.slow
 @in_graphs
-@pytest.mark.sparse
 @pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("frozen", FROZEN)
-@LAYERS
-def test_a_compiled_backward_refuses_a_weight_frozen_since_forward(
-    kind, packed, frozen, first, make_layer, assert_close
-):
+@pytest.mark.parametrize("frozen", ["all", "every other"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_compiled_backward_refuses_a_weight_frozen_since_forward(packed, frozen, first, make_layer, assert_close):
     torch._dynamo.reset()
-    layer = make_layer(kind, packed)
+    layer = make_layer("mlp", packed)
     before, (x, dy) = layer.attach(False), layer.batch(1)
     run = torch.compile(make_layer.__call__, fullgraph=True, backend="aot_eager")
     y = run(layer, x.requires_grad_())
     for param in layer.params:
         param.overwrite_main_grad = first
-    for i, param in enumerate(layer.params):
-        param.requires_grad_(not FROZEN[frozen](i, len(layer.params)))
+    freeze(layer.params, frozen)
     with pytest.raises(RuntimeError, match=r"weight.*a parameter frozen since forward"):
         y.backward(dy)
     assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
     assert not any(p.grad_added_to_main_grad for p in layer.params)
     assert layer.grads() == [None] * len(layer.params)
-    for param in layer.params:
-        param.requires_grad_(True)
+    freeze(layer.params, frozen, thaw=True)
     run(layer, x).backward(dy)
-    before = [torch.zeros_like(b) for b in before] if first else before
-    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1), strict=True)])
+    assert_close(layer.main_grads(), [w + (0 if first else b) for b, w in zip(before, layer.wgrads(1), strict=True)])
 
 
 @pytest.mark.slow
@@ -178,148 +169,27 @@ def test_a_compiled_backward_that_returns_gradients_drops_that_of_a_frozen_weigh
     layer = make_layer()
     setup, (x, dy) = Setup(layer, mode), layer.batch(1)
     y = torch.compile(make_layer.__call__, fullgraph=True, backend="aot_eager")(layer, x, **setup.options)
-    layer.params[0].requires_grad_(False)
+    freeze(layer.params, "fc1")
     y.backward(dy)
-    wgrads = layer.wgrads(1)
-    setup.check(assert_close, lambda i: wgrads[i] if i else None)
+    setup.check(assert_close, None, layer.wgrads(1)[1])
 
 
-# Frozen before forward
-
-
-@pytest.mark.parametrize("kind", ["mlp", "moe"])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("when", ["before forward", "after forward"])
-@pytest.mark.parametrize("frozen", [0, 1])
-@pytest.mark.parametrize("mode", ["delayed main_grad", "delayed", "delayed, existing"])
-def test_the_other_gemm_of_a_frozen_weight_is_delayed(mode, frozen, when, packed, kind, make_layer, assert_close):
-    """fc1 or fc2 is frozen; backward must still keep what the delayed gradient of the other needs."""
-    layer = make_layer(kind, packed)
-    setup, (x, dy) = Setup(layer, mode), layer.batch(1)
-
-    def freeze():
-        for param in layer.groups[frozen]:
-            param.requires_grad_(False)
-
-    if when == "before forward":
-        freeze()
-    y = layer(x, **setup.options)
-    freeze()
-    y.backward(dy)
-    assert len(setup.queue) == 1
-    setup.queue.run()
-    wgrads, gone = layer.wgrads(1), {id(param) for param in layer.groups[frozen]}
-    setup.check(assert_close, lambda i: None if id(layer.params[i]) in gone else wgrads[i])
-
-
-@pytest.mark.parametrize("when", ["before forward", "after forward"])
-@pytest.mark.parametrize("mode", ["delayed main_grad", "delayed", "delayed, existing"])
-@LAYERS
-def test_nothing_is_queued_for_a_layer_that_is_frozen(kind, packed, mode, when, make_layer, assert_close):
-    layer = make_layer(kind, packed)
-    setup, (x, dy) = Setup(layer, mode), layer.batch(1)
-    if when == "before forward":
-        for param in layer.params:
-            param.requires_grad_(False)
-    y = layer(x.requires_grad_(), **setup.options)
-    for param in layer.params:
-        param.requires_grad_(False)
-    y.backward(dy)
-    assert x.grad.count_nonzero() > 0
-    assert len(setup.queue) == 0
-    setup.check(assert_close, lambda i: None)
-
-
-@LAYERS
-def test_a_first_micro_batch_lets_only_trained_weights_overwrite(kind, packed, make_layer, assert_close):
-    """A weight that is frozen in it, and thawed later in the step, adds to what main_grad holds."""
-    layer = make_layer(kind, packed)
-    before = layer.attach(False)
-    frozen = [i % 2 == 0 for i in range(len(layer.params))]
-    for param, freeze in zip(layer.params, frozen, strict=True):
-        param.requires_grad_(not freeze)
-    x, dy = layer.batch(1)
-    y = layer(x.requires_grad_())
-    with layer.overwriting():
-        y.backward(dy)
-    for param in layer.params:
-        param.requires_grad_(True)
-    layer.backward(2)
-    kept, overwritten = [b + w for b, w in zip(before, layer.wgrads(2), strict=True)], layer.wgrads(1, 2)
-    assert_close(layer.main_grads(), [k if f else o for k, o, f in zip(kept, overwritten, frozen, strict=True)])
-
-
-# Frozen before the optimizer's step
-
-
-def adamw(params):
-    return torch.optim.AdamW(params, lr=0.1, weight_decay=0.5)
-
-
-@pytest.mark.parametrize("frozen", ["the first", "every other"])
-@LAYERS
-def test_an_optimizer_does_not_move_weights_frozen_since_the_buffer_was_made(
-    kind, packed, frozen, make_layer, assert_close
-):
-    """Weight decay and momentum would move them if they had a gradient, even of zeros."""
-    layer = make_layer(kind, packed, bias=True)
-    tensors, twin = layer.params + layer.biases, make_layer(kind, packed, bias=True)
-    buffer = fusedmlp.MainGradBuffer(tensors)
-    optimizers = adamw(tensors), adamw(twin.params + twin.biases)
-    for step in range(4):
-        gone = [step in (1, 2) and FROZEN[frozen](i, len(tensors)) for i in range(len(tensors))]
-        for each in (layer, twin):
-            for param, freeze in zip(each.params + each.biases, gone, strict=True):
-                param.requires_grad_(not freeze)
-        buffer.zero_grad()
-        optimizers[1].zero_grad()
-        x, dy = layer.batch(step)
-        layer(x.requires_grad_()).backward(dy)
-        twin(x, accumulate_wgrad="off").backward(dy)
-        held = [p.detach().clone() for p in tensors]
-        assert [p.grad is None for p in tensors] == gone
-        optimizers[0].step()
-        optimizers[1].step()
-        assert [torch.equal(p, h) for p, h in zip(tensors, held, strict=True)] == gone
-        assert_close(tensors, twin.params + twin.biases, dtype=torch.bfloat16)
-
-
+@pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("what", ["weight", "weight, delayed", "bias", "weight, not fused"])
-def test_a_weight_frozen_after_its_gradient_came_still_steps(what, make_layer, assert_close):
-    layer, queue = make_layer(bias=True), fusedmlp.WgradQueue() if "delayed" in what else None
-    tensors = layer.params + layer.biases
-    fusedmlp.MainGradBuffer(tensors)
-    layer.backward(1, wgrad_queue=queue, accumulate_wgrad="off" if "not fused" in what else "auto")
-    if queue is not None:
-        queue.run()
-    index = len(layer.params) if what == "bias" else 0
-    tensors[index].requires_grad_(False)
-    wgrads, held = layer.wgrads(1), tensors[index].detach().clone()
-    assert_close([p.grad for p in tensors], wgrads)
-    adamw(tensors).step()
-    assert not torch.equal(tensors[index], held)
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-def test_a_weight_frozen_after_a_gradient_of_zeros_came_still_steps(delayed, make_layer):
-    """PyTorch steps it, too, with weight decay. A frozen weight that got none in this step has no gradient."""
-    layer, queue = make_layer(), fusedmlp.WgradQueue() if delayed else None
+def test_a_weight_frozen_after_its_gradient_came_still_steps(what, zeros, make_layer, assert_close):
+    """As in PyTorch: weight decay moves it, also where the gradient is zero. One that got none in this step stays."""
+    layer, queue = make_layer(bias=True), fusedmlp.WgradQueue()
     unused = torch.nn.Parameter(torch.ones(4))
-    tensors = [*layer.params, unused]
-    buffer = fusedmlp.MainGradBuffer(tensors)
-    for step in range(2):
-        buffer.zero_grad()
-        x, dy = layer.batch(step)
-        layer(x, wgrad_queue=queue).backward(0 * dy)
-        if queue is not None:
-            queue.run()
-        for param in (layer.params[0], unused):
-            param.requires_grad_(False)
-        held = [p.detach().clone() for p in tensors]
-        assert [p.grad is None for p in tensors] == [False, False, True]
-        assert not any(g.any() for g in layer.grads())
-        assert all(g.is_contiguous() for g in layer.grads())  # no dummy: fused optimizers would read past its end
-        adamw(tensors).step()
-        assert [torch.equal(p, h) for p, h in zip(tensors, held, strict=True)] == [False, False, True]
-        for param in (layer.params[0], unused):
-            param.requires_grad_()
+    tensors = [*layer.params, *layer.biases, unused]
+    fusedmlp.MainGradBuffer(tensors)
+    x, dy = layer.batch(1)
+    options = {"wgrad_queue": queue} if "delayed" in what else {}
+    layer(x, accumulate_wgrad="off" if "not fused" in what else "auto", **options).backward(dy * (not zeros))
+    queue.run()
+    for param in (layer.biases[0] if what == "bias" else layer.params[0], unused):
+        param.requires_grad_(False)
+    assert_close([p.grad for p in tensors[:-1]], [w * (not zeros) for w in layer.wgrads(1)])
+    assert all(p.grad.is_contiguous() for p in tensors[:-1])  # no dummy: fused optimizers would read past its end
+    held = [p.detach().clone() for p in tensors]
+    torch.optim.AdamW(tensors, lr=0.1, weight_decay=0.5).step()
+    assert [torch.equal(p, h) for p, h in zip(tensors, held, strict=True)] == [False] * 4 + [True]

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import plus
 from support.systems import one_rank
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +20,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
 
-LAYERS = pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("moe", False)])
 ATTRIBUTE = pytest.mark.parametrize("attribute", [None, False])
+DELAYED = pytest.mark.parametrize("delayed", [False, True])
 
 
 class Wrapped(torch.nn.Module):
@@ -35,101 +36,155 @@ class Wrapped(torch.nn.Module):
         return run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
 
 
-def refused_and_untouched(layer, before, attribute, reducer, backward):
-    with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss one in main_grad"):
-        backward()
-    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
-    assert layer.grads() == [None] * len(layer.params)
-    assert all(getattr(p, "grad_added_to_main_grad", None) is attribute for p in layer.params)
-
-
-@ATTRIBUTE
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-@LAYERS
-def test_main_grad_attached_after_the_forward_of_ddp(kind, packed, use_reentrant, attribute, ddp, make_layer):
-    layer = make_layer(kind, packed)
-    model, (x, dy) = ddp(Wrapped(layer, use_reentrant)), layer.batch(1)
-    y = model(x.requires_grad_())
-    before = layer.attach(attribute)
-    refused_and_untouched(layer, before, attribute, "DistributedDataParallel", lambda: y.backward(dy))
-
-
-@ATTRIBUTE
-def test_main_grad_attached_after_the_forward_of_an_earlier_micro_batch(attribute, ddp, make_layer, assert_close):
-    """`.grad` holds one micro-batch; the graph of the other is older than main_grad, too."""
-    layer = make_layer()
-    model, batches = ddp(Wrapped(layer)), [layer.batch(seed) for seed in (1, 2)]
-    with model.no_sync():
-        outputs = [model(x) for x, _ in batches]
-        outputs[0].backward(batches[0][1])
-        assert_close(layer.grads(), layer.wgrads(1))
-        layer.attach(attribute)
-        with pytest.raises(RuntimeError, match=r"DistributedDataParallel .*would miss one in main_grad"):
-            outputs[1].backward(batches[1][1])
-    assert_close(layer.grads(), layer.wgrads(1))
-
-
-@pytest.mark.parametrize("mode", ["off", "grad"])
-def test_main_grad_attached_after_the_forward_of_ddp_is_no_concern_of_other_modes(mode, ddp, make_layer, assert_close):
-    layer = make_layer()
-    model, (x, dy) = ddp(Wrapped(layer)), layer.batch(1)
-    y = model(x, accumulate_wgrad=mode)
-    before = layer.attach(False)
-    y.backward(dy)
-    assert_close(layer.grads(), layer.wgrads(1))
-    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
-
-
-@ATTRIBUTE
-def test_main_grad_attached_after_a_forward_that_ddp_was_not_around(attribute, ddp, make_layer, assert_close):
-    """The module's own forward runs, and the DDP that managed its parameters is gone."""
-    layer = make_layer()
-    wrapped, (x, dy) = Wrapped(layer), layer.batch(1)
-    ddp(wrapped)  # gone at once
-    y = wrapped(x)
-    before = layer.attach(attribute)
-    y.backward(dy)
-    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1), strict=True)])
-
-
-def refused_in_forward(layer, delayed, reducer, forward):
-    """Assert that forward refuses main_grad or a delayed gradient, but not under no_grad."""
-    before = [] if delayed else layer.attach(False)
-    options = {"wgrad_queue": fusedmlp.WgradQueue(), "accumulate_wgrad": "off"} if delayed else {}
-    with torch.no_grad():
-        forward(**options)
-    what = "a delayed gradient" if delayed else "one in main_grad"
-    with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss {what}; use accumulate_wgrad="):
-        forward(**options)
-    assert layer.grads() == [None] * len(layer.params)
-    assert all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=False))
-
-
-DELAYED = pytest.mark.parametrize("delayed", [False, True])
-
-
 class Dense(Wrapped):
     """A module that registers the weights of a layer, but does not call it."""
 
     def forward(self, x):
-        return 2 * x
+        return 1 * x
+
+
+def no_sync(ddp, layer):
+    model = ddp(Wrapped(layer))
+
+    def forward(x, **options):
+        with model.no_sync():
+            return model(x, **options)
+
+    return forward
+
+
+def reentrant_checkpoint(ddp, layer):
+    """Return a forward and backward: the forward of such a checkpoint does not know that a gradient will be wanted."""
+    model = ddp(Wrapped(layer, True))
+
+    def forward(x, **options):
+        y = model(x.requires_grad_(), **options)
+        if torch.is_grad_enabled():
+            y.sum().backward()
+
+    return forward
+
+
+def delayed_all_reduce(ddp, layer):
+    module = Wrapped(layer)
+    module.head = torch.nn.Linear(4, 4)
+    named = [(name, param) for name, param in module.named_parameters() if "head" not in name]
+    return ddp(module, delay_all_reduce_named_params=named, param_to_hook_all_reduce=module.head.weight)
+
+
+def called_afterwards(ddp, layer):
+    model = ddp(Dense(layer))
+    return lambda x, **options: layer(model(x), **options)
+
+
+def python_reducer(ddp, layer):
+    """Make PyTorch report no active DDP in forward."""
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return ddp(Wrapped(layer))
+
+
+def copied(ddp, layer):
+    """Make a DDP that PyTorch's hook for registered submodules does not see."""
+    model = copy.deepcopy(ddp(Wrapped(layer)))
+    layer.params, model.module.layer = [*model.module.weights], layer
+    half = len(layer.params) // 2
+    layer.groups = [layer.params[:half], layer.params[half:]]
+    return model
+
+
+WAYS = {  # to run a layer with DDP: each gives a forward of x and the layer's options
+    "inside": lambda ddp, layer: ddp(Wrapped(layer)),
+    "no_sync": no_sync,
+    "checkpoint": lambda ddp, layer: ddp(Wrapped(layer, False)),
+    "reentrant checkpoint": reentrant_checkpoint,
+    "delayed all-reduce": delayed_all_reduce,
+    "called afterwards": called_afterwards,
+    "Python reducer": python_reducer,
+    "copy": copied,
+}
+CASES = {  # accumulate_wgrad, whether weights have main_grad, whether gradients are delayed
+    "main_grad": ("main_grad", True, False),
+    "auto": ("auto", True, False),
+    "delayed": ("off", False, True),
+    "delayed grad": ("grad", False, True),
+    "delayed main_grad": ("main_grad", True, True),
+}
+EACH_CASE = pytest.mark.parametrize("case", CASES)
+
+
+def refused(layer, case, reducer, forward):
+    """Assert that forward refuses main_grad or a delayed gradient, but not under no_grad, and touches nothing."""
+    mode, attached, delayed = CASES[case]
+    before, (x, _) = layer.attach(False) if attached else [], layer.batch(1)
+    options = {"accumulate_wgrad": mode, "wgrad_queue": fusedmlp.WgradQueue() if delayed else None}
+    with torch.no_grad():
+        forward(x, **options)
+    grads = layer.grads()  # None, or zeros of DDP
+    what = "a delayed gradient" if delayed else "one in main_grad"
+    with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss {what}; use accumulate_wgrad="):
+        forward(x, **options)
+    assert all(param.grad is grad for param, grad in zip(layer.params, grads, strict=True))
+    untouched(layer, before, False)
+
+
+def untouched(layer, before, attribute):
+    assert not any(grad.any() for grad in layer.grads() if grad is not None)
+    assert all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=False))
+    assert all(getattr(p, "grad_added_to_main_grad", attribute) is attribute for p in layer.params)
+
+
+@EACH_CASE
+@pytest.mark.parametrize("way", WAYS)
+def test_ddp_refuses_main_grad_and_delay_wherever_the_layer_is(way, case, ddp, make_layer):
+    layer = make_layer("mlp", packed=False)
+    refused(layer, case, "DistributedDataParallel", WAYS[way](ddp, layer))
+
+
+@ATTRIBUTE
+@pytest.mark.parametrize("use_reentrant", [None, False, True])
+@pytest.mark.parametrize("packed", [True, False])
+def test_main_grad_attached_after_the_forward_of_ddp(packed, use_reentrant, attribute, ddp, make_layer):
+    layer = make_layer("mlp", packed)
+    model, (x, dy) = ddp(Wrapped(layer, use_reentrant)), layer.batch(1)
+    y = model(x.requires_grad_())
+    before = layer.attach(attribute)
+    with pytest.raises(RuntimeError, match=r"weight.*: DistributedDataParallel reduces .*would miss one in main_grad"):
+        y.backward(dy)
+    untouched(layer, before, attribute)
+    assert layer.grads() == [None] * len(layer.params)
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("mode", ["grad", "off", "auto"])
+@pytest.mark.parametrize("way", ["inside", "called afterwards"])
+def test_ddp_accepts_the_other_modes(way, mode, bucket_view, ddp, make_layer, assert_close):
+    """Where main_grad is attached after forward, too, if the mode does not use it."""
+    layer, before = make_layer(), None
+    forward = WAYS[way](partial(ddp, gradient_as_bucket_view=bucket_view), layer)
+    for seed in (1, 2, 3):
+        x, dy = layer.batch(seed)
+        y = forward(x, accumulate_wgrad=mode)
+        if mode != "auto":
+            before = layer.attach(False)
+        y.backward(dy)
+        assert_close(layer.grads(), layer.wgrads(*range(1, seed + 1)))
+        assert before is None or all(torch.equal(p.main_grad, b) for p, b in zip(layer.params, before, strict=True))
 
 
 @DELAYED
-@LAYERS
-def test_a_layer_that_is_called_after_ddp_has_returned(kind, packed, delayed, ddp, make_layer):
-    layer = make_layer(kind, packed)
-    model, (x, _) = ddp(Dense(layer)), layer.batch(1)
-    refused_in_forward(layer, delayed, "DistributedDataParallel", lambda **options: layer(model(x), **options))
+def test_ddp_leaves_ignored_parameters_to_main_grad(delayed, ddp, make_layer, assert_close):
+    layer, queue = make_layer(), fusedmlp.WgradQueue()
+    before, model = layer.attach(), Wrapped(layer)
+    model.head = torch.nn.Linear(4, 4)
+    ddp._set_params_and_buffers_to_ignore_for_model(model, ["weights.0", "weights.1"])
+    wrapped = ddp(model, find_unused_parameters=True)
+    x, dy = layer.batch(1)
+    wrapped(x, wgrad_queue=queue if delayed else None).backward(dy)
+    queue.run()
+    assert_close(layer.main_grads(), plus(before, layer.wgrads()))
 
 
-def test_a_layer_that_is_called_after_ddp_has_returned_has_the_other_modes(ddp, make_layer, assert_close):
-    layer = make_layer()
-    model = ddp(Dense(layer))
-    for seed in (1, 2):
-        x, dy = layer.batch(seed)
-        layer(model(x) / 2, accumulate_wgrad="grad").backward(dy)
-    assert_close(layer.grads(), layer.wgrads(1, 2))
+# DDP that comes or goes
 
 
 @pytest.mark.slow
@@ -147,7 +202,7 @@ def test_ddp_that_is_made_after_the_first_step(delayed, ddp, make_layer, assert_
             module(x, wgrad_queue=fusedmlp.WgradQueue() if delayed else None)
     del model, module
     wrapped(x).backward(dy)
-    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 1), strict=True)])
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 1)))
 
 
 @DELAYED
@@ -160,25 +215,6 @@ def test_ddp_that_is_made_between_forward_and_backward(delayed, ddp, make_layer)
         y.backward(dy)
     assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
     del model
-
-
-@DELAYED
-def test_ddp_with_the_python_reducer(delayed, ddp, make_layer):
-    """PyTorch reports no active DDP in forward if the Python reducer is used."""
-    layer = make_layer()
-    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-        model, (x, _) = ddp(Wrapped(layer)), layer.batch(1)
-        refused_in_forward(layer, delayed, "DistributedDataParallel", partial(model, x))
-
-
-@DELAYED
-def test_a_copy_of_ddp(delayed, ddp, make_layer):
-    """PyTorch's hook for registered submodules does not see a copy."""
-    model = copy.deepcopy(ddp(Wrapped(make_layer())))
-    layer = model.module.layer
-    layer.params = list(model.module.weights)
-    layer.groups = [layer.params[:1], layer.params[1:]]
-    refused_in_forward(layer, delayed, "DistributedDataParallel", partial(model, layer.batch(1)[0]))
 
 
 @pytest.mark.slow
@@ -233,37 +269,31 @@ class Plain(torch.nn.Module):
         return fusedmlp.grouped_linear(x, self.weight, counts, wgrad_queue=self.queue)
 
 
-def hp_mapping(param):
-    """Mark a parameter as ZeRO 1 and 2 do, besides the hook."""
-    param._hp_mapping = None
-
-
-def ds_id(param):
-    """Mark a parameter as ZeRO 3 does, besides a hook of deepspeed.utils.nvtx."""
-    param.ds_id = 0
-
-
-def hook(param):
-    """Register a hook as ZeRO 1 and 2 do."""
+def hook_of_deepspeed(param):
     take = types.FunctionType((lambda param: None).__code__, {"__name__": "deepspeed.runtime.zero.stage_1_and_2"})
     param.register_post_accumulate_grad_hook(take)
 
 
-@DELAYED
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("mark", [hp_mapping, ds_id, hook])
-def test_deepspeed(mark, packed, delayed, make_layer, monkeypatch, assert_close):
+MARKS = {  # of DeepSpeed on parameters
+    "a hook of ZeRO 1 and 2": hook_of_deepspeed,
+    "ZeRO 1 and 2": lambda param: setattr(param, "_hp_mapping", None),
+    "ZeRO 3": lambda param: setattr(param, "ds_id", 0),  # besides a hook of deepspeed.utils.nvtx
+}
+
+
+@EACH_CASE
+@pytest.mark.parametrize("mark", MARKS)
+def test_deepspeed(mark, case, make_layer, monkeypatch, assert_close):
     """DeepSpeed is recognised by its parameters; the other modes are right."""
     monkeypatch.setitem(sys.modules, "deepspeed", types.ModuleType("deepspeed"))
-    layer = make_layer(packed=packed)
-    x, dy = layer.batch(1)
-    layer(x).backward(dy)  # before DeepSpeed comes
+    layer = make_layer()
+    layer.backward(1)  # before DeepSpeed comes
     assert_close(layer.grads(), layer.wgrads(1))
     for param in layer.params:
         param.grad = None
-        mark(param)
-    refused_in_forward(layer, delayed, "DeepSpeed", partial(layer, x))
-    layer(x, accumulate_wgrad="off").backward(dy)
+        MARKS[mark](param)
+    refused(layer, case, "DeepSpeed", layer)
+    layer.backward(1, accumulate_wgrad="off")
     assert_close(layer.grads(), layer.wgrads(1))
 
 
@@ -294,25 +324,17 @@ def test_main_grad_attached_after_the_forward_of_fsdp2(reshard, attribute, make_
         y = model(x)
         assert all(type(p) is torch.nn.Parameter for p in layer.params)  # not sharded
         before = layer.attach(attribute)
-        refused_and_untouched(layer, before, attribute, r"FSDP2 \(fully_shard\)", lambda: y.backward(dy))
+        with pytest.raises(
+            RuntimeError, match=r"weight.*: FSDP2 \(fully_shard\) reduces .*would miss one in main_grad"
+        ):
+            y.backward(dy)
+        untouched(layer, before, attribute)
+        assert layer.grads() == [None] * len(layer.params)
 
 
-def test_what_fsdp2_reduces_without_main_grad(make_layer, assert_close):
-    """The test above refuses because of main_grad alone."""
-    from torch.distributed.fsdp import fully_shard
-
-    with one_rank() as mesh:
-        layer = make_layer()
-        wgrads = layer.wgrads(1)
-        model, (x, dy) = fully_shard(Sharded(layer), mesh=mesh), layer.batch(1)
-        model(x).backward(dy)
-        assert_close([p.grad.to_local() for p in model.parameters()], wgrads)
-
-
-@pytest.mark.parametrize("packed", [True, False])
-def test_main_grad_attached_between_forward_and_backward_is_added_to(packed, make_layer, assert_close):
+def test_a_buffer_made_between_forward_and_backward_is_added_to(make_layer, assert_close):
     """Nothing reduces `.grad` here, and mode "auto" decides in backward."""
-    layer = make_layer(packed=packed)
+    layer = make_layer()
     x, dy = layer.batch(1)
     y = layer(x)
     fusedmlp.MainGradBuffer(layer.params)

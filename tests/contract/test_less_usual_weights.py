@@ -5,107 +5,93 @@ import torch
 from support.contract_helpers import run_without_memory
 
 import fusedmlp
-from fusedmlp.operators import ops
 
-COUNTS = [2, 1]
-
-
-def weights(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.nn.Parameter(torch.randn(5, 4, generator=generator)) for _ in COUNTS]
+pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 
-def run(group, **options):
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
-    return fusedmlp.grouped_linear(x, group, COUNTS, **options).sum()
-
-
-def plain(group, factor=1.0):
-    copies = [factor * w.detach() for w in group]
-    for w in copies:
-        w.requires_grad_()
-    run(copies, accumulate_wgrad="off").backward()
-    return [w.grad for w in copies]
-
-
-def test_a_backward_that_fails_with_a_shared_expert_raises_its_own_error(monkeypatch):
-    (w, _) = weights()
-    buffer = fusedmlp.MainGradBuffer([w])
-    buffer.zero_grad()
-
-    def fails(*_):
-        raise torch.OutOfMemoryError("no memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "grouped_wgrad_", fails)
-        with pytest.raises(torch.OutOfMemoryError, match="no memory"):
-            run([w, w]).backward()
-    assert w.grad is None
-    run([w, w]).backward()
-    torch.testing.assert_close(w.main_grad, sum(plain([w, w])))
-
-
-def test_auto_is_decided_for_each_expert_of_which_some_are_no_leaves():
-    group = weights()
-    leaf, factor = group[0], torch.ones((), requires_grad=True)
-    leaf.main_grad = torch.zeros_like(leaf)
-    run([leaf, group[1] * factor]).backward()
-    expected = plain(group)
-    torch.testing.assert_close([leaf.main_grad, group[1].grad], expected)
-    assert leaf.grad is None
+def test_auto_is_decided_for_each_expert_of_which_some_are_no_leaves(make_layer, assert_close):
+    layer = make_layer("linear", packed=False)
+    factor = torch.ones((), requires_grad=True)
+    layer.groups[0][1] = layer.params[1] * factor
+    for i in (0, 2):
+        layer.params[i].main_grad = torch.zeros_like(layer.params[i])
+    layer.backward()
+    assert_close([layer.params[0].main_grad, layer.params[1].grad, layer.params[2].main_grad], layer.wgrads())
+    assert layer.params[0].grad is None
     with pytest.raises(RuntimeError, match=r"weight\[1\]: accumulate_wgrad='main_grad' needs a leaf parameter"):
-        run([leaf, group[1] * factor], accumulate_wgrad="main_grad")
+        layer.backward(accumulate_wgrad="main_grad")
 
 
-def test_plain_gradients_are_caught_where_an_earlier_forward_knew_no_main_grad():
-    group, queue = weights(), fusedmlp.WgradQueue()
-    run(group, wgrad_queue=queue)  # passes all checks, without main_grad
-    fusedmlp.MainGradBuffer(group).detach()
-    buffer = fusedmlp.MainGradBuffer(group)
-    buffer.zero_grad()
-    run(group).backward()
-    sum((3 * w).sum() for w in group).backward()
-    torch.testing.assert_close([w.main_grad for w in group], [g + 3 for g in plain(group)])
+def test_a_list_with_a_computed_expert_is_not_delayed(make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
+    leaf = torch.nn.Parameter(layer.params[2].detach() / 2)
+    layer.groups[0][2] = leaf * 2
+    layer.backward(1, wgrad_queue=queue)
+    assert len(queue) == 0
+    wgrads = layer.wgrads(1)
+    assert_close([layer.params[0].grad, layer.params[1].grad, leaf.grad], [*wgrads[:2], 2 * wgrads[2]])
 
 
-def test_a_queue_that_lacked_memory_leaves_the_step_as_it_was(monkeypatch):
-    """The first run fails to allocate an output for the frozen expert; another gradient arrives before the second."""
-    group, queue = weights(), fusedmlp.WgradQueue()
-    buffer = fusedmlp.MainGradBuffer(group)
-    buffer.zero_grad()
-    group[1].requires_grad_(False)
-    run(group, wgrad_queue=queue).backward()
-
-    run_without_memory(queue, monkeypatch)
-    run(group).backward()
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("attached", [True, False])
+def test_micro_batches_of_other_experts_do_not_share_a_launch(attached, order, make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue(fuse_microbatches=True)
+    before = layer.attach(False) if attached else [torch.zeros_like(p) for p in layer.params]
+    for inputs in [(layer.params[:1], None)[i] for i in order]:
+        x, dy = layer.batch(1)
+        layer(x, wgrad_queue=queue).backward(dy, inputs=inputs)
     queue.run()
-    torch.testing.assert_close(group[0].main_grad, 2 * plain(group)[0])
+    wgrads = [b + n * g for b, n, g in zip(before, [2, 1, 1], layer.wgrads(1), strict=True)]
+    assert_close(layer.main_grads() if attached else layer.grads(), wgrads)
 
 
-def test_an_expert_whose_grad_has_other_strides_is_named():
-    group, queue = [*weights(), *weights(1)], fusedmlp.WgradQueue()
-    for i, param in enumerate(group[1:], start=1):
-        param.grad = torch.zeros(4, 5).T if i == 3 else torch.zeros(5, 4)
-    x = torch.randn(4, 4)
-    fusedmlp.grouped_linear(x, group, [1, 1, 1, 1], accumulate_wgrad="grad", wgrad_queue=queue).sum().backward()
-    with pytest.raises(ValueError, match=r"weight\[3\]: expected a gradient with the strides of expert 0's"):
-        queue.run()
-    queue.clear()
+def test_the_frozen_expert_does_not_decide_the_dtype(make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False, dtype=torch.bfloat16), fusedmlp.WgradQueue()
+    layer.params[0].requires_grad_(False)
+    for param in layer.params[1:]:
+        param.grad_dtype = torch.float32
+    layer.backward(1, wgrad_queue=queue)
+    queue.run()
+    assert [p.grad.dtype for p in layer.params[1:]] == [torch.float32] * 2
+    assert_close([p.grad for p in layer.params[1:]], layer.wgrads(1)[1:], dtype=torch.bfloat16)
 
 
-def test_a_new_buffer_may_follow_one_that_was_not_detached():
-    group = weights()
-    optimizer = torch.optim.SGD(group, lr=0.0)
-    buffer = fusedmlp.MainGradBuffer(group)
-    run(group).backward()
-    optimizer.step()
+def test_a_hook_on_an_expert_without_gradient_is_no_reason_to_refuse(make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
+    before = layer.attach(False)
+    layer.params[1].register_hook(lambda g: g)
+    layer.params[1].requires_grad_(False)
+    layer.backward(1, wgrad_queue=queue)
+    queue.run()
+    assert_close(layer.main_grads()[:1], [before[0] + layer.wgrads(1)[0]])
+
+
+def test_a_queue_that_lacked_memory_leaves_the_step_as_it_was(monkeypatch, make_layer, assert_close):
+    """The first run fails to allocate an output for the frozen expert; another gradient arrives before the second."""
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    buffer.flat.fill_(torch.nan)
+    buffer.zero_grad()
+    layer.params[1].requires_grad_(False)
+    layer.backward(1, wgrad_queue=queue)
+    run_without_memory(queue, monkeypatch)
+    layer.backward(2)
+    queue.run()
+    wgrads = layer.wgrads(1, 2)
+    assert_close([layer.params[i].grad for i in (0, 2)], [wgrads[i] for i in (0, 2)])
+
+
+def test_a_new_buffer_may_follow_one_that_was_not_detached(make_layer, assert_close):
+    layer = make_layer()
+    buffer = fusedmlp.MainGradBuffer(layer.params)
+    layer.backward(1)
     del buffer
-    for param in group:
+    for param in layer.params:
         del param.main_grad
         param.grad = None
-    fusedmlp.MainGradBuffer(group)
-    run(group).backward()
-    torch.testing.assert_close([w.main_grad for w in group], plain(group))
+    fusedmlp.MainGradBuffer(layer.params)
+    layer.backward(2)
+    assert_close(layer.main_grads(), layer.wgrads(2))
 
 
 def test_a_buffer_still_rounds_after_fp32_accumulation_of_its_parameters_ends():

@@ -1,9 +1,11 @@
 """Backwards that are nested, interleaved or failed: each counts as one, begins once and leaves nothing behind."""
 
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
+from support.contract_helpers import one_backward, plus, stale
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -22,35 +24,29 @@ def none_running(monkeypatch):
     monkeypatch.setattr(engine, "_running", {})
 
 
-def owned(layer):
-    """Give a layer main_grads of NaN, which every backward is to overwrite."""
-    layer.attach(False)
-    for param in layer.params:
-        param.main_grad.fill_(float("nan"))
-        param.overwrite_main_grad = True
-    return layer
-
-
-def nested(layer, x, depth):
-    """Call the layer inside `depth` nested reentrant checkpoints."""
+def nested(layer, x, depth, use_reentrant=True):
+    """Call the layer inside `depth` nested checkpoints."""
     if depth == 0:
         return layer(x)
-    return checkpoint(nested, layer, x, depth - 1, use_reentrant=True)
+    return checkpoint(nested, layer, x, depth - 1, use_reentrant, use_reentrant=use_reentrant)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+SLOW = [((65, 65), []), ((130, 130), [pytest.mark.exhaustive]), ((0, 65), []), ((130, 0), []), ((59, 61), [])]
+
+
 @pytest.mark.parametrize(
-    "depths", [(65, 65), pytest.param((130, 130), marks=pytest.mark.exhaustive), (0, 65), (130, 0), (59, 61)], ids=str
+    ("depths", "use_reentrant"),
+    [
+        *(((depth, depth), use_reentrant) for depth in (1, 2) for use_reentrant in (False, True)),
+        *(pytest.param(depths, True, marks=[pytest.mark.slow, *marks]) for depths, marks in SLOW),
+    ],
+    ids=str,
 )
-def test_deeply_nested_backwards_overwrite_once(depths, packed, make_layer, assert_close):
-    layer = owned(make_layer(packed=packed))
+def test_nested_backwards_overwrite_once(depths, use_reentrant, make_layer, assert_close):
+    layer = stale(make_layer(), overwrites=True)
     for seeds in ((1, 2), (3, 4)):  # a second backward overwrites again
-        outputs, dys = [], []
-        for depth, (x, dy) in zip(depths, map(layer.batch, seeds), strict=True):
-            outputs.append(nested(layer, x.requires_grad_(), depth))
-            dys.append(dy)
-        torch.autograd.backward(outputs, dys)
+        left = iter(depths)
+        one_backward(layer, *seeds, call=lambda x, left=left: nested(layer, x, next(left), use_reentrant))
         assert_close(layer.main_grads(), layer.wgrads(*seeds))
 
 
@@ -65,12 +61,11 @@ def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, 
     def plain(scale):
         return sum(p.square().sum() for p in layer.params) * scale
 
-    early = None if late else nested(plain, one, depth)
-    y = layer(x)
-    inside = nested(plain, one, depth) if late else early
-    torch.autograd.backward([inside, y], [torch.ones(()), dy])
-    expected = [b + g + 2 * p.detach() for b, g, p in zip(before, layer.wgrads(1), layer.params, strict=True)]
-    assert_close(layer.main_grads(), expected)
+    y = layer(x) if late else None
+    inside = nested(plain, one, depth)
+    y = y if late else layer(x)
+    torch.autograd.backward([inside, y, plain(1)], [torch.ones(()), dy, torch.ones(())])
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1), [4 * p.detach() for p in layer.params]))
 
 
 @pytest.mark.parametrize("order", ["ffbb", "ffbfbb", "fffbbb", "ffbfbfbb"])
@@ -78,23 +73,22 @@ def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, 
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_micro_batches_in_flight_each_overwrite(use_reentrant, delayed, order, make_layer, assert_close):
     """1F1B: later forwards run before an earlier backward."""
-    layer, queue = owned(make_layer()), fusedmlp.WgradQueue() if delayed else None
+    layer, queue = stale(make_layer(), overwrites=True), fusedmlp.WgradQueue() if delayed else None
     run, flying = partial(layer, wgrad_queue=queue), []
     if use_reentrant is not None:
         run = partial(checkpoint, run, use_reentrant=use_reentrant)
-    forwards = backwards = 0
+    seeds = count(1)
     for letter in order:
         if letter == "f":
-            forwards += 1
-            x, dy = layer.batch(forwards)
-            flying.append((run(x.requires_grad_()), dy))
+            seed = next(seeds)
+            x, dy = layer.batch(seed)
+            flying.append((seed, run(x.requires_grad_()), dy))
             continue
-        backwards += 1
-        y, dy = flying.pop(0)
+        seed, y, dy = flying.pop(0)
         y.backward(dy)
         if queue is not None:
             queue.run()
-        assert_close(layer.main_grads(), layer.wgrads(backwards))
+        assert_close(layer.main_grads(), layer.wgrads(seed))
         assert engine._running == {}
 
 
@@ -105,55 +99,38 @@ class Stop(Exception):
     pass
 
 
-def loss(layer, hooks, depth):
-    """A loss of a checkpointed layer; `hooks` are on x, in the inner and the outer backward."""
-    x, dy = layer.batch(1)
-    inner, outer = hooks
-
-    def region(x):
-        x = x * 1
-        if x.requires_grad:
-            x.register_hook(inner)
-        return layer(x)
-
-    start = (x.requires_grad_() * 1).clone()
-    start.register_hook(outer)
-    y = nested(region, start, depth)
-    return (y * dy).nansum()
-
-
-def counting(seen, stops):
-    def hook(_):
-        seen.append(len(engine._running))
-        if stops:
-            raise Stop
-
-    return hook
-
-
 @pytest.mark.sparse
 @pytest.mark.parametrize("depth", [0, 1, 3, 65])
 @pytest.mark.parametrize("stops", [None, "inner", "outer", "gemm"])
 @pytest.mark.parametrize("keeps_traceback", [False, True])
 def test_nothing_is_left_of_a_backward(keeps_traceback, stops, depth, monkeypatch, make_layer, assert_close):
-    layer, seen, kept = owned(make_layer()), [], []
+    """Stops it at a hook on x, in the inner or the outer backward, or at the GEMM."""
+    layer, seen, kept, gemm = stale(make_layer(), overwrites=True), [], [], ops.grouped_mlp_backward_
+    x, dy = layer.batch(1)
 
-    def fail(*_):
+    def at(name, *_):
         seen.append(len(engine._running))
-        raise Stop
+        if stops == name:
+            raise Stop
 
-    hooks = [counting(seen, stops == name) for name in ("inner", "outer")]
+    def region(x):
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(partial(at, "inner"))
+        return layer(x)
+
     assert engine._running == {}
     for _ in range(3):
+        start = (x.detach().requires_grad_() * 1).clone()
+        start.register_hook(partial(at, "outer"))
+        loss = (nested(region, start, depth) * dy).nansum()
         with monkeypatch.context() as patch:
-            if stops == "gemm":
-                patch.setattr(ops, "grouped_mlp_backward_", fail)
+            patch.setattr(ops, "grouped_mlp_backward_", lambda *args: at("gemm") or gemm(*args))
             try:
-                loss(layer, hooks, depth).backward()
+                loss.backward()
             except Stop as error:
                 if keeps_traceback:
                     kept.append(error)
-        assert seen
         assert set(seen) == {1}  # one backward, however deep
         assert engine._running == {}
         seen.clear()
@@ -165,7 +142,7 @@ def test_nothing_is_left_of_a_backward(keeps_traceback, stops, depth, monkeypatc
 
 def test_nothing_is_left_of_a_backward_inside_one_of_another_layer(make_layer, assert_close):
     """User code runs the inner backward. Both overwrite, as they share no weight."""
-    layer, other, seen = owned(make_layer()), owned(make_layer()), []
+    layer, other, seen = stale(make_layer(), overwrites=True), stale(make_layer(), overwrites=True), []
 
     @torch.enable_grad()
     def run_other(_):

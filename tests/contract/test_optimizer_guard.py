@@ -5,23 +5,17 @@ import torch
 from support.loops import Model, backward, batch
 
 
-def guarded(model, optimizer, *, closure):
-    with pytest.raises(RuntimeError) as error:
-        optimizer.step(lambda: backward(model, 2)) if closure else optimizer.step()
-    return str(error.value)
-
-
 @pytest.mark.parametrize("attached", [True, False], ids=["main_grad", ".grad"])
 @pytest.mark.parametrize("closure", [False, True])
 def test_a_step_before_a_queue_has_run_raises(closure, attached):
     model = Model(delay_wgrad=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    if attached:
-        for param in (model.experts.fc1.weight, model.experts.fc2.weight):
-            param.main_grad = torch.zeros_like(param)
+    for param in (model.experts.fc1.weight, model.experts.fc2.weight) if attached else ():
+        param.main_grad = torch.zeros_like(param)
     if not closure:
         backward(model, 1)
-    assert "got one that is still in a WgradQueue: call backward_dw()" in guarded(model, optimizer, closure=closure)
+    with pytest.raises(RuntimeError, match=r"got one that is still in a WgradQueue: call backward_dw\(\)"):
+        optimizer.step((lambda: backward(model, 2)) if closure else None)
     model.experts.backward_dw()
     optimizer.step()
 

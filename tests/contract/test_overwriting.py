@@ -1,9 +1,11 @@
 """The gradient that overwrites `main_grad`: the first to arrive of a step of a buffer, or of a backward."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import one_backward, stale
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -11,34 +13,20 @@ from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
-QUEUED = pytest.mark.parametrize("queued", [False, True])
 
-
-def stale(layer):
-    """Attach main_grads of NaN, which stands for the last step's gradient."""
-    layer.attach(False)
-    for param in layer.params:
-        param.main_grad.fill_(float("nan"))
-
-
-def forward(layer, seed, queue=None, **options):
-    x, dy = layer.batch(seed)
-    return layer(x, wgrad_queue=queue, **options), dy
-
-
-@QUEUED
+@pytest.mark.parametrize("queued", [False, True])
 def test_the_first_gradient_to_arrive_overwrites_whichever_micro_batch_it_is_of(queued, make_layer, assert_close):
     layer, queue = make_layer(), fusedmlp.WgradQueue() if queued else None
     buffer = fusedmlp.MainGradBuffer(layer.params)
     buffer.flat.fill_(torch.nan)
     buffer.zero_grad()
-    y1, dy1 = forward(layer, 1, queue)
-    y2, dy2 = forward(layer, 2, queue)
+    batches = [layer.batch(seed) for seed in (1, 2)]
+    outputs = [layer(x, wgrad_queue=queue) for x, _ in batches]
     with torch.no_grad():
-        forward(layer, 3)  # an evaluation changes nothing
-    y2.backward(dy2)
-    y1.backward(dy1)
-    if queue:
+        layer(layer.batch(3)[0])  # an evaluation changes nothing
+    for i in (1, 0):
+        outputs[i].backward(batches[i][1])
+    if queue is not None:
         queue.run()
     assert_close(layer.main_grads(), layer.wgrads(1, 2))
 
@@ -67,10 +55,9 @@ def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(owner, monkeypatch
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_an_owner_that_takes_main_grad_away_within_a_backward(make_layer, assert_close):
-    layer = make_layer("linear")
-    stale(layer)
+    layer = stale(make_layer("linear"), overwrites=True)
     (param,) = layer.params
-    param.overwrite_main_grad, total = True, torch.zeros_like(param)
+    total = torch.zeros_like(param)
 
     def hand_over(_):
         total.add_(param.main_grad)
@@ -78,22 +65,15 @@ def test_an_owner_that_takes_main_grad_away_within_a_backward(make_layer, assert
         param.grad, param.grad_added_to_main_grad = None, False
 
     param.register_post_accumulate_grad_hook(hand_over)
-    outputs, dys = [], []
-    for x, dy in map(layer.batch, (1, 2)):
-        outputs.append(checkpoint(layer, x.requires_grad_(), use_reentrant=True))
-        dys.append(dy)
-    torch.autograd.backward(outputs, dys)
+    one_backward(layer, 1, 2, call=partial(checkpoint, layer, use_reentrant=True))
     assert_close([total], layer.wgrads(1, 2))
 
 
 def test_a_backward_in_another_thread_is_not_an_outer_one(make_layer, assert_close):
-    other, layer = make_layer(), make_layer()
+    other, layer = (stale(make_layer(), overwrites=True) for _ in range(2))
     inside, done = threading.Event(), threading.Event()
-    for each in (other, layer):
-        stale(each)
-        for param in each.params:
-            param.overwrite_main_grad = True
-            del param.grad_added_to_main_grad
+    for param in other.params + layer.params:
+        del param.grad_added_to_main_grad
 
     def wait(_):
         inside.set()
@@ -114,61 +94,8 @@ def test_a_backward_in_another_thread_is_not_an_outer_one(make_layer, assert_clo
     thread.join()
 
 
-@pytest.mark.parametrize("mode", ["off", "grad"])
-def test_a_gradient_that_is_not_fused_overwrites_nothing(mode, make_layer, assert_close):
-    layer = make_layer()
-    layer.attach(False)
-    layer.backward(1, accumulate_wgrad=mode, overwrites=True)
-    before = [g.clone() for g in layer.main_grads()]
-    layer.backward(2)
-    assert_close(layer.main_grads(), [b + g for b, g in zip(before, layer.wgrads(1, 2), strict=True)])
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_overwrite_main_grad_overwrites_once_in_nested_backwards(use_reentrant, depth, make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
-    for param in layer.params:
-        param.overwrite_main_grad = True
-
-    def call(x, depth=depth):
-        if depth == 0:
-            return layer(x)
-        return checkpoint(call, x, depth - 1, use_reentrant=use_reentrant)
-
-    for seeds in ((1, 2), (3, 4)):  # a second backward overwrites again
-        outputs, dys = [], []
-        for x, dy in map(layer.batch, seeds):
-            outputs.append(call(x.requires_grad_()))
-            dys.append(dy)
-        torch.autograd.backward(outputs, dys)
-        assert_close(layer.main_grads(), layer.wgrads(*seeds))
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_a_backward_that_failed_is_over(make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
-    for param in layer.params:
-        param.overwrite_main_grad = True
-
-    def fail(_):
-        raise ZeroDivisionError
-
-    x, dy = layer.batch(1)
-    x.requires_grad_().register_hook(fail)
-    y = checkpoint(layer, x, use_reentrant=True)
-    with pytest.raises(ZeroDivisionError):
-        y.backward(dy)
-    layer.backward(2)
-    assert_close(layer.main_grads(), layer.wgrads(2))
-
-
 def test_fused_microbatches_on_both_sides_of_another_queues_overwrite(make_layer, assert_close):
-    layer = make_layer()
-    stale(layer)
+    layer = stale(make_layer())
     fusing, other = fusedmlp.WgradQueue(fuse_microbatches=True), fusedmlp.WgradQueue()
     layer.backward(1, wgrad_queue=fusing)
     layer.backward(2, wgrad_queue=other, overwrites=True)

@@ -12,14 +12,11 @@ from support.world import launch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-import fusedmlp
-
 pytestmark = [
     pytest.mark.usefixtures("nan_in_empty"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
 ]
 
-PACKED = pytest.mark.parametrize("packed", [True, False], ids=["packed", "per expert"])
 PLAIN_FIRST = pytest.mark.parametrize("plain_first", [False, True], ids=["fused comes first", "plain comes first"])
 SEEDS = (1, 2, 3)
 
@@ -64,12 +61,11 @@ def of_plain(layer, *seeds):
     return [sum(2 * seed * p.detach().double() for seed in seeds) for p in layer.params]
 
 
-@PACKED
 @PLAIN_FIRST
 @pytest.mark.parametrize("zero_out_wgrad", [False, True])
 @pytest.mark.parametrize("how", ["hook of the node", "post-accumulate hook"])
-def test_an_owner_that_takes_what_arrives_gets_both(how, zero_out_wgrad, plain_first, packed, make_layer, assert_close):
-    layer = make_layer(packed=packed)
+def test_an_owner_that_takes_what_arrives_gets_both(how, zero_out_wgrad, plain_first, make_layer, assert_close):
+    layer = make_layer()
     layer.attach(False)
     owner = Owner(layer.params, how)
     for param in layer.params:
@@ -82,21 +78,6 @@ def test_an_owner_that_takes_what_arrives_gets_both(how, zero_out_wgrad, plain_f
         assert_close(layer.main_grads(), plus(before, layer.wgrads(*seeds), of_plain(layer, *seeds)))
         assert layer.grads() == [None] * len(layer.params)
     assert owner.arrived == 2 * 2 * len(SEEDS) * len(layer.params)
-
-
-@PACKED
-@PLAIN_FIRST
-def test_a_buffer_steps_with_both(plain_first, packed, make_layer, assert_close):
-    layer = make_layer(packed=packed)
-    buffer = fusedmlp.MainGradBuffer(layer.params)
-    for step in range(2):
-        buffer.zero_grad()
-        for param in layer.params:
-            param.main_grad.fill_(float("nan"))
-        for seed in SEEDS:
-            backward(layer, seed + step, plain_first=plain_first)
-        seeds = [seed + step for seed in SEEDS]
-        assert_close(layer.grads(), plus(layer.wgrads(*seeds), of_plain(layer, *seeds)))
 
 
 def run_in_megatron(overlap):

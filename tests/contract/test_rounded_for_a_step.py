@@ -6,13 +6,11 @@ from functools import partial
 import pytest
 import torch
 from support.loops import (
-    CLOSURES,
     DTYPES,
     KEPT_IN_FP32,
     Model,
     assert_same,
     backward,
-    batch,
     set_grads,
     sums,
     twins,
@@ -23,8 +21,9 @@ import fusedmlp
 
 @pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("unscaled", [False, True], ids=["", "unscaled by the loop"])
 @KEPT_IN_FP32
-def test_a_grad_scaler(keep, dtype, fused):
+def test_a_grad_scaler(keep, unscaled, dtype, fused):
     """Scaled gradients exceed 65,504, the largest number of float16; unscaled ones do not, except in one step."""
     scale = 2.0**24
     make = partial(torch.optim.AdamW, lr=0.01, eps=1e-4, fused=fused)  # 1e-8 is 0 in float16
@@ -42,6 +41,9 @@ def test_a_grad_scaler(keep, dtype, fused):
         if overflow:
             model.router.bias.grad[0] = torch.inf
         before = copy.deepcopy(model.state_dict())
+        if unscaled:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         scaler.step(optimizer)
         scaler.update()
         if overflow:
@@ -78,12 +80,11 @@ def test_a_gradient_that_float16_cannot_hold(keep, unscaled):
 @KEPT_IN_FP32
 def test_a_small_gradient_is_no_zero_in_a_fused_step(keep, gradient):
     """Unscaled it would be zero in float16; the optimizer unscales it in float32."""
-    param = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
-    empty = torch.nn.Parameter(torch.ones(0, dtype=torch.float16))
     steps = []
     for kept in (False, True):
         module = torch.nn.Module()
-        module.weight, module.empty = torch.nn.Parameter(param.clone()), torch.nn.Parameter(empty.clone())
+        for name, size in (("weight", 4), ("empty", 0)):
+            module.register_parameter(name, torch.nn.Parameter(torch.ones(size, dtype=torch.float16)))
         optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True, weight_decay=0.0)
         if kept:
             keep(module, optimizer)
@@ -96,81 +97,42 @@ def test_a_small_gradient_is_no_zero_in_a_fused_step(keep, gradient):
     assert torch.equal(*steps)
 
 
-@torch.no_grad()
-def backward_loss(model, seed):
-    x, dy = batch(seed, model.router.weight.dtype)
-    return (model(x) * dy).sum()
-
-
-@KEPT_IN_FP32
-@DTYPES
-@CLOSURES
-@pytest.mark.parametrize("by_name", [False, True])
-def test_a_closure(by_name, make_optimizer, dtype, keep):
-    """L-BFGS runs the closure several times in a step; gradients stay float32 inside it."""
-    (reference, expected), (model, optimizer) = twins(dtype, make_optimizer)
-    keep(model, optimizer)
-
-    def closure(model, optimizer, plain):
-        optimizer.zero_grad()
-        if plain:
-            loss = sum(backward_loss(model, seed) for seed in (1, 2))
-            set_grads(model, sums(model, (1, 2)))
-        else:
-            loss = sum(backward(model, seed) for seed in (1, 2))
-            assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-        return loss
-
-    for _ in range(2):
-        ours = partial(closure, model, optimizer, False)
-        optimizer.step(closure=ours) if by_name else optimizer.step(ours)
-        expected.step(partial(closure, reference, expected, True))
-    if dtype == torch.float32:
-        assert_same(model, reference, torch.bfloat16 if make_optimizer.func is torch.optim.LBFGS else dtype)
-    else:
-        assert all(p.isfinite().all() for p in model.parameters())
-        if make_optimizer.func is torch.optim.SGD:
-            assert_same(model, reference, dtype)
-
-
 class Checked(torch.optim.SGD):
-    """Asserts that the gradients of a step have the dtypes of their parameters."""
-
-    def step(self, closure):
-        loss = closure()
-        for group in self.param_groups:
-            assert all(p.grad.dtype == p.dtype for p in group["params"])
-        super().step()
-        return loss
-
-
-@KEPT_IN_FP32
-@DTYPES
-def test_gradients_are_rounded_for_the_step_alone_and_not_for_its_closure(dtype, keep):
-    model = Model(dtype)
-    optimizer = Checked(model.parameters(), lr=0.05)
-    keep(model, optimizer)
-
-    def closure():
-        before = [p.grad for p in model.parameters() if p.grad is not None]
-        assert all(grad.dtype == torch.float32 for grad in before)
-        return backward(model, 1)
-
-    for steps in (1, 2):
-        optimizer.step(closure)
-        assert len([p for p in model.parameters() if p.grad.dtype == torch.float32]) == 6, steps
-
-
-class Failing(torch.optim.SGD):
-    """Clears its gradients inside a step, as SAM does, or fails in one."""
+    """Asserts that the gradients of a step have the dtypes of their parameters; clears them, as SAM does, or fails."""
 
     def step(self, closure=None, clear=False, fail=False):
+        for run in [lambda: None] if closure is None else [closure] * 3:  # as in a line search
+            loss = run()
+            assert all(p.grad is None or p.grad.dtype == p.dtype for g in self.param_groups for p in g["params"])
         if fail:
             raise ZeroDivisionError
         if clear:
             self.zero_grad()
         else:
-            super().step(closure)
+            super().step()
+        return loss
+
+
+@KEPT_IN_FP32
+@DTYPES
+@pytest.mark.parametrize("by_name", [False, True])
+def test_gradients_are_rounded_for_the_step_alone_and_not_for_its_closure(by_name, dtype, keep):
+    (reference, expected), (model, optimizer) = twins(dtype, partial(Checked, lr=0.05))
+    keep(model, optimizer)
+
+    def closure():
+        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
+        optimizer.zero_grad()
+        losses = [backward(model, seed) for seed in (1, 2)]
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        return sum(losses)
+
+    for _ in range(2):
+        assert (optimizer.step(closure=closure) if by_name else optimizer.step(closure)).isfinite()
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+        set_grads(reference, sums(reference, (1, 2)))
+        expected.step()
+        assert_same(model, reference, dtype)
 
 
 @KEPT_IN_FP32
@@ -178,7 +140,7 @@ class Failing(torch.optim.SGD):
 def test_after_a_step_that_raised_sums_are_those_of_float32(then, keep):
     """A sum of 64 gradients would be off by an eighth of one in bf16; only the gradient after it may be rounded."""
     model, twin = (Model(torch.bfloat16) for _ in range(2))
-    optimizer, other = (Failing(m.parameters(), lr=0.0) for m in (model, twin))
+    optimizer, other = (Checked(m.parameters(), lr=0.0) for m in (model, twin))
     keep(model, optimizer)
     keep(twin, other)
     for each in (model, twin):
@@ -204,7 +166,7 @@ def test_after_a_step_that_raised_sums_are_those_of_float32(then, keep):
 @DTYPES
 def test_gradients_that_a_step_cleared_stay_cleared(dtype, keep):
     model = Model(dtype)
-    optimizer = Failing(model.parameters(), lr=0.0)
+    optimizer = Checked(model.parameters(), lr=0.0)
     keep(model, optimizer)
     backward(model, 1)
     optimizer.step(clear=True)

@@ -32,11 +32,10 @@ class Steps(World, RuleBasedStateMachine):
     @initialize(
         packed=st.booleans(),
         owner=st.sampled_from(["buffer", "buffer", "attributes", "attributes", "none"]),
-        dense=st.booleans(),
         fuse=st.booleans(),
     )
-    def start(self, packed, owner, dense, fuse):
-        self.setup(packed, owner, dense, fuse)
+    def start(self, packed, owner, fuse):
+        self.setup(packed, owner, fuse)
 
     def teardown(self):
         if hasattr(self, "patch"):
