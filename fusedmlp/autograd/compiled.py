@@ -29,8 +29,8 @@ from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.destinations.main_grad import MainGrad, no_main_grad
 from fusedmlp.contract.forward_checks import enter_forward as check_forward
 from fusedmlp.contract.memory import bring_home, lent
+from fusedmlp.contract.overwrite import refuse_compiled_writer
 from fusedmlp.contract.parameter_state import Leaf, accumulation_lock, state_of
-from fusedmlp.contract.plain_gradient import refuse_compiled_writer
 from fusedmlp.contract.route import Mode, beside_grad, refuse_mixed
 from fusedmlp.operators.ops import register
 from fusedmlp.validate import ExpertWeight

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
+from fusedmlp.contract.overwrite import refuse_compiled_writer
 from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock, find_states
 from fusedmlp.contract.steps import restore, watch_steps
 from fusedmlp.versions import no_frame, outside_of_graphs
@@ -104,6 +105,7 @@ def _store(state: ParameterState, grad: Tensor) -> tuple[None] | None:
         restore(param, state)
         if param.grad is not None and param.grad is not memory:
             return None  # a tensor that somebody put there
+        refuse_compiled_writer(state, ("a parameter", None))
         engine.current_backward().join_stream(memory)
         if param.grad is not None:
             memory.add_(grad)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fusedmlp.contract import engine
 from fusedmlp.contract.checks import label
 from fusedmlp.contract.engine import Backward
 from fusedmlp.contract.parameter_state import ParameterState, Place, waiting
@@ -52,3 +53,13 @@ def refuse_to_be_erased(param: Tensor, backward: Backward, place: Place, last: B
                 f"{label(place)}: a queued gradient is going to overwrite main_grad, and would erase this one, "
                 "which came later; run its queue first"
             )
+
+
+def refuse_compiled_writer(state: ParameterState, place: Place) -> None:
+    """Raise if a compiled graph in another backward, which holds no lock, is adding to the parameter's `main_grad`."""
+    other = state.compiled_in
+    if other is not None and not other.over and not (engine.inside_backward() and other is engine.current_backward()):
+        raise RuntimeError(
+            f"{label(place)}: a compiled backward in another thread is adding to this main_grad, and one of the "
+            "sums would be lost; expected one backward after the other, or the layer outside of torch.compile"
+        )

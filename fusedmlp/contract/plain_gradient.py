@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.checks import label, refuse_tensor_hooks
+from fusedmlp.contract.checks import refuse_tensor_hooks
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
-from fusedmlp.contract.overwrite import asks, refuse_to_be_erased
-from fusedmlp.contract.parameter_state import ParameterState, Place, accumulation_lock
+from fusedmlp.contract.overwrite import asks, refuse_compiled_writer, refuse_to_be_erased
+from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
 from fusedmlp.contract.steps import restore
 from fusedmlp.versions import outside_of_wrong_graphs
 
@@ -99,13 +99,3 @@ def adopt_plain_gradient(param: Tensor, grad: Tensor, main_grad: Tensor) -> None
     with torch.no_grad():
         main_grad.add_(grad)
     param.grad = None
-
-
-def refuse_compiled_writer(state: ParameterState, place: Place) -> None:
-    """Raise if a compiled graph in another backward, which holds no lock, is adding to the parameter's `main_grad`."""
-    other = state.compiled_in
-    if other is not None and not other.over and not (engine.inside_backward() and other is engine.current_backward()):
-        raise RuntimeError(
-            f"{label(place)}: a compiled backward in another thread is adding to this main_grad, and one of the "
-            "sums would be lost; expected one backward after the other, or the layer outside of torch.compile"
-        )

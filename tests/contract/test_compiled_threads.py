@@ -66,6 +66,7 @@ def at_once(outputs, dy):
     ("owner", "eager"),
     [
         *((owner, eager) for owner in ("adds", "adds, flag") for eager in (0, 3)),
+        ("buffer", 3),
         *(pytest.param(owner, 0, marks=pytest.mark.slow) for owner in ("buffer", "overwrite_main_grad")),
     ],
 )
@@ -96,6 +97,22 @@ def test_no_sum_is_lost(owner, eager, kind, packed, pause, compiled, make_layer,
     compiled(layer, x).backward(dy)  # nothing is refused afterwards
     layer.backward(1)
     assert_close(layer.main_grads(), plus(before, layer.wgrads(*[1] * (total + 2))))
+
+
+@LAYERS
+def test_no_plain_gradient_in_a_buffer_is_lost(kind, packed, pause, compiled, make_layer, assert_close):
+    """Three backwards of a graph, three of plain PyTorch through one weight."""
+    layer = make_layer(kind, packed)
+    buffer, (weight, *_), wgrads = fusedmlp.MainGradBuffer(layer.params), layer.params, layer.wgrads()
+    x, dy = layer.batch(1)
+    compiled(layer, x).backward(dy)  # compiles forward and backward
+    for _ in range(ROUNDS):
+        buffer.zero_grad()
+        fused = [partial(compiled(layer, x).backward, dy) for _ in range(3)]
+        plain = [weight.square().sum().backward for _ in range(3)]
+        added = in_threads(*(partial(was_added, run) for run in fused + plain))
+        assert any(added)
+        assert_close([weight.grad], [sum(added[:3]) * wgrads[0] + 2 * sum(added[3:]) * weight.detach().double()])
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import plus
+from support.contract_helpers import in_threads, plus
 from support.systems import distributed, one_rank
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -221,3 +221,10 @@ def test_other_threads_wait_while_a_gemm_adds(mode, layer, monkeypatch):
     monkeypatch.setattr(grad, "hold_others", lambda params: held.extend(params) or [])
     layer.backward(accumulate_wgrad=mode)
     assert [*map(id, held)] == [*map(id, reversed(layer.leaves))]
+
+
+def test_two_threads_at_once(mode, layer, assert_close):
+    wgrads = plus(*(layer.wgrads(seed) for seed in range(8)))
+    ys = [layer(layer.batch(seed)[0], accumulate_wgrad=mode) for seed in range(8)]
+    in_threads(*(lambda y=y, seed=seed: y.backward(layer.batch(seed)[1]) for seed, y in enumerate(ys)))
+    assert_close(sums(layer), expected(wgrads))

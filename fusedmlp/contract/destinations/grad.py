@@ -18,6 +18,7 @@ from fusedmlp.contract.checks import (
 from fusedmlp.contract.destinations.destination import Destination, Route, Targets
 from fusedmlp.contract.exclusion import hold_others
 from fusedmlp.contract.memory import lent
+from fusedmlp.contract.overwrite import refuse_compiled_writer
 from fusedmlp.contract.parameter_state import Place
 from fusedmlp.contract.steps import restore
 
@@ -40,6 +41,9 @@ class Grad(Destination):
 
     def open(self, route: Route) -> Targets:
         """Choose the existing `.grad`s, or lent memory."""
+        for i, _, state in route.leaves:
+            if state is not None and state.compiled_in is not None:
+                refuse_compiled_writer(state, route.place(i))
         if route.group is not None and route.group.stores(route.params) is not None:
             return route.group.memory  # type: ignore[return-value]
         targets = self.existing(route, [])

@@ -19,9 +19,15 @@ from fusedmlp.contract.checks import (
 )
 from fusedmlp.contract.destinations.destination import Destination, Route, Targets
 from fusedmlp.contract.dummy import set_dummy_wgrad
-from fusedmlp.contract.overwrite import asks, refuse_superseded, refuse_to_be_erased, takes_overwrite
+from fusedmlp.contract.overwrite import (
+    asks,
+    refuse_compiled_writer,
+    refuse_superseded,
+    refuse_to_be_erased,
+    takes_overwrite,
+)
 from fusedmlp.contract.parameter_state import ParameterState, Place, waiting
-from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients, refuse_compiled_writer
+from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
 from fusedmlp.contract.steps import watch_steps
 
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
