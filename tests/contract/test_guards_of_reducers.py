@@ -337,7 +337,7 @@ def test_a_buffer_made_between_forward_and_backward_is_added_to(make_layer, asse
     layer = make_layer()
     x, dy = layer.batch(1)
     y = layer(x)
-    fusedmlp.MainGradBuffer(layer.params)
+    kept = fusedmlp.MainGradBuffer(layer.params)  # noqa: F841
     y.backward(dy)
     assert_close(layer.main_grads(), layer.wgrads(1))
     assert_close(layer.grads(), layer.wgrads(1))
