@@ -115,8 +115,8 @@ class MainGradBuffer:
             RuntimeError: gradients of these parameters are still in a `WgradQueue`.
         """
         self._refuse_queued("zero_grad()")
-        for param, state in zip(self.params, self._states, strict=True):
-            param.grad = state.rounded = None
+        for param in self.params:
+            param.grad = None
 
     def norm(self) -> Tensor:
         """Total 2-norm of all gradients, fp32, on the device."""

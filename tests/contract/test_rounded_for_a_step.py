@@ -193,3 +193,28 @@ def test_a_model_cast_after_its_buffer_was_made_steps_as_one_cast_before(optimiz
         made.step()
         del buffer  # kept until here
     assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+
+
+class Outer(torch.optim.Optimizer):
+    """Steps another optimizer of the same parameters, and doubles every gradient."""
+
+    def __init__(self, params, inner):
+        super().__init__(params, {})
+        self.inner = inner
+
+    def step(self):
+        self.inner.step()
+        for group in self.param_groups:
+            for param in group["params"]:
+                assert param.grad.dtype == param.dtype  # also after the inner step
+                param.grad.mul_(2)
+
+
+def test_what_an_optimizer_writes_to_grad_stays():
+    param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    kept = fusedmlp.MainGradBuffer([param])  # noqa: F841
+    (param.float() * (1 + 2**-10)).sum().backward()
+    param.grad.fill_(1 + 2**-10)
+    Outer([param], torch.optim.SGD([param], lr=0.0)).step()
+    assert param.grad is param.main_grad
+    assert param.grad.tolist() == [2.0] * 4  # that of the rounded copy
