@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils.hooks import unserializable_hook
 
 from fusedmlp.contract import engine
-from fusedmlp.contract.checks import refuse_tensor_hooks
+from fusedmlp.contract.checks import label, refuse_tensor_hooks
 from fusedmlp.contract.dummy import has_dummy_wgrad, remove_dummy_wgrad
 from fusedmlp.contract.overwrite import asks, refuse_compiled_writer, refuse_to_be_erased
-from fusedmlp.contract.parameter_state import ParameterState, accumulation_lock
+from fusedmlp.contract.parameter_state import ParameterState, Place, accumulation_lock
 from fusedmlp.contract.steps import restore
 from fusedmlp.versions import outside_of_wrong_graphs
 
@@ -66,10 +66,7 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
     if main_grad is None:
         return None
     if asks(param):
-        raise RuntimeError(
-            "a parameter with overwrite_main_grad: expected use by fusedmlp layers only; got use by plain PyTorch, "
-            "whose gradient one of a layer would erase"
-        )
+        raise _erased(("a parameter", None))
     if _owner_adds(param) or not param.grad_added_to_main_grad:  # type: ignore[attr-defined]
         remove_dummy_wgrad(param)
         return None
@@ -86,6 +83,22 @@ def _take(param: Tensor, state: ParameterState, grad: Tensor) -> Tensor | None:
 def _owner_adds(param: Tensor) -> bool:
     """Tell whether the owner adds `.grad` to `main_grad`, whatever the flag says."""
     return getattr(param, "zero_out_wgrad", False)
+
+
+def _erased(place: Place) -> RuntimeError:
+    return RuntimeError(
+        f"{label(place)} with overwrite_main_grad: expected use by fusedmlp layers only; got use by plain PyTorch, "
+        "whose gradient one of a layer would erase"
+    )
+
+
+def refuse_earlier_plain_gradient(param: Tensor, state: ParameterState, place: Place) -> None:
+    """Raise for a plain gradient that came before any catch, if the first fused one erases what is in `main_grad`."""
+    if state.dummy is not None or not asks(param) or param.grad is None or _owner_adds(param):
+        return
+    if getattr(param, "grad_added_to_main_grad", True) or 0 in param.grad.stride():  # a dummy, in a CUDA graph
+        return
+    raise _erased(place)
 
 
 def adopt_plain_gradient(param: Tensor, grad: Tensor, main_grad: Tensor) -> None:

@@ -1,6 +1,7 @@
 """Guard 10 where one of the two uses of a weight is plain PyTorch's."""
 
 import pytest
+import torch
 from support.contract_helpers import plus
 
 import fusedmlp
@@ -73,3 +74,20 @@ def test_a_backward_without_the_layer_goes_where_the_owner_looks(flag, make_laye
     assert_close(layer.grads(), [0 * g for g in squares] if flag else squares)
     expected = [b + g + flag * s for b, g, s in zip(before, layer.wgrads(1), squares, strict=True)]
     assert_close(layer.main_grads(), expected)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_a_plain_gradient_before_the_first_that_overwrites_is_refused(delayed, make_layer):
+    """No forward of the layer has registered the catch, and the owner, which goes by the flag, drops `.grad`."""
+    layer, queue = make_layer(packed=False), fusedmlp.WgradQueue() if delayed else None
+    before = layer.attach(False)
+    layer.params[-1].square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"fc2_weight\[\d\] with overwrite_main_grad: expected use by fused"):
+        layer.backward(1, wgrad_queue=queue, overwrites=True)
+    assert not queue
+    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
+    assert not any(param.grad_added_to_main_grad for param in layer.params)
+    layer.params[-1].grad = None
+    layer.backward(1, wgrad_queue=queue, overwrites=True)
+    if queue is not None:
+        queue.run()

@@ -27,7 +27,11 @@ from fusedmlp.contract.overwrite import (
     takes_overwrite,
 )
 from fusedmlp.contract.parameter_state import ParameterState, Place, waiting
-from fusedmlp.contract.plain_gradient import adopt_plain_gradient, catch_plain_gradients
+from fusedmlp.contract.plain_gradient import (
+    adopt_plain_gradient,
+    catch_plain_gradients,
+    refuse_earlier_plain_gradient,
+)
 from fusedmlp.contract.steps import watch_steps
 
 _SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
@@ -105,6 +109,7 @@ class MainGrad(Destination):
             check_group(route.name, found)
         for (i, param, state), target in zip(route.leaves, found, strict=True):
             targets[i], hooks = target, param._backward_hooks
+            refuse_earlier_plain_gradient(param, state, route.place(i))
             if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
                 refuse_tensor_hooks(param, route.place(i))
         _refuse_common(route, self.name, targets)
