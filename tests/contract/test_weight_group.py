@@ -162,3 +162,15 @@ def test_memory_is_free_once_a_buffer_is_detached(make_layer):
     del buffer
     gc.collect()
     assert [ref() for ref in memory] == [None] * len(memory)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_experts_that_share_a_parameter_add_up(delayed, make_layer, assert_close):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue() if delayed else None
+    layer.groups[0][2] = layer.params[2] = layer.params[0]
+    kept = fusedmlp.MainGradBuffer(layer.params[:2])  # noqa: F841
+    layer.backward(1, 2, wgrad_queue=queue)
+    if queue is not None:
+        queue.run()
+    first, second, third = layer.wgrads(1, 2)
+    assert_close(layer.grads()[:2], [first + third, second])
