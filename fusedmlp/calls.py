@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from fusedmlp import validate
-from fusedmlp.autograd import compiled, operators  # noqa: F401  # which registers derivatives
+from fusedmlp.autograd import compiled, operators
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract.forward_checks import enter_forward
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
 from fusedmlp.recipe import NAMES, check_blocks, formats
 from fusedmlp.validate import ExpertWeight, Input, Options
+
+operators.register()
 
 
 def run(

@@ -102,11 +102,13 @@ def _differentiable(operator: Any, derivative: Callable[..., Any], *args: Any) -
     return tuple(marked) if several else marked[0]
 
 
-for _name, _derivative in (("grouped_gemm", _grouped_gemm), ("grouped_mlp", _grouped_mlp)):
-    _operator = getattr(torch.ops.fusedmlp, _name).default
-    ops.library.impl(_name, partial(_differentiable, _operator, _derivative), "Autograd")
-for _name, _backward, _save in (
-    ("combine", _combine_backward, _save_combine),
-    ("order_rows", _order_rows_backward, _save_order_rows),
-):
-    torch.library.register_autograd(f"fusedmlp::{_name}", _backward, setup_context=_save, lib=ops.library)
+def register() -> None:
+    """Register the derivatives with PyTorch."""
+    for name, derivative in (("grouped_gemm", _grouped_gemm), ("grouped_mlp", _grouped_mlp)):
+        operator = getattr(torch.ops.fusedmlp, name).default
+        ops.library.impl(name, partial(_differentiable, operator, derivative), "Autograd")
+    for name, backward, save in (
+        ("combine", _combine_backward, _save_combine),
+        ("order_rows", _order_rows_backward, _save_order_rows),
+    ):
+        torch.library.register_autograd(f"fusedmlp::{name}", backward, setup_context=save, lib=ops.library)

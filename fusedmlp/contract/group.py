@@ -1,4 +1,4 @@
-"""What is true of a weight's parameters in a buffer until somebody changes them, found out once for all of them."""
+"""Facts about all parameters of a weight in a buffer, found out once and kept until somebody changes a parameter."""
 
 from __future__ import annotations
 
@@ -25,9 +25,8 @@ class WeightGroup(NamedTuple):
     shapes: list[torch.Size]
 
     def stores(self, params: Sequence[Tensor]) -> bool | None:
-        """Whether the GEMM overwrites the memory, as every `.grad` is None, or adds, as the memory is every `.grad`.
-
-        None: it has to be asked for each parameter, as another `.grad` or a hook is in the way.
+        """Tell whether the GEMM overwrites the memory (True: every `.grad` is None) or adds (False: the memory is every
+        `.grad`). None: ask for each parameter, as another `.grad`, a hook or another shape is in the way.
         """
         if [*map(_SHAPE, params)] != self.shapes or any(map(_HOOKS, params)):
             return None
@@ -37,14 +36,12 @@ class WeightGroup(NamedTuple):
         return True if all(map(is_, grads, repeat(None))) else None
 
     def has_late_hooks(self, params: Sequence[Tensor]) -> bool:
-        """Whether a parameter has a post-accumulate-grad hook beside that of memory.py."""
+        """Tell whether a parameter has a post-accumulate-grad hook beside that of memory.py."""
         return max(map(len, filter(None, map(_LATE_HOOKS, params))), default=0) > 1
 
 
 def group_of(params: Sequence[Tensor]) -> WeightGroup | None:
-    """The group of these parameters, as it was found before if nothing has changed; None: they have to be asked one by
-    one.
-    """
+    """The group of these parameters, kept from an earlier call if nothing has changed. None: ask them one by one."""
     state = None if torch.compiler.is_compiling() else find_state(params[0])
     if state is None or state.memory is None:
         return None

@@ -128,7 +128,7 @@ class WgradQueue:
         self._pending.append(_Delayed(route, operands, operands.state(), transposed, recipe, impl))
 
     def routes(self) -> list[Route]:
-        """What waits, for checks in any thread."""
+        """List the gradients that wait, for checks in any thread."""
         return [delayed.route for delayed in [*self._pending]]
 
     def clear(self) -> None:

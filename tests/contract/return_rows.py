@@ -12,7 +12,7 @@ ABSENT = None
 
 
 class Row(NamedTuple):
-    """What is there before a backward."""
+    """The state before a backward."""
 
     mode: str
     main_grad: bool = False

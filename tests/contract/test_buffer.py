@@ -85,7 +85,7 @@ def test_a_gradient_that_is_kept_is_written_by_the_next_step():
 
 def test_when_the_buffer_goes_gradients_are_as_without():
     param = Parameter(torch.ones(4))
-    kept = MainGradBuffer([param])  # noqa: F841
+    _kept = MainGradBuffer([param])
     param.sum().backward()
     param.sum().backward()
     assert (param.grad == 2).all()
@@ -140,7 +140,7 @@ def test_a_main_grad_that_was_taken_away_is_noticed(how):
 def test_any_number_of_optimizers_made_before_or_after():
     model = Model(torch.bfloat16)
     first = torch.optim.SGD(model.router.parameters(), lr=0.1)
-    kept = MainGradBuffer(model.parameters())  # noqa: F841
+    _kept = MainGradBuffer(model.parameters())
     second = torch.optim.AdamW(model.experts.parameters(), lr=0.1)
     before = [param.detach().clone() for param in model.parameters()]
     for step in range(2):
@@ -156,7 +156,7 @@ def test_any_number_of_optimizers_made_before_or_after():
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_create_graph_leaves_grad_to_pytorch():
     param = Parameter(torch.ones(4))
-    kept = MainGradBuffer([param])  # noqa: F841
+    _kept = MainGradBuffer([param])
     param.square().sum().backward(create_graph=True)
     assert param.grad.requires_grad
     param.grad.sum().backward()

@@ -181,7 +181,7 @@ def test_a_weight_frozen_after_its_gradient_came_still_steps(what, zeros, make_l
     layer, queue = make_layer(bias=True), fusedmlp.WgradQueue()
     unused = torch.nn.Parameter(torch.ones(4))
     tensors = [*layer.params, *layer.biases, unused]
-    kept = fusedmlp.MainGradBuffer(tensors)  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer(tensors)
     x, dy = layer.batch(1)
     options = {"wgrad_queue": queue} if "delayed" in what else {}
     layer(x, accumulate_wgrad="off" if "not fused" in what else "auto", **options).backward(dy * (not zeros))

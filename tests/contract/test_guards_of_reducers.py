@@ -158,7 +158,7 @@ def test_main_grad_attached_after_the_forward_of_ddp(packed, use_reentrant, attr
 @pytest.mark.parametrize("mode", ["grad", "off", "auto"])
 @pytest.mark.parametrize("way", ["inside", "called afterwards"])
 def test_ddp_accepts_the_other_modes(way, mode, bucket_view, ddp, make_layer, assert_close):
-    """Where main_grad is attached after forward, too, if the mode does not use it."""
+    """Modes without main_grad are accepted, also if one is attached after forward."""
     layer, before = make_layer(), None
     forward = WAYS[way](partial(ddp, gradient_as_bucket_view=bucket_view), layer)
     for seed in (1, 2, 3):
@@ -337,7 +337,7 @@ def test_a_buffer_made_between_forward_and_backward_is_added_to(make_layer, asse
     layer = make_layer()
     x, dy = layer.batch(1)
     y = layer(x)
-    kept = fusedmlp.MainGradBuffer(layer.params)  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer(layer.params)
     y.backward(dy)
     assert_close(layer.main_grads(), layer.wgrads(1))
     assert_close(layer.grads(), layer.wgrads(1))

@@ -89,7 +89,7 @@ def test_a_new_buffer_may_follow_one_that_was_not_detached(make_layer, assert_cl
     for param in layer.params:
         del param.main_grad
         param.grad = None
-    kept = fusedmlp.MainGradBuffer(layer.params)  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer(layer.params)
     layer.backward(2)
     assert_close(layer.main_grads(), layer.wgrads(2))
 

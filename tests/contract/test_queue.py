@@ -77,7 +77,7 @@ OLDEST = {  # the uses of layers in each backward, as (layer, seed), and those t
 @LAYERS
 @pytest.mark.parametrize("case", OLDEST)
 def test_run_oldest_computes_what_one_backward_queued(case, kind, packed, make_layer, assert_close):
-    """Of fused micro-batches it takes those of its layer along."""
+    """A queue that fuses takes later micro-batches of the same layer along."""
     layers, (backwards, runs) = [make_layer(kind, packed) for _ in range(2)], OLDEST[case]
     queue = fusedmlp.WgradQueue(fuse_microbatches="fused" in case)
     expected = [layer.attach() for layer in layers]

@@ -212,7 +212,7 @@ class Outer(torch.optim.Optimizer):
 
 def test_what_an_optimizer_writes_to_grad_stays():
     param = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    kept = fusedmlp.MainGradBuffer([param])  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer([param])
     (param.float() * (1 + 2**-10)).sum().backward()
     param.grad.fill_(1 + 2**-10)
     Outer([param], torch.optim.SGD([param], lr=0.0)).step()

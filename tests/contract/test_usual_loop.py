@@ -44,7 +44,7 @@ def test_the_usual_loop(dtype, make_optimizer, zero_grad):
 def test_sums_of_many_micro_batches_are_those_of_float32_for_plain_weights_too():
     """A router's sum in bf16 would stop growing at 256 times what is added."""
     model = Model(torch.bfloat16)
-    kept = fusedmlp.MainGradBuffer(model.parameters())  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer(model.parameters())
     for _ in range(600):
         backward(model, 1)
     expected = [600 * g for g in sums(Model(torch.bfloat16, "off"), [1])]

@@ -1,4 +1,4 @@
-"""What is bound once for a weight in a buffer: every change of its parameters after that is seen."""
+"""Facts that are kept of a weight in a buffer: every later change of its parameters is seen."""
 
 import gc
 import weakref
@@ -80,7 +80,7 @@ def test_a_change_between_two_steps(packed, dtype, change, delayed, make_layer, 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_an_owner_that_takes_the_weights_over_gets_the_gradients(delayed, make_layer, assert_close):
     layer, queue = make_layer(packed=False), fusedmlp.WgradQueue() if delayed else None
-    kept = bound(layer)  # noqa: F841
+    _kept = bound(layer)
     before = layer.attach()
     layer.backward(1, 2, wgrad_queue=queue)
     if queue is not None:
@@ -104,7 +104,7 @@ def test_a_buffer_that_is_made_before_the_queue_runs(make_layer, assert_close):
 
 def test_fewer_experts_of_the_same_parameters(make_layer, assert_close):
     layer = make_layer("linear", packed=False)
-    kept = bound(layer)  # noqa: F841
+    _kept = bound(layer)
     first, second, *_ = layer.params
     x, dy = torch.randn(3, 4), torch.randn(3, 5)
     fusedmlp.grouped_linear(x, [first, second], [1, 2]).backward(dy)
@@ -115,7 +115,7 @@ def test_fewer_experts_of_the_same_parameters(make_layer, assert_close):
 def test_buffers_of_two_dtypes_for_one_weight(make_layer, assert_close):
     """One GEMM writes in one dtype; gradients of the other experts are returned."""
     layer = make_layer("linear", packed=False, dtype=torch.bfloat16)
-    kept = [  # noqa: F841
+    _kept = [
         fusedmlp.MainGradBuffer(layer.params[:1], dtype=torch.bfloat16),
         fusedmlp.MainGradBuffer(layer.params[1:]),
     ]
@@ -128,7 +128,7 @@ def test_buffers_of_two_dtypes_for_one_weight(make_layer, assert_close):
 def test_a_weight_that_has_got_another_shape_is_refused(delayed, make_layer):
     """Its memory has the old one."""
     layer, queue = make_layer("linear"), fusedmlp.WgradQueue() if delayed else None
-    kept = bound(layer)  # noqa: F841
+    _kept = bound(layer)
     (weight,) = layer.params
     weight.data = weight.data[:, :3]
     x, dy = layer.batch(1)
@@ -146,7 +146,7 @@ def test_a_weight_that_has_got_another_shape_is_refused(delayed, make_layer):
 
 def test_a_hook_that_would_run_before_a_delayed_gradient_is_refused(make_layer):
     layer, queue = make_layer(packed=False), fusedmlp.WgradQueue()
-    kept = bound(layer)  # noqa: F841
+    _kept = bound(layer)
     layer.backward(1, wgrad_queue=queue)
     queue.run()
     layer.params[-1].register_post_accumulate_grad_hook(lambda param: None)
@@ -168,7 +168,7 @@ def test_memory_is_free_once_a_buffer_is_detached(make_layer):
 def test_experts_that_share_a_parameter_add_up(delayed, make_layer, assert_close):
     layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue() if delayed else None
     layer.groups[0][2] = layer.params[2] = layer.params[0]
-    kept = fusedmlp.MainGradBuffer(layer.params[:2])  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer(layer.params[:2])
     layer.backward(1, 2, wgrad_queue=queue)
     if queue is not None:
         queue.run()

@@ -109,7 +109,7 @@ def _in_main_grad(run: Callable[[Micro], None]) -> Callable[[Micro], Sequence[Te
 
 
 def _in_a_buffer(micro: Micro) -> Sequence[Tensor | None]:
-    kept = fusedmlp.MainGradBuffer(micro.params)  # noqa: F841
+    _kept = fusedmlp.MainGradBuffer(micro.params)
     for _ in range(2):  # the second step overwrites the first one's gradients
         micro.optimizer.zero_grad()
         micro.both()
