@@ -86,6 +86,8 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     groups = _split(main_grads, names, lengths)  # in the place of parameters, until those are known
     weights = [Route(name=name, params=outs, uses=[], destination=_MAIN_GRAD, delayed=False) for name, outs in groups]
     places = [(weight, i) for weight in weights for i in range(len(weight.params))]
+    for weight in weights:
+        weight.leaves = []
     with accumulation_lock:
         for (weight, i), row in zip(places, keys.tolist(), strict=True):
             key = TracedKey(*row)

@@ -155,7 +155,7 @@ def are_alike(tensors: Sequence[Tensor]) -> bool:
         return (
             len(set(map(type, tensors))) == 1
             and len(set(map(_SHAPE, tensors))) == 1
-            and len(set(map(Tensor.stride, tensors))) == 1
+            and (all(map(Tensor.is_contiguous, tensors)) or len(set(map(Tensor.stride, tensors))) == 1)
             and engine.have_one_dtype_and_device(tensors)
         )
     except (AttributeError, RuntimeError, TypeError):  # sparse and opaque tensors have no strides; no tensors at all

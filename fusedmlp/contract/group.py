@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fusedmlp.contract.checks import are_alike
 from fusedmlp.contract.memory import lent
-from fusedmlp.contract.parameter_state import find_state
+from fusedmlp.contract.parameter_state import find_state, find_states
 
 _GRAD, _SHAPE, _HOOKS = attrgetter("grad"), attrgetter("shape"), attrgetter("_backward_hooks")
+_COMPILED_IN = attrgetter("compiled_in")
 _LATE_HOOKS = attrgetter("_post_accumulate_grad_hooks")
 
 
@@ -26,9 +27,11 @@ class WeightGroup(NamedTuple):
 
     def stores(self, params: Sequence[Tensor]) -> bool | None:
         """Tell whether the GEMM overwrites the memory (True: every `.grad` is None) or adds (False: the memory is every
-        `.grad`). None: ask for each parameter, as another `.grad`, a hook or another shape is in the way.
+        `.grad`). None: ask for each parameter, as another `.grad`, a hook, a graph or another shape is in the way.
         """
         if [*map(_SHAPE, params)] != self.shapes or any(map(_HOOKS, params)):
+            return None
+        if any(map(_COMPILED_IN, find_states(params))):
             return None
         grads = [*map(_GRAD, params)]
         if all(map(is_, grads, self.memory)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from itertools import count
 from typing import Any, Literal
 
 from torch import Tensor
@@ -21,7 +20,6 @@ from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
 from fusedmlp.contract.group import group_of
 from fusedmlp.contract.memory import lent
 from fusedmlp.contract.owners.refusal import present_owners, refuse_owner
-from fusedmlp.contract.parameter_state import find_states, states_of
 
 Mode = Literal[
     "auto",
@@ -131,20 +129,9 @@ def route(
     destination = choose(mode, name, params, uses, in_buffer=group is not None)
     if instead := destination.if_delayed if delayed else destination.if_recorded if recorded else "":
         destination = choose(instead, name, params, uses, in_buffer=group is not None)
-    # Only destinations that need a state create one: its weak reference makes `swap_tensors` refuse the parameter.
-    needs_states = destination.beside_grad or delayed
-    leaves = [*zip(count(), params, (states_of if needs_states else find_states)(params), strict=False)]
-    result = Route(
-        name=name,
-        params=params,
-        uses=uses,
-        leaves=leaves if known else [leaf for leaf, use in zip(leaves, uses, strict=True) if use is ACCUMULATE],
-        group=group,
-        delayed=delayed,
-        destination=destination,
-    )
+    result = Route(name=name, params=params, uses=uses, destination=destination, delayed=delayed, group=group)
     routes.append(result)
-    if needs_states and (owners := present_owners()):
+    if (delayed or destination.beside_grad) and (owners := present_owners()):
         for i, param, _ in result.leaves:
             refuse_owner(param, owners, result.place(i), "" if delayed else destination.name)
     if delayed:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedmlp
 from fusedmlp.contract.destinations.main_grad import MainGrad
 from fusedmlp.contract.engine import EngineUse
-from fusedmlp.contract.parameter_state import state_of
 from fusedmlp.contract.route import Route
 from fusedmlp.doctor import reference
 from fusedmlp.operators import ops
@@ -351,7 +350,6 @@ def test_a_queue_runs_outside_of_backward_on_a_gpu_too():
             uses=[EngineUse.ACCUMULATE],
             delayed=True,
             destination=MainGrad(),
-            leaves=[(0, param, state_of(param))],
         )
         route.open()
     assert route.outs[0] is param.main_grad

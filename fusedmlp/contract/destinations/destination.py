@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from fusedmlp.contract import checks, engine
 from fusedmlp.contract.engine import ACCUMULATE, DROP, Backward, EngineUse
 from fusedmlp.contract.group import WeightGroup, group_of
-from fusedmlp.contract.parameter_state import Leaf, ParameterState, Place
+from fusedmlp.contract.parameter_state import Leaf, ParameterState, Place, find_states, states_of
 
 Targets = list[Tensor | None]  # per parameter: the tensor that a GEMM writes to; None: a fresh one, which is returned
 
@@ -100,7 +102,6 @@ class Route:
     uses: list[EngineUse]
     destination: Destination
     delayed: bool
-    leaves: list[Leaf] = field(default_factory=list)  # the parameters whose gradients are accumulated
     group: WeightGroup | None = None  # if the engine accumulates the gradients of all
     # A delayed one:
     backward: Backward | None = None
@@ -116,6 +117,15 @@ class Route:
     # Hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases them. None: another
     # thread may be adding.
     held: list[tuple[Any, Any]] | None = None
+
+    @cached_property
+    def leaves(self) -> list[Leaf]:
+        """The parameters whose gradients are accumulated, with their states, if a state is there or needed: its weak
+        reference makes `swap_tensors` refuse the parameter.
+        """
+        states = (states_of if self.delayed or self.destination.beside_grad else find_states)(self.params)
+        leaves = zip(count(), self.params, states, strict=False)
+        return [leaf for leaf, use in zip(leaves, self.uses, strict=True) if use is ACCUMULATE]
 
     def place(self, i: int) -> Place:
         """The name of parameter `i` in errors."""
@@ -141,6 +151,9 @@ class Route:
         if first is not None and first.is_cuda and engine.inside_backward():
             engine.current_backward().join_stream(first)
         self.destination.decide(self, targets)
+        if not self.returns and len(self.overwrites) in (0, len(self.params)):
+            self.accumulate = not self.overwrites
+            return
         added = [
             target is not None and id(param) not in self.overwrites
             for target, param in zip(self.targets, self.params, strict=True)

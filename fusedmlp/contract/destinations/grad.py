@@ -3,7 +3,9 @@ either, the gradient is returned, and becomes `.grad`."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from itertools import repeat
 
 from torch import Tensor
 
@@ -41,11 +43,11 @@ class Grad(Destination):
 
     def open(self, route: Route) -> Targets:
         """Choose the existing `.grad`s, or lent memory."""
+        if route.group is not None and route.group.stores(route.params) is not None:
+            return route.group.memory  # type: ignore[return-value]
         for i, _, state in route.leaves:
             if state is not None and state.compiled_in is not None:
                 refuse_compiled_writer(state, route.place(i))
-        if route.group is not None and route.group.stores(route.params) is not None:
-            return route.group.memory  # type: ignore[return-value]
         targets = self.existing(route, [])
         return targets if route.delayed else _of_one_kind(targets)
 
@@ -73,10 +75,14 @@ class Grad(Destination):
 
     def decide(self, route: Route, targets: Targets) -> None:
         """Store into lent memory where `.grad` is None, and make it `.grad`."""
-        stored = [(p, targets[i]) for i, p, _ in route.leaves if p.grad is None and targets[i] is not None]
-        route.overwrites = {id(param) for param, _ in stored}
-        for param, target in stored:
-            param.grad = target
+        params: Sequence[Tensor] = route.params
+        if route.group is None or targets is not route.group.memory:
+            stored = [(p, targets[i]) for i, p, _ in route.leaves if p.grad is None and targets[i] is not None]
+            params, targets = [param for param, _ in stored], [target for _, target in stored]
+        elif params[0].grad is not None:
+            return  # no `.grad` is None
+        route.overwrites = {*map(id, params)}
+        deque(map(setattr, params, repeat("grad"), targets), 0)
 
     def undo(self, route: Route) -> None:
         """If the gradient was to be stored, let the next one be."""

@@ -20,6 +20,7 @@ from fusedmlp.contract.checks import (
 from fusedmlp.contract.destinations.destination import Destination, Route, Targets
 from fusedmlp.contract.dummy import set_dummy_wgrad
 from fusedmlp.contract.overwrite import (
+    any_asks,
     asks,
     refuse_compiled_writer,
     refuse_superseded,
@@ -34,7 +35,7 @@ from fusedmlp.contract.plain_gradient import (
 )
 from fusedmlp.contract.steps import watch_steps
 
-_SHAPE, _REQUIRES_GRAD = attrgetter("shape"), attrgetter("requires_grad")
+_SHAPE, _REQUIRES_GRAD, _HOOKS = attrgetter("shape"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
 
 
 class MainGrad(Destination):
@@ -93,7 +94,8 @@ class MainGrad(Destination):
 
     def decide(self, route: Route, targets: Targets) -> None:
         """Decide which parameters' `main_grad` the GEMM overwrites."""
-        for _, param, state in route.leaves:
+        asked = route.asked if route.delayed else any_asks(route.params)
+        for _, param, state in route.leaves if asked else ():
             if id(param) in route.asked if route.delayed else asks(param):
                 backward = route.backward or engine.current_backward()
                 if takes_overwrite(param, state, backward):
@@ -107,8 +109,10 @@ class MainGrad(Destination):
         if not _are_right(params, found):  # look again, one by one, which takes longer
             found = [self.checked(param, route.place(i)) for i, param, _ in route.leaves]
             check_group(route.name, found)
-        for (i, param, state), target in zip(route.leaves, found, strict=True):
-            targets[i], hooks = target, param._backward_hooks
+        for (i, *_), target in zip(route.leaves, found, strict=True):
+            targets[i] = target
+        for i, param, state in route.leaves if any_asks(params) or any(map(_HOOKS, params)) else ():
+            hooks = param._backward_hooks
             refuse_earlier_plain_gradient(param, state, route.place(i))
             if hooks and (len(hooks) > 1 or state.catch is None or state.catch.id not in hooks):
                 refuse_tensor_hooks(param, route.place(i))
