@@ -178,12 +178,7 @@ FIGURES = {
         gpu_pages.liger_published,
     ),
     "docs/eight_bit.md": (gpu_pages.gpu_eight_bit, gpu_pages.gpu_eight_bit_launches),
-    "docs/warp_specialized.md": (
-        gpu_pages.gpu_two_sets,
-        gpu_pages.gpu_gathered,
-        gpu_pages.gpu_rings,
-        gpu_pages.gpu_wgrad_8_bits,
-    ),
+    "docs/kernels.md": (gpu_pages.gpu_two_sets, gpu_pages.gpu_gathered, gpu_pages.gpu_rings),
 }
 
 

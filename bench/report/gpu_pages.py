@@ -1,4 +1,4 @@
-"""Figures of compared.md, eight_bit.md and warp_specialized.md that were measured on a GPU."""
+"""Figures of compared.md, eight_bit.md and kernels.md that were measured on a GPU."""
 
 from __future__ import annotations
 
@@ -232,23 +232,3 @@ def gpu_rings() -> str:
             gathered("gathered, adds, memory", "qwen3-30b-8k"),
         ],
     )
-
-
-_TRIED = {
-    1: ("two parts", "two parts, in turn: once issued", "two parts, in turn: half done", "two parts, in turn: done"),
-    3: ("two parts", "four parts", "wrong: no promotion", "wrong: no MMA"),
-    4: ("two parts", "two parts, 4 buffers"),
-}
-
-
-def gpu_wgrad_8_bits() -> str:
-    """Variants of wgrad and of dx in 8 bits, by run; each run begins with two parts."""
-    found = read("fp8_variants")
-    found = found[found["shape"] == "sonic-c"]
-    kernels = ("12 grouped_wgrad", "over 12 grouped_wgrad", "7 grouped_gemm")
-    rows = [
-        [str(run), name, *(ms(_of(found, run=run, variant=name, what=f"{each}_fp8_block_kernel")) for each in kernels)]
-        for run, names in _TRIED.items()
-        for name in names
-    ]
-    return table(["run", "sonic-c, ms", "wgrad of fc1, adds", "overwrites", "dx"], rows)

@@ -12,7 +12,7 @@ warps (`bar.sync`), which the compiler adds.
 Fences. Bytes that TMA brings are visible to MMAs. Copies of threads are made with the generic proxy, and MMAs read with
 the asynchronous one, so where threads copy, those that multiply fence after their wait.
 
-docs/warp_specialized.md derives that no wait is for ever and nothing is overwritten while it is read.
+docs/kernels.md derives that no wait is for ever and nothing is overwritten while it is read.
 """
 
 from .gluon_compat import aggregate, fence_async_shared, gl, gluon, mbarrier, value
