@@ -231,7 +231,7 @@ def test_files_of_recipes_exist():
     page = (ROOT / "docs" / "CONTRIBUTING.md").read_text(encoding="utf-8")
     (recipes,) = re.findall(r"^## Recipes\n(.*?)^## ", page, re.M | re.S)
     _, *each = re.split(r"^### ", recipes, flags=re.M)
-    assert len(each) == 5
+    assert len(each) == 4
     missing = set()
     for recipe in each:
         title, *items = [line for line in recipe.splitlines() if line]
