@@ -196,7 +196,7 @@ def extended(tmp_path):
         ("-m pytest -q tests/api/test_numerics.py -k mish", "3 passed"),
         ("-m pytest -q tests/api/test_activations.py", "20 passed"),
         ("-m fusedmlp doctor --target sm_103", "on sm_103, which is not here"),
-        ("-m pytest -q tests/contract/test_grad_sum.py", "14 passed"),
+        ("-m pytest -q tests/contract/test_grad_sum.py", "12 passed"),
         ("-m pytest -q tests/integrations/test_accelerate.py", "2 passed"),
     ],
 )
