@@ -38,36 +38,8 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def demo() -> str:
-    """The demo's table and how far its loss curves are apart."""
-    results = _load("demo")
-    columns = results["columns"]
-    cells = {
-        "final training loss, nats/byte": [f"{c['final_loss']:.4f}" for c in columns.values()],
-        "held-out loss, nats/byte": [f"{c['held_out_loss']:.4f}" for c in columns.values()],
-        "ms per step, median": [f"{c['ms']:.1f}" for c in columns.values()],
-        "peak weight-gradient memory, bytes": [f"{c['step']['peak_bytes']:,}" for c in columns.values()],
-        "AccumulateGrad copies of expert weights per step": [str(c["step"]["copies"]) for c in columns.values()],
-        "AccumulateGrad adds to expert weights per step": [str(c["step"]["adds"]) for c in columns.values()],
-    }
-    losses = results["losses"]
-    plain, fused, control = (losses[name] for name in ("plain", "fused", "control"))
-    difference = [abs(f - p) for f, p in zip(fused, plain, strict=True)]
-    drift = max(abs(c - p) for c, p in zip(control, plain, strict=True))
-    quiet = next((step for step, d in enumerate(difference) if d > 1e-5), len(difference))
-    steps = len(difference)
-    early = f"within {max(difference[:quiet]):.1e} for the first {quiet} steps and " if quiet < steps else ""
-    text = (
-        f"The loss curves agree to rounding: {early}within {max(difference):.1e} nats/byte for all {steps} steps. "
-        "Training amplifies rounding: sending the one token whose choice of experts was closest the other way, in "
-        f"every layer and micro-batch, moves the same curve by up to {drift:.1e}."
-    )
-    table = _table(["", *columns], [[name, *values] for name, values in cells.items()])
-    return f"{table}\n\n{text}"
-
-
 def demo_in_short() -> str:
-    """The same in one sentence."""
+    """The demo in one sentence."""
     results = _load("demo")
     plain, fused = (results["losses"][name] for name in ("plain", "fused"))
     difference = max(abs(f - p) for f, p in zip(fused, plain, strict=True))
@@ -166,7 +138,6 @@ FIGURES = {
         gpu.gpu_machine,
         gpu.gpu_steps,
         gpu.gpu_passes,
-        demo,
         comparison,
         machine,
         host_cost,

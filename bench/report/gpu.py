@@ -177,20 +177,14 @@ def gpu_steps() -> str:
 
 
 def gpu_passes() -> str:
-    """The limit of each pass, its milliseconds with the kernels that were faster, and the share."""
+    """Milliseconds of each pass with the kernels that were faster, and the share of its limit in them."""
     best, least, names = passes(), limits(), (*PASSES, *OVERWRITING)
     rows = [
-        [
-            name,
-            *(
-                f"{ms(least[each][name])} / {ms(best[each][name])} = {_share(least[each][name], best[each][name])}"
-                for each in names
-            ),
-        ]
+        [name, *(f"{ms(best[each][name])} ({_share(least[each][name], best[each][name])})" for each in names)]
         for name in layers(best)
     ]
     rows.append(["all", *(spread((least[each] / best[each]).dropna()) for each in names)])
-    return table(["limit / ms = share", *names], rows)
+    return table(["ms (limit / ms)", *names], rows)
 
 
 def gpu_machine() -> str:
