@@ -26,7 +26,6 @@ from fusedmlp.integrations import INTEGRATIONS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results"
-_BESIDE = ("fusedmlp", "grouped_mm")
 
 
 def _load(name: str) -> Any:

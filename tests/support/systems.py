@@ -634,8 +634,9 @@ system(
 # The document
 
 
-def table(columns: dict[str, str], rows: Iterable[System | Framework]) -> str:
-    """Rows in Markdown, and the messages that they refer to. `columns`: headings, of modes and of fields."""
+def table(columns: dict[str, str], rows: Sequence[System | Framework]) -> str:
+    """Rows in Markdown: right everywhere, refused everywhere by one message, and others. `columns`: headings."""
+    of_cells = [column for column in columns if not hasattr(rows[0], column)]
     messages: list[str] = []
 
     def cell(row: System | Framework, column: str) -> str:
@@ -645,12 +646,24 @@ def table(columns: dict[str, str], rows: Iterable[System | Framework]) -> str:
             return "right"
         if row.refused[column] not in messages:
             messages.append(row.refused[column])
-        return f"refused [{messages.index(row.refused[column]) + 1}]"
+        return f"[{messages.index(row.refused[column]) + 1}]"
 
-    lines = [[*columns.values()], *([cell(row, column) for column in columns] for row in rows)]
-    heading, *rest = [f"| {' | '.join(line)} |" for line in lines]
-    rule = "|---" * len(lines[0]) + "|"
-    return "\n".join([heading, rule, *rest, "", "Messages:", "", *(f'{i}. "{m}"' for i, m in enumerate(messages, 1))])
+    def lines(heading: Sequence[str], cells: Iterable[Sequence[str]]) -> str:
+        return "\n".join(f"| {' | '.join(each)} |" for each in (heading, ["---"] * len(heading), *cells))
+
+    def one_message(row: System | Framework) -> bool:
+        return set(row.refused) == set(of_cells) and len(set(row.refused.values())) == 1
+
+    fields = [column for column in columns if column not in of_cells]
+    right = [[cell(row, column) for column in fields] for row in rows if not row.refused]
+    never = [[row.name, f'"{row.refused[of_cells[0]]}"'] for row in rows if one_message(row)]
+    others = [[cell(row, column) for column in columns] for row in rows if row.refused and not one_message(row)]
+    named = "\n".join(f"- {name}" for name, *_ in right)
+    parts = ["Right in every column:", lines([columns[column] for column in fields], right) if fields[1:] else named]
+    if never:
+        parts += ["Refused in every column:", lines([columns["name"], "message"], never)]
+    parts += ["Others, with the number of the message where they are refused:", lines([*columns.values()], others)]
+    return "\n\n".join([*parts, "\n".join(f'{i}. "{m}"' for i, m in enumerate(messages, 1))])
 
 
 def page(text: str) -> str:
@@ -658,7 +671,7 @@ def page(text: str) -> str:
     modes = {mode: f"`{mode}`" if mode == MODES[mode][0] else mode for mode in MODES}
     tables = {
         "systems": table({"name": "system"} | modes | {"where": "gradients"}, SYSTEMS),
-        "frameworks": table({"name": "system"} | {column: column for column in COLUMNS}, FRAMEWORKS.values()),
+        "frameworks": table({"name": "system"} | {column: column for column in COLUMNS}, [*FRAMEWORKS.values()]),
     }
     between = re.compile(r"<!-- (\w+) -->\n.*?<!-- end -->", re.S)
     return between.sub(lambda m: f"<!-- {m[1]} -->\n\n{tables[m[1]]}\n\n<!-- end -->", text)
