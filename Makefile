@@ -24,7 +24,7 @@ OLD_TORCHES := 2.11.0 2.12.1
 OLDER ?= $(OLD_TORCHES)
 IN_OLD_TORCHES := tests/contract $(PLAIN:%=tests/integrations/test_%.py) tests/tools/test_old_versions.py \
   tests/tools/test_versions.py tests/tools/test_readme.py::test_the_example_runs_as_pasted
-MEGATRONS := 0.16.1 0.17.0 0.18.0
+MEGATRONS := 0.17.0 0.18.0
 OLD_TRANSFORMERS := 5.7.0 5.14.1
 FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow dill multiprocess xxhash deepspeed hjson \
   msgpack torchao nemo_automodel

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import package_info
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
@@ -42,6 +43,12 @@ from fusedmlp.integrations.transformer_engine import plain_rows
 from fusedmlp.parts import tensors_of
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights
 from fusedmlp.recipe import BLOCKS, LEAST_ROWS
+
+if package_info.VERSION[:2] < (0, 17):
+    raise ImportError(
+        f"fusedmlp.integrations.megatron: expected megatron-core>=0.17; got {package_info.__version__}, whose "
+        "Megatron-FSDP adds a rank's own gradient to the reduced one"
+    )
 
 
 class FusedGroupedMLP(TEGroupedMLP):

@@ -9,7 +9,7 @@ parameters stay in `params_dtype`. `bias_activation_fusion`,
 `use_fused_weighted_squared_relu`, `use_transformer_engine_op_fuser` and `moe_act` recomputation ask for what the
 kernels always do; so does `moe_use_grouped_tensor` (0.20). `moe_router_padding_for_quantization` adds rows, which
 8-bit recipes do not need. `refuse_unsupported`, `activation` and `recipe` refuse the rest, also fields about experts
-that megatron-core 0.16 to 0.20 do not have, if they are set.
+that megatron-core 0.17 to 0.20 do not have, if they are set.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _BUILT = (
     *("gated_linear_unit", "add_bias_linear", "delay_wgrad_compute"),
     *("moe_single_grouped_weight", "moe_single_grouped_bias"),
 )
-# Fields whose name says that they may be about experts, and those of them that 0.16 to 0.20 have: honoured, refused, or
+# Fields whose name says that they may be about experts, and those of them that 0.17 to 0.20 have: honoured, refused, or
 # about the router, the dispatcher, shared experts, losses, recomputation and attention.
 _MAY_BE_ABOUT_EXPERTS = re.compile("moe_|activation_|glu_|expert|fp8|fp4|quant|wgrad")
 _KNOWN = re.compile(

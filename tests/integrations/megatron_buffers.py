@@ -24,7 +24,6 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -33,9 +32,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
-
-if not isinstance(getattr(multi_latent_attention, "TELinear", IdentityOp), type):
-    multi_latent_attention.TELinear = IdentityOp  # 0.16 asks for the type without TransformerEngine, too
 
 LAYERS = 3  # of each model: places repeat
 # Sizes by the models' own config.json files.

@@ -30,7 +30,6 @@ from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 LEARNING_RATE = 0.1
 VERSION = package_info.VERSION[:2]
-HAS_DTYPES = hasattr(DistributedDataParallelConfig, "megatron_fsdp_grad_comm_dtype")  # since 0.17
 
 
 class _CpuMesh:
@@ -61,8 +60,7 @@ class FsdpCell(Cell):
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 NEVER_GATHERED = "fsdp_unit_modules: expected modules that run their hooks"
 NO_STORAGE = "out of bounds for storage of size 0"  # PyTorch's error, in the dense layer before the experts
-ADDED_TO_OWN = "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, .* got {0.strategy} with"
-DTYPE_ADDED_TO_OWN = "megatron_fsdp_grad_comm_dtype: expected None or torch.float32, .* with {0.strategy} where"
+ADDED_TO_OWN = "megatron_fsdp_grad_comm_dtype: expected None or torch.float32, .* with {0.strategy} where"
 SCALED_AGAIN = "expected no_shard or optim, one micro-batch, or calculate_per_token_loss, .* got {0.strategy}, under"
 
 
@@ -90,9 +88,8 @@ def cells(world_size):
         for recompute in ("reentrant", "non-reentrant"):
             yield FsdpCell(strategy=strategy, microbatches=3, recompute=recompute)
         for ep in (False, True)[:world_size]:
-            if HAS_DTYPES:
-                other = {"dtype": "bfloat16", "grad_comm_dtype": "bfloat16"}
-                yield FsdpCell(strategy=strategy, microbatches=3, expert_parallel=ep, **other)
+            other = {"dtype": "bfloat16", "grad_comm_dtype": "bfloat16"}
+            yield FsdpCell(strategy=strategy, microbatches=3, expert_parallel=ep, **other)
             if strategy != "no_shard":
                 yield FsdpCell(strategy=strategy, expert_parallel=ep, unit="model")
             if scales_again(strategy, 3, ep):
@@ -112,10 +109,8 @@ def refusal(cell):
         released = cell.strategy == "optim_grads_params" and dist.get_world_size() > 1
         return NO_STORAGE if released else NEVER_GATHERED
     grads_are_sharded = cell.strategy != "optim" and not cell.expert_parallel and dist.get_world_size() > 1
-    if VERSION < (0, 17) and not grads_are_sharded:
-        return ADDED_TO_OWN
     if cell.grad_comm_dtype and cell.strategy != "optim" and not grads_are_sharded:
-        return DTYPE_ADDED_TO_OWN
+        return ADDED_TO_OWN
     if scales_again(cell.strategy, cell.microbatches, cell.expert_parallel) and not cell.calculate_per_token_loss:
         return SCALED_AGAIN
     return None
@@ -146,12 +141,6 @@ class Layers(MegatronModule):
 
 
 def wrap(config, cell, model):
-    dtypes = {"grad_reduce_in_fp32": cell.grad_reduce_in_fp32}
-    if HAS_DTYPES:
-        dtypes = {
-            "megatron_fsdp_main_grads_dtype": torch.float32 if cell.grad_reduce_in_fp32 else None,
-            "megatron_fsdp_grad_comm_dtype": getattr(torch, cell.grad_comm_dtype) if cell.grad_comm_dtype else None,
-        }
     ddp_config = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
@@ -159,7 +148,8 @@ def wrap(config, cell, model):
         overlap_param_gather=True,
         data_parallel_sharding_strategy=cell.strategy,
         gradient_reduce_div_fusion=False,  # gloo cannot scale while it reduces
-        **dtypes,
+        megatron_fsdp_main_grads_dtype=torch.float32 if cell.grad_reduce_in_fp32 else None,
+        megatron_fsdp_grad_comm_dtype=getattr(torch, cell.grad_comm_dtype) if cell.grad_comm_dtype else None,
     )
     units = [{"experts": FusedGroupedMLP, "layer": Layer, "model": Layers}[cell.unit]]
     return mcore_fsdp_adapter.FullyShardedDataParallel(

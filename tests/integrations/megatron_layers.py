@@ -39,10 +39,8 @@ from fusedmlp.parts import ExpertTensors
 VERSION = package_info.VERSION[:2]
 if VERSION >= (0, 19):
     from megatron.core.models.common.utils import should_free_input
-elif VERSION >= (0, 17):
-    from megatron.core.models.gpt.fine_grained_callables import should_free_input
 else:
-    should_free_input = None  # 0.16 frees the input of a single expert without fp8, too
+    from megatron.core.models.gpt.fine_grained_callables import should_free_input
 
 
 def make_config(**options):
@@ -344,7 +342,7 @@ def freed_inputs():
         config, freed = overlapped(dispatcher, experts), {}
         refused = raised(lambda config=config: fused(config)) is not None
         for config.fp8 in (None, "e4m3"):
-            freed[config.fp8] = should_free_input("mlp", True, config, experts) if should_free_input else None
+            freed[config.fp8] = should_free_input("mlp", True, config, experts)
         found[f"{dispatcher} {experts}"] = [refused, freed["e4m3"] and not freed[None]]
     return found
 

@@ -18,10 +18,6 @@ torch.cuda.stream = lambda _: nullcontext()
 torch.cuda.synchronize = lambda *_: None
 
 from megatron.core import parallel_state  # noqa: E402  after the stand-ins
-from megatron.core.transformer.moe import moe_utils  # noqa: E402
-
-if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # 0.16 uses the name without TransformerEngine, too
 
 _made = {}
 

@@ -85,13 +85,6 @@ def _refuse(weight: Tensor) -> None:
         buffers = getattr(fsdp, "param_and_grad_buffer", None)  # missing if its constructor failed
         if buffers is None or weight not in buffers.param_to_param_group:
             continue
-        if not hasattr(buffers, "mp_policy"):
-            raise RuntimeError(
-                "data_parallel_sharding_strategy: expected megatron-core 0.17 or newer, no_shard, or optim_grads or "
-                f"optim_grads_params with an expert data parallel size above 1; got {strategy} with a size of "
-                f"{buffer.data_parallel_group.size()}, where Megatron-FSDP of 0.16 adds a rank's own gradient to the "
-                "reduced one"
-            )
         if strategy == "optim":
             continue
         if buffers.mp_policy.grad_comm_dtype not in (None, buffer.dtype):
