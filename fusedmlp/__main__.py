@@ -52,12 +52,12 @@ def _add_demo(commands: Commands) -> None:
         "demo",
         help="train a small MoE language model with and without gradient fusion",
         description="Train a small mixture-of-experts language model on Python's language reference twice, with plain "
-        "autograd and with fusedmlp, and compare loss, step time, gradient memory, and gradient copies and adds. "
-        "Exit status 1 if the loss curves do not agree or autograd still copies or adds what fusedmlp fuses. With "
-        "--recipe, on the CPU, also train with experts in bf16 and with that recipe, and compare their losses.",
+        "autograd and with fusedmlp, and compare loss, step time, gradient memory, and gradient copies and adds; with "
+        "--recipe, on the CPU, also with experts in bf16 and in 8 bits. Exit status 1 if the losses do not agree or "
+        "autograd still copies or adds what fusedmlp fuses.",
     )
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="folder for loss.png and results.json")
-    parser.add_argument("--steps", type=command_line.positive, help="optimizer steps per run")
+    parser.add_argument("--steps", type=command_line.positive, default=200, help="optimizer steps per run")
     parser.add_argument(
         "--recipe", choices=("fp8_block", "mxfp8"), help="also train with experts in bf16 and with this 8-bit recipe"
     )

@@ -39,10 +39,10 @@ def _table(header: list[str], rows: list[list[str]]) -> str:
 
 def demo_in_short() -> str:
     """The demo in one sentence."""
-    results = _load("demo")
-    plain, fused = (results["losses"][name] for name in ("plain", "fused"))
+    columns = _load("demo")["columns"]
+    plain, fused = (columns[name]["losses"] for name in ("plain", "fused"))
     difference = max(abs(f - p) for f, p in zip(fused, plain, strict=True))
-    before, after = (f"{column['step']['peak_bytes'] / 1e6:.1f}" for column in results["columns"].values())
+    before, after = (f"{columns[name]['step']['peak_bytes'] / 1e6:.1f}" for name in ("plain", "fused"))
     return (
         f"In the demo, {len(fused)} steps of a small byte-level language model, the losses with and without fusion "
         f"stay within {difference:.1e} nats/byte of each other, and weight gradients take at most {after} MB "

@@ -114,25 +114,26 @@ def memory(table: pd.DataFrame, device: str) -> str:
 
 def demo(results: dict[str, Any]) -> str:
     """The loss curves of both runs in the demo's `results.json`, and the most bytes that held weight gradients."""
-    names = list(results["columns"])
+    runs = results["columns"]
+    names = ("plain autograd", "fusedmlp")
     figure = Figure(figsize=(8.2, 3.1), layout="constrained")
     curves, bars = figure.subplots(1, 2, width_ratios=[2.1, 1])
     # The wide pale line shows on both sides of the one that covers it.
     styles = ({"color": "#fdae61", "linewidth": 5}, {"color": "#1b7837", "linewidth": 1.3})
     for name, column, style in zip(names, ("plain", "fused"), styles, strict=True):
-        losses = results["losses"][column]
+        losses = runs[column]["losses"]
         curves.plot(range(1, len(losses) + 1), losses, label=name, solid_capstyle="round", **style)
     curves.set(xlabel="optimizer step", ylabel="nats per byte", title="Training loss")
     curves.legend(frameon=False)
     curves.grid(alpha=0.25)
-    peaks = [column["step"]["peak_bytes"] / 1e6 for column in results["columns"].values()]
+    peaks = [column["step"]["peak_bytes"] / 1e6 for column in runs.values()]
     drawn = bars.bar(names, peaks, 0.55, color=[style["color"] for style in styles])
     bars.bar_label(drawn, [f"{peak:.1f} MB" for peak in peaks], padding=3)
     bars.set(ylabel="MB", title="Weight gradients, peak")
     bars.margins(y=0.15)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    return svg(figure, results["settings"]["device"])
+    return svg(figure, results["device"])
 
 
 PICTURES: dict[str, Callable[[pd.DataFrame, str], str]] = {

@@ -1,114 +1,71 @@
-"""Count copies, adds and peak memory of expert weight gradients in one training step, by PyTorch's profiler."""
+"""Copies, adds and peak memory of expert weight gradients in one training step, by PyTorch's profiler."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
-from torch import nn
-from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_TorchOp, _ProfilerEvent, _TensorMetadata
-from torch.autograd.profiler_util import FunctionEvent
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from fusedmlp.demo.train import Trainer
 
-_ALLOCATION_GRANULE = 512  # bytes; the CUDA allocator rounds sizes up to it
+class StepCount(NamedTuple):
+    """Counts of one optimizer step, for expert weights only."""
+
+    copies: int  # `copy_` that AccumulateGrad ran, itself or in a `clone`
+    adds: int  # `add_` and `add` that it ran
+    peak_bytes: int | None  # most bytes that held weight gradients at once
 
 
-@dataclass(frozen=True)
-class StepCount:
-    """Counts of one optimizer step, for expert weights only.
+def count_step(step: Callable[[], Any], weights: Sequence[Tensor], lent_bytes: int = 0) -> StepCount:
+    """Run one step under the profiler and count. No other parameter may have the shape of one of `weights`.
 
-    Attributes:
-        copies: `copy_` that AccumulateGrad ran, itself or in a `clone`.
-        adds: `add_` and `add` that AccumulateGrad ran.
-        peak_bytes: most bytes that held weight gradients at once; see `count_step`. None with a recipe, whose copies of
-            weights cannot be told from gradients.
+    Copies and adds are operators inside AccumulateGrad with a first input of a weight's shape. `peak_bytes` is
+    `lent_bytes`, the size of a `MainGradBuffer`, plus the largest sum of live allocations that could hold gradients:
+    those of a weight's size, by an operator with an input of a weight's shape (`empty_like`, `add`) that is neither
+    `_grouped_mm`, whose results are activations, nor in `optimizer.step()`.
     """
-
-    copies: int
-    adds: int
-    peak_bytes: int | None
-
-
-def count_step(trainer: Trainer, *, has_peak: bool = True) -> StepCount:
-    """Run one more step of `trainer` under the profiler and count; without `peak_bytes` unless it `has_peak`.
-
-    Copies and adds are operators inside AccumulateGrad with a first input of an expert weight's shape, which no other
-    parameter has.
-
-    `peak_bytes` is the `main_grad` buffer, if there is one, plus the largest sum of live allocations that could hold
-    gradients of expert weights. Such an allocation has an expert weight's size in bytes and is made by an operator with
-    an input of an expert weight's shape, such as `empty_like` or `add`. Three others of that size are left out:
-    temporaries of `optimizer.step()`; activations, as no input of their operators has the shape; and results of
-    `_grouped_mm`, which are activations although a weight is an input.
-    """
-    weights = trainer.model.expert_weights()
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True, profile_memory=True) as prof:
-        trainer.step()
-    assert prof.profiler is not None
-    assert prof.profiler.kineto_results is not None
-    shapes = {tuple(weight.shape) for weight in weights}
-    ops = [event.name for event in prof.events() or [] if _in_accumulate_grad(event) and _first_shape(event) in shapes]
-    peak = None
-    if has_peak:
-        peak = 0 if trainer.buffer is None else trainer.buffer.flat.nbytes
-        peak += _peak(prof.profiler.kineto_results.experimental_event_tree(), weights)
-    return StepCount(
-        copies=ops.count("aten::copy_"), adds=ops.count("aten::add_") + ops.count("aten::add"), peak_bytes=peak
-    )
-
-
-def _in_accumulate_grad(event: FunctionEvent) -> bool:
-    parent = event.cpu_parent
-    while parent is not None and parent.name != "torch::autograd::AccumulateGrad":
-        parent = parent.cpu_parent
-    return parent is not None
-
-
-def _first_shape(event: FunctionEvent) -> tuple[int, ...] | None:
-    shapes = event.input_shapes
-    return tuple(shapes[0]) if shapes and isinstance(shapes[0], list) else None
-
-
-def _peak(roots: list[_ProfilerEvent], weights: list[nn.Parameter]) -> int:
-    shapes = {tuple(weight.shape) for weight in weights}
-    sizes = {_rounded(weight.nbytes) for weight in weights}
-    events = sorted(
-        (item for root in roots for item in _allocations(root, shapes)), key=lambda item: item[0].start_time_ns
-    )
+        step()
+    shapes = {tuple(w.shape) for w in weights}
+    sizes = {-(-w.nbytes // 512) for w in weights}  # as the CUDA allocator rounds
+    accumulated = [e.name for e in prof.events() or () if _first_shape(e) in shapes and _in_accumulate_grad(e)]
+    results: Any = prof.profiler
+    roots = results.kineto_results.experimental_event_tree()
+    found = [item for root in roots for item in _allocations(root, shapes, False)]
     live: dict[int, int] = {}
-    total = peak = 0
-    for event, of_weight_shape in events:
-        fields = event.extra_fields
-        assert isinstance(fields, _ExtraFields_Allocation)
-        if fields.alloc_size < 0:
-            total -= live.pop(fields.ptr, 0)
-        elif of_weight_shape and _rounded(fields.alloc_size) in sizes:
-            live[fields.ptr] = fields.alloc_size
-            total += fields.alloc_size
-            peak = max(peak, total)
-    return peak
+    peak = 0
+    for event, holds_gradients in sorted(found, key=lambda item: item[0].start_time_ns):
+        size = event.extra_fields.alloc_size
+        if size < 0:
+            live.pop(event.extra_fields.ptr, None)
+        elif holds_gradients and -(-size // 512) in sizes:
+            live[event.extra_fields.ptr] = size
+            peak = max(peak, sum(live.values()))
+    adds = accumulated.count("aten::add_") + accumulated.count("aten::add")
+    return StepCount(accumulated.count("aten::copy_"), adds, lent_bytes + peak)
 
 
-def _allocations(
-    event: _ProfilerEvent, shapes: set[tuple[int, ...]], of_weight_shape: bool = False
-) -> Iterator[tuple[_ProfilerEvent, bool]]:
-    """Yield every allocation and release under `event`, and whether an operator with a weight-shaped input made it."""
-    fields = event.extra_fields
-    if isinstance(fields, _ExtraFields_Allocation):
-        yield event, of_weight_shape
+def _in_accumulate_grad(event: Any) -> bool:
+    while event is not None and event.name != "torch::autograd::AccumulateGrad":
+        event = event.cpu_parent
+    return event is not None
+
+
+def _first_shape(event: Any) -> tuple[int, ...]:
+    shapes = event.input_shapes
+    return tuple(shapes[0]) if shapes and isinstance(shapes[0], list) else ()
+
+
+def _allocations(event: Any, shapes: set[tuple[int, ...]], holds: bool) -> Iterator[tuple[Any, bool]]:
+    """Every allocation and release under `event`, and whether an operator with a weight-shaped input made it."""
+    if hasattr(event.extra_fields, "alloc_size"):
+        yield event, holds
         return
-    if event.name.startswith("Optimizer.step#"):
-        shapes = set()
-    elif isinstance(fields, _ExtraFields_TorchOp) and event.name.startswith("aten::"):
-        inputs = [tuple(item.sizes) for item in fields.inputs if isinstance(item, _TensorMetadata)]
-        of_weight_shape = of_weight_shape or not shapes.isdisjoint(inputs)
-        if event.name == "aten::_grouped_mm":
-            of_weight_shape, shapes = False, set()
+    if event.name.startswith("Optimizer.step#") or event.name == "aten::_grouped_mm":
+        holds, shapes = False, set()
+    elif event.name.startswith("aten::"):
+        inputs = [tuple(own.sizes) for own in getattr(event.extra_fields, "inputs", ()) if hasattr(own, "sizes")]
+        holds = holds or not shapes.isdisjoint(inputs)
     for child in event.children:
-        yield from _allocations(child, shapes, of_weight_shape)
-
-
-def _rounded(size: int) -> int:
-    return -(-size // _ALLOCATION_GRANULE) * _ALLOCATION_GRANULE
+        yield from _allocations(child, shapes, holds)

@@ -3,8 +3,6 @@
 import pytest
 from support.world import launch
 
-from fusedmlp.demo.compare import agreement
-
 STEPS, KILL_AT, UNTIL = 500, 233, 330
 pytestmark = pytest.mark.exhaustive
 
@@ -19,11 +17,13 @@ def test_losses_of_fused_and_plain_training_agree(runs):
     fused, plain, control = runs["fused"]["losses"], runs["plain"], runs["control"]
     assert len(fused) == STEPS
     assert sum(fused[-20:]) / 20 < fused[0] - 2
-    curves = agreement(plain, fused, control)
-    hundreds = [max(curves.difference[i : i + 100]) for i in range(0, STEPS, 100)]
-    print(f"largest differences in nats per byte, by hundreds of steps: {hundreds}; bound {max(curves.bound):.2g}")
-    assert curves.agree, (curves.worst_step, hundreds, max(curves.bound))
-    assert max(curves.bound) < 1  # the loss is 5.5 at the start; a step has 64 bytes
+    difference, drift = ([abs(a - b) for a, b in zip(run, plain, strict=True)] for run in (fused, control))
+    hundreds = [max(difference[i : i + 100]) for i in range(0, STEPS, 100)]
+    print(f"largest differences in nats per byte, by hundreds of steps: {hundreds}; of the control: {max(drift):.2g}")
+    assert max(difference[:3]) <= 4 * 2**-23 * plain[0]  # rounding; a lost gradient shows by then
+    assert (
+        max(difference) <= 4 * max(drift) < 1
+    )  # two drifts of one kind; the loss is 5.5 at first, a step has 64 bytes
     assert runs["fused"]["empty"] > STEPS  # experts without tokens
 
 

@@ -241,7 +241,7 @@ def test_config_that_changes_after_construction(tmp_path):
     (found,) = launch("integrations.megatron_config_changes:config_changes", 1, tmp_path)
     for name, (as_if_early, as_before, goes_back) in found["followed"].items():
         assert (as_if_early, as_before, goes_back) == (True, name == "fp8_param", True), name
-    assert len(found["refused"]) >= 8
+    assert len(found["refused"]) >= (7 if metadata.version("megatron-core") < "0.18" else 8)  # fields that exist
     for name, messages in found["refused"].items():
         for message in messages:
             assert re.search(CHANGED[name], message or ""), (name, message)

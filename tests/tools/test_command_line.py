@@ -52,7 +52,7 @@ def test_the_version(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "module", "extra"),
-    [("demo", "fusedmlp.demo.compare", "demo"), ("bench --report x", "bench.report.command", "bench")],
+    [("demo", "fusedmlp.demo.command", "demo"), ("bench --report x", "bench.report.command", "bench")],
 )
 def test_a_missing_package_is_named_with_a_command_that_installs_it(arguments, module, extra, monkeypatch, capsys):
     class Missing:
