@@ -76,6 +76,16 @@ def test_a_backward_without_the_layer_goes_where_the_owner_looks(flag, make_laye
     assert_close(layer.main_grads(), expected)
 
 
+def test_a_plain_gradient_before_the_first_that_overwrites_is_refused_where_the_owner_came_after_forward(make_layer):
+    layer = make_layer(packed=False)
+    x, dy = layer.batch(1)
+    y = layer(x)
+    layer.attach(False)
+    layer.params[-1].square().sum().backward()
+    with layer.overwriting(), pytest.raises(RuntimeError, match="with overwrite_main_grad: expected use by fused"):
+        y.backward(dy)
+
+
 @pytest.mark.parametrize("delayed", [False, True])
 def test_a_plain_gradient_before_the_first_that_overwrites_is_refused(delayed, make_layer):
     """No forward of the layer has registered the catch, and the owner, which goes by the flag, drops `.grad`."""
