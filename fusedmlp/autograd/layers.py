@@ -17,7 +17,6 @@ from torch import Tensor
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import fresh_like
-from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.contract.route import Routes
 from fusedmlp.operators import ops
@@ -71,7 +70,7 @@ def _first_order_only(
                 raise
             finally:
                 for done in routes:
-                    release(done.held)
+                    done.release()
         return _refuse_second_order(grads, (dy, *saved))
 
     return run

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedmlp.contract.engine import is_plain
-from fusedmlp.contract.owners import fsdp1, fsdp2
+from fusedmlp.contract.owners import fsdp2
 
 _EXPECTED = "an iterable of parameters, such as model.parameters()"
 
@@ -55,8 +55,11 @@ def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:
             raise ValueError(f"params[{i}]: expected a leaf that requires grad; got {got}")
         if not is_plain(param):
             raise ValueError(f"params[{i}]: expected a plain tensor; got a {type(param).__name__} ({fsdp2.SHARDED})")
-        if fsdp1.is_flat(param):
-            raise ValueError(f"params[{i}]: expected a parameter that keeps its size; got {fsdp1.FLAT}")
+        if getattr(param, "_is_flat_param", False):  # which changes its size between forward and step
+            raise ValueError(
+                f"params[{i}]: expected a parameter that keeps its size; got a FlatParameter of FSDP1 (wrap with "
+                "use_orig_params=True, or make no buffer)"
+            )
         if param.layout is not torch.strided:
             raise ValueError(f"params[{i}]: expected a dense tensor; got one in {param.layout}")
         if param.is_meta:

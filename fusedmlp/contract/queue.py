@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.engine import current_backward
-from fusedmlp.contract.exclusion import release
 from fusedmlp.contract.parameter_state import accumulation_lock, queues
 from fusedmlp.contract.steps import watch_steps
 from fusedmlp.flags import check_flag
@@ -185,7 +184,7 @@ class WgradQueue:
                     batch[0].route.destination.undo(batch[0].route)
                 raise
             finally:
-                release(batch[0].route.held)
+                batch[0].route.release()
         for param, grad in left:  # without the lock: AccumulateGrad in another thread may wait for it
             torch.autograd.backward([param], [grad])
         for delayed in batch:  # one by one: another thread may be adding to the queue

@@ -13,7 +13,6 @@ from fusedmlp.contract.destinations.destination import Destination, Route
 from fusedmlp.contract.destinations.grad import Grad
 from fusedmlp.contract.destinations.main_grad import MainGrad
 from fusedmlp.contract.destinations.megatron_fsdp import MegatronFSDPMainGrad
-from fusedmlp.contract.destinations.returned import Returned
 from fusedmlp.contract.destinations.sharded_grad import ShardedGrad
 from fusedmlp.contract.dummy import remove_dummy_wgrad
 from fusedmlp.contract.engine import ACCUMULATE, CAPTURE, DROP, EngineUse
@@ -27,6 +26,15 @@ Mode = Literal[
     "grad",
     "off",
 ]
+
+
+class Returned(Destination):
+    """`accumulate_wgrad="off"`: every gradient is returned, but for delayed ones, which a queue adds to `.grad`."""
+
+    name = "off"
+    if_delayed = "grad"
+
+
 # The first that a weight has, and that its mode allows, takes its gradient.
 DESTINATIONS: tuple[Destination, ...] = (
     MegatronFSDPMainGrad(),

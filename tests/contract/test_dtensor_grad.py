@@ -12,7 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedmlp.contract.destinations import grad
+from fusedmlp.contract.destinations.destination import Route
 
 START = 2.0
 
@@ -218,7 +218,7 @@ def test_backward_of_some_inputs(mode, layer, assert_close):
 
 def test_other_threads_wait_while_a_gemm_adds(mode, layer, monkeypatch):
     held = []
-    monkeypatch.setattr(grad, "hold_others", lambda params: held.extend(params) or [])
+    monkeypatch.setattr(Route, "hold_others", lambda route, params: held.extend(params) or setattr(route, "held", []))
     layer.backward(accumulate_wgrad=mode)
     assert [*map(id, held)] == [*map(id, reversed(layer.leaves))]
 

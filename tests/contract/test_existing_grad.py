@@ -10,7 +10,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp.contract import engine, exclusion
+from fusedmlp.contract import engine
+from fusedmlp.contract.destinations import destination
 from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
@@ -231,7 +232,7 @@ def test_what_makes_others_wait_goes_with_the_gemm(mode, fails, make_layer, monk
     (param,) = layer.params
     node = get_gradient_edge(param).node  # keeps the node alive, with its hooks
     monkeypatch.setattr(engine, "other_threads", lambda: True)
-    monkeypatch.setattr(exclusion, "_wait", lambda *_: calls.append("waited"))
+    monkeypatch.setattr(destination, "_wait", lambda *_: calls.append("waited"))
     gemm = ops.grouped_wgrad_
 
     def observed(*args):

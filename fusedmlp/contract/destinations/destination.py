@@ -13,7 +13,14 @@ from torch import Tensor
 from fusedmlp.contract import checks, engine
 from fusedmlp.contract.engine import ACCUMULATE, DROP, Backward, EngineUse
 from fusedmlp.contract.group import WeightGroup, group_of
-from fusedmlp.contract.parameter_state import Leaf, ParameterState, Place, find_states, states_of
+from fusedmlp.contract.parameter_state import (
+    Leaf,
+    ParameterState,
+    Place,
+    accumulation_lock,
+    find_states,
+    states_of,
+)
 
 Targets = list[Tensor | None]  # per parameter: the tensor that a GEMM writes to; None: a fresh one, which is returned
 
@@ -114,8 +121,8 @@ class Route:
     accumulate: bool = False
     returns: bool = False  # some outputs are fresh
     _shared: dict[int, int] = field(default_factory=dict)  # expert -> the first expert with the same parameter
-    # Hooks that hold other threads while the GEMM adds to `.grad`; `open()`'s caller releases them. None: another
-    # thread may be adding.
+    # AccumulateGrad nodes, and handles of their hooks, from `hold_others()` to `release()`. None: another thread may be
+    # adding.
     held: list[tuple[Any, Any]] | None = None
 
     @cached_property
@@ -136,6 +143,30 @@ class Route:
         frozen parameter.
         """
         return self.held is not None or not param.requires_grad
+
+    def hold_others(self, params: Sequence[Tensor]) -> None:
+        """Until `release`, make other threads wait before they accumulate into `params`; the caller holds the lock.
+
+        AccumulateGrad adds without the GIL and without the lock, so it gets a hook that waits. A backward that is
+        already running in another thread may have passed the hook: then PyTorch adds instead of a GEMM. A GPU needs
+        none of this inside a backward: one thread of the engine runs all nodes of a device.
+        """
+        self.held = []
+        if not params or not engine.other_threads():  # only this thread could start one, and it is busy here
+            return
+        if engine.others_run_backward():
+            self.held = None
+            return
+        nodes = [engine.accumulating_node(param) for param in params if param.requires_grad]
+        self.held = [(node, node.register_prehook(_wait)) for node in nodes]
+        if engine.others_run_backward():  # it may have passed the node before the hook was there
+            self.release()
+            self.held = None
+
+    def release(self) -> None:
+        """Let other threads go on; called after the GEMM, whether it failed or not."""
+        for _, handle in self.held or ():
+            handle.remove()
 
     def open(self) -> None:
         """Choose the outputs for every parameter: tensors of the destination, or fresh ones."""
@@ -195,3 +226,8 @@ class Route:
     def finish_delayed(self) -> list[tuple[Tensor, Tensor]]:
         """After the GEMM of a delayed gradient; returns `(parameter, gradient)` pairs that AccumulateGrad must add."""
         return self.destination.keep(self, self.finish())
+
+
+def _wait(grads: Targets) -> None:
+    with accumulation_lock:
+        pass

@@ -18,7 +18,6 @@ from fusedmlp.contract.checks import (
     same_strides,
 )
 from fusedmlp.contract.destinations.destination import Destination, Route, Targets
-from fusedmlp.contract.exclusion import hold_others
 from fusedmlp.contract.memory import lent
 from fusedmlp.contract.overwrite import refuse_compiled_writer
 from fusedmlp.contract.parameter_state import Place
@@ -67,7 +66,7 @@ class Grad(Destination):
         leaves = [leaf for leaf in leaves if route.delayed or leaf[1].grad is not None]
         if leaves or others:
             params = [*(param for _, param, _ in leaves), *others]
-            route.held = hold_others([param for param in params if route.delayed or param.is_cpu])
+            route.hold_others([param for param in params if route.delayed or param.is_cpu])
         for i, param, _ in leaves:
             if route.may_add(param):
                 targets[i] = existing_grad(param, param, param.grad, route.place(i), returnable=not route.delayed)
