@@ -37,8 +37,8 @@ def run(
         enter_forward(name, experts.tensors, call.mode, delayed=call.queue is not None)
     try:
         # PyTorch's own `apply`, past what torch.autograd.Function adds for torch.func, which `enter_forward` refuses.
-        apply: Any = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-        y: Tensor = apply(call, *tensors, *copies_of(call, weights, options))
+        base: Any = super(torch.autograd.Function, function)
+        y: Tensor = base.apply(call, *tensors, *copies_of(call, weights, options))
         return y
     except RuntimeError:
         for name, experts in weights.items():

@@ -87,7 +87,7 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
     weights = [Route(name=name, params=outs, uses=[], destination=_MAIN_GRAD, delayed=False) for name, outs in groups]
     places = [(weight, i) for weight in weights for i in range(len(weight.params))]
     for weight in weights:
-        weight.leaves = []
+        weight.leaves = []  # those of the parameters follow
     with accumulation_lock:
         for (weight, i), row in zip(places, keys.tolist(), strict=True):
             key = TracedKey(*row)

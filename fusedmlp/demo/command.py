@@ -7,8 +7,11 @@ memory of a `MainGradBuffer`. With a recipe also `bf16` and the recipe: as `fuse
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import fmean, median
@@ -18,15 +21,15 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from fusedmlp import files
 from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import LanguageModel, ModelConfig
+from fusedmlp.progress import lines
 
 MICRO_BATCHES, SEQUENCES = 2, 8
 MOST = 0.05  # of a loss: how far that of another run may be from it
 EARLY, SLACK = 3, 4  # a lost gradient shows within three steps; rounding, which then grows, is at most 4 ulps there
-
-
 TEXT = torch.frombuffer(bytearray("\n".join(topics.values()), "utf-8"), dtype=torch.uint8).long()  # Python's reference
 
 
@@ -62,8 +65,9 @@ class Trainer:
 def train(column: str, steps: int, *options: Any) -> dict[str, Any]:
     """Train; return the losses, milliseconds a step, and the counts of one more step."""
     trainer, losses, ms = Trainer(column, steps, *options), list[float](), list[float]()
-    # A log gets a line every ten seconds in place of a bar.
-    with tqdm(range(steps), f"{column:9}", unit="step", mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
+    says = lines(lambda: f"{column:9} step {len(ms)} of {steps}, loss {losses[-1] if losses else math.nan:.3f}")
+    bar = tqdm(range(steps), f"{column:9}", unit="step", disable=None)
+    with nullcontext() if sys.stderr.isatty() else says, bar:
         for _ in bar:
             start = time.perf_counter()
             losses.append(trainer.step())
@@ -76,13 +80,12 @@ def train(column: str, steps: int, *options: Any) -> dict[str, Any]:
 
 
 def problems(runs: dict[str, dict[str, Any]]) -> list[str]:
-    """What is wrong, a sentence each: losses that differ by more than rounding does, or gradients that were copied."""
+    """Name each run whose losses differ by more than rounding explains, or whose gradients were copied."""
     found, plain = list[str](), runs["plain"]["losses"]
     for column, run in runs.items():
         parts = [abs(a - b) / b for a, b in zip(run["losses"], plain, strict=True)]
-        if not all(
-            part <= (SLACK * 2**-23 if column == "fused" and i < EARLY else MOST) for i, part in enumerate(parts)
-        ):
+        early = SLACK * 2**-23 if column == "fused" else MOST
+        if not all(part <= (early if i < EARLY else MOST) for i, part in enumerate(parts)):
             found.append(f"The losses of {column} DO NOT AGREE with those of plain.")
         if column not in ("plain", "fused") and run["losses"][0] == runs["fused"]["losses"][0]:
             found.append(f"The experts DID NOT COMPUTE in {column}.")
@@ -93,16 +96,16 @@ def problems(runs: dict[str, dict[str, Any]]) -> list[str]:
 
 def table(runs: dict[str, dict[str, Any]]) -> str:
     """The runs, a line each."""
-    lines = ["run        final loss, nats/byte  ms per step  weight gradients, peak bytes  copies a step  adds a step"]
+    rows = ["run        final loss, nats/byte  ms per step  weight gradients, peak bytes  copies a step  adds a step"]
     for column, run in runs.items():
         copies, adds, peak = run["step"].values()
         shown = "-" if peak is None else f"{peak:,}"
-        lines.append(f"{column:9}  {run['final_loss']:21.4f}  {run['ms']:11.1f}  {shown:>28}  {copies:13}  {adds:11}")
-    return "\n".join(lines)
+        rows.append(f"{column:9}  {run['final_loss']:21.4f}  {run['ms']:11.1f}  {shown:>28}  {copies:13}  {adds:11}")
+    return "\n".join(rows)
 
 
-def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
-    """Write the picture: loss curves, and below, how far they are from that of `plain`."""
+def draw(runs: dict[str, dict[str, Any]]) -> bytes:
+    """The picture as PNG: loss curves, and below, how far they are from that of `plain`."""
     figure = Figure(figsize=(8, 6), dpi=120, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=[1.8, 1])
     for i, (column, run) in enumerate(runs.items()):
@@ -112,22 +115,27 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
     upper.set(ylabel="training loss (nats per byte)")
     upper.legend(frameon=False)
     lower.set(xlabel="optimizer step", ylabel="|difference from plain|")
-    figure.savefig(path)
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()
 
 
 def run(out: Path, steps: int, recipe: str | None, seed: int, device: str | None, as_json: bool) -> int:
     """Run the demo; return the exit status. The table is printed before the files in folder `out` are written."""
     device = device or ("cuda" if torch.cuda.is_available() and recipe is None else "cpu")
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        columns = ["plain", "fused", *(["bf16", recipe] if recipe else [])]
-        runs = {column: train(column, steps, seed, device, ModelConfig()) for column in columns}
-    except (AssertionError, OSError, RuntimeError) as error:  # no such device, no folder, no kernels of the recipe
+        torch.empty(0, device=device)
+        if any(path.is_file() for path in (out, *out.parents)):
+            raise NotADirectoryError(f"--out: expected a folder; got {out}, where a file is in the way")
+    except (AssertionError, OSError, RuntimeError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
+    columns = ["plain", "fused", *(["bf16", recipe] if recipe else [])]
+    runs = {column: train(column, steps, seed, device, ModelConfig()) for column in columns}
     wrong = problems(runs)
     document = json.dumps({"device": device, "torch": torch.__version__, "columns": runs, "problems": wrong}, indent=2)
     print(document if as_json else "\n".join(["", table(runs), "", *(wrong or ["All losses agree."])]), flush=True)
-    (out / "results.json").write_text(document + "\n")
-    draw(runs, out / "loss.png")
+    out.mkdir(parents=True, exist_ok=True)
+    files.write(out / "loss.png", draw(runs))
+    files.write(out / "results.json", document + "\n")
     return 1 if wrong else 0

@@ -30,11 +30,7 @@ class ModelConfig:
 
 
 class MixtureOfExperts(nn.Module):
-    """Top-k routing around `fusedmlp.GroupedMLP`, without a host synchronization.
-
-    Returns `[B, S, H]` and the load-balancing loss `E * sum_e f_e p_e` (Switch Transformer, eq. 4): `f_e` the share of
-    rows that went to expert e, `p_e` its mean router probability. It is 1 when the load is even.
-    """
+    """Top-k routing around `fusedmlp.GroupedMLP`, without a host synchronization."""
 
     def __init__(self, config: ModelConfig, accumulate_wgrad: Mode, recipe: str | None) -> None:
         super().__init__()
@@ -47,7 +43,8 @@ class MixtureOfExperts(nn.Module):
         """Each token's experts, `[T, K]`."""
         return router_TE.topk(self.experts_per_token, dim=-1).indices
 
-    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def forward(self, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
+        """`[B, S, H] -> [B, S, H]`, and the load-balancing loss of Switch Transformer, eq. 4; 1 for an even load."""
         x_TH = x_BSH.flatten(0, 1)
         router_TE = F.linear(x_TH.float(), self.router.weight.float()).softmax(-1)
         expert_TK = self.choose(router_TE)
@@ -63,10 +60,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Predicts the last `S` bytes of `text` `[B, S + 1]` from the first `S`.
-
-    Returns the cross-entropy in nats per byte, and the mean load-balancing loss of all layers.
-    """
+    """Predicts every byte from the ones before it."""
 
     def __init__(self, config: ModelConfig, accumulate_wgrad: Mode, recipe: str | None = None) -> None:
         super().__init__()
@@ -86,7 +80,8 @@ class LanguageModel(nn.Module):
         """The weights of all experts."""
         return [p for m in self.modules() if isinstance(m, GroupedMLP) for p in m.parameters()]
 
-    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def forward(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy of `text[:, 1:]`, nats per byte, and the mean load-balancing loss; `text`: `[B, S + 1]`."""
         inputs_BS, targets_BS = text[:, :-1], text[:, 1:]
         length, balances = inputs_BS.shape[1], list[Tensor]()
         x_BSH = self.positions.weight[:length]

@@ -21,9 +21,8 @@ def test_losses_of_fused_and_plain_training_agree(runs):
     hundreds = [max(difference[i : i + 100]) for i in range(0, STEPS, 100)]
     print(f"largest differences in nats per byte, by hundreds of steps: {hundreds}; of the control: {max(drift):.2g}")
     assert max(difference[:3]) <= 4 * 2**-23 * plain[0]  # rounding; a lost gradient shows by then
-    assert (
-        max(difference) <= 4 * max(drift) < 1
-    )  # two drifts of one kind; the loss is 5.5 at first, a step has 64 bytes
+    # Two drifts of one kind differ by a random factor. The loss is 5.5 at first; a step has 64 bytes.
+    assert max(difference) <= 4 * max(drift) < 1
     assert runs["fused"]["empty"] > STEPS  # experts without tokens
 
 

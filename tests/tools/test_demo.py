@@ -1,15 +1,19 @@
 import copy
+import errno
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from support import forked
 
 from fusedmlp import __main__ as cli
+from fusedmlp import progress
 from fusedmlp.demo import command
-from fusedmlp.demo.command import MICRO_BATCHES, Trainer, problems, table, train
+from fusedmlp.demo.command import Trainer, problems, table, train
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import ModelConfig
 from fusedmlp.recipe import BLOCKS
@@ -78,6 +82,33 @@ def test_a_lost_micro_batch_does_not_agree(runs):
     ]
 
 
+def test_a_log_gets_lines_and_no_bar(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    train("plain", STEPS, *SMALL)
+    logged = capsys.readouterr().err
+    assert re.search(r"^plain     step [0-4] of 4, loss (nan|\d\.\d{3})$", logged, re.MULTILINE)
+    assert "\r" not in logged
+    assert "%" not in logged
+
+
+def test_a_full_disk_costs_neither_the_table_nor_older_files(runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "loss.png").write_text("older")
+    monkeypatch.setattr(command, "train", lambda column, *_: runs[column])
+    monkeypatch.setattr(Path, "write_bytes", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        cli.main(["demo", "--out", str(tmp_path)])
+    assert "All losses agree." in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
+    assert (tmp_path / "loss.png").read_text() == "older"
+
+
+def test_an_interrupt_leaves_no_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "train", mock.Mock(side_effect=KeyboardInterrupt))
+    with suppress(KeyboardInterrupt):
+        cli.main(["demo", "--out", str(tmp_path / "new")])
+    assert not (tmp_path / "new").exists()
+
+
 def _set(column, key, value):
     def change(runs):
         found = copy.deepcopy(runs)
@@ -127,6 +158,7 @@ def test_what_cannot_work_is_refused_before_training(arguments, says, tmp_path, 
 
 def test_eight_bits_run_on_the_cpu_if_nothing_else_is_asked_for(monkeypatch, runs, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: None)  # the demo's check of the device
     asked = []
     monkeypatch.setattr(command, "train", lambda column, *rest: (asked.append((column, rest[2])), runs[column])[1])
     for arguments in (["--recipe", "mxfp8"], ["--recipe", "mxfp8", "--device", "cuda"], []):
@@ -140,7 +172,6 @@ def test_both_recipes_fit_the_demo(recipe):
     """Sizes and rows an expert of the demo's own settings."""
     losses = [Trainer(column, 1, 0, "cpu", ModelConfig()).step() for column in ("bf16", recipe)]
     assert losses[0] != losses[1]
-    assert MICRO_BATCHES == 2
 
 
 @pytest.mark.exhaustive
