@@ -35,4 +35,9 @@ __all__ = [
     "quantize_weights",
 ]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 install_if_set()

@@ -94,14 +94,14 @@ def _enter_backward(dy: Tensor, main_grads: list[Tensor], keys: Tensor, names: s
             if key.param:
                 weight.leaves.append(_checked_leaf(key, nodes.get(key.param), node, weight, i))
         for weight in weights:
-            found = [*zip(weight.leaves, lent([param for _, param, _ in weight.leaves]), strict=True)]
-            for (i, param, state), memory in found:
+            lent_leaves = [*zip(weight.leaves, lent([param for _, param, _ in weight.leaves]), strict=True)]
+            for (i, param, state), memory in lent_leaves:
                 weight.params[i] = param
                 state.compiled_in = engine.current_backward()  # until it is over, as the graph may work on a copy
                 if memory is not None and not bring_home(param, state):
                     weight.overwrites.add(id(param))
                     param.grad = memory
-            weight.leaves = [leaf for leaf, memory in found if memory is None]
+            weight.leaves = [leaf for leaf, memory in lent_leaves if memory is None]
             _MAIN_GRAD.decide(weight, [])
             _MAIN_GRAD.written(weight)
     if keys[:, 0].any():

@@ -33,14 +33,14 @@ def _refuse_second_order(grads: _Grads, sources: Sequence[Tensor | None]) -> _Gr
     `y.sum()`, it returns constants, and a gradient penalty would lose its own gradient without an error.
     """
     recorded = [tensor for tensor in sources if tensor is not None and tensor.requires_grad]
-    found = [grad for grad in grads if grad is not None]
-    if not (torch.is_grad_enabled() and recorded and found):
+    wanted = [grad for grad in grads if grad is not None]
+    if not (torch.is_grad_enabled() and recorded and wanted):
         return grads
     message = (
         "fusedmlp: expected first-order gradients alone; got double backward (create_graph=True, then differentiating "
         "the gradients), which is not supported"
     )
-    marked = iter(engine.fail_when_differentiated(message, found, recorded))
+    marked = iter(engine.fail_when_differentiated(message, wanted, recorded))
     return tuple(None if grad is None else next(marked) for grad in grads)
 
 

@@ -72,8 +72,8 @@ def _save_combine(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
 
 def _combine_backward(ctx: Any, dout: Tensor) -> Any:
     (places,) = ctx.saved_tensors
-    each = dout.repeat_interleave(ctx.choices, 0)
-    return dout.new_zeros(ctx.num_rows, dout.shape[1]).index_add(0, places, each), None, None, None
+    of_rows = dout.repeat_interleave(ctx.choices, 0)
+    return dout.new_zeros(ctx.num_rows, dout.shape[1]).index_add(0, places, of_rows), None, None, None
 
 
 def _save_order_rows(ctx: Any, inputs: Sequence[Any], output: Any) -> None:

@@ -24,8 +24,8 @@ def listed(params: Iterable[Tensor]) -> list[Tensor]:
         raise TypeError(f"params: expected {_EXPECTED}; got a single tensor of shape {tuple(given.shape)}: pass [it]")
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"params: expected {_EXPECTED}; got {type(given).__name__} {given!r}"[:200])
-    found = list(given)
-    for i, param in enumerate(found):
+    listed_params = list(given)
+    for i, param in enumerate(listed_params):
         if isinstance(param, tuple) and len(param) == 2 and isinstance(param[1], Tensor):
             raise TypeError(
                 f"params: expected {_EXPECTED}; got named parameters, the first of them {param[0]!r}: pass "
@@ -33,7 +33,7 @@ def listed(params: Iterable[Tensor]) -> list[Tensor]:
             )
         if not isinstance(param, Tensor):
             raise TypeError(f"params[{i}]: expected a parameter; got {type(param).__name__} {param!r}"[:200])
-    return found
+    return listed_params
 
 
 def check(params: Sequence[Tensor], dtype: torch.dtype) -> None:

@@ -42,14 +42,14 @@ def enter_forward(name: str, weights: Sequence[Tensor], mode: Mode, *, delayed: 
         hooked = delayed and any(map(_LATE_HOOKS, weights))
         if not hooked and all(map(_has_passed, weights, find_states(weights), repeat(mode))):
             return
-    found = beside_grad(mode, [weight for weight in weights if weight.requires_grad])
-    if found is None and not delayed:
+    of_group = beside_grad(mode, [weight for weight in weights if weight.requires_grad])
+    if of_group is None and not delayed:
         return
     for i, weight in enumerate(weights):
         if not weight.requires_grad:
             continue
         place = name, None if len(weights) == 1 else i
-        destination = found if found is None or mode == found.name or found.find([weight])[0] else None
+        destination = of_group if of_group is None or mode == of_group.name or of_group.find([weight])[0] else None
         if destination is None and not delayed:
             continue
         if weight.is_leaf:

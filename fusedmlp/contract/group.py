@@ -55,7 +55,7 @@ def group_of(params: Sequence[Tensor]) -> WeightGroup | None:
         or not all(map(is_, map(getattr, params, repeat("main_grad"), repeat(None)), group.memory))
         or params[0].device != group.memory[0].device
     ):
-        memory = [own for own in lent(params) if own is not None]
+        memory = [part for part in lent(params) if part is not None]
         distinct = len({*map(id, memory)}) == len(params)
         alike = distinct and are_alike(memory) and params[0].device == memory[0].device
         group = state.group = WeightGroup(memory, [*map(_SHAPE, memory)]) if alike else None

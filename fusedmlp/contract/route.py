@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal
 
 from torch import Tensor
@@ -48,20 +47,15 @@ MODES = ("auto", *dict.fromkeys(destination.name for destination in DESTINATIONS
 
 def beside_grad(mode: Mode, params: Sequence[Tensor]) -> Destination | None:
     """The destination in which gradients of a weight go past `.grad`, if any of its parameters has one, or must."""
-    found = None
     if mode != "off" and params and all(memory is not None for memory in lent(params)):
         return None
-    for each in DESTINATIONS:
-        if each.beside_grad and (mode == each.name or (mode == "auto" and each.automatic)):
-            if any(each.find(params)):
-                return each
-            found = each if mode == each.name else None
-    return found
+    named = [destination for destination in _named(mode) if destination.beside_grad]
+    having = (destination for destination in named if any(destination.find(params)))
+    return next(having, None if mode == "auto" or not named else named[-1])
 
 
-@cache
 def _named(mode: str) -> list[Destination]:
-    return [each for each in DESTINATIONS if each.name == mode or (mode == "auto" and each.automatic)]
+    return [other for other in DESTINATIONS if other.name == mode or (mode == "auto" and other.automatic)]
 
 
 def choose(
@@ -75,22 +69,24 @@ def choose(
     if mode != "off" and (in_buffer or any(memory is not None for memory in lent(params))):
         mode = "grad"
     trains_all = uses.count(ACCUMULATE) == len(uses)
-    for each in _named(mode):
-        found: Sequence[bool | None] = each.find(params)
-        if mode == "auto" and each.beside_grad and True in found and (False in found or not trains_all):
-            found = refuse_mixed(name, each, params, [use is ACCUMULATE for use in uses])
-        if True in found:
+    for destination in _named(mode):
+        having: Sequence[bool | None] = destination.find(params)
+        if mode == "auto" and destination.beside_grad and True in having and (False in having or not trains_all):
+            having = refuse_mixed(name, destination, params, [use is ACCUMULATE for use in uses])
+        if True in having:
             break
-    return each
+    return destination
 
 
-def refuse_mixed(name: str, of: Destination, params: Sequence[Tensor], trained: Sequence[bool]) -> list[bool | None]:
+def refuse_mixed(
+    name: str, destination: Destination, params: Sequence[Tensor], trained: Sequence[bool]
+) -> list[bool | None]:
     """Raise if only some of the trained parameters have a destination. Returns which do; None: not trained."""
-    having = [found if wanted else None for found, wanted in zip(of.find(params), trained, strict=True)]
+    having = [has if wanted else None for has, wanted in zip(destination.find(params), trained, strict=True)]
     if True in having and False in having:
         lacks, has = having.index(False), having.index(True)
         raise ValueError(
-            f"{name}: expected {of.name} on all experts or on none; experts {lacks} and {has} differ (after "
+            f"{name}: expected {destination.name} on all experts or on none; experts {lacks} and {has} differ (after "
             "experts have been unfrozen, make the buffer of main_grad again)"
         )
     return having

@@ -49,8 +49,8 @@ class FusedGroupedExperts(GroupedExperts):
             x, weights, indices, token_mask, lengths = self._gather_ep_inputs(
                 x, token_mask, weights, indices, ep_group=group, ep_size=size
             )
-        own = indices - rank * (self.n_routed_experts // size)  # others are below 0, or too large: ignored
-        ids = own.masked_fill(~token_mask[:, None], -1)
+        local = indices - rank * (self.n_routed_experts // size)  # others are below 0, or too large: ignored
+        ids = local.masked_fill(~token_mask[:, None], -1)
         fc1, fc2, rest = _arguments(self, x.dtype)
         y: Tensor = fusedmlp.moe_experts(x, ids, weights, fc1, fc2, **rest)
         if size > 1:
@@ -93,10 +93,10 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
     validate.module("model", model)
     validate.recipe(recipe, wgrad)
     known = (*_FUSED, *_OTHERS)
-    found = {path: module for path, module in model.named_modules() if isinstance(module, known)}
-    if not found:
+    by_path = {path: module for path, module in model.named_modules() if isinstance(module, known)}
+    if not by_path:
         raise ValueError(f"model: expected a module that contains GroupedExperts; got a {type(model).__name__} without")
-    made = [(experts, _fused_class(path, experts), _activation(path, experts)) for path, experts in found.items()]
+    made = [(experts, _fused_class(path, experts), _activation(path, experts)) for path, experts in by_path.items()]
     for experts, fused, activation in made:
         experts.__class__ = fused
         experts.formats = {"activation": activation, "recipe": recipe, "wgrad": wgrad}
@@ -129,11 +129,11 @@ def _fused_class(path: str, experts: Any) -> type:
 
 def _activation(path: str, experts: Any) -> fusedmlp.Activation:
     config = experts.config
-    own = vars(experts).get("expert_activation_grouped") or experts.expert_activation
-    if not _are_one(own, get_expert_activation_for_deepep(config)):
+    activation = vars(experts).get("expert_activation_grouped") or experts.expert_activation
+    if not _are_one(activation, get_expert_activation_for_deepep(config)):
         raise NotImplementedError(
-            f"{path}: expected the activation of its config, {config.expert_activation!r}; got {own}, which the model "
-            f"has set. {_KEEP}"
+            f"{path}: expected the activation of its config, {config.expert_activation!r}; got {activation}, which the "
+            f"model has set. {_KEEP}"
         )
     alpha, limit = config.activation_alpha, config.activation_limit
     if config.expert_activation == "swiglu":

@@ -36,13 +36,13 @@ class Arguments(NamedTuple):
         tensors: list[Tensor] = []
         addresses: list[int] = []
         for arg in args:
-            own, of = arg, type(arg)
-            if of not in _TENSORS:
-                if of in _CONSTANTS:
+            tensor, type_of = arg, type(arg)
+            if type_of not in _TENSORS:
+                if type_of in _CONSTANTS:
                     kinds.append(arg)
                     continue
-                if of is list and len(arg) == 1:
-                    (own,) = arg
+                if type_of is list and len(arg) == 1:
+                    (tensor,) = arg
                 elif isinstance(arg, (list, tuple)):
                     kinds.append(_kinds_of_many(arg, tensors, addresses) if arg else ())
                     continue
@@ -50,10 +50,10 @@ class Arguments(NamedTuple):
                     raise TypeError(
                         f"operator: expected a tensor, a list, a tuple, None, a bool, int or str; got {arg!r}"
                     )
-            tensors.append(own)
-            address = own.data_ptr()
+            tensors.append(tensor)
+            address = tensor.data_ptr()
             addresses.append(address)
-            kinds.append((own.shape, own.stride(), own.dtype, address & 15))
+            kinds.append((tensor.shape, tensor.stride(), tensor.dtype, address & 15))
         return Arguments(tuple(kinds), tensors, addresses)
 
 
@@ -61,17 +61,17 @@ def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list
     """One kind for a list of several experts' tensors; a kind for each tensor of a copy or of a tuple of segments."""
     kinds: tuple[Any, ...]
     if is_quantized(arg):
-        own, kinds = [*arg], tuple(map(kind_of, arg))
+        parts, kinds = [*arg], tuple(map(kind_of, arg))
     elif type(arg) is list:
         experts = ExpertTensors.of(arg, arg[0].dim())
         base, table, *rest = experts
-        own = [base] if table is None else [base, table]
+        parts = [base] if table is None else [base, table]
         kinds = (kind_of(base), None if table is None else kind_of(table), *rest)
     else:
-        own, lowest = [*arg], _lowest(arg)
+        parts, lowest = [*arg], _lowest(arg)
         kinds = tuple((*kind_of(t), _distance(t, lowest) if t.is_floating_point() else 0) for t in arg)
-    tensors += own
-    addresses += map(Tensor.data_ptr, own)
+    tensors += parts
+    addresses += map(Tensor.data_ptr, parts)
     return kinds
 
 
@@ -87,23 +87,23 @@ def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         shape, strides, dtype, address, *distance = kind
         return Array(shape, strides, dtype, address, count - 1, 0, *distance)
 
-    found: list[Any] = []
+    as_seen: list[Any] = []
     for kind, arg in zip(kinds, args, strict=True):
         if type(arg) is list and len(arg) == 1:
-            found.append([array(kind)])
+            as_seen.append([array(kind)])
         elif isinstance(arg, Tensor):
-            found.append(array(kind))
+            as_seen.append(array(kind))
         elif is_quantized(arg):
-            found.append(Quantized(*map(array, kind)))
+            as_seen.append(Quantized(*map(array, kind)))
         elif type(arg) is list and arg:
             base, table, *rest = kind
             base = array(base)
-            found.append(ExpertTensors(base, None if table is None else array(table), *rest))
+            as_seen.append(ExpertTensors(base, None if table is None else array(table), *rest))
         elif isinstance(arg, (list, tuple)):
-            found.append([*map(array, kind)])
+            as_seen.append([*map(array, kind)])
         else:
-            found.append(kind)
-    return found
+            as_seen.append(kind)
+    return as_seen
 
 
 class AroundTensor(ABC):
@@ -122,12 +122,12 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return Array(*kind_of(value), len(tensors) - 1)
     if hasattr(value, "_make"):
-        return value._make([described(own, tensors) for own in value])
+        return value._make([described(part, tensors) for part in value])
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
         lowest = _lowest(value)
-        return [replace(described(own, tensors), distance=_distance(own, lowest)) for own in value]
+        return [replace(described(part, tensors), distance=_distance(part, lowest)) for part in value]
     if isinstance(value, AroundTensor):
-        return value.with_tensor(lambda own: described(own, tensors))
+        return value.with_tensor(lambda tensor: described(tensor, tensors))
     return value
 
 

@@ -46,8 +46,8 @@ class TensorMaps(dict[int, Any]):
 
     def __missing__(self, address: int) -> Any:
         _make_room(self)
-        found = self[address] = encode(self._descriptor, self._encoding, address)
-        return found
+        encoded = self[address] = encode(self._descriptor, self._encoding, address)
+        return encoded
 
 
 class _Memory(NamedTuple):
@@ -134,12 +134,12 @@ _signatures: dict[int, _Signature] = {}  # by id: a kernel's own hash is compute
 
 
 def _signature(kernel: Any) -> _Signature:
-    found = _signatures.get(id(kernel))
-    if found is None:
+    signature = _signatures.get(id(kernel))
+    if signature is None:
         parameters = tuple((p.name, not p.do_not_specialize) for p in kernel.params if not p.is_constexpr)
         constants = tuple(p.name for p in kernel.params if p.is_constexpr)
-        found = _signatures[id(kernel)] = _Signature(kernel, parameters, constants)
-    return found
+        signature = _signatures[id(kernel)] = _Signature(kernel, parameters, constants)
+    return signature
 
 
 def compiled_kind(launch: Launch) -> tuple[Any, ...]:

@@ -126,11 +126,11 @@ class Builder:
         def number(array: Array | None) -> int | None:
             if array is None:
                 return None
-            found = array.source - self._num_arguments
-            own = self._allocations[found] if found >= 0 else None
-            if array.offset or not isinstance(own, Allocation) or own.shape != array.shape:
+            index = array.source - self._num_arguments
+            allocation = self._allocations[index] if index >= 0 else None
+            if array.offset or not isinstance(allocation, Allocation) or allocation.shape != array.shape:
                 raise ValueError(f"result: expected a whole tensor of `empty`; got {array}")
-            return found
+            return index
 
         named = hasattr(results, "_make")
         numbers = results._make(map(number, results)) if named else number(results)

@@ -38,7 +38,7 @@ def recording() -> Iterator[list[Launch]]:
     try:
         yield launches
     finally:
-        _recordings[:] = [own for own in _recordings if own is not launches]
+        _recordings[:] = [other for other in _recordings if other is not launches]
 
 
 class _Bound:
@@ -131,14 +131,14 @@ def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any)
     for allocation in program.allocations:
         if isinstance(allocation, Allocation):
             shape, dtype = allocation
-            own = torch.empty(shape, dtype=dtype, device=device)
+            tensor = torch.empty(shape, dtype=dtype, device=device)
         else:
             elements = (addresses[e.source] + e.offset if isinstance(e, Array) else e for e in allocation.elements)
-            own = device_table(tuple(elements), device)
-        address = own.data_ptr()
+            tensor = device_table(tuple(elements), device)
+        address = tensor.data_ptr()
         if address & 15:
             raise RuntimeError(f"allocator: expected new tensors at multiples of 16 bytes; got {address:#x}")
-        made.append(own)
+        made.append(tensor)
         addresses.append(address)
     if active is None or not direct.is_possible(active, bound.kernels):
         for launch in program.launches:
@@ -186,8 +186,8 @@ def _value(value: Any, sources: Sequence[Tensor], by_gluon: bool) -> Any:
 
 def _tensor(array: Array, sources: Sequence[Tensor]) -> Tensor:
     """The tensor, or the part of it, that an array describes."""
-    own = sources[array.source]
-    if array.offset == 0 and array.shape == own.shape and array.strides == own.stride():
-        return own
-    start = own.storage_offset() + array.offset // own.element_size()
-    return own.detach().as_strided(array.shape, array.strides, start)
+    source = sources[array.source]
+    if array.offset == 0 and array.shape == source.shape and array.strides == source.stride():
+        return source
+    start = source.storage_offset() + array.offset // source.element_size()
+    return source.detach().as_strided(array.shape, array.strides, start)

@@ -61,9 +61,9 @@ class ExpertTensors(NamedTuple):
         # Contiguous tensors of one shape, which callers have checked, are alike; to ask that takes half the time.
         alike = all(map(Tensor.is_contiguous, group)) or len(set(map(Tensor.stride, group))) == 1
         for e, tensor in enumerate(() if alike else group):
-            own = _strides(tensor.shape, tensor.stride())
-            if own != strides:
-                raise ValueError(f"experts: expected the strides of expert 0, {strides}; expert {e} has {own}")
+            its_strides = _strides(tensor.shape, tensor.stride())
+            if its_strides != strides:
+                raise ValueError(f"experts: expected the strides of expert 0, {strides}; expert {e} has {its_strides}")
         addresses = tuple(map(Tensor.data_ptr, group))
         step, lowest, highest, aligned = _places(addresses)
         # A stride only within one allocation: distances between allocations change from run to run, so kernels and bits

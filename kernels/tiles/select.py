@@ -160,7 +160,7 @@ def eight_bit(kernel: str, recipe: Recipe, target: Target, missing: str, regime:
     compiled. A tile of the `regime` goes before one of any.
     """
     paths: tuple[Path, ...] = ("warp_specialized", "pointer")
-    every = (Key(kernel, path, recipe, "long", regime=own) for path in paths for own in (regime, "any"))
+    every = (Key(kernel, path, recipe, "long", regime=wanted) for path in paths for wanted in (regime, "any"))
     keys = [key for key in every if key in target.tiles]
     if missing and (not keys or keys[0].path == "warp_specialized"):
         raise NotImplementedError(f"recipe={recipe!r}: {missing}")
@@ -186,7 +186,7 @@ def choose(
     """The first of `choices` that tensors and device allow; `refused`: why a warp-specialized kernel cannot do it."""
     allowed = {"warp_specialized": not refused, "pointer": vectors_fit}
     every = [*choices(kernel, dtype, target, rows_per_expert, gathered, regime)]
-    found = next(
+    best = next(
         chosen for chosen in every if allowed.get(chosen.path, True) and (tma_fits or chosen.path not in BY_DESCRIPTORS)
     )
-    return found if every[0].path != "warp_specialized" or found is every[0] else found._replace(refused=refused)
+    return best if every[0].path != "warp_specialized" or best is every[0] else best._replace(refused=refused)

@@ -229,9 +229,9 @@ def _tables(lines: str) -> dict[str, dict[Key, Tile]]:
             tile = Tile(*map(int, sizes.split()))
             for name, *names, load in product(*(words.get(column) or column.split(",") for column in columns)):
                 key: list[Any] = [*names, *_load(load)]
-                own = Key(*key)
-                if tables.setdefault(name, {}).setdefault(own, tile) is not tile:
-                    raise ValueError(f"{line!r}: another line has a tile of {name} for {own}")
+                full_key = Key(*key)
+                if tables.setdefault(name, {}).setdefault(full_key, tile) is not tile:
+                    raise ValueError(f"{line!r}: another line has a tile of {name} for {full_key}")
     return tables
 
 

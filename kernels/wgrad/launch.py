@@ -57,8 +57,8 @@ def grouped_wgrad_(
     path, tile = plan.chosen.path, plan.chosen.tile
     if path == "warp_specialized" and db_EN is not None:
         order = order or plan_steps(builder, offsets[0], num_experts).order
-        own: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_row_ids": dy_row_ids, "order": order}
-        grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **own)
+        rest: dict[str, Any] = {"accumulate": accumulate, "scale_R": scale_R, "dy_row_ids": dy_row_ids, "order": order}
+        grouped_wgrad_.plan(builder, None, db_EN, dy_RN, x_RK, offsets, **rest)
         db_EN, costs = None, partial(costs, bias_grad=0, scale=0)
     left_row_ids, right_row_ids = (operand.row_ids[0] if operand.row_ids else None for operand in (left, right))
     segments = steps = None

@@ -46,7 +46,7 @@ def owns(param: Tensor) -> bool:
 def _has(param: Tensor) -> bool:
     for ddp, ids in list(_ddps.items()):
         if ids is None:  # read once: a DDP keeps the parameters that it was made with
-            ids = _ddps[ddp] = {id(each) for each in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
+            ids = _ddps[ddp] = {id(param) for param in (*ddp._module_parameters, *ddp._delay_all_reduce_params)}
         if id(param) in ids:
             return True
     return False
