@@ -7,7 +7,7 @@
 # TRITONS; with KERNELS=--all-variants in all variants, which takes about an hour.
 # `make hashes` writes the table of code hashes anew, with which `make kernels` compares.
 # `make megatron` runs Megatron's tests with the megatron-core of .venv and each of MEGATRONS; `make megatron-0.18.0`
-# with one of them.
+# with one of them; with PART=0/1 as `make test` has them.
 # `make transformers` runs whole models with every older Transformers named here.
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
 # PART=1/3 only those of every third architecture.
@@ -117,10 +117,10 @@ hashes: $(READY) $(TRITONS:%=.triton/%/.ready)
 	@touch $@
 
 megatron: $(VENV)/.integrations $(MEGATRONS:%=megatron-%)
-	$(BIN)/python -m pytest tests/integrations/test_megatron.py
+	$(BIN)/python -m pytest --part $(PART) tests/integrations/test_megatron.py
 
 megatron-%: $(VENV)/.integrations .megatron/%/.ready
-	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest tests/integrations/test_megatron.py
+	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest --part $(PART) tests/integrations/test_megatron.py
 
 .megatron/%/.ready: $(READY)
 	rm -rf $(@D)

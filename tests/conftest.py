@@ -4,6 +4,7 @@
 does so with the tiles for long loads.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def pytest_configure(config):
     config.pluginmanager.register(Grids(config.getoption("quick"), config.getoption("part")))
     if not hasattr(config, "workerinput"):  # xdist's workers are this process's children
         config.pluginmanager.register(CleanRun(Path(__file__).parents[1]))
+
+
+def pytest_collection_finish():
+    """Leave out of every later garbage collection what is there for the whole run: a third of a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 
@@ -129,7 +130,8 @@ def main(arguments: list[str] | None = None) -> int:
     classes = [class_name(name) for name in names]
 
     start = time.monotonic()
-    theirs, ours = (run(who, classes, who) for who in (THEIRS, OURS))
+    with ThreadPoolExecutor() as pool:  # side by side: each is one process of one thread
+        theirs, ours = pool.map(lambda who: run(who, classes, who), (THEIRS, OURS))
     found = differences(theirs, ours)
     same, gone = reproduced(found, lambda tests: (run(THEIRS, tests, "again_theirs"), run(OURS, tests, "again_ours")))
 

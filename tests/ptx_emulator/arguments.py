@@ -36,11 +36,22 @@ def packed(kind: str, value: Any, size: int) -> bytes:
     return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
 
+def _kinds_of_tensors() -> set[type]:
+    """Tensor and its subclasses of today, but for those of tensors without memory."""
+    kinds, more = set(), [Tensor]
+    while more:
+        kind = more.pop()
+        kinds.add(kind)
+        more += [sub for sub in kind.__subclasses__() if sub not in kinds and sub is not FakeTensor]
+    return kinds
+
+
 def reachable() -> list[tuple[int, int]]:
     """Addresses of the memory of all CPU tensors that are alive: sorted spans that do not overlap."""
     spans = set()
+    kinds = _kinds_of_tensors()
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and not issubclass(type(thing), FakeTensor):
+        if type(thing) in kinds:
             try:
                 storage = thing.untyped_storage()
                 address, size = storage.data_ptr(), storage.nbytes()

@@ -300,6 +300,7 @@ def test_every_public_name_is_in_the_reference():
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     for name in set(fusedmlp.__all__) - {"__version__"}:
         assert f"::: fusedmlp.{name}\n" in page
+    assert dir(fusedmlp) == sorted(fusedmlp.__all__)
 
 
 OF_TRITON = {"TRITON_CACHE_DIR"}  # that fusedmlp does not read
