@@ -10,7 +10,7 @@ from torch import Tensor
 from bench.cpu import passes
 from bench.cpu.layers import Layer
 from bench.cpu.passes import Pass, Results, Way
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 
 
 def _operands(layer: Layer) -> tuple[Tensor, Tensor]:

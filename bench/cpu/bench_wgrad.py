@@ -11,7 +11,7 @@ from bench.cpu import passes
 from bench.cpu.layers import Layer
 from bench.cpu.passes import Pass, Results, Way
 from bench.cpu.peers import needs
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 from fusedmlp.operators import ops
 
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from bench.cpu.layers import Layer
 from bench.cpu.peers import Level
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import Errors
+from bench.oracle import reference
+from bench.oracle.tolerance import Errors
 
 
 def check(layer: Layer, level: Level, y: Tensor, who: str, times: int) -> Errors:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fusedmlp
 from bench.cpu.layers import Layer
-from fusedmlp.doctor.tolerance import Errors
+from bench.oracle.tolerance import Errors
 from fusedmlp.environment import triton_interpret
 
 Results = dict[str, Tensor]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, NamedTuple, get_args
 
 if TYPE_CHECKING:  # modules that need Triton; the command line lists targets without it, too
     from triton.backends.compiler import GPUTarget
@@ -11,13 +10,8 @@ if TYPE_CHECKING:  # modules that need Triton; the command line lists targets wi
     from fusedmlp.kernels.tiles import select, table
 
 
-@dataclass(frozen=True)
-class Target:
-    """One architecture and the most shared memory (LDS on AMD) that one of its blocks can have, in bytes.
-
-    Sources: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (163, 227, 227 and 99 KiB;
-    the reserved 1 KiB a block is subtracted); AMD CDNA 3 and CDNA 4 ISA guides (64 and 160 KiB).
-    """
+class Target(NamedTuple):
+    """One architecture and the most shared memory (LDS on AMD) that one of its blocks can have, in bytes."""
 
     name: str
     shared_bytes: int
@@ -30,12 +24,7 @@ class Target:
     @property
     def has_tma(self) -> bool:
         """Whether it has TMA, which moves tiles by descriptors."""
-        return not self.is_amd and self.capability >= 90
-
-    @property
-    def capability(self) -> int:
-        """NVIDIA's compute capability, times ten; ValueError for AMD."""
-        return int(self.name.removeprefix("sm_"))
+        return not self.is_amd and int(self.name[3:]) >= 90
 
     def planned_for(
         self,
@@ -44,10 +33,9 @@ class Target:
         warp_specialized: bool | None = False,
         tf32: bool = False,
     ) -> select.Target:
-        """Return the target to plan launches for, with the tiles of `shape` for every load (None: each load's own).
+        """Return the target to plan launches for, with tiles by `tiles_of`.
 
-        Without `with_tma` no tile uses descriptors, as if weights were in separate allocations. With
-        `warp_specialized`, such kernels are used where the table has them; None: by the default of the target.
+        With `warp_specialized`, such kernels are used where the table has them; None: by the default of the target.
         """
         from fusedmlp.kernels.tiles import select, table
 
@@ -60,26 +48,26 @@ class Target:
         """The same target as Triton's compiler takes it: backend, architecture, warp size."""
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("hip", self.name, 64) if self.is_amd else GPUTarget("cuda", self.capability, 32)
+        return GPUTarget("hip", self.name, 64) if self.is_amd else GPUTarget("cuda", int(self.name[3:]), 32)
 
 
-TARGETS = {
-    target.name: target
-    for target in (
-        Target("sm_80", 163 * 1024),
-        Target("sm_90", 227 * 1024),
-        Target("sm_100", 227 * 1024),
-        Target("sm_120", 99 * 1024),
-        Target("gfx942", 64 * 1024),
-        Target("gfx950", 160 * 1024),
-    )
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (less 1 KiB a block, which is reserved);
+# AMD CDNA 3 and CDNA 4 ISA guides.
+_SHARED_KIB = {
+    "sm_80": 163,
+    "sm_90": 227,
+    "sm_100": 227,
+    "sm_120": 99,
+    "gfx942": 64,
+    "gfx950": 160,
 }
+TARGETS = {name: Target(name, kib * 1024) for name, kib in _SHARED_KIB.items()}
 
 
 def tiles_of(tiles: table.Tiles, shape: table.ShapeClass | None, with_tma: bool = True) -> table.Tiles:
     """Tiles of which every load gets those of `shape` (None: each load its own).
 
-    Without `with_tma`, tiles that need descriptors are left out.
+    Without `with_tma`, tiles that need descriptors are left out, as if weights were in separate allocations.
     """
     from fusedmlp.kernels.tiles import table
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from cases import cases as gpu_cases
 
+from bench.oracle import reference
 from bench.proof import cases as proof_cases
 from fusedmlp.activation import KINDS, Activation
-from fusedmlp.doctor import reference
 from fusedmlp.kernels import device
 from fusedmlp.operators import torch_activation
 

@@ -17,8 +17,8 @@ from torch.library import opcheck
 from torch.profiler import profile
 
 import fusedmlp
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle import reference
+from bench.oracle.tolerance import assert_close
 
 # Dynamo itself instantiates an autograd.Function while it traces one.
 pytestmark = [

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),

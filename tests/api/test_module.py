@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from bench.oracle import reference
+from bench.oracle.tolerance import assert_close
 from fusedmlp import Activation, GroupedLinear, GroupedMLP, MainGradBuffer, moe_experts
 from fusedmlp.autograd import weight_copies
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.operators import torch_products
 
 

@@ -8,7 +8,7 @@ from cases.moe import Case, Inputs
 from support.grids import seeds
 
 import fusedmlp
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle.tolerance import assert_close
 from fusedmlp.kernels.routing.plan import size_of_plan
 from fusedmlp.kernels.tiles.select import architecture
 from fusedmlp.kernels.tiles.table import row_blocks

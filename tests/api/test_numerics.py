@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from support.grids import examples, seeds
 
 import fusedmlp
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle import reference
+from bench.oracle.tolerance import assert_close
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IMPLS = ("torch", "triton")

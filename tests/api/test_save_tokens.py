@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmlp
-from fusedmlp.doctor.tolerance import assert_norms_close
+from bench.oracle.tolerance import assert_norms_close
 from fusedmlp.operators import ops
 from fusedmlp.recipe import BLOCKS
 

@@ -7,9 +7,9 @@ from cases import factory
 from cases.factory import Case, Inputs
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bench.oracle import reference
+from bench.oracle.tolerance import assert_close
 from fusedmlp.activation import Activation
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.operators import torch_impl, torch_products
 from fusedmlp.operators.torch_products import Rows
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from bench.oracle import tolerance
 from cases import (
     dgrad_act,
     factory,
@@ -25,7 +26,6 @@ from cases import (
 )
 from cases.experts import DEVICE
 from cases.factory import wgrad_segment
-from fusedmlp.doctor import tolerance
 from fusedmlp.kernels.tiles import select
 from fusedmlp.kernels.tiles.table import Path, Recipe
 from fusedmlp.kernels.warp_specialized import refusal

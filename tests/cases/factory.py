@@ -7,8 +7,8 @@ import torch
 from torch.nn import Parameter
 
 import fusedmlp
+from bench.oracle import reference as oracle
 from fusedmlp.activation import KINDS
-from fusedmlp.doctor import reference as oracle
 
 GATED = tuple(name for name, kind in KINDS.items() if kind.gated)
 UNGATED = tuple(name for name, kind in KINDS.items() if not kind.gated)

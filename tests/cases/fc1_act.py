@@ -3,11 +3,11 @@
 import torch
 
 import fusedmlp
+from bench.oracle import reference as oracle
+from bench.oracle.tolerance import assert_close
 from cases import experts
 from cases.experts import DEVICE
 from cases.factory import Inputs
-from fusedmlp.doctor import reference as oracle
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.fc1_act.launch import grouped_fc1_act_
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.operators.triton_impl import act_options

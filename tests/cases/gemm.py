@@ -2,11 +2,11 @@
 
 import torch
 
+from bench.oracle import reference as oracle
+from bench.oracle.tolerance import assert_close
 from cases import experts
 from cases.experts import DEVICE
 from cases.factory import Inputs
-from fusedmlp.doctor import reference as oracle
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.kernels.gemm.launch import grouped_gemm_
 from fusedmlp.kernels.launching.run import recording
 

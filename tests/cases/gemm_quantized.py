@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from bench.oracle import reference as oracle
 from cases import accumulation, experts, quantize, quantize_weights
 from cases.experts import DEVICE
-from fusedmlp.doctor import reference as oracle
 from fusedmlp.kernels.gemm.dprobs import Dprobs
 from fusedmlp.kernels.gemm.launch import grouped_gemm_quantized_
 from fusedmlp.kernels.launching.run import recording

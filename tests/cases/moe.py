@@ -7,8 +7,8 @@ import torch
 from torch.nn import Parameter
 
 import fusedmlp
+from bench.oracle import reference as oracle
 from cases.factory import GATED, UNGATED
-from fusedmlp.doctor import reference as oracle
 
 WEIGHTS, BIASES = ("fc1", "fc2"), ("bias1", "bias2")
 MODES = ("main_grad", "overwrite", "grad", "no grad yet", "off")

@@ -4,10 +4,10 @@ import dataclasses
 
 import torch
 
+from bench.oracle import tolerance
 from cases import accumulation
 from cases import experts as support
 from cases.experts import DEVICE
-from fusedmlp.doctor import tolerance
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_

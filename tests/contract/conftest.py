@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPBackwardArguments
 

@@ -8,8 +8,8 @@ from support.contract_model import Boom, Fault, Model, Term
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from bench.oracle import reference
 from fusedmlp.contract.dummy import has_dummy_wgrad
-from fusedmlp.doctor import reference
 from fusedmlp.operators import ops
 
 COUNTS, SIZE = (2, 0, 1), 2  # hidden, ffn and output sizes are equal, so that fc1 can be a layer of its own

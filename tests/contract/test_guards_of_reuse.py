@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedmlp
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 

@@ -9,10 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from bench.oracle import reference
 from fusedmlp.contract.destinations.main_grad import MainGrad
 from fusedmlp.contract.engine import EngineUse
 from fusedmlp.contract.route import Route
-from fusedmlp.doctor import reference
 from fusedmlp.operators import ops
 
 FUSE = pytest.mark.parametrize("fuse", [False, True])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedmlp
-from fusedmlp.doctor import reference, tolerance
+from bench.oracle import reference, tolerance
 
 Counts = tuple[int, ...]
 LOADS: dict[str, Counts] = {

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle.tolerance import assert_close
 
 E, K, D, F, TOKENS = 4, 2, 16, 24, (14, 9)  # tokens of each rank
 ACTIVATIONS = {

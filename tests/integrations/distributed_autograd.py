@@ -16,7 +16,7 @@ from support.systems import MODES, attach
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedmlp.doctor.tolerance import errors_of
+from bench.oracle.tolerance import errors_of
 
 OTHER = "worker1"
 BATCHES = [(0, 0, 0), (0, 0, 1), (1, 0, 1), (1, 0, 0)]  # rank, step, micro-batch; the last has no tokens

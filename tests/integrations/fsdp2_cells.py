@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fusedmlp
-from fusedmlp.doctor import tolerance
+from bench.oracle import tolerance
 from fusedmlp.integrations import fsdp2
 
 MICRO_BATCHES, STEPS, MAX_NORM = 3, 2, 0.2

@@ -12,7 +12,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPBackwardArguments

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.oracle.tolerance import assert_close
 from fusedmlp.demo.command import TEXT
 from fusedmlp.demo.model import LanguageModel, MixtureOfExperts, ModelConfig
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 
 CONFIG = ModelConfig(layers=1, hidden=32, heads=2, experts=8, experts_per_token=2, ffn=32, context=16)

@@ -24,8 +24,8 @@ from support.grids import part
 from support.megatron_experts import Cell, Model, batch, config_of, expected_grads, reduced, weights_of
 from torch.utils.checkpoint import checkpoint
 
+from bench.oracle.tolerance import assert_close
 from fusedmlp.contract.destinations import megatron_fsdp
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 LEARNING_RATE = 0.1

@@ -31,7 +31,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.utils._pytree import tree_map
 
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 from fusedmlp.integrations import megatron_config
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 from fusedmlp.parts import ExpertTensors

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import _merge_bw
 
-from fusedmlp.doctor import tolerance
+from bench.oracle import tolerance
 
 PARTS, STEPS, RATE = 4, 2, 0.1
 LOADS = [[3, 0, 2], [0, 4, 1], [1, 1, 3], [5, 0, 0]]  # by micro-batch and expert

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
+from bench.oracle import reference, tolerance
 from fusedmlp.contract.owners.fsdp2 import unsharded_params
-from fusedmlp.doctor import reference, tolerance
 from fusedmlp.integrations.fsdp2 import accumulate_in
 
 E, H, F, SHARDS, MICRO_BATCHES, STEPS = 4, 6, 5, 2, 3, 2

@@ -9,8 +9,8 @@ from kernels import get_local_kernel
 from kernels._rust import Build
 from support import forked
 
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle import reference
+from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations import hub
 
 

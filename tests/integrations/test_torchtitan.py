@@ -23,7 +23,7 @@ from torchtitan.overrides.fused_swiglu import fused_grouped_experts
 from torchtitan.protocols.sharding import ShardingConfig
 
 import fusedmlp
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations import torchtitan_recipe
 from fusedmlp.integrations.torchtitan import FusedExpertsConverter, FusedGroupedExperts, convert
 

@@ -23,8 +23,8 @@ from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralForCausalLM
 
 import fusedmlp
+from bench.oracle.tolerance import errors_of
 from fusedmlp import Activation
-from fusedmlp.doctor.tolerance import errors_of
 from fusedmlp.integrations import transformers_activation
 from fusedmlp.integrations.transformers import register
 from fusedmlp.integrations.transformers_activation import activation_of

@@ -9,7 +9,7 @@ from support import transformers_training as training
 from torch._dynamo.exc import InternalTorchDynamoError
 from torch._dynamo.utils import counters
 
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations.transformers import register
 
 # Dynamo itself instantiates an autograd.Function while it traces one; inductor imports what torch deprecates.

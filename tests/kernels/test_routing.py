@@ -7,7 +7,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusedmlp.doctor import tolerance
+from bench.oracle import tolerance
 from fusedmlp.kernels.launching.cost import Cost
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.routing import order

@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
-from fusedmlp.doctor import reference as oracle
-from fusedmlp.doctor.tolerance import assert_close
+from bench.oracle import reference as oracle
+from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
 
 EXPERTS, HIDDEN, FFN, ROWS, STEPS = 3, 16, 24, 5, 4

@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 from fusedmlp.operators.torch_quantize import quantize
 
 RECIPES = {"fp8_block": 128, "mxfp8": 32}

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fusedmlp
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 
 COLUMNS = ("auto, no buffer", "buffer")
 # Libraries that only these tests need, in a folder of their own: `make .frameworks/.ready`.

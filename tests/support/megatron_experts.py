@@ -19,10 +19,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from support.eight_bit import magnitudes
 from support.grids import part
 
+from bench.oracle import reference
+from bench.oracle.tolerance import assert_close
 from fusedmlp.contract import dummy
 from fusedmlp.contract.destinations import main_grad
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import assert_close
 from fusedmlp.integrations.megatron import FusedGroupedMLP
 
 

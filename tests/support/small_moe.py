@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 
 H, F, EXPERTS, PADDING = 6, 4, 3, 1
 # By rank and micro-batch, the same in every step. Expert 1 never gets a token.

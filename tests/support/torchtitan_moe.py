@@ -8,7 +8,7 @@ from torchtitan.models.common import config_utils
 from torchtitan.models.common.feed_forward import FeedForward
 from torchtitan.models.common.linear import Linear
 
-from fusedmlp.doctor import reference
+from bench.oracle import reference
 from fusedmlp.integrations.torchtitan import FusedGroupedExperts
 
 DIM, FFN, EXPERTS, TOP_K = 16, 24, 4, 2

@@ -179,7 +179,7 @@ def test_imports_run_one_way(importers, forbidden, exempt):
 
 @pytest.mark.parametrize("name", ["reference", "tolerance"])
 def test_the_oracle_shares_no_code_with_the_library(name):
-    ours, others = (found[f"fusedmlp.doctor.{name}"] for found in graph())
+    ours, others = (found[f"bench.oracle.{name}"] for found in graph())
     assert ours == set()
     assert {other.split(".")[0] for other in others} <= {"torch", *sys.stdlib_module_names}
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from support import forked
 
-from fusedmlp.doctor import reference
-from fusedmlp.doctor.tolerance import Errors, assert_close, assert_norms_close, errors_of
+from bench.oracle import reference
+from bench.oracle.tolerance import Errors, assert_close, assert_norms_close, errors_of
 
 COUNTS, PADDING, H, F = (3, 0, 5), 2, 4, 6
 GPT_OSS = {"interleaved": True, "limit": 0.7, "alpha": 1.702, "linear_offset": 1.0}
@@ -148,7 +148,7 @@ def test_the_norm_sees_what_the_largest_element_hides():
 def test_the_reference_and_the_self_test_load_without_triton():
     code = (
         "import sys; assert 'fusedmlp' not in sys.modules; sys.modules['triton'] = None\n"
-        "from fusedmlp.doctor import reference, selftest, tolerance"
+        "from bench.oracle import reference, tolerance; from fusedmlp.doctor import selftest"
     )
     done = forked.run("-c", code)
     assert done.returncode == 0, done.stderr
