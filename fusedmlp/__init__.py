@@ -12,7 +12,6 @@ versions.check()  # before the imports that an older torch fails
 from fusedmlp.activation import Activation  # noqa: E402
 from fusedmlp.contract.buffer import MainGradBuffer  # noqa: E402
 from fusedmlp.contract.queue import WgradQueue  # noqa: E402
-from fusedmlp.debug import install_if_set  # noqa: E402
 from fusedmlp.delayed import backward_dw, discard  # noqa: E402
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts  # noqa: E402
 from fusedmlp.module import GroupedLinear, GroupedMLP  # noqa: E402
@@ -38,6 +37,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return __all__
-
-
-install_if_set()

@@ -14,7 +14,7 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from fusedmlp import calls, routing_arguments, validate
+from fusedmlp import calls, debug, routing_arguments, validate
 from fusedmlp.activation import Activation
 from fusedmlp.autograd import layers
 from fusedmlp.contract.queue import WgradQueue
@@ -155,6 +155,8 @@ def moe_experts(
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
     ids, probs = routing_arguments.choices(top_k_index, top_k_weights, source)
+    if debug.enabled:
+        debug.count_ids(ids, weights["fc1_weight"].num_experts)
     call = calls.prepare(source, weights, biases, options, ids.numel(), kind.encoded)
     tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.

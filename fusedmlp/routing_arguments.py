@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedmlp import validate
+from fusedmlp import debug, validate
 from fusedmlp.validate import Input
 
 _INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -37,6 +37,8 @@ def counts(tokens_per_expert: object, num_experts: int, x: Input) -> Tensor:
             f"{name}: expected a tensor on {x.tensor.device} while a CUDA graph is captured, which would replay with "
             "whatever the host's memory then holds; got counts on the host"
         )
+    if debug.enabled:
+        debug.check_counts(tensor, x.tensor.shape[0])
     try:
         return tensor.contiguous()
     except RuntimeError:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fusedmlp import debug
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import fresh_like
@@ -127,9 +128,16 @@ def linear_backward(
     impl: str,
 ) -> Tensor | None:
     """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
+    report = None
+    if debug.enabled and (w or dw):
+        read = {"dy": debug.Rows(dy, offsets, w or dw), "x": debug.Rows(x, offsets, w or dw), "weight": w}
+        report = debug.watch(dy, read | {"the earlier gradient of weight": dw if accumulate else None})
     dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, impl) if need_dx else None
     if dw or db:
         ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, recipe, impl)
+    if report is not None:
+        report("dgrad of grouped_linear", dx)
+        report("wgrad of grouped_linear", [*dw, *db])
     return dx
 
 
@@ -197,8 +205,9 @@ class GroupedMLP(torch.autograd.Function):
         route1 = call.route("fc1_weight", fc1, nodes1, ctx, routes)
         db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
         need_dx = x_node is not None
+        mlp_backward = debug.mlp_backward if debug.enabled else ops.grouped_mlp_backward_
         grads = MLPGrads(
-            *ops.grouped_mlp_backward_(
+            *mlp_backward(
                 *MLPBackwardArguments(
                     dw1=call.logical(route1.outs),
                     dw2=call.logical(route2.outs),

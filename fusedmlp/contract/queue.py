@@ -5,13 +5,14 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fusedmlp import debug
 from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.engine import current_backward
 from fusedmlp.contract.parameter_state import accumulation_lock, queues
@@ -198,8 +199,11 @@ class WgradQueue:
         outs = [t.transpose(-1, -2) for t in first.route.outs] if first.transposed else first.route.outs
         fields = zip(*(delayed.operands for delayed in batch), strict=True)
         operands = [[t for t in tensors if t is not None] for tensors in fields]
+        report = _watch(batch) if debug.enabled else None
         self._begun = first.route.name
         ops.grouped_wgrad_(outs, [], *operands, first.route.accumulate, first.recipe, first.impl)
+        if report is not None:
+            report(f"delayed wgrad of {first.route.name}", outs)
         return first.route.finish_delayed()
 
     def _next_batch(self) -> Iterator[_Delayed]:
@@ -212,6 +216,20 @@ class WgradQueue:
                 return
             if delayed.launch_key() == first.launch_key():
                 yield delayed
+
+
+def _watch(batch: list[_Delayed]) -> Callable[[str, Any], None]:
+    """Call `debug.watch` for what the GEMM of a batch reads."""
+    route, read = batch[0].route, [delayed.operands for delayed in batch]
+    earlier = route.outs if route.accumulate else None
+    return debug.watch(
+        read[0].dy,
+        {
+            "dy": [debug.Rows(each.dy, each.offsets, route.params, each.dy_row_ids) for each in read],
+            "x": [debug.Rows(each.x, each.offsets, route.params, each.x_row_ids) for each in read],
+            f"the earlier gradient of {route.name}": earlier,
+        },
+    )
 
 
 def _capturing(tensor: Tensor) -> bool:
