@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import struct
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -36,28 +37,33 @@ def packed(kind: str, value: Any, size: int) -> bytes:
     return (int(value) & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
 
-def _kinds_of_tensors() -> set[type]:
-    """Tensor and its subclasses of today, but for those of tensors without memory."""
-    kinds, more = set(), [Tensor]
-    while more:
-        kind = more.pop()
-        kinds.add(kind)
-        more += [sub for sub in kind.__subclasses__() if sub not in kinds and sub is not FakeTensor]
-    return kinds
+_older: list[weakref.ref[Tensor]] | None = None  # tensors among the objects of the first call
+
+
+def _tensors() -> list[Tensor]:
+    """All tensors that are alive. Of the objects of the first call only tensors are looked at again: the collector
+    lists them no longer, as there are hundreds of thousands.
+    """
+    global _older
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    if _older is None:
+        _older = [weakref.ref(tensor) for tensor in found]
+        gc.freeze()
+        return found
+    return found + [tensor for ref in _older if (tensor := ref()) is not None]
 
 
 def reachable() -> list[tuple[int, int]]:
     """Addresses of the memory of all CPU tensors that are alive: sorted spans that do not overlap."""
     spans = set()
-    kinds = _kinds_of_tensors()
-    for thing in gc.get_objects():
-        if type(thing) in kinds:
+    for tensor in _tensors():
+        if not isinstance(tensor, FakeTensor):
             try:
-                storage = thing.untyped_storage()
+                storage = tensor.untyped_storage()
                 address, size = storage.data_ptr(), storage.nbytes()
             except (RuntimeError, NotImplementedError):  # a tensor without memory
                 continue
-            if thing.device.type == "cpu" and address and size:
+            if tensor.device.type == "cpu" and address and size:
                 spans.add((address, address + size))
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
