@@ -25,7 +25,7 @@ OLDER ?= $(OLD_TORCHES)
 IN_OLD_TORCHES := tests/contract $(PLAIN:%=tests/integrations/test_%.py) tests/tools/test_old_versions.py \
   tests/tools/test_versions.py tests/tools/test_readme.py::test_the_example_runs_as_pasted
 MEGATRONS := 0.17.0 0.18.0
-OLD_TRANSFORMERS := 5.7.0 5.14.1
+OLD_TRANSFORMERS := 5.14.1
 FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow dill multiprocess xxhash deepspeed hjson \
   msgpack torchao nemo_automodel
 TRANSFORMERS := $(shell sed -n 's/^transformers==//p' constraints.txt)
@@ -137,11 +137,10 @@ transformers: $(VENV)/.integrations $(OLD_TRANSFORMERS:%=.transformers/wheel-%/.
 	    || exit 1; \
 	done
 
-# With its dependencies, since it refuses their newest versions; before 5.13, its import fails beside a newer `kernels`.
+# With its dependencies, since it refuses their newest versions.
 .transformers/wheel-%/.ready: $(READY)
 	rm -rf $(@D)
-	$(BIN)/pip install --quiet --disable-pip-version-check --target $(@D) transformers==$* && \
-	  $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --target $(@D) 'kernels<0.13' || \
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $(@D) transformers==$* || \
 	  { echo "transformers: Transformers $*, one of OLD_TRANSFORMERS in the Makefile, cannot be installed: see above"; exit 1; }
 	@touch $@
 

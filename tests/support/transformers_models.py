@@ -2,16 +2,12 @@
 
 import torch
 import transformers
-from packaging.version import Version
 
 import fusedmlp
 from fusedmlp.integrations.transformers import register
 
 transformers.logging.set_verbosity_error()
 register()
-
-# Nemotron-H's configuration has the longer name since Transformers 5.13.
-_ATTENTION = "full_attention" if Version(transformers.__version__) >= Version("5.13") else "attention"
 
 _BASE = {
     "vocab_size": 64,
@@ -66,7 +62,7 @@ _CONFIGS = {
         transformers.NemotronHConfig,
         {
             "num_hidden_layers": None,
-            "layers_block_type": ["moe", _ATTENTION, "moe"],
+            "layers_block_type": ["moe", "full_attention", "moe"],
             "intermediate_size": 24,
             "moe_intermediate_size": 20,
             "moe_latent_size": 8,

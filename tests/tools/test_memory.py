@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fusedmlp import GroupedMLP, MainGradBuffer, quantize_weights
 from fusedmlp.__main__ import main
-from fusedmlp.memory.layer import Layer, modes
+from fusedmlp.memory import Layer, modes
 
 SIZES = {"experts": 4, "hidden": 128, "ffn": 192, "tokens": 16, "top_k": 2, "micro_batches": 3}
 

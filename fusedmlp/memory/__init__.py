@@ -1,1 +1,0 @@
-"""`python -m fusedmlp memory`: bytes that a layer takes, with and without fusedmlp."""
