@@ -288,15 +288,14 @@ def test_what_a_layer_launches(target, gluon, switch, case, expected):
 
 
 def test_doctor_says_why_not(monkeypatch):
-    from fusedmlp.doctor import command, facts
+    from fusedmlp.doctor import facts
 
     monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "Triton 3.5 has no Gluon that fits: no module")
-    lines = command._machine_lines(facts.machine())
-    assert "Warp-specialized kernels: no: Triton 3.5 has no Gluon that fits: no module" in lines
+    assert facts.machine()["warp_specialized"] == "no: Triton 3.5 has no Gluon that fits: no module"
     monkeypatch.setattr(warp_specialized, "gluon_missing", lambda: "")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "1")
-    assert facts.machine().warp_specialized == "yes, on Hopper and sm_100"
+    assert facts.machine()["warp_specialized"] == "yes, on Hopper and sm_100"
     monkeypatch.delenv("FUSEDMLP_WARP_SPECIALIZED")
-    assert facts.machine().warp_specialized.startswith("yes, on Hopper; ")
+    assert facts.machine()["warp_specialized"].startswith("yes, on Hopper; ")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
-    assert facts.machine().warp_specialized.startswith("only where tuned")
+    assert facts.machine()["warp_specialized"].startswith("only where tuned")

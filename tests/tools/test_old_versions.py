@@ -144,10 +144,12 @@ def test_layers_run_outside_of_graphs_whose_gradients_would_be_wrong(version):
 def test_the_doctor_says_what_a_version_can_do(version, monkeypatch):
     monkeypatch.setattr(versions, "found", {"torch": version, "triton": "3.7.1"}.get)
     machine = facts.machine()
-    assert machine.problems == []
-    assert machine.compiled.startswith(f"expected torch>=2.13 for layers inside of its graphs; got torch {version}")
+    assert machine["problems"] == []
+    assert machine["torch_compile"].startswith(
+        f"expected torch>=2.13 for layers inside of its graphs; got torch {version}"
+    )
     monkeypatch.setattr(versions, "found", {"torch": "2.13.0", "triton": "3.7.1"}.get)
-    assert facts.machine().compiled == "layers run inside of its graphs"
+    assert facts.machine()["torch_compile"] == "layers run inside of its graphs"
 
 
 @pytest.mark.slow
@@ -155,7 +157,7 @@ def test_the_doctor_runs_with_an_old_version():
     code = "import runpy, torch; torch.__version__ = {!r}; runpy.run_module('fusedmlp', run_name='__main__')"
     done = forked.run("-c", code.format(HERE[0]), "doctor")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"torch.compile: expected torch>=2.13 for layers inside of its graphs; got torch {HERE[0]}" in done.stdout
+    assert f"torch_compile     expected torch>=2.13 for layers inside of its graphs; got torch {HERE[0]}" in done.stdout
     assert re.search(r"bfloat16  checkpointed +\w+: error \S+, allowed \S+  ok", done.stdout)
     assert re.search(r"bfloat16  compiled +\w+: error \S+, allowed \S+  ok", done.stdout)
 
