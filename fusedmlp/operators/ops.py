@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache, reduce
 from importlib import import_module
 from operator import or_
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -58,12 +58,29 @@ def register(schema: str, fake: Callable[..., Any], run: Callable[..., Any]) -> 
     return getattr(torch.ops.fusedmlp, name).default
 
 
+_TYPES_IN_SCHEMAS: dict[Any, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    Sequence[Tensor]: "Tensor[]",
+    Sequence[Tensor] | None: "Tensor[]?",
+    str: "str",
+    bool: "bool",
+}
+
+
+def _fields(arguments: type, written: str = "") -> str:
+    """The fields of a named tuple as arguments in a schema; `written`: a letter for each of the first ones, which the
+    operator writes to.
+    """
+    fields = [f"{_TYPES_IN_SCHEMAS[hint]} {name}" for name, hint in get_type_hints(arguments).items()]
+    for i, letter in enumerate(written):
+        fields[i] = fields[i].replace("Tensor", f"Tensor({letter}!)")
+    return ", ".join(fields)
+
+
 def _register(schema: str, fake: Callable[..., Any]) -> Any:
     """A function that calls the operator, or, if unwatched, its implementation, which may return None for "none"."""
     name = schema.split("(", 1)[0]
-    types = [argument.rsplit(" ", 1)[0] for argument in schema.split("(", 1)[1].split(") -> ")[0].split(", ")]
-    single = tuple(i for i, type in enumerate(types) if type in ("Tensor", "Tensor?"))
-    lists = tuple(i for i, type in enumerate(types) if "[]" in type)
 
     @outside_of_graphs
     def run(*args: Any) -> Any:
@@ -79,6 +96,9 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
         return MLPGrads(*(h.new_empty(0) if result is None else result for result in results))
 
     operator = register(schema, fake, run_operator)
+    types = [str(argument.type) for argument in operator._schema.arguments]
+    single = tuple(i for i, type in enumerate(types) if type in ("Tensor", "Optional[Tensor]"))
+    lists = tuple(i for i, type in enumerate(types) if "List[Tensor]" in type)
 
     def call(*args: Any) -> Any:
         # Dynamo folds `is_compiling`, so it skips `_is_watched`.
@@ -210,20 +230,16 @@ grouped_wgrad_ = _register(
     "Tensor[] dy_row_ids, Tensor[] x_row_ids, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
-# MLPArguments -> (y, h): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`.
+# -> (y, h): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`.
 grouped_mlp = _register(
-    "grouped_mlp(Tensor x, Tensor? x_scales, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, Tensor[]? bias2, "
-    "Tensor offsets, Tensor? row_ids, Tensor? probs, str activation, str recipe, str impl) -> (Tensor, Tensor)",
+    f"grouped_mlp({_fields(MLPArguments)}) -> (Tensor, Tensor)",
     _fake_grouped_mlp,
 )
-# MLPBackwardArguments -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
+# -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
 # weight gradients. With `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that
 # is to row `places[i]`.
 grouped_mlp_backward_ = _register(
-    "grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, Tensor dy, "
-    "Tensor x, Tensor? x_scales, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, "
-    "Tensor? row_ids, Tensor? places, Tensor? probs, str activation, bool accumulate1, bool accumulate2, bool need_dx, "
-    "bool keep, str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"grouped_mlp_backward_({_fields(MLPBackwardArguments, 'abcd')}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )
 flops.register()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate as running_sum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from fusedmlp.operators import torch_activation, torch_quantize
 from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
 from fusedmlp.operators.torch_quantize import empty_row_copies as empty_row_copies
 from fusedmlp.operators.torch_quantize import quantize_weights as quantize_weights
-from fusedmlp.operators.types import MLPGrads, MLPOutput, RowCopies, RowOrder
+from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies, RowOrder
 from fusedmlp.recipe import Formats
 
 if TYPE_CHECKING:
@@ -77,28 +77,17 @@ def grouped_gemm(
     return y_RN
 
 
-def grouped_mlp(
-    x_RH: Tensor,
-    x_scales: Tensor | None,
-    fc1: Sequence[Tensor],
-    fc2: Sequence[Tensor],
-    bias1: Sequence[Tensor] | None,
-    bias2: Sequence[Tensor] | None,
-    offsets: Tensor,
-    row_ids_R: Tensor | None,
-    probs_R: Tensor | None,
-    activation: str,
-    recipe: str,
-) -> MLPOutput:
+def grouped_mlp(*args: Any) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
-    kind, gemms = Activation.decode(activation), Formats.decode(recipe).gemms
-    rows = Rows(offsets, (x_RH if row_ids_R is None else row_ids_R).shape[0])
-    probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
-    if x_scales is not None:  # quantized once more, to the same values
-        x_RH = torch_quantize.dequantized_rows(x_RH, x_scales, gemms)
-    h_RG = rows.product(rows.gather(x_RH, row_ids_R), fc1, transposed=True, recipe=gemms)
-    if bias1:
-        rows.add_bias_(h_RG, bias1)
+    given = MLPArguments(*args)
+    x_RH, kind, gemms = given.x, Activation.decode(given.activation), Formats.decode(given.recipe).gemms
+    rows = Rows(given.offsets, (x_RH if given.row_ids is None else given.row_ids).shape[0])
+    probs_R1 = None if given.probs is None else given.probs.float().unsqueeze(1)
+    if given.x_scales is not None:  # quantized once more, to the same values
+        x_RH = torch_quantize.dequantized_rows(x_RH, given.x_scales, gemms)
+    h_RG = rows.product(rows.gather(x_RH, given.row_ids), given.fc1, transposed=True, recipe=gemms)
+    if given.bias1:
+        rows.add_bias_(h_RG, given.bias1)
     a_RF = x_RH.new_empty(rows.number, h_RG.shape[1] // (2 if kind.gated else 1))
     wide = _Wide(x_RH)
     for block in rows.blocks(h_RG.shape[1]):
@@ -108,46 +97,26 @@ def grouped_mlp(
             wide.store(a_nF, a_RF[block])
         else:
             torch.mul(a_nF, probs_R1[block], out=a_RF[block])
-    y_RH = rows.product(a_RF, fc2, transposed=True, recipe=gemms)
-    if bias2:
-        rows.add_bias_(y_RH, bias2, probs_R1)
+    y_RH = rows.product(a_RF, given.fc2, transposed=True, recipe=gemms)
+    if given.bias2:
+        rows.add_bias_(y_RH, given.bias2, probs_R1)
     return MLPOutput(y_RH, h_RG)
 
 
-def grouped_mlp_backward_(
-    dw1: Sequence[Tensor],
-    dw2: Sequence[Tensor],
-    db1: Sequence[Tensor],
-    db2: Sequence[Tensor],
-    dy_RH: Tensor,
-    x_RH: Tensor,
-    x_scales: Tensor | None,
-    h_RG: Tensor,
-    fc1: Sequence[Tensor],
-    fc2: Sequence[Tensor],
-    bias2: Sequence[Tensor],
-    offsets: Tensor,
-    row_ids_R: Tensor | None,
-    places_R: Tensor | None,
-    probs_R: Tensor | None,
-    activation: str,
-    accumulate1: bool,
-    accumulate2: bool,
-    need_dx: bool,
-    keep: bool,
-    recipe: str,
-) -> MLPGrads:
+def grouped_mlp_backward_(*args: Any) -> MLPGrads:
     """Backward: write the gradients of weights to `dw*` and of biases to `db*`; return the others.
 
     An empty `dw*` or `db*` is not computed; `accumulate*` adds to `dw*`. `keep` also returns the operands of delayed
     weight gradients.
     """
-    kind, (gemms, wgrad), wide = Activation.decode(activation), Formats.decode(recipe), _Wide(h_RG)
-    rows = Rows(offsets, h_RG.shape[0])
-    probs_R1 = None if probs_R is None else probs_R.float().unsqueeze(1)
-    dprobs_R = h_RG.new_empty(0 if probs_R is None else rows.number, dtype=torch.float32)
-    dy_RH = rows.gather(dy_RH, row_ids_R)
-    da_RF = rows.product(dy_RH, fc2, transposed=False, recipe=gemms)
+    given = MLPBackwardArguments(*args)
+    x_RH, h_RG = given.x, given.h
+    kind, (gemms, wgrad), wide = Activation.decode(given.activation), Formats.decode(given.recipe), _Wide(h_RG)
+    rows = Rows(given.offsets, h_RG.shape[0])
+    probs_R1 = None if given.probs is None else given.probs.float().unsqueeze(1)
+    dprobs_R = h_RG.new_empty(0 if given.probs is None else rows.number, dtype=torch.float32)
+    dy_RH = rows.gather(given.dy, given.row_ids)
+    da_RF = rows.product(dy_RH, given.fc2, transposed=False, recipe=gemms)
     dh_RG = torch.empty_like(h_RG)
     for block in rows.blocks(h_RG.shape[1]):
         h_nG, grad_nF = wide.copy("h", h_RG[block]), wide.copy("grad", da_RF[block])
@@ -162,24 +131,24 @@ def grouped_mlp_backward_(
             torch.mul(a_nF, probs_R1[block], out=da_RF[block])
         wide.store(dh_nG, dh_RG[block])
     act_probs_RF = da_RF  # overwritten in place
-    if bias2 and probs_R is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
-        rows.dot_bias_(dprobs_R, dy_RH, bias2)
-    dx_RH = rows.product(dh_RG, fc1, transposed=False, recipe=gemms) if need_dx else None
-    if dw2:
-        rows.wgrad_(dw2, dy_RH, act_probs_RF, accumulate2, recipe=wgrad)
-    if db2:
-        rows.bias_grad_(db2, dy_RH, probs_R1)
-    if dw1:
-        if x_scales is not None:
-            x_RH = torch_quantize.dequantized_tokens(x_RH, x_scales, rows.sizes, gemms)
-        rows.wgrad_(dw1, dh_RG, rows.gather(x_RH, row_ids_R), accumulate1, recipe=wgrad)
-    if db1:
-        rows.bias_grad_(db1, dh_RG)
+    if given.bias2 and given.probs is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
+        rows.dot_bias_(dprobs_R, dy_RH, given.bias2)
+    dx_RH = rows.product(dh_RG, given.fc1, transposed=False, recipe=gemms) if given.need_dx else None
+    if given.dw2:
+        rows.wgrad_(given.dw2, dy_RH, act_probs_RF, given.accumulate2, recipe=wgrad)
+    if given.db2:
+        rows.bias_grad_(given.db2, dy_RH, probs_R1)
+    if given.dw1:
+        if given.x_scales is not None:
+            x_RH = torch_quantize.dequantized_tokens(x_RH, given.x_scales, rows.sizes, gemms)
+        rows.wgrad_(given.dw1, dh_RG, rows.gather(x_RH, given.row_ids), given.accumulate1, recipe=wgrad)
+    if given.db1:
+        rows.bias_grad_(given.db1, dh_RG)
     dprobs = None
-    if probs_R is not None:
+    if given.probs is not None:
         dprobs = rows.pad(dprobs_R)
-        dprobs = (dprobs if places_R is None else dprobs.index_select(0, places_R)).to(probs_R.dtype)
-    return MLPGrads(dx_RH, dprobs, rows.pad(dh_RG) if keep else None, act_probs_RF if keep else None)
+        dprobs = (dprobs if given.places is None else dprobs.index_select(0, given.places)).to(given.probs.dtype)
+    return MLPGrads(dx_RH, dprobs, rows.pad(dh_RG) if given.keep else None, act_probs_RF if given.keep else None)
 
 
 def grouped_wgrad_(

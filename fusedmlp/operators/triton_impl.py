@@ -34,7 +34,15 @@ from fusedmlp.kernels.tiles.select import Settings
 from fusedmlp.kernels.tiles.table import Key, Recipe, Tile
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators import triton_eight_bit as eight_bit
-from fusedmlp.operators.types import MLPGrads, MLPOutput, RowCopies, RowOrder, WeightCopies
+from fusedmlp.operators.types import (
+    MLPArguments,
+    MLPBackwardArguments,
+    MLPGrads,
+    MLPOutput,
+    RowCopies,
+    RowOrder,
+    WeightCopies,
+)
 from fusedmlp.recipe import BLOCKS, Formats
 
 # A weight or bias as a plan sees it: `ExpertTensors` for a list of tensors, or a list of one packed array, or of none.
@@ -93,32 +101,21 @@ def _plan_grouped_gemm(
     return y_RN
 
 
-def _plan_grouped_mlp(
-    builder: Builder,
-    x_RH: Array,
-    x_scales: Array | None,
-    fc1: Weight,
-    fc2: Weight,
-    bias1: Experts | None,
-    bias2: Experts | None,
-    offsets: Array,
-    row_ids_R: Array | None,
-    probs_R: Array | None,
-    activation: str,
-    recipe: str,
-) -> MLPOutput:
+def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
+    given: Any = MLPArguments(*args)  # of arrays
+    x_RH, row_ids_R, probs_R = given.x, given.row_ids, given.probs
     num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
-    weights = eight_bit.Weights(_weight(fc1), _weight(fc2), _optional(bias2, 1))
-    schedule = Schedule.planned(builder, offsets, num_rows, weights.fc1.num_experts)
-    act, bias1_EG, bias2_EH = act_options(activation), _optional(bias1, 1), _optional(bias2, 1)
-    if num_rows and (gemms := Formats.decode(recipe).gemms):
+    weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
+    schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc1.num_experts)
+    act, bias1_EG, bias2_EH = act_options(given.activation), _optional(given.bias1, 1), _optional(given.bias2, 1)
+    if num_rows and (gemms := Formats.decode(given.recipe).gemms):
         rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
-        x = x_RH if x_scales is None else Quantized(x_RH, x_scales)
+        x = x_RH if given.x_scales is None else Quantized(x_RH, given.x_scales)
         return eight_bit.plan_grouped_mlp(builder, x, weights, bias1_EG, rows, act, gemms)
-    if x_scales is not None:
+    if given.x_scales is not None:
         raise TypeError("x: expected rows, without a recipe or without rows; got an 8-bit copy of them")
-    fc1_EGH, fc2_EHF = _experts(fc1, 2), _experts(fc2, 2)
+    fc1_EGH, fc2_EHF = _experts(given.fc1, 2), _experts(given.fc2, 2)
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
@@ -130,68 +127,48 @@ def _plan_grouped_mlp(
     return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
 
 
-def _plan_grouped_mlp_backward_(
-    builder: Builder,
-    dw1: Experts,
-    dw2: Experts,
-    db1: Experts,
-    db2: Experts,
-    dy_RH: Array,
-    x_RH: Array,
-    x_scales: Array | None,
-    h_RG: Array,
-    fc1: Weight,
-    fc2: Weight,
-    bias2: Experts,
-    offsets: Array,
-    row_ids_R: Array | None,
-    places_R: Array | None,
-    probs_R: Array | None,
-    activation: str,
-    accumulate1: bool,
-    accumulate2: bool,
-    need_dx: bool,
-    keep: bool,
-    recipe: str,
-) -> MLPGrads:
+def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
+    given: Any = MLPBackwardArguments(*args)  # of arrays
+    dy_RH, x_RH, h_RG, row_ids_R, probs_R = given.dy, given.x, given.h, given.row_ids, given.probs
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
     if num_rows > 1 and h_RG.strides != contiguous_strides(h_RG.shape):
         raise ValueError(f"h: expected contiguous rows, strides {(G, 1)}; got {h_RG.strides}")
-    weights, formats = eight_bit.Weights(_weight(fc1), _weight(fc2), _optional(bias2, 1)), Formats.decode(recipe)
-    schedule = Schedule.planned(builder, offsets, num_rows, weights.fc2.num_experts)
-    act = act_options(activation)
+    weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
+    schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc2.num_experts)
+    act, formats = act_options(given.activation), Formats.decode(given.recipe)
     if num_rows and formats.gemms:
-        grads = eight_bit.Grads(*(_optional(dw, 2) for dw in (dw1, dw2)), *(_optional(db, 1) for db in (db1, db2)))
-        rows_of = eight_bit.RowsOf(schedule, row_ids_R, places_R, probs_R)
-        wanted = eight_bit.Wanted(accumulate1, accumulate2, need_dx, keep)
-        x = x_RH if x_scales is None else Quantized(x_RH, x_scales)
+        dw, db = (_optional(given.dw1, 2), _optional(given.dw2, 2)), (_optional(given.db1, 1), _optional(given.db2, 1))
+        grads = eight_bit.Grads(*dw, *db)
+        rows_of = eight_bit.RowsOf(schedule, row_ids_R, given.places, probs_R)
+        wanted = eight_bit.Wanted(given.accumulate1, given.accumulate2, given.need_dx, given.keep)
+        x = x_RH if given.x_scales is None else Quantized(x_RH, given.x_scales)
         return eight_bit.plan_grouped_mlp_backward_(
             builder, grads, dy_RH, x, h_RG, weights, rows_of, act, wanted, formats
         )
-    fc2_EHF = _experts(fc2, 2)
+    fc2_EHF = _experts(given.fc2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
-    bias2_EH = _optional(bias2, 1) if probs_R is not None else None
+    bias2_EH = _optional(given.bias2, 1) if probs_R is not None else None
     epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": row_ids_R}
     partial = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, **epilogue)
     dx_RH = dprobs = None
     if partial is not None and probs_R is not None:
-        dprobs = Dprobs(partial, places_R, builder.empty((num_rows,), probs_R.dtype))
-    if need_dx:
+        dprobs = Dprobs(partial, given.places, builder.empty((num_rows,), probs_R.dtype))
+    if given.need_dx:
         dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype)
-        grouped_gemm_.plan(builder, dx_RH, dh_RG, _experts(fc1, 2).T, schedule, dprobs=dprobs)
+        grouped_gemm_.plan(builder, dx_RH, dh_RG, _experts(given.fc1, 2).T, schedule, dprobs=dprobs)
     elif dprobs is not None:
         plan_dprobs(builder, dprobs)
     row_ids = [] if row_ids_R is None else [row_ids_R]
     for dw, db, dy, x, gathered, accumulate in (
-        (dw2, db2, dy_RH, a_RF, {"dy_row_ids": row_ids, "scale_R": probs_R}, accumulate2),
-        (dw1, db1, dh_RG, x_RH, {"x_row_ids": row_ids}, accumulate1),
+        (given.dw2, given.db2, dy_RH, a_RF, {"dy_row_ids": row_ids, "scale_R": probs_R}, given.accumulate2),
+        (given.dw1, given.db1, dh_RG, x_RH, {"x_row_ids": row_ids}, given.accumulate1),
     ):
         dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
         if dw_ENK or db_EN:
             options: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order, **gathered}
-            launch_grouped_wgrad_.plan(builder, dw_ENK, db_EN, [dy], [x], [offsets], **options)
-    kept = (dh_RG, a_RF) if keep else (None, None)
+            launch_grouped_wgrad_.plan(builder, dw_ENK, db_EN, [dy], [x], [given.offsets], **options)
+    kept = (dh_RG, a_RF) if given.keep else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 
 

@@ -41,7 +41,7 @@ class RowCopies(NamedTuple):
 
 
 class MLPArguments(NamedTuple):
-    """Forward: the arguments of `ops.grouped_mlp`, in the order of its schema."""
+    """Forward: the arguments of `ops.grouped_mlp`, and so of its schema."""
 
     x: Tensor  # [R, H], or with `row_ids` [T, H]; or a copy of it
     x_scales: Tensor | None  # of the copy
@@ -54,7 +54,7 @@ class MLPArguments(NamedTuple):
     probs: Tensor | None  # [R]
     activation: str
     recipe: str
-    impl: str
+    impl: str = ""  # an implementation is called without
 
     @property
     def without_impl(self) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ class MLPArguments(NamedTuple):
 
 
 class MLPBackwardArguments(NamedTuple):
-    """Backward: the arguments of `ops.grouped_mlp_backward_`, in the order of its schema."""
+    """Backward: the arguments of `ops.grouped_mlp_backward_`, and so of its schema."""
 
     dw1: Sequence[Tensor]  # outputs; empty: not wanted
     dw2: Sequence[Tensor]
@@ -86,7 +86,7 @@ class MLPBackwardArguments(NamedTuple):
     need_dx: bool
     keep: bool  # also return what delayed weight gradients need
     recipe: str
-    impl: str
+    impl: str = ""  # an implementation is called without
 
     @classmethod
     def of(cls, forward: MLPArguments, **own: Any) -> MLPBackwardArguments:
