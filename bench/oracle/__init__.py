@@ -1,1 +1,1 @@
-"""Right numbers, of tests, too: a reference in plain PyTorch, and the errors that the tolerance rule allows."""
+"""The float64 reference of a layer, in plain PyTorch, and the rule for how far a result may be off it."""

@@ -17,7 +17,7 @@ RIGHT, WRONG_NUMBERS, CANNOT_RUN = 0, 1, 2
 
 
 def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
-    """Print the report and return the exit status; `layer` is that of `paths`."""
+    """Print the report and return the exit status; `paths` says what `layer` has."""
     machine, start = facts.machine(), time.perf_counter()
     checks = selftest.run(getattr(torch, layer["dtype"]))
     seconds = time.perf_counter() - start

@@ -75,7 +75,7 @@ def commit(root: Path) -> str | None:
 
 
 def _run(*command: str) -> str:
-    """What a command prints; empty if it is not there or fails."""
+    """Return what a command prints; empty if it is not there or fails."""
     if not shutil.which(command[0]):
         return ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -1,6 +1,7 @@
 """A small layer, forward and backward into `main_grad`, beside a loop over its experts in float64.
 
-The step runs as it is, under activation checkpointing, and compiled by inductor: PyTorch has broken each by itself.
+The step runs as it is, under activation checkpointing, and compiled by inductor: a version of PyTorch can break any one
+of the three alone.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class MLPArguments(NamedTuple):
     probs: Tensor | None  # [R]
     activation: str
     recipe: str
-    impl: str = ""  # an implementation is called without
+    impl: str = ""  # implementations are called without it
 
     @property
     def without_impl(self) -> tuple[Any, ...]:
@@ -86,7 +86,7 @@ class MLPBackwardArguments(NamedTuple):
     need_dx: bool
     keep: bool  # also return what delayed weight gradients need
     recipe: str
-    impl: str = ""  # an implementation is called without
+    impl: str = ""  # implementations are called without it
 
     @classmethod
     def of(cls, forward: MLPArguments, **own: Any) -> MLPBackwardArguments:

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from support.compiler import in_graphs
-from support.grids import is_quick
+from support.grids import only_pairs
 from support.systems import MODES, SYSTEMS
 from support.world import launch
 
@@ -14,8 +14,8 @@ from support.world import launch
 @pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_gradients_and_two_steps_in_every_cell(world_size, tmp_path):
     """`fsdp2_cells.py` defines the cells."""
-    for names, failures in launch("integrations.fsdp2_cells:cells", world_size, tmp_path, is_quick()):
-        assert len(names) == len(set(names)) == (11 if is_quick() else 38)
+    for names, failures in launch("integrations.fsdp2_cells:cells", world_size, tmp_path, only_pairs()):
+        assert len(names) == len(set(names)) == (11 if only_pairs() else 38)
         assert failures == {}
 
 

@@ -5,14 +5,14 @@ Checked by pointer, and by operators and allocations inside AccumulateGrad; ever
 """
 
 import pytest
-from support.grids import is_quick
+from support.grids import only_pairs
 from support.world import launch
 
 
 @pytest.mark.slow
 def test_no_hook_makes_pytorch_copy_a_weight_gradient(tmp_path):
-    for count, failures, held in launch("integrations.grad_stealing:run_all", 2, tmp_path, is_quick()):
+    for count, failures, held in launch("integrations.grad_stealing:run_all", 2, tmp_path, only_pairs()):
         assert failures == {}
-        assert count == (32 if is_quick() else 180)
+        assert count == (32 if only_pairs() else 180)
         # One hook does: it wants all gradients at once, and holds all but the last of 2 weights, or of 2 of 3 experts.
         assert held == [2 - 1, 2 * 3 - 1]

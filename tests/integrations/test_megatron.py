@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support import forked
-from support.grids import is_quick
+from support.grids import only_pairs
 from support.world import launch
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "megatron_pretrain_step.py"
@@ -97,8 +97,8 @@ MESSAGES = {
 @WORLDS
 def test_gradients_in_every_cell(world_size, tmp_path):
     """Compared with float64 autograd; `support/megatron_experts.py` defines the cells."""
-    for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path, is_quick()):
-        assert count == (18 if is_quick() else {1: 128, 2: 198}[world_size])
+    for count, failures in launch("support.megatron_experts:run_all", world_size, tmp_path, only_pairs()):
+        assert count == (18 if only_pairs() else {1: 128, 2: 198}[world_size])
         assert failures == {}
 
 
@@ -108,9 +108,9 @@ def test_gradients_in_every_cell(world_size, tmp_path):
 def test_main_grad_of_eight_bits_in_every_cell(world_size, fp8_recipe, tmp_path):
     """Compared with float64 products of quantized operands; `megatron_eight_bit.py` defines the cells."""
     run = "integrations.megatron_eight_bit:gradients"
-    for count, failures in launch(run, world_size, tmp_path, fp8_recipe, is_quick()):
+    for count, failures in launch(run, world_size, tmp_path, fp8_recipe, only_pairs()):
         assert failures == {}
-        assert count == (19 if is_quick() else {1: 36, 2: 52}[world_size])
+        assert count == (19 if only_pairs() else {1: 36, 2: 52}[world_size])
 
 
 @pytest.mark.slow
@@ -158,9 +158,9 @@ import fusedmlp.integrations.megatron"""
 def test_gradients_under_fsdp_in_every_cell(world_size, tmp_path):
     """The same, with two steps of an optimizer; `megatron_fsdp.py` defines the cells, and which are refused."""
     numbers = next(row for since, row in FSDP_CELLS.items() if metadata.version("megatron-core") >= since)
-    for counts, failures, delayed in launch("integrations.megatron_fsdp:run_all", world_size, tmp_path, is_quick()):
+    for counts, failures, delayed in launch("integrations.megatron_fsdp:run_all", world_size, tmp_path, only_pairs()):
         assert failures == {}
-        assert (counts["cells"], counts["refused"]) == numbers["quick" if is_quick() else world_size]
+        assert (counts["cells"], counts["refused"]) == numbers["quick" if only_pairs() else world_size]
         assert "config.delay_wgrad_compute: expected False under Megatron-FSDP" in delayed
 
 

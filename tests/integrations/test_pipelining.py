@@ -4,7 +4,7 @@ import re
 
 import pytest
 from integrations.pipelining_cells import ONE, SCHEDULES
-from support.grids import is_quick
+from support.grids import only_pairs
 from support.systems import MODES, SYSTEMS
 from support.two_ranks import by_torchrun, in_forked_processes
 from support.world import launch
@@ -22,9 +22,9 @@ def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
     """`pipelining_cells.py` defines the cells."""
     failures, orders = {}, {schedule: {} for schedule in SCHEDULES}
     for rank, (names, wrong, of_rank) in enumerate(
-        launch("integrations.pipelining_cells:cells", 2, tmp_path, is_quick())
+        launch("integrations.pipelining_cells:cells", 2, tmp_path, only_pairs())
     ):
-        assert len(names) == len(set(names)) == (11 if is_quick() else 61)
+        assert len(names) == len(set(names)) == (11 if only_pairs() else 61)
         failures |= {f"rank {rank}, {name}": messages for name, messages in wrong.items()}
         for schedule, stages in of_rank.items():
             orders[schedule] |= stages
@@ -32,7 +32,7 @@ def test_losses_gradients_and_two_steps_in_every_cell(tmp_path):
     (row,) = [system for system in SYSTEMS if "torch.distributed.pipelining" in system.name]
     assert {row.answer(mode) for mode in MODES} == {"right"}  # as the document says
     noted = {schedule for schedule, stages in orders.items() if stages}  # with a cell without dw_builder
-    assert noted == set(SCHEDULES) or is_quick()
+    assert noted == set(SCHEDULES) or only_pairs()
     split = {schedule for schedule, stages in orders.items() if any("W" in ran for ran in stages.values())}
     assert split == {schedule for schedule in noted if SCHEDULES[schedule][0] is not ONE}
     mixed = {schedule: {int(i) for i, ran in stages.items() if "BW" in ran} for schedule, stages in orders.items()}

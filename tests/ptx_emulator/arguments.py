@@ -41,10 +41,14 @@ _older: list[weakref.ref[Tensor]] | None = None  # tensors among the objects of 
 
 
 def _tensors() -> list[Tensor]:
-    """All tensors that are alive. Of the objects of the first call only tensors are looked at again: the collector
-    lists them no longer, as there are hundreds of thousands.
+    """All tensors that are alive.
+
+    The first call takes what is there out of the collector's lists, hundreds of thousands of objects, and remembers the
+    tensors among them. Later calls look through the objects that are new, and through the tensors remembered.
     """
     global _older
+    if _older is None:
+        gc.collect()  # so that nothing that is dead counts as alive for ever
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     if _older is None:
         _older = [weakref.ref(tensor) for tensor in found]

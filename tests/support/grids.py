@@ -3,8 +3,8 @@
 `make test-all` runs all. With `--part 2/5` it runs enough cells of a grid that every two values that meet in some cell
 meet in one of these, since most mistakes need two conditions to show, and the second of each five other cells; with
 `--part 0/1` none of the others. With the mark `sparse`, for tests whose cells take seconds, every value is in one of
-the cells. Cases with the mark `exhaustive` are among the others; a test that goes through cells of its own has the
-others in the first part.
+the cells. Cases with the mark `exhaustive` are among the others. A test that goes through cells of its own has all of
+them in the first part alone: see `only_pairs`.
 
 `make test` (`--quick`) runs the same as `--part 0/1`, but for what has the mark `slow`, which takes more than three
 seconds on one core.
@@ -19,15 +19,21 @@ from dataclasses import astuple
 import pytest
 
 _quick = False
+_only_pairs = False
 
 
 def is_quick() -> bool:
-    """Whether a test that goes through cells of its own leaves out the others: all but the first part do."""
+    """Whether this run has none of the other cells: `--quick` or `--part 0/1`."""
     return _quick
 
 
+def only_pairs() -> bool:
+    """Tell whether a test runs, of cells of its own, only so many that every two values meet in one."""
+    return _only_pairs
+
+
 def examples(number: int) -> int:
-    """The number of random examples of one test to run: a fifth where the others are left out."""
+    """The number of random examples of one test to run: a fifth in a quick run."""
     return max(1, number // 5) if _quick else number
 
 
@@ -69,12 +75,13 @@ class Grids:
     """The plugin that selects tests, and prints at the end the number of tests and seconds of each folder."""
 
     def __init__(self, quick: bool, part: str) -> None:
-        global _quick
+        global _quick, _only_pairs
         self.quick = quick
         self.part, self.parts = map(int, part.split("/"))
         if not 0 <= self.part <= self.parts or self.parts < 1:
             raise pytest.UsageError(f"--part: expected K/N with K from 0 to N; got {part}")
-        _quick = quick or self.part != 1
+        _quick = quick or not self.part
+        _only_pairs = quick or self.part != 1
         self.seconds: Counter[str] = Counter()
         self.numbers: Counter[str] = Counter()
 

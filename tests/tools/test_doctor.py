@@ -12,6 +12,7 @@ from support import forked
 import fusedmlp
 from fusedmlp import versions
 from fusedmlp.doctor import command, facts, selftest
+from fusedmlp.kernels import warp_specialized
 from fusedmlp.kernels.tiles import select
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import MLPBackwardArguments
@@ -204,7 +205,7 @@ def test_the_self_test_sees_a_broken_operator(result, breakage, monkeypatch):
     def broken(*args):
         results = operator(*args)
         tensor = getattr(MLPBackwardArguments(*args), index)[0] if result in _WRITTEN else results[index]
-        off = 1e-5 * tensor.abs().max() if breakage == "one element is off" else float("nan")
+        off = 5e-6 * tensor.abs().max() if breakage == "one element is off" else float("nan")
         tensor.view(-1)[5] += off
         return results
 
@@ -314,6 +315,7 @@ def test_a_gpu_is_described(one_gpu):
 
 def test_a_gpu_that_is_too_old_is_a_problem(one_gpu, monkeypatch):
     one_gpu[:] = [7, 5]
+    warp_specialized.gluon_missing()  # imports Gluon, which asks for what the next line changes
     monkeypatch.setattr(select.triton.knobs.runtime, "interpret", False)
     (problem,) = facts.machine()["problems"]
     assert "expected compute capability 8.0 or newer; got 7.5" in problem
