@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fusedmlp", description="fusedmlp on the command line.")
     parser.add_argument("--version", action="version", version=f"fusedmlp {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, _add_tune, memory.add, compile_ahead.add):
+    for add in (_add_demo, _add_doctor, _add_kernels, bench_command.add, memory.add, compile_ahead.add):
         add(commands)
     parsed, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -104,37 +104,6 @@ def _doctor(args: argparse.Namespace) -> int:
     layer = {"E": args.experts, "H": args.hidden, "F": args.ffn, "R": args.rows}
     layer |= {"dtype": args.dtype, "weights": args.weights, "weight_layout": args.weight_layout}
     return command.run(layer, args.target, args.json)
-
-
-def _add_tune(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "tune",
-        help="look for faster tiles on this GPU",
-        description="Time the kernels' tiles for one layer on this GPU, on scratch tensors, and keep the fastest for "
-        "FUSEDMLP_TUNED=1. The shipped tiles need no tuning.",
-    )
-    command_line.add_layer(parser)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON instead of a table")
-    parser.set_defaults(run=_tune)
-
-
-def _tune(args: argparse.Namespace) -> int:
-    import torch
-
-    from fusedmlp.tuning import command
-    from fusedmlp.tuning.tuner import Problem
-
-    device = torch.device(args.device)
-    if device.type != "cuda" and not environment.triton_interpret():
-        print(f"tune: --device: expected a GPU, such as cuda or cuda:0; got {args.device}", file=sys.stderr)
-        return 2
-    if device.type == "cuda" and not torch.cuda.is_available():
-        print("tune: expected a GPU to time kernels on; this machine has none", file=sys.stderr)
-        return 2
-    dtype = getattr(torch, args.dtype)
-    command.run(Problem(args.experts, args.hidden, args.ffn, args.rows, dtype, device), args.json)
-    return 0
 
 
 def _add_kernels(commands: Commands) -> None:

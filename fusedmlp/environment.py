@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from difflib import get_close_matches
-from pathlib import Path
 
 _FLAGS = (
     "FUSEDMLP_WARP_SPECIALIZED",
-    "FUSEDMLP_TUNED",
     "FUSEDMLP_UNSUPPORTED_VERSIONS",
     "FUSEDMLP_DEBUG",
     "TRITON_INTERPRET",
@@ -26,16 +24,6 @@ def _flag(name: str, default: bool = False) -> bool:
 def warp_specialized() -> bool | None:
     """Whether warp-specialized kernels are used wherever there are any; None: where a GPU has timed them."""
     return _flag("FUSEDMLP_WARP_SPECIALIZED") if "FUSEDMLP_WARP_SPECIALIZED" in os.environ else None
-
-
-def tuned() -> bool:
-    """Whether tiles tuned on this machine are used."""
-    return _flag("FUSEDMLP_TUNED")
-
-
-def cache_folder() -> Path:
-    """Where tuned tiles are kept."""
-    return Path(os.environ.get("FUSEDMLP_CACHE") or Path.home() / ".cache" / "fusedmlp")
 
 
 def unsupported_versions() -> bool:
@@ -55,15 +43,14 @@ def triton_interpret() -> bool:
 
 def switches() -> dict[str, str]:
     """Switches that are set, by name."""
-    return {name: os.environ[name] for name in (*_FLAGS, "FUSEDMLP_CACHE") if name in os.environ}
+    return {name: os.environ[name] for name in _FLAGS if name in os.environ}
 
 
 def warn_of_unknown() -> None:
     """Warn of variables that begin as switches do and are none: a misspelt one would have no effect."""
-    known = (*_FLAGS, "FUSEDMLP_CACHE")
     for name in sorted(os.environ):
-        if name.startswith("FUSEDMLP_") and name not in known:
-            close = get_close_matches(name, known, n=1)
+        if name.startswith("FUSEDMLP_") and name not in _FLAGS:
+            close = get_close_matches(name, _FLAGS, n=1)
             meant = f"; did you mean {close[0]}?" if close else ""
             warnings.warn(f"{name}: expected a switch of docs/switches.md; got an unknown one{meant}", stacklevel=3)
 

@@ -75,7 +75,7 @@ def dealt_out(kernel: str, rows: Sequence[int], N: int, K: int, gpu: GPU) -> boo
 
 def tile_of(kernel: str, rows: Sequence[int], architecture: str) -> table.Tile:
     """The tile that a plan chooses for 16-bit elements where sizes and addresses fit descriptors."""
-    target = select.Target(architecture, 1, table.TABLES[architecture], select.Settings())
+    target = select.Target(architecture, 1, table.TABLES[architecture])
     regime: table.Regime = "mma_add" if kernel == "wgrad" else "any"
     return select.choose(kernel, torch.bfloat16, target, True, True, sum(rows) / len(rows), regime=regime).tile
 

@@ -26,7 +26,7 @@ from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
-from fusedmlp.kernels.tiles.select import DEFAULT, Target
+from fusedmlp.kernels.tiles.select import Target
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import triton_impl
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
@@ -178,7 +178,7 @@ def _plan_quantize(
     grouped_quantize_.plan(builder, rows, tokens, x_RC, schedule, recipe, row_ids_R=row_ids_R)
 
 
-_quantize = Operator(_plan_quantize, DEFAULT)
+_quantize = Operator(_plan_quantize, None)
 
 
 def _quantizing(recipe: Recipe, gathered: bool, _: torch.dtype) -> Calls:
@@ -205,7 +205,7 @@ def _plan_quantize_weights(
     grouped_quantize_weights_.plan(builder, *copies, w, recipe)
 
 
-_quantize_weights = Operator(_plan_quantize_weights, DEFAULT)
+_quantize_weights = Operator(_plan_quantize_weights, None)
 
 
 def _quantizing_weights(recipe: Recipe, _: torch.dtype) -> Calls:
@@ -249,7 +249,7 @@ def _plan_act_quantize(
     grouped_dgrad_act_quantize_.plan(builder, *copies, d_RF, h_RG, schedule, act, recipe, **options)
 
 
-_act_quantize = Operator(_plan_act_quantize, DEFAULT)
+_act_quantize = Operator(_plan_act_quantize, None)
 
 
 def _act_quantizing(recipe: Recipe, _: torch.dtype) -> Calls:

@@ -91,13 +91,6 @@ def run(args: argparse.Namespace) -> int:
     if args.top_k > args.experts:
         print(f"compile: --top-k: expected at most --experts {args.experts}; got {args.top_k}", file=sys.stderr)
         return 2
-    if environment.tuned() and (here := _architecture()) != args.target:
-        print(
-            f"compile: expected FUSEDMLP_TUNED unset, or a GPU of {args.target} here, with its tuned tiles; got "
-            f"{here or 'no GPU'}",
-            file=sys.stderr,
-        )
-        return 2
     import triton  # noqa: F401  # if it is not there, the command line says so
 
     try:
@@ -107,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
         target, start = TARGETS[args.target], time.perf_counter()
         with lines(lambda: f"planning: {time.perf_counter() - start:.0f} s"), compiling_for(target):
             planned = launches(_layer(args), target)
-    except (FileNotFoundError, NotImplementedError, TypeError, ValueError) as error:  # also of the file of tuned tiles
+    except (NotImplementedError, TypeError, ValueError) as error:
         print(f"compile: {error}", file=sys.stderr)
         return 2
     from fusedmlp.compile_ahead.jobs import CompilerError, compile_all
@@ -121,13 +114,6 @@ def run(args: argparse.Namespace) -> int:
     report = _report(args.target, kernels, time.perf_counter() - start)
     print(json.dumps(report, indent=1) if args.json else table(report))
     return 0
-
-
-def _architecture() -> str:
-    """The architecture of the GPU of this machine; empty without one."""
-    from fusedmlp.kernels.tiles import select
-
-    return select.architecture(torch.device("cuda")) if torch.cuda.is_available() else ""
 
 
 def _layer(args: argparse.Namespace) -> Layer:

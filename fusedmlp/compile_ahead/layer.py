@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -74,8 +74,7 @@ def launches(layer: Layer, target: Target) -> list[Planned]:
     """
     # PyTorch's setting of TF32 for products of float32 may be either.
     settings = (False, True) if layer.dtype == torch.float32 and not target.is_amd else (False,)
-    plain = [target.planned_for(warp_specialized=triton_impl.SETTINGS.warp_specialized, tf32=tf32) for tf32 in settings]
-    targets = [replace(each, settings=triton_impl.SETTINGS) for each in plain]
+    targets = [target.planned_for(warp_specialized=triton_impl.WARP_SPECIALIZED, tf32=tf32) for tf32 in settings]
     queues = [None, *(WgradQueue(fuse_microbatches=fuse) for fuse in (False, True) if layer.delay_wgrad)]
     with warnings.catch_warnings(), FakeTensorMode(), Planning(targets) as planning:
         # Kept copies of weights compare addresses, which are 0 here.

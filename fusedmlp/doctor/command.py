@@ -37,18 +37,14 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
 
 
 def _kernels(layer: dict[str, Any], target: str, machine: dict[str, Any]) -> dict[str, Any]:
-    """Return what `paths` says of rows sorted by expert and of tokens, or why there is nothing; may add a problem."""
+    """Return what `paths` says of rows sorted by expert and of tokens, or why there is nothing."""
     why_none = ""
     if environment.triton_interpret():
         why_none = "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     elif machine["triton"] is None:
         why_none = "triton is not installed"
     else:
-        try:
-            from fusedmlp.doctor import paths
-        except (OSError, ValueError) as error:  # the file of tuned tiles is not there, or is another version's
-            why_none = str(error)
-            machine["problems"].append(why_none)
+        from fusedmlp.doctor import paths
     if why_none:
         return {"target": target, "layer": layer, "passes": [], "note": f"none shown: {why_none}"}
     passes = [row for tokens in (False, True) for row in paths.passes(layer, target, tokens=tokens)]

@@ -40,7 +40,7 @@ def passes(layer: dict[str, Any], target: str, *, tokens: bool = False) -> list[
     `tokens`: return only those that gather rows, planned as for `moe_experts`.
     """
     shape = table.shape_class(layer["R"] / layer["E"])
-    planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.SETTINGS.warp_specialized)
+    planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.WARP_SPECIALIZED)
     forward, backward = _arguments(layer, tokens)
     programs = (
         triton_impl.grouped_mlp.program(planned_for, *forward.without_impl),

@@ -41,7 +41,7 @@ class Target(NamedTuple):
 
         tiles = tiles_of(table.TABLES[self.name], shape, with_tma)
         # 100 multiprocessors: the number of programs changes a launch's grid, not its kernel.
-        return select.Target(self.name, 100, tiles, select.Settings(warp_specialized), tf32)
+        return select.Target(self.name, 100, tiles, warp_specialized, tf32)
 
     @property
     def triton(self) -> GPUTarget:

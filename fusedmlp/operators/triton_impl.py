@@ -29,9 +29,7 @@ from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.routing import order, plan
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
-from fusedmlp.kernels.tiles import tuned
-from fusedmlp.kernels.tiles.select import Settings
-from fusedmlp.kernels.tiles.table import Key, Recipe, Tile
+from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators import triton_eight_bit as eight_bit
 from fusedmlp.operators.types import (
@@ -51,19 +49,7 @@ Experts = ExpertTensors | list[Array]
 Weight = Experts | Quantized
 
 
-def _tuned_tiles() -> dict[Key, Tile]:
-    if not environment.tuned():
-        return {}
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    path = tuned.tiles_file(environment.cache_folder(), device)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"FUSEDMLP_TUNED=1: expected {path}, which `python -m fusedmlp tune` writes; it is not there"
-        )
-    return tuned.read(path)
-
-
-SETTINGS = Settings(environment.warp_specialized(), _tuned_tiles())
+WARP_SPECIALIZED = environment.warp_specialized()
 
 
 def _plan_quantize_weights(builder: Builder, w: Experts, recipe: str) -> WeightCopies:
@@ -234,15 +220,15 @@ def act_options(encoded: str) -> Options:
     return Options(act.gated, step, act.curve, float(act.sigmoid_alpha), limit, float(act.linear_offset), bound)
 
 
-quantize_weights = Operator(_plan_quantize_weights, SETTINGS)
-quantize_rows = Operator(_plan_quantize_rows, SETTINGS)
-order_rows = Operator(_plan_order_rows, SETTINGS)
-combine = Operator(_plan_combine, SETTINGS)
-grouped_gemm = Operator(_plan_grouped_gemm, SETTINGS)
-grouped_mlp = Operator(_plan_grouped_mlp, SETTINGS)
-grouped_mlp_backward_ = Operator(_plan_grouped_mlp_backward_, SETTINGS, multiplied=4)
-checked_plan = Operator(plan.plan_of_counts.plan, SETTINGS)
-wgrad_of_segments_ = Operator(_plan_grouped_wgrad_, SETTINGS, multiplied=2)
+quantize_weights = Operator(_plan_quantize_weights, WARP_SPECIALIZED)
+quantize_rows = Operator(_plan_quantize_rows, WARP_SPECIALIZED)
+order_rows = Operator(_plan_order_rows, WARP_SPECIALIZED)
+combine = Operator(_plan_combine, WARP_SPECIALIZED)
+grouped_gemm = Operator(_plan_grouped_gemm, WARP_SPECIALIZED)
+grouped_mlp = Operator(_plan_grouped_mlp, WARP_SPECIALIZED)
+grouped_mlp_backward_ = Operator(_plan_grouped_mlp_backward_, WARP_SPECIALIZED, multiplied=4)
+checked_plan = Operator(plan.plan_of_counts.plan, WARP_SPECIALIZED)
+wgrad_of_segments_ = Operator(_plan_grouped_wgrad_, WARP_SPECIALIZED, multiplied=2)
 
 
 def expert_offsets(counts: Tensor, num_rows: int) -> Tensor:

@@ -20,7 +20,7 @@ from ..operands.arrays import Array
 from ..operands.descriptors import Descriptor
 from ..operands.expert_tensors import device_table
 from ..tiles import select
-from ..tiles.select import Settings, Target
+from ..tiles.select import Target
 from . import direct
 from .arguments import Arguments, described, seen
 from .direct import INTERPRETED
@@ -57,11 +57,13 @@ class Operator:
     `ExpertTensors` of arrays, for other lists and for tuples (segments) a list of arrays, and constants as they are.
     """
 
-    def __init__(self, plan: Callable[..., Any], settings: Settings, multiplied: int = 0) -> None:
-        """`multiplied`: index of an argument with the dtype of the operands; any tensor if nothing is multiplied."""
+    def __init__(self, plan: Callable[..., Any], warp_specialized: bool | None, multiplied: int = 0) -> None:
+        """`warp_specialized`: as in `Target`. `multiplied`: index of an argument with the dtype of the operands; any
+        tensor if nothing is multiplied.
+        """
         update_wrapper(self, plan)
         self._plan = plan
-        self._settings = settings
+        self._warp_specialized = warp_specialized
         self._multiplied = multiplied
         self._bound: dict[Any, _Bound] = {}
 
@@ -75,19 +77,16 @@ class Operator:
 
     def __call__(self, *args: Any) -> Any:
         """Run on the current stream of the arguments' device."""
-        return self.run(args, self._settings)
-
-    def run(self, args: Sequence[Any], settings: Settings) -> Any:
-        """Run with these settings in place of the operator's own."""
         multiplied = args[self._multiplied]
         if type(multiplied) in (tuple, list):
             (multiplied, *_) = multiplied
         device = multiplied.device
         if device.type != "cpu" and device.index != torch.get_device_module(device).current_device():
             with torch.get_device_module(device).device(device):  # Triton launches on the current one
-                return self.run(args, settings)
+                return self(*args)
         arguments = Arguments.of(args)
-        target = select.target(device, settings, multiplied.dtype)  # first, as its errors say more than the driver's
+        # First, as its errors say more than the driver's.
+        target = select.target(device, self._warp_specialized, multiplied.dtype)
         active = None if INTERPRETED else driver.active
         key = (arguments.kinds, target, active, device)
         bound = self._bound.get(key)
@@ -101,7 +100,7 @@ class Operator:
 
 
 class Launcher:
-    """A function of tensors that plans and runs on every call, with `settings`, and remembers nothing.
+    """A function of tensors that plans and runs on every call, and remembers nothing.
 
     Other plans, whose programs have several launches, call `launcher.plan(builder, ...)`.
     """
@@ -110,13 +109,13 @@ class Launcher:
         update_wrapper(self, plan)
         self.plan = plan
 
-    def __call__(self, *args: Any, settings: Settings = select.DEFAULT, **named: Any) -> Any:
-        """Run on the current stream of the tensors' device."""
+    def __call__(self, *args: Any, warp_specialized: bool | None = None, **named: Any) -> Any:
+        """Run on the current stream of the tensors' device; `warp_specialized`: as in `Target`."""
         tensors: list[Tensor] = []
         args = tuple(described(arg, tensors) for arg in args)
         named = {name: described(arg, tensors) for name, arg in named.items()}
         device = tensors[0].device
-        builder = Builder(select.target(device, settings, torch.float32), len(tensors))
+        builder = Builder(select.target(device, warp_specialized, torch.float32), len(tensors))
         program = builder.program(self.plan(builder, *args, **named))
         arguments = Arguments((), tensors, [*map(Tensor.data_ptr, tensors)])
         return _run(_Bound(program), arguments, device, None if INTERPRETED else driver.active)

@@ -175,7 +175,7 @@ class Schedule(AroundTensor):
         """See `write_tiles`."""
         blocks = row_blocks(builder.target.architecture)
         plan: Array = self._plan
-        if block_m not in blocks:  # from a tuner, in no table
+        if block_m not in blocks:  # the rows of an 8-bit copy, on the interpreter
             blocks = (block_m,)
             if block_m not in self._others:
                 own = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)

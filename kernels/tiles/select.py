@@ -1,4 +1,4 @@
-"""The choice of a launch's tile from an architecture's table, or the tuner's, by what tensors and device allow.
+"""The choice of a launch's tile from an architecture's table, by what tensors and device allow.
 
 Loads are "long" from a mean of `SHORT_ROWS` rows per expert on, padding rows and empty experts among them. Whether the
 operands of wgrad fit depends on the tile, so `wgrad/operands.py` goes through `choices` itself.
@@ -7,7 +7,7 @@ operands of wgrad fit depends on the tile, so `wgrad/operands.py` goes through `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -32,25 +32,14 @@ class Chosen(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Settings:
-    """Choices of a user. Compared by identity: two objects are never equal."""
-
-    # Whether warp-specialized kernels are used wherever the tables have them; None: where a GPU has timed them.
-    warp_specialized: bool | None = None
-    tuned: Tiles = field(default_factory=dict)  # go before the tables
-
-
-DEFAULT = Settings()
-
-
-@dataclass(frozen=True, eq=False)
 class Target:
-    """The facts about a device that plans use, and the settings."""
+    """The facts about a device that plans use, and the user's settings."""
 
     architecture: str
     multiprocessors: int
     tiles: Tiles  # the architecture's table
-    settings: Settings = DEFAULT
+    # Whether warp-specialized kernels are used wherever the tables have them; None: where a GPU has timed them.
+    warp_specialized: bool | None = None
     tf32: bool = False  # whether fp32 products may be computed in TF32
 
     def precision(self, dtype: torch.dtype) -> str:
@@ -67,8 +56,7 @@ class Target:
     @property
     def warp_specializes(self) -> bool:
         """Whether warp-specialized kernels in 16 bits are used: by default on Hopper, where they are faster."""
-        asked = self.settings.warp_specialized
-        return self.architecture == "sm_90" if asked is None else asked
+        return self.architecture == "sm_90" if self.warp_specialized is None else self.warp_specialized
 
     @property
     def triton_warp_specializes(self) -> bool:
@@ -88,9 +76,9 @@ class Target:
         return tile.BLOCK_M // self.consumers if path == "warp_specialized" else tile.BLOCK_M
 
 
-def target(device: torch.device, settings: Settings, dtype: torch.dtype) -> Target:
+def target(device: torch.device, warp_specialized: bool | None, dtype: torch.dtype) -> Target:
     """Target of launches on tensors of the device and dtype."""
-    return _target(device, settings, allows_tf32(dtype))
+    return _target(device, warp_specialized, allows_tf32(dtype))
 
 
 def allows_tf32(dtype: torch.dtype) -> bool:
@@ -100,13 +88,13 @@ def allows_tf32(dtype: torch.dtype) -> bool:
 
 
 @lru_cache
-def _target(device: torch.device, settings: Settings, tf32: bool) -> Target:
+def _target(device: torch.device, warp_specialized: bool | None, tf32: bool) -> Target:
     name = architecture(device)
     if triton.knobs.runtime.interpret:
         multiprocessors = 3  # few, so that tests see programs with several tiles
     else:
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Target(name, multiprocessors, TABLES[name], settings, tf32)
+    return Target(name, multiprocessors, TABLES[name], warp_specialized, tf32)
 
 
 @lru_cache
@@ -140,8 +128,7 @@ def choices(
 ) -> Iterator[Chosen]:
     """Tiles for activations of `dtype`, best path first; `gathered`: one operand has rows by an index.
 
-    Path `warp_specialized` is included if the target uses such kernels, or if it has a tuned tile. A tile of the
-    `regime` goes before one of any.
+    Path `warp_specialized` is included if the target uses such kernels. A tile of the `regime` goes before one of any.
     """
     paths: tuple[Path, ...] = ("warp_specialized", "gather" if gathered else "tma", "pointer", "unaligned")
     for path in paths:
@@ -150,9 +137,9 @@ def choices(
             key = key._replace(gathered=gathered, regime=regime)
             if key not in target.tiles:
                 key = key._replace(regime="any")
-        tile, tuned = target.tiles.get(key), target.settings.tuned.get(key)
-        if tile is not None and (path != "warp_specialized" or target.warp_specializes or tuned):
-            yield Chosen(key, tuned or tile)
+        tile = target.tiles.get(key)
+        if tile is not None and (path != "warp_specialized" or target.warp_specializes):
+            yield Chosen(key, tile)
 
 
 def eight_bit(kernel: str, recipe: Recipe, target: Target, missing: str, regime: Regime = "any") -> Chosen:

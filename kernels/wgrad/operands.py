@@ -161,13 +161,9 @@ def _by_descriptors(
 ) -> OperandPlan | None:
     """None: they do not fit. Warp-specialized kernels also take a `dw` that no descriptor fits."""
     warp_specialized, by_tma = chosen.path == "warp_specialized", target.gathers_by_tma(chosen.path)
-    if warp_specialized:
-        if right.row_ids and not by_tma:  # the gathered operand is the narrow one: threads copy less
-            N, K = chosen.tile.BLOCK_K, chosen.tile.BLOCK_N
-            chosen = chosen._replace(tile=chosen.tile._replace(BLOCK_N=N, BLOCK_K=K))
-        size = left.columns, right.columns
-        if chosen.tile.SLOTS and not (accumulate and _can_load_ahead(dw_ENK, size)):  # a tuned tile
-            chosen = chosen._replace(tile=chosen.tile._replace(SLOTS=0))
+    if warp_specialized and right.row_ids and not by_tma:  # the gathered operand is the narrow one: threads copy less
+        N, K = chosen.tile.BLOCK_K, chosen.tile.BLOCK_N
+        chosen = chosen._replace(tile=chosen.tile._replace(BLOCK_N=N, BLOCK_K=K))
     tile = chosen.tile
     rows = tile.BLOCK_N // target.consumers if warp_specialized else tile.BLOCK_N
     lefts = left.described(tile.BLOCK_M, rows, by_tma)

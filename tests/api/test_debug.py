@@ -149,7 +149,7 @@ def imported(code="", **variables):
 @pytest.mark.slow
 def test_the_switch_enables_the_checks():
     code = "fusedmlp.GroupedMLP(1, 2, 2).forward_tokens(torch.ones(1, 2), torch.tensor([[7]]), torch.ones(1, 1))"
-    assert "1 of 1 outside" in imported(code, FUSEDMLP_DEBUG="1", FUSEDMLP_CACHE="")
+    assert "1 of 1 outside" in imported(code, FUSEDMLP_DEBUG="1")
     errors = imported(code, FUSEDMLP_DEBUG="on")
     assert "FUSEDMLP_DEBUG: expected 0 or 1; got 'on'" in errors
     assert "outside" not in errors
@@ -158,6 +158,6 @@ def test_the_switch_enables_the_checks():
 def test_an_unknown_switch_warns(monkeypatch, recwarn):
     environment.warn_of_unknown()
     assert not recwarn
-    monkeypatch.setenv("FUSEDMLP_TUNNED", "1")
-    with pytest.warns(UserWarning, match="FUSEDMLP_TUNNED: .* unknown one; did you mean FUSEDMLP_TUNED?"):
+    monkeypatch.setenv("FUSEDMLP_DEBGU", "1")
+    with pytest.warns(UserWarning, match="FUSEDMLP_DEBGU: .* unknown one; did you mean FUSEDMLP_DEBUG?"):
         environment.warn_of_unknown()

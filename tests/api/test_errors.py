@@ -389,9 +389,9 @@ fusedmlp.GroupedMLP(2, 16, 16, impl="triton")(torch.randn(6, 16), [2, 4])
 
 
 def test_switches_take_0_or_1(monkeypatch):
-    monkeypatch.setenv("FUSEDMLP_TUNED", "yes")
-    with pytest.raises(ValueError, match="FUSEDMLP_TUNED: expected 0 or 1; got 'yes'"):
-        environment.tuned()
+    monkeypatch.setenv("FUSEDMLP_DEBUG", "yes")
+    with pytest.raises(ValueError, match="FUSEDMLP_DEBUG: expected 0 or 1; got 'yes'"):
+        environment.debug()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

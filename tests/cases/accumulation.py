@@ -43,7 +43,7 @@ def sums_of(bits: int) -> Sums | None:
     """Sums of products of operands of 8, 16 or 32 bits on the device; None: fp32 multiply-adds, one by one."""
     if not TRUNCATES or bits == 32:
         return None
-    architecture = select.target(torch.device(DEVICE), select.DEFAULT, torch.bfloat16).architecture
+    architecture = select.target(torch.device(DEVICE), None, torch.bfloat16).architecture
     if bits == 8:
         return Sums(32, 13, 13) if architecture == "sm_90" else Sums(32, 25, FP32_BITS)
     return Sums(8, 24, FP32_BITS) if architecture == "sm_80" else Sums(16, 25, FP32_BITS)

@@ -300,7 +300,7 @@ def wgrad_check(
             segs.append(wgrad_segment((counts * count)[:count], N, K, dtype, padding, seed=i, device=DEVICE))
         if shift:
             segs[-1] = wgrad.shifted(segs[-1])
-        target = select.target(torch.device(DEVICE), select.DEFAULT, dtype)
+        target = select.target(torch.device(DEVICE), None, dtype)
         options = {"described": True, "gathered": bool(gathered), "segments": len(loads)}
         can_warp_specialize = not refusal(target, **options)
         described = sizes != ODD and not shift and can_warp_specialize

@@ -66,7 +66,7 @@ def expected_path(kernel, dtype, device, best, sizes, can_warp_specialize=True):
     "warp_specialized" if the target uses such kernels, the pass has one, and the case can have it
     (`can_warp_specialize`).
     """
-    target = select.target(torch.device(device), select.DEFAULT, dtype)
+    target = select.target(torch.device(device), None, dtype)
     paths = {key.path for key in target.tiles if (key.kernel, key.format) == (kernel, table.FORMATS[dtype])}
     fits = can_warp_specialize and best in ("tma", "gather")
     if fits and target.warp_specializes and "warp_specialized" in paths:

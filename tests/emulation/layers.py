@@ -38,7 +38,7 @@ def emulated(
     if large:
         own = {key: tile for key, tile in own.items() if key.regime not in SMALL}
         own |= {key._replace(regime=SMALL_OF[key.regime]): tile for key, tile in own.items() if key.regime in SMALL_OF}
-    planned_for = select.Target(target, driver.MULTIPROCESSORS, own, select.Settings(warp_specialized))
+    planned_for = select.Target(target, driver.MULTIPROCESSORS, own, warp_specialized)
     with ExitStack() as stack:
         stack.enter_context(tiles.planned_for(planned_for))
         stack.enter_context(mock.patch.object(environment, "triton_interpret", return_value=True))

@@ -110,7 +110,7 @@ def passes(on: On) -> None:
         raise SystemExit("cases: expected a GPU, or TRITON_INTERPRET=1, with which they are interpreted")
 
     def check(case: listed.Case) -> str:
-        with tiles.of(case.shape, triton_impl.SETTINGS, descriptors=case.descriptors):
+        with tiles.of(case.shape, triton_impl.WARP_SPECIALIZED, descriptors=case.descriptors):
             try:
                 case.run()
             except AssertionError:

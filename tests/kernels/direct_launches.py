@@ -141,7 +141,7 @@ def _plan(builder, x, y, block, free, n, width, programs, num_warps):
     builder.launch(_kernel, (programs, 2), arguments, num_warps=num_warps)
 
 
-small = Operator(_plan, select.DEFAULT)
+small = Operator(_plan, None)
 run_once = Launcher(_plan)
 
 
@@ -229,14 +229,13 @@ def tf32():
     return mock.patch.object(select, "allows_tf32", lambda dtype: dtype == torch.float32)
 
 
-def check_settings_and_tf32_are_of_the_kind():
-    settings, in_bf16, in_fp32 = select.Settings(), arguments(), arguments(x=torch.zeros(64, 64))
+def check_tf32_is_of_the_kind():
+    in_bf16, in_fp32 = arguments(), arguments(x=torch.zeros(64, 64))
     for args in (in_bf16, in_fp32):
-        for own in (settings, select.DEFAULT):
-            planned.clear()
-            for _ in range(2):
-                small.run(args, own)
-            assert [(target.settings, target.tf32) for target in planned] == [(own, False)]
+        planned.clear()
+        for _ in range(2):
+            small(*args)
+        assert [target.tf32 for target in planned] == [False]
     planned.clear()
     with tf32():
         for args in (in_bf16, in_fp32, in_fp32):
@@ -355,7 +354,7 @@ def check_threads_that_run_a_new_kind_at_once():
 
 
 def check_threads_that_forget_each_others_programs():
-    nothing, x = Operator(lambda builder, x, number: None, select.DEFAULT), torch.zeros(1)
+    nothing, x = Operator(lambda builder, x, number: None, None), torch.zeros(1)
 
     def calls(first):
         for number in range(first, first + 4000):

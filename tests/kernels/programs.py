@@ -170,13 +170,13 @@ def check_segments():
 
 def check_warp_specialized_kernels():
     """Gluon kernels, with descriptors that also have a layout."""
-    with tiles.changed(lambda target: replace(target, settings=select.Settings(warp_specialized=True))):
+    with tiles.changed(lambda target: replace(target, warp_specialized=True)):
         _launches_warp_specialized_kernels(tokens=False)
 
 
 def check_warp_specialized_kernels_that_copy_rows():
     """Gathered rows by pointers, on an sm_90."""
-    with tiles.changed(lambda target: replace(target, settings=select.Settings(warp_specialized=True))):
+    with tiles.changed(lambda target: replace(target, warp_specialized=True)):
         _launches_warp_specialized_kernels(tokens=True)
 
 
@@ -308,15 +308,6 @@ def check_tf32_is_asked_of_what_is_multiplied():
             with recording() as launches, allowed():
                 operator(*args)
             assert {each.arguments["PRECISION"] for each in launches if each.chosen} == {setting}
-
-
-def check_settings_are_used():
-    args, key = forward_arguments(), table.Key("gemm", "tma", "bf16", "short")
-    shipped, other = (table.TABLES["sm_90"][key._replace(shape=shape)] for shape in ("short", "long"))
-    for settings, tile in ((select.DEFAULT, shipped), (select.Settings(tuned={key: other}), other)) * 2:
-        with recording() as launches:
-            triton_impl.grouped_mlp.run(args, settings)
-        assert [each.chosen.tile for each in launches if each.chosen.key.kernel == "gemm"] == [tile]
 
 
 class _Nothing(TorchDispatchMode):

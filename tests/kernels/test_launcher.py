@@ -15,7 +15,6 @@ import triton.language as tl
 from support import forked
 
 from fusedmlp.kernels.launching.run import Launcher, Operator, recording
-from fusedmlp.kernels.tiles import select
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / "tests" / "kernels" / name for name in ("direct_launches.py", "programs.py")]
@@ -82,7 +81,7 @@ def _plan(builder, x, n):
 
 
 def test_recordings_inside_each_other():
-    operator, x = Operator(_plan, select.DEFAULT), torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
+    operator, x = Operator(_plan, None), torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
     with recording() as outer:
         with recording() as inner:  # empty, and so equal to the outer one
             pass
@@ -92,10 +91,10 @@ def test_recordings_inside_each_other():
 
 def test_what_a_program_cannot_return_is_refused():
     for part in (lambda new: new[1:], lambda new: new[0]):
-        operator = Operator(lambda builder, x, part=part: part(builder.empty((4, 2), torch.float32)), select.DEFAULT)
+        operator = Operator(lambda builder, x, part=part: part(builder.empty((4, 2), torch.float32)), None)
         with pytest.raises(ValueError, match="result: expected a whole tensor"):
             operator(torch.zeros(8))
-    operator = Operator(lambda builder, x: x, select.DEFAULT)
+    operator = Operator(lambda builder, x: x, None)
     with pytest.raises(ValueError, match="result: expected a whole tensor"):
         operator(torch.zeros(8))
     with pytest.raises(IndexError, match=r"expected array\[i\] or array\[start:\]"):
@@ -103,13 +102,13 @@ def test_what_a_program_cannot_return_is_refused():
 
 
 def test_an_argument_that_no_kind_describes_is_refused():
-    operator = Operator(lambda builder, x, number: None, select.DEFAULT)
+    operator = Operator(lambda builder, x, number: None, None)
     with pytest.raises(TypeError, match=r"operator: expected a tensor, .* got 0\.0"):
         operator(torch.zeros(8), 0.0)
 
 
 def test_under_the_interpreter_launches_are_tritons():
-    operator = Operator(_plan, select.DEFAULT)
+    operator = Operator(_plan, None)
     for n in (3, 4, 3):
         x = torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
         operator(x, n)

@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def precision_of(dtype):
-    return select.target(torch.device(DEVICE), select.DEFAULT, dtype).precision(dtype)
+    return select.target(torch.device(DEVICE), None, dtype).precision(dtype)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from fusedmlp.kernels.tiles.table import Key
 from fusedmlp.operators import triton_impl
 
 
-def target(architecture="sm_90", switch=True, tuned=()):
-    return select.Target(architecture, 100, table.TABLES[architecture], select.Settings(switch, dict(tuned)))
+def target(architecture="sm_90", switch=True):
+    return select.Target(architecture, 100, table.TABLES[architecture], switch)
 
 
 def tile_of(architecture, kernel, gathered=False):
@@ -133,22 +133,6 @@ def test_two_gathered_operands_of_wgrad(architecture, path):
     assert launch.path == path
 
 
-@pytest.mark.parametrize(
-    ("dtype", "accumulate"), [(torch.float32, True), (torch.bfloat16, True), (torch.float32, False)]
-)
-def test_a_tuned_tile_that_loads_ahead_does_so_only_where_it_can(dtype, accumulate):
-    keys = [key for key in table.TABLES["sm_90"] if key[:3] == ("wgrad", "warp_specialized", "bf16")]
-    tuned = {key: table.Tile(32, 128, 256, 4, 6, 8, 16, 1, 4) for key in keys}
-    dw, dy = torch.empty(2, 256, 256, dtype=dtype), torch.empty(256, 256, dtype=torch.bfloat16)
-    arguments = [dw], [], (dy,), (dy,), (torch.tensor([0, 9, 256], dtype=torch.int32),), (), (), accumulate, ""
-    launch = triton_impl.wgrad_of_segments_.program(target(tuned=tuned), *arguments).launches[-1]
-    ahead = accumulate and dtype == torch.float32
-    assert (4 if ahead else 0) == launch.chosen.tile.SLOTS
-    assert len(launch.arguments["dw_desc"].block if launch.arguments["dw_desc"] else ()) == (
-        5 if ahead else 0 if accumulate else 3
-    )
-
-
 @pytest.mark.parametrize("gathered", ["dy", "x"])
 def test_the_gathered_operand_of_wgrad_is_the_narrow_one_on_hopper(gathered):
     """Threads copy it: half as much a step."""
@@ -166,24 +150,6 @@ def test_rows_of_a_consumer(architecture, rows):
     tile = tile_of("sm_100", "gemm")
     assert target(architecture).consumer_rows("warp_specialized", tile) == rows
     assert target(architecture).consumer_rows("tma", tile) == 128
-
-
-def test_what_was_tuned_needs_no_switch():
-    tile = table.Tile(128, 256, 64, 4, 2)
-    tuned = target(switch=False, tuned={Key("gemm", "warp_specialized", "bf16", "long"): tile})
-    assert chosen("gemm", tuned) == ("warp_specialized", tile)
-    assert chosen("wgrad", tuned)[0] == "tma"
-
-
-def test_what_was_tuned_is_of_rows_in_order():
-    """A tuned tile was neither timed nor checked with gathered rows."""
-    tuned = {Key("fc1_act", "warp_specialized", "bf16", "long"): table.Tile(128, 128, 64, 8, 3)}
-    (tile,) = tuned.values()
-    without = target("sm_100", switch=False, tuned=tuned)
-    assert chosen("fc1_act", without) == ("warp_specialized", tile)
-    assert chosen("fc1_act", without, gathered=True)[0] == "gather"
-    shipped = tile_of("sm_100", "fc1_act", True)
-    assert chosen("fc1_act", target("sm_100", tuned=tuned), gathered=True) == ("warp_specialized", shipped)
 
 
 @pytest.mark.parametrize("architecture", ["sm_90", "sm_100"])
@@ -251,8 +217,8 @@ if sys.argv[1] == "without":
     warp_specialized.gluon_missing = lambda: "not there"
 from bench.proof import cases
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.operators.triton_impl import SETTINGS
-planned_for = TARGETS[sys.argv[3]].planned_for("long", warp_specialized=SETTINGS.warp_specialized)
+from fusedmlp.operators.triton_impl import WARP_SPECIALIZED
+planned_for = TARGETS[sys.argv[3]].planned_for("long", warp_specialized=WARP_SPECIALIZED)
 calls = (cases.DEMANDING | cases.CORE)[sys.argv[2]](torch.bfloat16)
 print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls, planned_for)]))
 """
@@ -298,4 +264,4 @@ def test_doctor_says_why_not(monkeypatch):
     monkeypatch.delenv("FUSEDMLP_WARP_SPECIALIZED")
     assert facts.machine()["warp_specialized"].startswith("yes, on Hopper; ")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
-    assert facts.machine()["warp_specialized"].startswith("only where tuned")
+    assert facts.machine()["warp_specialized"] == "no: FUSEDMLP_WARP_SPECIALIZED=0"

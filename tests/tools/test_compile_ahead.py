@@ -6,7 +6,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 from support import forked
 
 ROOT = Path(__file__).parents[2]
@@ -127,10 +126,3 @@ def test_a_layer_that_there_is_not_ends_in_one_line(options):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert line.startswith(WRONG[options])
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, which may be the target")
-def test_tuned_tiles_of_another_gpu_are_refused():
-    done = forked.run("-m", "fusedmlp", "compile", "--target", "sm_90", cwd=ROOT, FUSEDMLP_TUNED="1")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("compile: expected FUSEDMLP_TUNED unset, or a GPU of sm_90 here")

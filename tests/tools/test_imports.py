@@ -20,9 +20,7 @@ ROOT = Path(__file__).parents[2]
 # The least number of files under each: a rule about files that have moved away would hold for none.
 FOLDERS = {"fusedmlp": 55, "kernels": 30, "bench": 30, "tests": 150, "examples": 3}
 
-TOOLS = [
-    f"fusedmlp.{name}" for name in ("__main__", "bench_command", "compile_ahead", "demo", "doctor", "memory", "tuning")
-]
+TOOLS = [f"fusedmlp.{name}" for name in ("__main__", "bench_command", "compile_ahead", "demo", "doctor", "memory")]
 
 
 def imported(source, package):
