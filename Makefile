@@ -12,8 +12,8 @@
 # `make peers` runs Transformers' own tests with fusedmlp as the default experts, and again with grouped_mm; with
 # PART=1/3 only those of every third architecture.
 # `make versions` runs the tests of the contract and of compiled layers, and the doctor, with the torch of
-# tests/requirements-newest.txt and the last of TRITONS; and with each torch of OLDER, by default OLD_TORCHES, the tests
-# of IN_OLD_TORCHES, and the doctor.
+# tests/requirements-newest.txt and the last of TRITONS; and with each torch of OLDER, by default OLD_TORCHES, those tests
+# of IN_OLD_TORCHES that are not slow, all of OF_OLD_TORCHES, and the doctor.
 TRITONS := 3.8.0 3.9.0
 EMULATED ?= $(TRITONS)
 COMPILED ?= .venv $(TRITONS)
@@ -22,8 +22,9 @@ NEWEST := $(CURDIR)/.torch/$(NEWEST_TORCH):$(CURDIR)/.triton/$(lastword $(TRITON
 PLAIN := ddp fsdp2 grad_stealing
 OLD_TORCHES := 2.11.0 2.12.1
 OLDER ?= $(OLD_TORCHES)
-IN_OLD_TORCHES := tests/contract $(PLAIN:%=tests/integrations/test_%.py) tests/tools/test_old_versions.py \
-  tests/tools/test_versions.py tests/tools/test_readme.py::test_the_example_runs_as_pasted
+IN_OLD_TORCHES := tests/contract $(PLAIN:%=tests/integrations/test_%.py)
+OF_OLD_TORCHES := tests/tools/test_old_versions.py tests/tools/test_versions.py \
+  tests/tools/test_readme.py::test_the_example_runs_as_pasted
 MEGATRONS := 0.17.0 0.18.0
 OLD_TRANSFORMERS := 5.14.1
 FRAMEWORKS := lightning lightning-utilities torchmetrics trl datasets pyarrow dill multiprocess xxhash deepspeed hjson \
@@ -84,8 +85,9 @@ versions: $(READY) .torch/$(NEWEST_TORCH)/.ready $(OLDER:%=.torch/%/.ready) $(TR
 	  tests/contract tests/api/test_compile.py tests/tools/test_versions.py tests/kernels/test_routing.py
 	PYTHONPATH=$(NEWEST) $(BIN)/python -m fusedmlp doctor
 	for torch in $(OLDER:%=$(CURDIR)/.torch/%); do \
-	  PYTHONPATH=$$torch $(BIN)/python -m pytest -n 2 --dist worksteal --part 0/1 -o 'filterwarnings=error:::fusedmlp' \
-	    $(IN_OLD_TORCHES) && PYTHONPATH=$$torch $(BIN)/python -m fusedmlp doctor || exit 1; \
+	  PYTHONPATH=$$torch $(BIN)/python -m pytest -n 2 --dist worksteal --quick -o 'filterwarnings=error:::fusedmlp' \
+	    $(IN_OLD_TORCHES) && PYTHONPATH=$$torch $(BIN)/python -m pytest -n 2 --part 0/1 $(OF_OLD_TORCHES) \
+	    && PYTHONPATH=$$torch $(BIN)/python -m fusedmlp doctor || exit 1; \
 	done
 
 # All of these Tritons fuse multiply-adds by default; to say so avoids 3.9's warning that the default will change.
@@ -117,10 +119,10 @@ hashes: $(READY) $(TRITONS:%=.triton/%/.ready)
 	@touch $@
 
 megatron: $(VENV)/.integrations $(MEGATRONS:%=megatron-%)
-	$(BIN)/python -m pytest --part $(PART) tests/integrations/test_megatron.py
+	$(BIN)/python -m pytest -n 2 --part $(PART) tests/integrations/test_megatron.py
 
 megatron-%: $(VENV)/.integrations .megatron/%/.ready
-	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest --part $(PART) tests/integrations/test_megatron.py
+	PYTHONPATH=$(CURDIR)/.megatron/$* $(BIN)/python -m pytest -n 2 --part $(PART) tests/integrations/test_megatron.py
 
 .megatron/%/.ready: $(READY)
 	rm -rf $(@D)
