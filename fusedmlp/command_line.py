@@ -1,10 +1,16 @@
-"""Arguments that several commands have, and what they print where a package is missing."""
+"""What several commands have: arguments, lines of progress, files, and what to print where a package is missing."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+PROGRESS_SECONDS = 10.0
 LAYER = {"experts": 128, "hidden": 2048, "ffn": 768, "rows": 65536}
 
 
@@ -31,3 +37,33 @@ def without_triton(command: str) -> int:
     """Print that a command needs Triton; return its exit status."""
     print(f"{command}: expected triton to be installed; got none: pip install triton", file=sys.stderr)
     return 2
+
+
+@contextmanager
+def lines(line: Callable[[], str]) -> Iterator[None]:
+    """Print `line()` on stderr every ten seconds while the block runs: progress, where a bar would not be seen."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(PROGRESS_SECONDS):
+            print(line(), file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Write a file under another name, then rename it: if that fails, an older file is as it was."""
+    data = content.encode() if isinstance(content, str) else content
+    new = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        new.write_bytes(data)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise

@@ -8,8 +8,8 @@ import torch
 
 from fusedmlp import validate
 from fusedmlp.activation import Activation
+from fusedmlp.contract.checks import check_flag
 from fusedmlp.contract.route import MODES, Mode
-from fusedmlp.flags import check_flag
 from fusedmlp.recipe import DTYPES, check_blocks
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import triton
 
 from bench.proof import hashes, proof
+from fusedmlp.command_line import lines
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.progress import lines
 
 
 def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_variants: bool) -> int:

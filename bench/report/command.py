@@ -14,8 +14,8 @@ import torch
 
 from bench.cpu import layers
 from bench.report import page, results
+from fusedmlp.command_line import write
 from fusedmlp.doctor import facts
-from fusedmlp.files import write
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 60  # of a layer on two cores, about

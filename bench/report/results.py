@@ -12,7 +12,7 @@ import pandas as pd
 from bench.limits import roofline
 from bench.limits.gpus import limit_ms
 from bench.limits.shapes import LOADS, Shape
-from fusedmlp.files import write
+from fusedmlp.command_line import write
 
 OURS = ("fusedmlp", "fusedmlp moe_experts")
 LAYER = ["name", "E", "H", "F", "R", "load", "dtype"]  # columns that tell layers apart

@@ -15,9 +15,8 @@ import torch
 
 from fusedmlp import environment
 from fusedmlp.activation import NUMBERS, OPTIONS, Activation
-from fusedmlp.command_line import LAYER, positive
+from fusedmlp.command_line import LAYER, lines, positive
 from fusedmlp.doctor.targets import TARGETS
-from fusedmlp.progress import lines
 from fusedmlp.recipe import DTYPES, WGRADS
 from fusedmlp.validate import WEIGHT_LAYOUTS
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from triton import knobs
 
+from fusedmlp.command_line import lines
 from fusedmlp.compile_ahead.compiling import compiled, compiling_for
 from fusedmlp.compile_ahead.planning import Planned
 from fusedmlp.doctor.targets import Target
-from fusedmlp.progress import lines
 
 
 class Kernel(NamedTuple):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fusedmlp.contract import buffer_checks
+from fusedmlp.contract.checks import check_flag
 from fusedmlp.contract.memory import bring_home, lend, take_back
 from fusedmlp.contract.parameter_state import ids_waiting, state_of
-from fusedmlp.flags import check_flag
 
 # Elements; 256 B in fp32, so that every view suits vector and bulk-copy instructions.
 _ALIGNMENT = 64

@@ -1,4 +1,4 @@
-"""Checks the tensors to which weight gradients are added, and the hooks of their parameters."""
+"""Checks flags, the tensors to which weight gradients are added, and the hooks of their parameters."""
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def label(place: Place) -> str:
     """A parameter as error messages name it."""
     name, expert = place
     return name if expert is None else f"{name}[{expert}]"
+
+
+def check_flag(name: str, value: object) -> None:
+    """Check a boolean: any other value would count as True or False by chance ("no" is True)."""
+    if isinstance(value, Tensor) or getattr(value, "ndim", False) or value not in (0, 1):
+        raise TypeError(f"{name}: expected True or False; got {type(value).__name__} {value!r}"[:200])
 
 
 def refuse_tensor_hooks(param: Tensor, place: Place) -> None:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fusedmlp import debug
+from fusedmlp.contract.checks import check_flag
 from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.engine import current_backward
 from fusedmlp.contract.parameter_state import accumulation_lock, queues
 from fusedmlp.contract.steps import watch_steps
-from fusedmlp.flags import check_flag
 from fusedmlp.operators import ops
 from fusedmlp.versions import outside_of_wrong_graphs
 

@@ -21,11 +21,10 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from fusedmlp import files
+from fusedmlp.command_line import lines, write
 from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.demo.count import count_step
 from fusedmlp.demo.model import LanguageModel, ModelConfig
-from fusedmlp.progress import lines
 
 MICRO_BATCHES, SEQUENCES = 2, 8
 MOST = 0.05  # of a loss: how far that of another run may be from it
@@ -136,6 +135,6 @@ def run(out: Path, steps: int, recipe: str | None, seed: int, device: str | None
     document = json.dumps({"device": device, "torch": torch.__version__, "columns": runs, "problems": wrong}, indent=2)
     print(document if as_json else "\n".join(["", table(runs), "", *(wrong or ["All losses agree."])]), flush=True)
     out.mkdir(parents=True, exist_ok=True)
-    files.write(out / "loss.png", draw(runs))
-    files.write(out / "results.json", document + "\n")
+    write(out / "loss.png", draw(runs))
+    write(out / "results.json", document + "\n")
     return 1 if wrong else 0

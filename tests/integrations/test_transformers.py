@@ -700,8 +700,8 @@ def test_the_documented_change_is_one_line():
 
 _EXAMPLE = """
 import runpy, sys
-from fusedmlp import progress
-progress.SECONDS = 0.05
+from fusedmlp import command_line
+command_line.PROGRESS_SECONDS = 0.05
 runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 

@@ -17,7 +17,7 @@ from support import forked
 
 import fusedmlp
 from bench.proof import command
-from fusedmlp import progress
+from fusedmlp import command_line
 from fusedmlp.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +183,7 @@ def test_kernels_print_lines_where_there_is_no_terminal(monkeypatch, capsys):
             called(task)
         return []
 
-    monkeypatch.setattr(progress, "SECONDS", 0.03)
+    monkeypatch.setattr(command_line, "PROGRESS_SECONDS", 0.03)
     monkeypatch.setattr(command.proof, "prove", prove)
     command._compile(command.proof.tasks(["sm_90"])[:2], 1)
     found = re.findall(r"^compiling: (\d) of 2 sets, 0 s$", capsys.readouterr().err, re.MULTILINE)

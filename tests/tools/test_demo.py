@@ -11,7 +11,7 @@ import torch
 from support import forked
 
 from fusedmlp import __main__ as cli
-from fusedmlp import progress
+from fusedmlp import command_line
 from fusedmlp.demo import command
 from fusedmlp.demo.command import Trainer, problems, table, train
 from fusedmlp.demo.count import count_step
@@ -25,7 +25,7 @@ FC1_BYTES, FC2_BYTES = 4 * 4 * 64 * 32, 4 * 4 * 32 * 32
 ALL_BYTES = 2 * (FC1_BYTES + FC2_BYTES)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def runs():
     return {column: train(column, STEPS, *SMALL) for column in ("plain", "fused", "bf16", "mxfp8")}
 
@@ -83,7 +83,7 @@ def test_a_lost_micro_batch_does_not_agree(runs):
 
 
 def test_a_log_gets_lines_and_no_bar(monkeypatch, capsys):
-    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    monkeypatch.setattr(command_line, "PROGRESS_SECONDS", 0.01)
     train("plain", STEPS, *SMALL)
     logged = capsys.readouterr().err
     assert re.search(r"^plain     step [0-4] of 4, loss (nan|\d\.\d{3})$", logged, re.MULTILINE)
