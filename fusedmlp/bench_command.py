@@ -65,8 +65,8 @@ def _bench(args: argparse.Namespace) -> int:
     command, scope = import_module("bench.limits.command"), import_module("bench.limits.scope")
     layer = tuple(getattr(args, name) or default for name, default in command_line.LAYER.items())
     try:
-        of = scope.of(layer if given & {*command_line.LAYER} else None, args.target)
-        command.run("eight_bit" if args.eight_bit else what, args.json, of)
+        chosen = scope.of(layer if given & {*command_line.LAYER} else None, args.target)
+        command.run("eight_bit" if args.eight_bit else what, args.json, chosen)
     except ValueError as error:
         print(f"bench --{what}: {error}", file=sys.stderr)
         return 2

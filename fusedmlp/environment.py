@@ -57,10 +57,10 @@ def warn_of_unknown() -> None:
 
 def wrong() -> dict[str, str]:
     """Errors in the values of switches, by name."""
-    found = {}
+    errors = {}
     for name in _FLAGS:
         try:
             _flag(name)
         except ValueError as error:
-            found[name] = str(error)
-    return found
+            errors[name] = str(error)
+    return errors

@@ -35,16 +35,16 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
     if any(module._backward_hooks or module._backward_pre_hooks for module in modules):
         raise TypeError(f"{_expected(layer, name)}; got a backward hook, which {_ADVICE}")
     try:
-        found = part(None, None)
+        tensors = part(None, None)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         got = f"{type(error).__name__}: {error}, from a {type(part).__name__} or a hook of it, which"
         raise TypeError(f"{_expected(layer, name)}; got {got} {_ADVICE}") from error
-    if not isinstance(found, ExpertTensors):
-        got = f"a {type(found).__name__} from a {type(part).__name__} or a hook of it, which"
+    if not isinstance(tensors, ExpertTensors):
+        got = f"a {type(tensors).__name__} from a {type(part).__name__} or a hook of it, which"
         raise TypeError(f"{_expected(layer, name)}; got {got} {_ADVICE}")
     if torch.compiler.is_compiling() or not (part._forward_hooks or len(modules) > 1):
-        return found
-    first = found.weight if isinstance(found.weight, Tensor) else found.weight[0]
+        return tensors
+    first = tensors.weight if isinstance(tensors.weight, Tensor) else tensors.weight[0]
     owners = [] if first.is_leaf else present_owners()
     for param in part.parameters() if owners else ():  # DeepSpeed's ZeRO 3 returns weights that are no parameters
         if getattr(param, "main_grad", None) is not None:
@@ -54,7 +54,7 @@ def tensors_of(layer: nn.Module, name: str) -> ExpertTensors:
             f"{name}: expected its weights to stay after its own forward, as {type(layer).__name__} multiplies them "
             f"later; they are freed (use reshard_after_forward=False for {name}, or shard the whole layer)"
         )
-    return found
+    return tensors
 
 
 _ADVICE = (

@@ -184,8 +184,8 @@ class GroupedMLP(torch.autograd.Function):
                 )
             )
         )
-        at = sum(call.lengths)  # of x
-        ctx.save_for_backward(*tensors[:at], tokens, *tensors[at + 1 :], out.h, tokens_scales, call.source(x))
+        x_place = sum(call.lengths)
+        ctx.save_for_backward(*tensors[:x_place], tokens, *tensors[x_place + 1 :], out.h, tokens_scales, call.source(x))
         ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
         return out
 

@@ -126,5 +126,5 @@ def _bytes(allocation: Any) -> int:
 
 
 def _arrays(launch: Launch) -> list[Array]:
-    found = (value.array if type(value) is Descriptor else value for value in launch.arguments.values())
-    return [value for value in found if type(value) is Array]
+    values = (value.array if type(value) is Descriptor else value for value in launch.arguments.values())
+    return [value for value in values if type(value) is Array]

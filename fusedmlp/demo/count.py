@@ -32,10 +32,10 @@ def count_step(step: Callable[[], Any], weights: Sequence[Tensor], lent_bytes: i
     accumulated = [e.name for e in prof.events() or () if _first_shape(e) in shapes and _in_accumulate_grad(e)]
     results: Any = prof.profiler
     roots = results.kineto_results.experimental_event_tree()
-    found = [item for root in roots for item in _allocations(root, shapes, False)]
+    allocations = [item for root in roots for item in _allocations(root, shapes, False)]
     live: dict[int, int] = {}
     peak = 0
-    for event, holds_gradients in sorted(found, key=lambda item: item[0].start_time_ns):
+    for event, holds_gradients in sorted(allocations, key=lambda item: item[0].start_time_ns):
         size = event.extra_fields.alloc_size
         if size < 0:
             live.pop(event.extra_fields.ptr, None)

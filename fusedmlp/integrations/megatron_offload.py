@@ -22,14 +22,14 @@ def modules(config: Any) -> set[str]:
     """
     if not getattr(config, "fine_grained_activation_offloading", False):
         return set()
-    found = {"expert_fc1", "moe_act", _WHOLE} & set(config.offload_modules or ())
+    inside = {"expert_fc1", "moe_act", _WHOLE} & set(config.offload_modules or ())
     interface = fine_grained_activation_offload.FineGrainedActivationOffloadingInterface
-    if found and not hasattr(interface, "group_offload"):
+    if inside and not hasattr(interface, "group_offload"):
         raise ValueError(
             "config.offload_modules: expected none inside the experts with megatron-core before 0.19, which offloads "
-            f"by another protocol; got {sorted(found)}"
+            f"by another protocol; got {sorted(inside)}"
         )
-    return found
+    return inside
 
 
 def offload(config: Any, compute: Callable[[Tensor], Tensor], rows: Tensor, fc1: Weights) -> Tensor:

@@ -141,12 +141,12 @@ class FusedExpertsConverter(ModelConfigConverter):
                 whose class is derived from `GroupedExperts`; the message names it, and nothing is converted.
             ValueError: no experts.
         """
-        found = list(model_config.traverse(GroupedExperts.Config))
-        if not found:
+        configs = list(model_config.traverse(GroupedExperts.Config))
+        if not configs:
             raise ValueError(f"model_config: expected GroupedExperts in it; got a {type(model_config)._owner} without")
-        for path, config, _, _ in found:
+        for path, config, _, _ in configs:
             refuse.derived_config(path, cast(GroupedExperts.Config, config))
-        for _, config, parent, key in found:
+        for _, config, parent, key in configs:
             fused = derive(config, FusedGroupedExperts.Config, recipe=self.recipe, wgrad=self.wgrad)
             if parent is None:
                 return fused
@@ -171,11 +171,11 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
             or shared without the other; a gradient, hook or attribute of these two; a hook or attribute of the module.
     """
     fusedmlp.validate.module("model", model)
-    found = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
-    if not found or model in found:
-        got = "the experts themselves" if found else f"a {type(model).__name__} without"
+    paths = {module: path for path, module in model.named_modules() if isinstance(module, GroupedExperts)}
+    if not paths or model in paths:
+        got = "the experts themselves" if paths else f"a {type(model).__name__} without"
         raise ValueError(f"model: expected a module that contains GroupedExperts; got {got}")
-    for experts, path in found.items():
+    for experts, path in paths.items():
         refuse.derived(type(experts))
         if experts._parallelized or any(isinstance(parameter, DTensor) for parameter in experts.parameters()):
             raise RuntimeError(
@@ -183,14 +183,14 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
                 "before the model is parallelized"
             )
         refuse.attached(experts, path)
-    refuse.partly_shared(model, found)
+    refuse.partly_shared(model, paths)
     formats, packed = resolve(recipe, wgrad), _Packed()
-    converted = {experts: _converted(experts, packed, *formats) for experts in found}
+    converted = {experts: _converted(experts, packed, *formats) for experts in paths}
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in converted:
                 parent._modules[name] = converted[child]
-    replaced((w for experts in found for w in (experts.w1_EFD, experts.w3_EFD)), by="torchtitan's convert()")
+    replaced((w for experts in paths for w in (experts.w1_EFD, experts.w3_EFD)), by="torchtitan's convert()")
 
 
 def _converted(experts: GroupedExperts, packed: _Packed, recipe: str | None, wgrad: str) -> FusedGroupedExperts:

@@ -97,19 +97,19 @@ class EightBitCall:
         copy, schedule = self.copy(w, True), self.schedule
         G = copy.elements.shape[1]
         F = width(G, act)
-        a, own = self.row_copy(F), (schedule, act, self.recipe)
+        a, rest = self.row_copy(F), (schedule, act, self.recipe)
         if has_kernel(self.builder.target, self.recipe, act, F):
             h_RG = self.builder.empty((schedule.num_rows, G), torch.bfloat16)
             epilogue: dict[str, Any] = {"bias_EG": bias_EG, "probs_R": probs_R}
-            grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, copy, *own, **epilogue)
+            grouped_fc1_act_quantized_.plan(self.builder, h_RG, a, x, copy, *rest, **epilogue)
         else:
             h_RG = self.product(x, copy, True, bias_EN=bias_EG)
-            grouped_act_quantize_.plan(self.builder, a, h_RG, *own, probs_R=probs_R)
+            grouped_act_quantize_.plan(self.builder, a, h_RG, *rest, probs_R=probs_R)
         return h_RG, a
 
     def wgrad_(self, dw_ENK: ExpertTensors | None, dy: Quantized, x: Quantized, accumulate: bool) -> None:
         """`dw (+)= dy^T x` of token copies."""
         assert dw_ENK is not None
         rows = [self.schedule.offsets], [self.num_tiles]
-        own = {"accumulate": accumulate, "order": self.schedule.order}
-        grouped_wgrad_quantized_.plan(self.builder, dw_ENK, dy, x, *rows, self.recipe, **own)
+        options = {"accumulate": accumulate, "order": self.schedule.order}
+        grouped_wgrad_quantized_.plan(self.builder, dw_ENK, dy, x, *rows, self.recipe, **options)

@@ -97,9 +97,9 @@ def quantize_weights(w: Sequence[Tensor], recipe: Recipe) -> WeightCopies:
     by_in, by_out = (made.by_in, made.by_in_scales), (made.by_out, made.by_out_scales)
     for i, w_NK in enumerate(experts):
         for (elements, scales), lines in ((by_in, w_NK), (by_out, w_NK.mT)):
-            own = quantize(lines.bfloat16(), recipe, _WEIGHT_BLOCKS[recipe])
-            elements[i].copy_(own.elements)
-            scales[i].copy_(_tiled(own.scales) if recipe == "mxfp8" else own.scales)
+            copied = quantize(lines.bfloat16(), recipe, _WEIGHT_BLOCKS[recipe])
+            elements[i].copy_(copied.elements)
+            scales[i].copy_(_tiled(copied.scales) if recipe == "mxfp8" else copied.scales)
     return made
 
 
@@ -127,9 +127,9 @@ def quantize_rows(x_RC: Tensor, sizes: Sequence[int], recipe: Recipe) -> RowCopi
     parts = zip(x_RC[: sum(sizes)].split(sizes), *tokens, strict=True)
     for block, x, elements, scales in (((1, size), x_RC, *made[:2]), *(((size, 1), *part) for part in parts)):
         if x.numel():
-            own = quantize(x, recipe, block)
-            elements.copy_(own.elements)
-            scales.copy_(own.scales if recipe == "fp8_block" else own.scales.view(torch.uint8))
+            copied = quantize(x, recipe, block)
+            elements.copy_(copied.elements)
+            scales.copy_(copied.scales if recipe == "fp8_block" else copied.scales.view(torch.uint8))
     return made
 
 
@@ -142,9 +142,9 @@ def dequantized_tokens(tokens: Tensor, scales: Tensor, sizes: Sequence[int], rec
     """Values of the copy along rows, `[R, C]` bfloat16; those of padding rows are not written."""
     values = torch.empty_like(tokens, dtype=torch.bfloat16)
     parts = zip(values[: sum(sizes)].split(sizes), *_by_expert(tokens, scales, sizes, recipe), strict=True)
-    for out, elements, own in parts:
+    for out, elements, stored in parts:
         if out.numel():
-            out.copy_(Quantized(elements, _scales(own, recipe)).dequantize((BLOCKS[recipe], 1), torch.bfloat16))
+            out.copy_(Quantized(elements, _scales(stored, recipe)).dequantize((BLOCKS[recipe], 1), torch.bfloat16))
     return values
 
 

@@ -173,11 +173,13 @@ def _plan_16_bit_wgrads(
         (grads.dw2, grads.db2, dy, a, {"dy_row_ids": row_ids, "scale_R": rows.probs}, wanted.accumulate2),
         (grads.dw1, grads.db1, dh, x, {"x_row_ids": row_ids}, wanted.accumulate1),
     ):
-        own = None if in_8_bits else dw
-        if (own or db) and left is not None:
+        dw_ENK = None if in_8_bits else dw
+        if (dw_ENK or db) and left is not None:
             options: dict[str, Any] = {"accumulate": accumulate, "order": rows.schedule.order, **gathered}
             offsets = [rows.schedule.offsets]
-            launch_grouped_wgrad_.plan(builder, own, db, [left], [left if right is None else right], offsets, **options)
+            launch_grouped_wgrad_.plan(
+                builder, dw_ENK, db, [left], [left if right is None else right], offsets, **options
+            )
 
 
 def plan_grouped_wgrad_(
@@ -203,9 +205,9 @@ def plan_grouped_wgrad_(
     for operand, row_ids in ((dy, dy_row_ids), (x, x_row_ids)):
         made = empty_token_copy(builder, sum(tiles), operand[0].shape[1], kind)
         for s, schedule in enumerate(schedules):
-            own = Quantized(*(part[sum(tiles[:s]) :] for part in made))
+            segment = Quantized(*(part[sum(tiles[:s]) :] for part in made))
             row_ids_R = row_ids[s] if row_ids else None
-            grouped_quantize_.plan(builder, None, own, operand[s], schedule, kind, row_ids_R=row_ids_R)
+            grouped_quantize_.plan(builder, None, segment, operand[s], schedule, kind, row_ids_R=row_ids_R)
         copies.append(made)
     grouped_wgrad_quantized_.plan(
         builder, dw_ENK, *copies, [schedule.offsets for schedule in schedules], tiles, kind, accumulate=accumulate

@@ -183,17 +183,17 @@ def _settle_key(function: Any, seen: set[int]) -> None:
 def _callees(function: Any) -> Iterator[Any]:
     """The functions that a function may call: global ones, those of modules, and methods of Triton's aggregates."""
     names, seen = function.fn.__code__.co_names, set()
-    found = [function.__globals__.get(name) for name in names]
-    for value in found:  # which grows
+    values = [function.__globals__.get(name) for name in names]
+    for value in values:  # which grows
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, JITCallable):
             yield value
         elif isinstance(value, ModuleType):
-            found += [getattr(value, name, None) for name in names]
+            values += [getattr(value, name, None) for name in names]
         else:
-            found += getattr(value, "hash_attrs", None) or ()
+            values += getattr(value, "hash_attrs", None) or ()
 
 
 def _make_room(kept: dict[Any, Any]) -> None:

@@ -126,8 +126,8 @@ def matrices(w: ExpertTensors, size: tuple[int, int]) -> Array | None:
     shape, strides = (w.num_experts, *size), (stride_e, stride_n, stride_k)
     if stride_k != 1:
         shape, strides = (w.num_experts, size[1], size[0]), (stride_e, stride_k, stride_n)
-    found = w.lowest.at(0, shape, strides)
-    return found if fits(found) else None
+    described = w.lowest.at(0, shape, strides)
+    return described if fits(described) else None
 
 
 def of_matrices(w_ENK: Array, block_n: int, block_k: int, k_contiguous: bool, halves: int = 1) -> Descriptor:

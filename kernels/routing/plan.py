@@ -178,8 +178,8 @@ class Schedule(AroundTensor):
         if block_m not in blocks:  # the rows of an 8-bit copy, on the interpreter
             blocks = (block_m,)
             if block_m not in self._others:
-                own = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)
-                self._others[block_m] = own
+                tables = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)
+                self._others[block_m] = tables
             plan = self._others[block_m]
         return plan[size_of_plan(self.num_rows, self.num_experts, blocks[: blocks.index(block_m)]) :]
 

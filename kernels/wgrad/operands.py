@@ -82,8 +82,8 @@ def describe_dw(dw_ENK: ExpertTensors, size: tuple[int, int], rows: int, tile: T
     if dw_ENK.table is not None:
         return None
     shape, strides = (dw_ENK.num_experts, *size), (abs(dw_ENK.stride_e), *dw_ENK.strides)
-    found = dw_ENK.lowest.at(0, shape, strides)
-    return Descriptor(found, shape, strides, (1, rows, tile.BLOCK_K // tile.SUBTILES)) if fits(found) else None
+    lowest = dw_ENK.lowest.at(0, shape, strides)
+    return Descriptor(lowest, shape, strides, (1, rows, tile.BLOCK_K // tile.SUBTILES)) if fits(lowest) else None
 
 
 def tma_rounds_twice(dw_ENK: ExpertTensors) -> bool:

@@ -105,11 +105,11 @@ class MainGrad(Destination):
         """The `main_grad` of every parameter whose gradient is accumulated, checked; None for others."""
         targets: Targets = [None] * len(route.params)
         params = [param for _, param, _ in route.leaves]
-        found: list[Any] = self.tensors(params)
-        if not _are_right(params, found):  # look again, one by one, which takes longer
-            found = [self.checked(param, route.place(i)) for i, param, _ in route.leaves]
-            check_group(route.name, found)
-        for (i, *_), target in zip(route.leaves, found, strict=True):
+        main_grads: list[Any] = self.tensors(params)
+        if not _are_right(params, main_grads):  # look again, one by one, which takes longer
+            main_grads = [self.checked(param, route.place(i)) for i, param, _ in route.leaves]
+            check_group(route.name, main_grads)
+        for (i, *_), target in zip(route.leaves, main_grads, strict=True):
             targets[i] = target
         for i, param, state in route.leaves if any_asks(params) or any(map(_HOOKS, params)) else ():
             hooks = param._backward_hooks
