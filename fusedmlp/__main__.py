@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fusedmlp import bench_command, command_line, environment, memory
 from fusedmlp.command_line import without_triton
 from fusedmlp.compile_ahead import command as compile_ahead
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 from fusedmlp.version import __version__
 
 if TYPE_CHECKING:

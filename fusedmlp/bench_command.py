@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fusedmlp import command_line
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -14,7 +14,7 @@ import triton
 
 from bench.proof import hashes, proof
 from fusedmlp.command_line import lines
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 
 
 def run(targets: Sequence[str] | None, jobs: int | None, as_json: bool, all_variants: bool) -> int:

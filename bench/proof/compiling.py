@@ -11,8 +11,8 @@ from typing import Any
 from triton import knobs
 
 from fusedmlp.compile_ahead import compiling
-from fusedmlp.doctor.targets import Target
 from fusedmlp.kernels.launching.program import Launch
+from fusedmlp.targets import Target
 
 
 @dataclass(frozen=True)

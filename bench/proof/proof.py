@@ -17,11 +17,11 @@ import torch
 
 from bench.proof import assembly, cases, cubin, resources
 from bench.proof.compiling import Compiled, compiled, compiling_for
-from fusedmlp.doctor.targets import TARGETS, Target
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching.program import Launch
 from fusedmlp.kernels.tiles import table
 from fusedmlp.kernels.warp_specialized import gluon_missing
+from fusedmlp.targets import TARGETS, Target
 
 Dtype = Literal["bf16", "fp16", "fp32", "tf32"]
 DTYPES: dict[Dtype, torch.dtype] = {

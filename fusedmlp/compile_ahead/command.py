@@ -16,8 +16,8 @@ import torch
 from fusedmlp import environment
 from fusedmlp.activation import NUMBERS, OPTIONS, Activation
 from fusedmlp.command_line import LAYER, lines, positive
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.recipe import DTYPES, WGRADS
+from fusedmlp.targets import TARGETS
 from fusedmlp.validate import WEIGHT_LAYOUTS
 
 if TYPE_CHECKING:  # modules that need Triton

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from triton.runtime import driver
 
-from fusedmlp.doctor.targets import TARGETS, Target
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching.program import Launch
 from fusedmlp.kernels.operands.arrays import Array
 from fusedmlp.kernels.operands.descriptors import Descriptor
+from fusedmlp.targets import TARGETS, Target
 
 
 class _AbsentGPU:

@@ -16,7 +16,7 @@ from triton import knobs
 from fusedmlp.command_line import lines
 from fusedmlp.compile_ahead.compiling import compiled, compiling_for
 from fusedmlp.compile_ahead.planning import Planned
-from fusedmlp.doctor.targets import Target
+from fusedmlp.targets import Target
 
 
 class Kernel(NamedTuple):

@@ -18,9 +18,9 @@ from fusedmlp.compile_ahead.planning import Planned, Planning
 from fusedmlp.contract.buffer import MainGradBuffer
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.doctor.paths import experts
-from fusedmlp.doctor.targets import Target
 from fusedmlp.functional import grouped_mlp, moe_experts
 from fusedmlp.operators import triton_impl
+from fusedmlp.targets import Target
 
 # Rows an expert, on average, of loads that between them launch every kernel: tiles and formats differ from 64 rows on,
 # and wgrad's tiles where MMAs begin to take longer than main_grad does (`regime_of_wgrad`), at most at 732 rows.

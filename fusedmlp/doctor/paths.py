@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from fusedmlp.activation import Activation
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching.program import Launch
 from fusedmlp.kernels.tiles import table
 from fusedmlp.kernels.tiles.select import Chosen
 from fusedmlp.operators import triton_impl
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
+from fusedmlp.targets import TARGETS
 
 # Launches of a step in their order, by the names that `bench --roofline` uses, and those that gather no rows of tokens.
 STEP, SORTED = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1"), ("fc2", "dx")

@@ -10,9 +10,9 @@ from unittest import mock
 
 import torch
 
-from fusedmlp.doctor.targets import tiles_of
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.select import Target
+from fusedmlp.targets import tiles_of
 
 
 @contextmanager

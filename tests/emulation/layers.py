@@ -11,8 +11,8 @@ from cases import tiles
 from ptx_emulator import driver
 
 from fusedmlp import environment
-from fusedmlp.doctor.targets import tiles_of
 from fusedmlp.kernels.tiles import select, table
+from fusedmlp.targets import tiles_of
 
 # Regimes of small experts, which those of the cases are, and those of large ones in their place.
 SMALL = ("small", "memory_add", "memory_write")

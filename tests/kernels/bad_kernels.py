@@ -9,11 +9,11 @@ import triton.language as tl
 
 from bench.proof import proof
 from bench.proof.compiling import compiled, compiling_for
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching.program import Launch
 from fusedmlp.kernels.operands.arrays import Array
 from fusedmlp.kernels.tiles.select import Chosen
 from fusedmlp.kernels.tiles.table import Key, Tile
+from fusedmlp.targets import TARGETS
 
 
 @triton.jit

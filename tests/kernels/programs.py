@@ -19,7 +19,6 @@ from triton.runtime import driver
 
 import fusedmlp
 from bench.host import null_driver
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching import direct
 from fusedmlp.kernels.launching import run as running
 from fusedmlp.kernels.launching.arguments import Arguments
@@ -27,6 +26,7 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.operators import triton_impl
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
+from fusedmlp.targets import TARGETS
 
 E, H, F, R = 4, 64, 32, 48
 BF16 = torch.bfloat16

@@ -9,8 +9,8 @@ import pytest
 from support import forked
 
 from bench.proof import cases, proof, resources
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.tiles import table
+from fusedmlp.targets import TARGETS
 
 ROOT = Path(__file__).parents[2]
 KEYS = {

@@ -8,11 +8,11 @@ from support import forked
 
 from bench.proof import cases
 from fusedmlp.activation import Activation
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels import warp_specialized
 from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.table import Key
 from fusedmlp.operators import triton_impl
+from fusedmlp.targets import TARGETS
 
 
 def target(architecture="sm_90", switch=True):
@@ -216,7 +216,7 @@ from fusedmlp.kernels import warp_specialized
 if sys.argv[1] == "without":
     warp_specialized.gluon_missing = lambda: "not there"
 from bench.proof import cases
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 from fusedmlp.operators.triton_impl import WARP_SPECIALIZED
 planned_for = TARGETS[sys.argv[3]].planned_for("long", warp_specialized=WARP_SPECIALIZED)
 calls = (cases.DEMANDING | cases.CORE)[sys.argv[2]](torch.bfloat16)

@@ -89,7 +89,7 @@ import torch
 from fusedmlp.activation import Activation
 from fusedmlp.compile_ahead.compiling import compiling_for
 from fusedmlp.compile_ahead.layer import Layer, launches
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 from fusedmlp.kernels.launching import direct
 many = (*range(1, 40, 9), *(2**k + odd for k in range(6, 14) for odd in (0, 1)))
 options = dict(E=8, H=256, F=128, K=2, activation=Activation("swiglu"), wgrad="recipe", weights="packed",

@@ -10,7 +10,7 @@ from support import forked
 from bench.proof import assembly, hashes, proof
 from bench.proof.hashes import Launch
 from fusedmlp.__main__ import main
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 
 # One variant of each configuration, in 16-bit: `make kernels` compares every launch, with every Triton.
 _COMPILE = """
@@ -84,7 +84,7 @@ _COMPILE_SOURCES = """
 import importlib, json, sys
 import torch
 from bench.proof import assembly, compiling, resources
-from fusedmlp.doctor.targets import TARGETS
+from fusedmlp.targets import TARGETS
 from fusedmlp.kernels.launching.program import Launch
 from fusedmlp.kernels.operands.arrays import Array
 sys.path.insert(0, sys.argv[1])

@@ -11,8 +11,8 @@ from bench.limits import balance, eight_bit, measure, roofline, scope, shapes
 from bench.limits.gpus import GPUS, limit_ms
 from bench.proof import cases
 from fusedmlp.__main__ import main
-from fusedmlp.doctor.targets import TARGETS
 from fusedmlp.kernels.launching import cost
+from fusedmlp.targets import TARGETS
 
 BY_NAME = {shape.name: shape for shape in shapes.SHAPES}
 H100 = GPUS[0]
