@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from bench.oracle import reference
+from fusedmlp import GroupedLinear, GroupedMLP
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
@@ -143,13 +144,18 @@ def test_few_rows_stay_in_16_bits():
         assert torch.equal(y, bf16) is same
 
 
-@pytest.mark.parametrize("kind", ["mlp", "linear"])
-@pytest.mark.parametrize("wgrad", ["recipe", "bf16"])
-def test_exported_program(wgrad, kind):
-    options = {"recipe": "mxfp8", "wgrad": wgrad, "dtype": torch.bfloat16}
-    make = fusedmlp.GroupedMLP if kind == "mlp" else fusedmlp.GroupedLinear
-    module, x, counts = make(2, H, F, **options), torch.randn(160, H).bfloat16(), torch.tensor([60, 100])
-    program = torch.export.export(module, (x, counts)).module()
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        *((make, {"wgrad": wgrad}) for make in (GroupedMLP, GroupedLinear) for wgrad in ("recipe", "bf16")),
+        (GroupedMLP, {"save": "tokens"}),  # operators are differentiated one by one, so the program keeps x
+    ],
+)
+def test_exported_program(make, options, strict):
+    module = make(2, H, F, recipe="mxfp8", dtype=torch.bfloat16, **options)
+    x, counts = torch.randn(160, H).bfloat16(), torch.tensor([60, 100])
+    program = torch.export.export(module, (x, counts), strict=strict).module()
     x.requires_grad_()
     results = []
     for run in (program, module):

@@ -4,18 +4,20 @@ from functools import partial
 
 import pytest
 import torch
+from support import mlp_arguments
 from torch.library import opcheck
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.kernels.operands.quantized import is_quantized
-from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 from fusedmlp.recipe import BLOCKS
 
 pytestmark = pytest.mark.sparse
 
 OPS = torch.ops.fusedmlp
 IMPLS = ["torch", "triton"]
+KINDS = pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
 COUNTS, T, K, H, F = (3, 0, 2), 3, 2, 4, 5
 R = sum(COUNTS) + 1  # one row of padding
 
@@ -37,40 +39,18 @@ def of_linear(impl, grad):
     yield OPS.expert_offsets.default, (torch.tensor(COUNTS), R, impl)
 
 
-def arguments(x, fc1, fc2, offsets, impl, probs=None):
-    return MLPArguments(
-        x=x,
-        x_scales=None,
-        fc1=fc1,
-        fc2=fc2,
-        bias1=[],
-        bias2=[],
-        offsets=offsets,
-        row_ids=None,
-        probs=probs,
-        activation=fusedmlp.Activation("swiglu").encoded,
-        recipe="",
-        impl=impl,
-    )
-
-
-def backward_arguments(given, **own):
-    flags = {"accumulate1": False, "accumulate2": False, "need_dx": True, "keep": False}
-    return MLPBackwardArguments.of(given, **({"db1": [], "db2": [], "places": None} | flags | own))
-
-
 def of_mlp(impl, grad):
     x, fc1, fc2, b1, b2, dy = tensors(2, (R, H), (3, 2 * F, H), (3, H, F), (3, 2 * F), (3, H), (R, H), grad=grad)
     probs = torch.rand(R).requires_grad_(grad)
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
-    given = arguments(x, [fc1], [fc2], offsets, impl, probs=probs)
+    given = mlp_arguments.forward(x=x, fc1=[fc1], fc2=[fc2], offsets=offsets, impl=impl, probs=probs)
     yield OPS.grouped_mlp.default, given._replace(bias1=[b1], bias2=[b2])
     yield OPS.grouped_mlp.default, given._replace(bias1=[b1], bias2=None)
     yield OPS.grouped_mlp.default, given._replace(bias1=None, bias2=[b2])
     yield OPS.grouped_mlp.default, given._replace(probs=None)
     _, h = OPS.grouped_mlp(*given)
     dw1, dw2 = [torch.empty_like(fc1)], [torch.empty_like(fc2)]
-    yield OPS.grouped_mlp_backward_.default, backward_arguments(given, dw1=dw1, dw2=dw2, dy=dy, h=h)
+    yield OPS.grouped_mlp_backward_.default, mlp_arguments.backward(given, dw1=dw1, dw2=dw2, dy=dy, h=h)
 
 
 def of_tokens(impl, grad):
@@ -79,7 +59,7 @@ def of_tokens(impl, grad):
     yield OPS.order_rows.default, (index, probs, 3, impl)
     plan, row_ids, places, row_probs = OPS.order_rows(index, probs, 3, impl)
     row_probs = row_probs.detach().requires_grad_(grad)
-    given = arguments(x, [fc1], [fc2], plan, impl, probs=row_probs)
+    given = mlp_arguments.forward(x=x, fc1=[fc1], fc2=[fc2], offsets=plan, impl=impl, probs=row_probs)
     yield OPS.grouped_mlp.default, given._replace(row_ids=row_ids)
     (y,) = tensors(4, (T * K, H), grad=grad)
     yield OPS.combine.default, (y, places, T, impl)
@@ -96,10 +76,10 @@ def of_copies(impl, grad):
         by_in, by_out = (copies := OPS.quantize_weights([w], "mxfp8", impl))[:2], copies[2:]
         yield OPS.grouped_gemm.default, (x, [*by_in], [], offsets, "mxfp8/mxfp8", impl)
         fc2 = OPS.quantize_weights([torch.randn(2, 32, 64)], "mxfp8", impl)
-        given = arguments(x, [*by_in], [*fc2[:2]], offsets, impl)
+        given = mlp_arguments.forward(x=x, fc1=[*by_in], fc2=[*fc2[:2]], offsets=offsets, impl=impl)
         given = given._replace(activation=fusedmlp.Activation("relu").encoded, recipe="mxfp8/mxfp8")
         yield OPS.grouped_mlp.default, given
-        backward = backward_arguments(
+        backward = mlp_arguments.backward(
             given,
             dw1=[torch.empty(2, 64, 32)],
             dw2=[],
@@ -166,31 +146,27 @@ def results(run, layer, kind):
     return [y, *torch.autograd.grad(y, wanted, dy)]
 
 
+RUNS = {
+    "strict": lambda program: program,
+    "not strict": lambda program: program,
+    "in a checkpoint": lambda program: partial(checkpoint, program, use_reentrant=False),
+    "compiled": lambda program: torch.compile(program, backend="aot_eager"),
+}
+
+
+@KINDS
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
-def test_an_exported_program_has_the_gradients_of_the_layer(kind, strict, impl):
+@pytest.mark.parametrize("how", [*list(RUNS)[:-1], pytest.param("compiled", marks=pytest.mark.slow)])
+def test_an_exported_program_has_the_gradients_of_the_layer(how, impl, kind):
     layer = Layer(kind, impl)
-    program = torch.export.export(layer, batch(kind), strict=strict).module()
+    program = torch.export.export(layer, batch(kind), strict=how == "strict").module()
     names = {str(node.target) for node in program.graph.nodes}
     assert any("fusedmlp" in name for name in names)
-    got, expected = results(program, program, kind), results(layer, layer, kind)
-    for mine, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, right)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
-def test_an_exported_program_is_compiled_with_its_gradients(kind):
-    layer = Layer(kind, "torch")
-    program = torch.export.export(layer, batch(kind), strict=False).module()
     torch._dynamo.reset()
-    got, expected = results(torch.compile(program, backend="aot_eager"), program, kind), results(layer, layer, kind)
-    for mine, right in zip(got, expected, strict=True):
-        torch.testing.assert_close(mine, right)
+    assert_close(results(RUNS[how](program), program, kind), results(layer, layer, kind))
 
 
-@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
+@KINDS
 def test_a_second_derivative_of_an_operator_is_an_error(kind):
     program = torch.export.export(Layer(kind, "torch"), batch(kind), strict=False).module()
     x, probs, index = batch(kind)
@@ -206,18 +182,8 @@ def test_gradients_of_a_program_are_plain_whatever_parameters_have(strict):
     for param in layer.parameters():
         param.main_grad = torch.full_like(param, 7.0)
     program = torch.export.export(layer, batch("mlp"), strict=strict).module()
-    for mine, right in zip(results(program, program, "mlp"), expected, strict=True):
-        torch.testing.assert_close(mine, right)
+    assert_close(results(program, program, "mlp"), expected)
     assert all((param.main_grad == 7).all() for param in layer.parameters())
-
-
-@pytest.mark.parametrize("kind", ["linear", "mlp", "tokens"])
-def test_an_exported_program_in_a_checkpoint(kind):
-    layer = Layer(kind, "torch")
-    program = torch.export.export(layer, batch(kind), strict=False).module()
-    got = results(lambda *args: checkpoint(program, *args, use_reentrant=False), program, kind)
-    for mine, right in zip(got, results(layer, layer, kind), strict=True):
-        torch.testing.assert_close(mine, right)
 
 
 class Inference(torch.nn.Module):
@@ -246,8 +212,7 @@ def test_an_exported_program_counts_by_bincount(strict):
         y = model(x, ids, probs)
         wanted = [x, probs, *(p for _, p in sorted(model.named_parameters()))]
         found.append([y, *torch.autograd.grad(y, wanted, x.detach().cos())])
-    for mine, right in zip(*found, strict=True):
-        torch.testing.assert_close(mine, right)
+    assert_close(*found)
     ids[1, 0] = 3
     with pytest.raises(RuntimeError, match="Runtime assertion failed"):
         program(x, ids, probs)
@@ -264,7 +229,7 @@ def test_a_package_of_aotinductor(tmp_path):
     with torch.no_grad():
         for size in (5, 3):
             given = x[:size], ids[:size], probs[:size]
-            torch.testing.assert_close(run(*given), layer(*given))
+            assert_close(run(*given), layer(*given))
     ids[1, 0] = 3  # then there are more counts than experts
     with pytest.raises(RuntimeError, match=r"Expected u\d+ <= 3 but received 4"):
         run(x, ids, probs)

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from support import mlp_arguments
 from torch.library import opcheck
 
 import fusedmlp
 from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads
+from fusedmlp.operators.types import MLPBackwardArguments, MLPGrads
 
 OPS = torch.ops.fusedmlp
-SWIGLU = fusedmlp.Activation("swiglu").encoded
 IMPLS = ("torch", "triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # `poison` gives what a plan leaves unwritten the same values in every run.
@@ -19,18 +19,8 @@ pytestmark = [pytest.mark.sparse, pytest.mark.usefixtures("poison")]
 @pytest.fixture
 def tensors():
     torch.manual_seed(0)
-    sizes = {
-        "x": (7, 4),
-        "dy": (7, 4),
-        "h": (7, 6),
-        "fc1": (2, 6, 4),
-        "fc2": (2, 4, 3),
-        "bias1": (2, 6),
-        "bias2": (2, 4),
-        "probs": (7,),
-        "token_x": (3, 4),
-        "token_dy": (3, 4),
-    }
+    sizes = {"x": (7, 4), "dy": (7, 4), "h": (7, 6), "probs": (7,), "token_x": (3, 4), "token_dy": (3, 4)}
+    sizes |= {"fc1": (2, 6, 4), "fc2": (2, 4, 3), "bias1": (2, 6), "bias2": (2, 4)}
     made = {name: torch.randn(size, device=DEVICE) for name, size in sizes.items()}
     made["offsets"] = torch.tensor([0, 4, 6], dtype=torch.int32, device=DEVICE)
     made["row_ids"] = torch.tensor([2, 0, 2, 1, 1, 0, 2], dtype=torch.int32, device=DEVICE)
@@ -127,27 +117,15 @@ def test_grouped_wgrad(tensors, impl, packed, accumulate):
 
 
 def forward(tensors, impl):
-    return MLPArguments(
-        x=tensors["x"],
-        x_scales=None,
-        fc1=[tensors["fc1"]],
-        fc2=[tensors["fc2"]],
-        bias1=[tensors["bias1"]],
-        bias2=[tensors["bias2"]],
-        offsets=tensors["offsets"],
-        row_ids=None,
-        probs=tensors["probs"],
-        activation=SWIGLU,
-        recipe="",
-        impl=impl,
-    )
+    names = "fc1", "fc2", "bias1", "bias2"
+    given = {name: [tensors[name]] for name in names} | {name: tensors[name] for name in ("x", "offsets", "probs")}
+    return mlp_arguments.forward(impl=impl, **given)
 
 
 def backward_of(given, outs, **own):
     """Arguments that write to `outs`; they add to the first weight's, and overwrite the second's."""
     outputs = dict(zip(("dw1", "dw2", "db1", "db2"), ([out] for out in outs), strict=True))
-    own = {"places": None, "accumulate1": True, "accumulate2": False, "need_dx": True, "keep": False} | own
-    return MLPBackwardArguments.of(given, **outputs, **own)
+    return mlp_arguments.backward(given, **{"accumulate1": True} | outputs | own)
 
 
 def test_the_schemas_of_a_whole_mlp():

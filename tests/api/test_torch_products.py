@@ -5,17 +5,15 @@ import torch
 import torch.nn.functional as F
 from cases import factory
 from cases.factory import Case, Inputs
+from support import mlp_arguments
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.oracle import reference
 from bench.oracle.tolerance import assert_close
-from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_impl, torch_products
 from fusedmlp.operators.torch_products import Rows
-from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 
 K, N, PADDING = 16, 24, 2
-SWIGLU = Activation("swiglu").encoded
 LOADS = {"even": (3, 3, 3, 3), "uneven": (4, 0, 2, 5), "empty": (0, 0, 0, 0)}
 
 
@@ -143,39 +141,14 @@ def test_passes_over_memory_between_products(dtype, forward, backward):
     rows, x, dy, _ = operands("even", dtype, features=K)
     offsets, probs = torch.tensor(rows.bounds, dtype=torch.int32), torch.rand(rows.number)
     fc1, fc2 = [torch.randn(4, 2 * N, K).to(dtype)], [torch.randn(4, K, N).to(dtype)]
-    given = MLPArguments(
-        x=x,
-        x_scales=None,
-        fc1=fc1,
-        fc2=fc2,
-        bias1=[],
-        bias2=[],
-        offsets=offsets,
-        row_ids=None,
-        probs=probs,
-        activation=SWIGLU,
-        recipe="",
-        impl="torch",
-    )
+    given = mlp_arguments.forward(x=x, fc1=fc1, fc2=fc2, offsets=offsets, probs=probs, impl="torch")
     rows_of_padding = ["zero_"]
     with Passes() as passes:
         _, h = torch_impl.grouped_mlp(*given.without_impl)
     assert [name for name in passes.names if name not in rows_of_padding] == forward
     dw = [[torch.zeros(t.shape, dtype=dtype)] for (t,) in (fc1, fc2)]
-    of_backward = MLPBackwardArguments.of(
-        given,
-        dw1=dw[0],
-        dw2=dw[1],
-        db1=[],
-        db2=[],
-        dy=dy,
-        h=h,
-        places=None,
-        accumulate1=True,
-        accumulate2=True,
-        need_dx=True,
-        keep=False,
-    )
+    written = {"dw1": dw[0], "dw2": dw[1], "accumulate1": True, "accumulate2": True}
+    of_backward = mlp_arguments.backward(given, dy=dy, h=h, **written)
     with Passes() as passes:
         torch_impl.grouped_mlp_backward_(*of_backward.without_impl)
     assert [name for name in passes.names if name not in rows_of_padding] == backward
