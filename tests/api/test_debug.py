@@ -1,12 +1,10 @@
 """FUSEDMLP_DEBUG=1: checks on the host of what is otherwise on the device alone."""
 
 import logging
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from support import forked
 
 from fusedmlp import GroupedLinear, GroupedMLP, MainGradBuffer, calls, debug, environment
 
@@ -135,24 +133,15 @@ def test_linear(lines):
     assert passes(lines) == ["dgrad of grouped_linear", "wgrad of grouped_linear"]
 
 
-def imported(code="", **variables):
-    done = subprocess.run(
-        [sys.executable, "-c", f"import fusedmlp, torch\n{code}"],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 @pytest.mark.slow
 def test_the_switch_enables_the_checks():
-    code = "fusedmlp.GroupedMLP(1, 2, 2).forward_tokens(torch.ones(1, 2), torch.tensor([[7]]), torch.ones(1, 1))"
-    assert "1 of 1 outside" in imported(code, FUSEDMLP_DEBUG="1")
-    errors = imported(code, FUSEDMLP_DEBUG="on")
-    assert "FUSEDMLP_DEBUG: expected 0 or 1; got 'on'" in errors
-    assert "outside" not in errors
+    code = """import fusedmlp, torch
+fusedmlp.GroupedMLP(1, 2, 2).forward_tokens(torch.ones(1, 2), torch.tensor([[7]]), torch.ones(1, 1))"""
+    checked, unchecked = (forked.run("-c", code, FUSEDMLP_DEBUG=value) for value in ("1", "on"))
+    assert checked.returncode == unchecked.returncode == 0, checked.stderr + unchecked.stderr
+    assert "1 of 1 outside" in checked.stderr
+    assert "FUSEDMLP_DEBUG: expected 0 or 1; got 'on'" in unchecked.stderr
+    assert "outside" not in unchecked.stderr
 
 
 def test_an_unknown_switch_warns(monkeypatch, recwarn):
