@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -183,42 +184,6 @@ def copy_weights(ours, theirs):
                 a.copy_(b)
 
 
-def on_one_process(layer, config, x):
-    """A swiglu layer without dispatcher: the outputs for this rank's tokens, and every rank's expert weights."""
-    experts = [[w.double().requires_grad_() for w in pair] for pair in all_weights(layer.experts)]
-    probs, routing_map = layer.router(x)
-    rows, y = x.view(-1, config.hidden_size).double(), 0
-    for e, (fc1, fc2) in enumerate(experts):
-        y = y + reference.expert(rows, fc1, fc2, torch.where(routing_map[:, e], probs[:, e], 0)).y
-    return y.view(x.shape), experts
-
-
-def compare_with_one_process(sizes, dispatcher, options):
-    """Compare a step of our layer, with experts on several ranks, with experts that are all in this process."""
-    megatron_world.model_parallel(**sizes)
-    config = make_config(moe_token_dispatcher_type=dispatcher, **options | sizes)
-    torch.manual_seed(5)
-    layer = moe_layer(config, ours=True)
-    torch.manual_seed(7 + dist.get_rank())
-    x, dy = torch.randn(6, 2, 8), torch.randn(6, 2, 8)
-    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-    y, _ = layer(ours)
-    y.backward(dy)
-    got_router, layer.router.weight.grad = layer.router.weight.grad, None
-    want, experts = on_one_process(layer, config, theirs)
-    want.backward(dy.double())
-    pairs = [(y, want), (ours.grad, theirs.grad), (got_router, layer.router.weight.grad)]
-    first = layer.local_expert_indices[0]
-    for e, pair in enumerate(experts):
-        for i, weight in enumerate(pair):
-            grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(grad)
-            if e in layer.local_expert_indices:
-                pairs.append((weights_of(layer.experts)[e - first][i].grad, grad))
-    for a, b in pairs:
-        torch.testing.assert_close(a.double(), b.double(), rtol=2e-5, atol=2e-6)
-
-
 def compare_layers(sizes, dispatcher, options):
     """Compare outputs, input gradients and weight gradients of a step with those of Megatron's sequential experts."""
     megatron_world.model_parallel(**sizes)
@@ -289,9 +254,6 @@ def layers():
                 if len(sizes) > 1 and name not in (*list(LAYERS)[:2], *NEED_ALL_TO_ALL):
                     continue
                 compare_layers(sizes, dispatcher, options)
-                count += 1
-            if list(sizes) == ["expert_model_parallel_size"]:
-                compare_with_one_process(sizes, dispatcher, {})
                 count += 1
     return count
 
@@ -514,35 +476,47 @@ def fields_unknown():
     return [field.name for field in megatron_config.unknown_fields(TransformerConfig)]
 
 
+def expect(message, run):
+    """Assert that an error with a message is raised."""
+    said = raised(run)
+    assert re.search(message, said or ""), (message, said)
+
+
+UNSET = "expected it unset"
+NOT_DELAYED = r"expected DistributedDataParallelConfig\(delay_wgrad_compute=True\) too"
+# By field: a value that cannot be honoured, and the message. The first two are of experts with biases.
+REFUSED = {
+    "bias_dropout_fusion": (True, "bias_dropout_fusion: expected False with add_bias_linear"),
+    "expert_tensor_parallel_size": (2, "add_bias_linear: expected expert_tensor_parallel_size 1, .* got 2"),
+    "fp8": ("hybrid", "fp8: expected None or 'e4m3', the only .* got 'hybrid'"),
+    "fp4": ("e2m1", f"fp4: {UNSET}, .* got 'e2m1'"),
+    "use_te_activation_func": (True, f"use_te_activation_func: {UNSET}, .* got True"),
+    "moe_mlp_glu_interleave_size": (32, f"moe_mlp_glu_interleave_size: {UNSET}, .* got 32"),
+    "moe_ncclep_zero_copy": (True, f"moe_ncclep_zero_copy: {UNSET}"),
+    "moe_dispatch_fwd_dtype": ("mxfp8", "moe_dispatch_fwd_dtype: expected 'bf16', .* takes rows in .* got 'mxfp8'"),
+    "moe_combine_bwd_dtype": ("mxfp8", "moe_combine_bwd_dtype: expected 'bf16', .* takes gradients .* got 'mxfp8'"),
+    "activation_func_fp8_input_store": (True, f"activation_func_fp8_input_store: {UNSET}"),
+    "overlap_dispatch_backward_with_experts_wgrad": (True, "overlap_dispatch_backward_with_experts_wgrad: "),
+    "activation_func": (torch.tanh, r"activation_func: expected a gated activation that fusedmlp .*\); got .*tanh"),
+    "moe_apply_probs_on_input": (True, "moe_apply_probs_on_input: expected False, or moe_router_topk 1; got 2"),
+    "quant_recipe": ("a recipe", f"quant_recipe: {UNSET}"),
+    "moe_paged_stash": (True, f"moe_paged_stash: {UNSET}, .* got True"),
+    "expert_gtp_weight_remat_size": (2, "expert_gtp_weight_remat_size: expected 1, .* got 2"),
+    "transformer_impl": ("inference_optimized", "transformer_impl: expected 'local' or .* got 'inference_optimized'"),
+}
+
+
 def refusals():
-    """Errors for every config that cannot be honoured, and for uses that would give a wrong gradient."""
+    """Assert that every config that cannot be honoured is refused, and uses that would give a wrong gradient."""
     megatron_world.model_parallel()
-    found = {}
-    for name, value in {
-        "fp8": "hybrid",
-        "fp4": "e2m1",
-        "use_te_activation_func": True,
-        "moe_mlp_glu_interleave_size": 32,
-        "moe_ncclep_zero_copy": True,
-        "moe_dispatch_fwd_dtype": "mxfp8",
-        "moe_combine_bwd_dtype": "mxfp8",
-        "activation_func_fp8_input_store": True,
-        "overlap_dispatch_backward_with_experts_wgrad": True,
-        "activation_func": torch.tanh,
-        "bias_dropout_fusion": True,
-        "expert_tensor_parallel_size": 2,
-        "moe_apply_probs_on_input": True,
-        "quant_recipe": "a recipe",
-        "moe_paged_stash": True,
-        "expert_gtp_weight_remat_size": 2,
-        "transformer_impl": "inference_optimized",
-    }.items():
-        config = make_config(add_bias_linear=name in ("bias_dropout_fusion", "expert_tensor_parallel_size"))
+    for i, (name, (value, message)) in enumerate(REFUSED.items()):
+        config = make_config(add_bias_linear=i < 2)
         setattr(config, name, value)
-        found[name] = raised(lambda config=config: fused(config))
-    for name, value in {"moe_squared_experts": True, "moe_expert_scales": [2.0]}.items():
+        expect(rf"config\.{message}", lambda config=config: fused(config))
+    for name, value, default in (("moe_squared_experts", True, "False"), ("moe_expert_scales", [2.0], r"\[\]")):
         config = newer_config(**{name: value})
-        found[name] = raised(lambda config=config: fused(config))
+        message = rf"config\.{name}: expected {default}, .* does not know this field .* got {re.escape(str(value))}"
+        expect(message, lambda config=config: fused(config))
     provider = dataclasses.make_dataclass(
         "Provider",
         [("moe_squared_experts", bool, True)],
@@ -551,46 +525,62 @@ def refusals():
     )
     own = {field.name: getattr(newer_config(), field.name) for field in dataclasses.fields(newer_config())}
     del own["moe_squared_experts"]
-    found["a default of a derived class"] = raised(lambda: fused(provider(**own)))
-    found["unset fields of a newer version"] = raised(lambda: fused(newer_config()))
-    found["fields of one's own config"] = raised(lambda: fused(newer_config("my_training", moe_squared_experts=True)))
-    found["one expert on a rank"] = raised(lambda: fused(overlapped("alltoall", 1)))
-    found["first_last_layers_bf16"] = raised(lambda: fused(eight_bit_config("blockwise", first_last_layers_bf16=True)))
+    expect(r"config\.moe_squared_experts: expected False, .* got True", lambda: fused(provider(**own)))  # its default
+    fused(newer_config())
+    fused(newer_config("my_training", moe_squared_experts=True))  # a field of one's own config
+    expect(
+        r"config\.overlap_moe_expert_parallel_comm: expected False with fp8 and one expert .* True",
+        lambda: fused(overlapped("alltoall", 1)),
+    )
+    expect(
+        r"config\.first_last_layers_bf16: expected False .* TransformerEngine .* got True",
+        lambda: fused(eight_bit_config("blockwise", first_last_layers_bf16=True)),
+    )
     for recipe in ("tensorwise", "delayed", "custom", Fp8Recipe.delayed):
-        found[f"fp8_recipe {recipe!r}"] = raised(lambda recipe=recipe: fused(eight_bit_config(recipe)))
+        message = rf"config\.fp8_recipe: expected 'blockwise' or 'mxfp8', .* got {re.escape(repr(recipe))}"
+        expect(message, lambda recipe=recipe: fused(eight_bit_config(recipe)))
     config = make_config()
     config.fine_grained_activation_offloading, config.offload_modules = True, ["moe_act"]
     with mock.patch.object(offloading, "FineGrainedActivationOffloadingInterface", object):  # of another version
-        found["offload_modules"] = raised(lambda: fused(config))
-    config = make_config(activation_func=squared_relu)
-    found["gated squared relu"] = raised(lambda: fused(config))
+        message = r"config\.offload_modules: expected none .* before 0\.19, .* got \['moe_act'\]"
+        expect(message, lambda: fused(config))
+    message = r"config\.activation_func: expected a gated activation .* \(.*\); got .*squared_relu"
+    expect(message, lambda: fused(make_config(activation_func=squared_relu)))
     config = make_config(gradient_accumulation_fusion=True)
     config.delay_wgrad_compute = True
     experts = fused(config)
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), experts)
     x, counts, probs = torch.randn(6, 8), torch.tensor([3, 0, 1, 2]), torch.rand(6)
-    found["DDP does not delay"] = raised(lambda: ddp(x, counts, probs))
+    expect(NOT_DELAYED, lambda: ddp(x, counts, probs))
     experts.linear_fc1 = Around(experts.linear_fc1)
-    found["DDP does not delay, wrapped"] = raised(lambda: ddp(x, counts, probs))
+    expect(NOT_DELAYED, lambda: ddp(x, counts, probs))
     with torch.no_grad():
-        found["DDP does not delay, no gradient"] = raised(lambda: ddp(x, counts, probs))
+        ddp(x, counts, probs)
 
     experts = grouped(make_config())
     experts.linear_fc1.weight.__fsdp_param__ = True
-    found["moe_single_grouped_weight under Megatron-FSDP"] = raised(lambda: experts(x, counts, probs))
+    expect("expected False under Megatron-FSDP, .* got True", lambda: experts(x, counts, probs))
     experts = fused(make_config(gradient_accumulation_fusion=True))
-    found["fusion without main_grad"] = raised(lambda: experts(x, counts, probs))
+    message = (
+        r"linear_fc1\.weight0: .* expects a main_grad attribute on the parameter; got none \(wrap the model in "
+        r"megatron\.core\.distributed\.DistributedDataParallel, or set config\.gradient_accumulation_fusion=False\)$"
+    )
+    expect(message, lambda: experts(x, counts, probs))
     experts = fused(make_config(gradient_accumulation_fusion=True))
     for weight, _ in weights_of(experts):
         weight.main_grad = torch.zeros_like(weight)
     experts.linear_fc1.weight3.main_grad = torch.zeros(2)
-    found["a main_grad of another shape"] = raised(lambda: experts(x, counts, probs)[0].sum().backward())
+    message = r"linear_fc1\.weight3: expected main_grad of shape \(24, 8\); got \(2,\)"
+    expect(message, lambda: experts(x, counts, probs)[0].sum().backward())
     small = fused(eight_bit_config("mxfp8"))
-    found["sizes without blocks"] = raised(lambda: small(x, counts, probs))
-    found["fp8 without TransformerEngine"] = raised(lambda: make_config(fp8="e4m3", fp8_recipe="blockwise"))
-    found["fp8 state"] = raised(lambda: experts.linear_fc1.set_extra_state(torch.ones(3, dtype=torch.uint8)))
-    found["no experts"] = raised(lambda: with_fused_experts(get_gpt_layer_local_spec()))
-    return found
+    message = r"linear_fc1\.weight: expected multiples of 32 features, the blocks of .*mxfp8'; got 24"
+    expect(message, lambda: small(x, counts, probs))
+    message = r"Only transformer-engine>=1\.7\.0 supports MoE FP8 training"  # Megatron's own
+    expect(message, lambda: make_config(fp8="e4m3", fp8_recipe="blockwise"))
+    message = "_extra_state: expected no fp8 state; got 3 bytes"
+    expect(message, lambda: experts.linear_fc1.set_extra_state(torch.ones(3, dtype=torch.uint8)))
+    message = "layer_spec: expected a Megatron spec that holds a MoELayer, .* got "
+    expect(message, lambda: with_fused_experts(get_gpt_layer_local_spec()))
 
 
 def order_of_hooks():
