@@ -7,21 +7,21 @@ TransformerEngine's version, which stands for layers that know `get_main_grad`, 
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from itertools import product
 from unittest import mock
 
 import pytest
-import support.megatron_world as megatron_world  # before Megatron asks for a GPU
+import support.megatron_world  # noqa: F401  before Megatron asks for a GPU
 import torch
 import torch.distributed as dist
 from megatron.core import package_info, parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.transformer.module import MegatronModule
+from support.eight_bit import magnitudes
 from support.grids import part
-from support.megatron_experts import Cell, Model, batch, config_of, expected_grads, reduced, weights_of
+from support.megatron_experts import Cell, Model, batch, config_of, expected_grads, reduced, run_cells, weights_of
 from torch.utils.checkpoint import checkpoint
 
 from bench.oracle.tolerance import assert_close
@@ -202,37 +202,44 @@ def step(fsdp):
     fsdp.module.install_optimized_model_weights()
 
 
-def run_cell(cell):
-    """Run two steps, so that leftovers of the first would show in the second."""
-    torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
-    config = config_of(cell)
+def steps(cell, config):
+    """Train two steps, as leftovers of the first would show in the second: yield the weights before, and gradients."""
     config.calculate_per_token_loss = cell.calculate_per_token_loss
-    layers = Layers(config, cell)
-    model = layers.layer.mlp
-    with torch.no_grad():
-        dist.broadcast(model.dense.weight, 0)
-    main, dtype = {name: w.float() for name, w in weights_of(model).items()}, getattr(torch, cell.dtype)
+    ranks = dist.get_world_size() if cell.calculate_per_token_loss else 1  # that are summed, not averaged
+
+    def build():
+        torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
+        layers, generator = Layers(config, cell), torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in [param for param in layers.parameters() if param.dim() > 1 and not param.is_meta]:
+                weight.mul_(magnitudes(weight.shape, cell.spread, generator))
+            dist.broadcast(layers.layer.mlp.dense.weight, 0)
+        return layers
+
+    layers = build()
+    weights = {name: w.float() for name, w in weights_of(layers.layer.mlp).items()}
     if cell.meta:  # the same seed must give the same weights
         config.use_cpu_initialization, config.init_model_with_meta_device = False, True
-        torch.manual_seed(dist.get_rank() if cell.expert_parallel else 0)
-        layers = Layers(config, cell)
-        model = layers.layer.mlp
-        assert {param.device.type for param in model.experts.parameters()} == {"meta"}
-        with torch.no_grad():
-            dist.broadcast(model.dense.weight, 0)
-    experts = {f"experts.{name}" for name, _ in model.experts.named_parameters()}
+        layers = build()
+        assert {param.device.type for param in layers.layer.mlp.experts.parameters()} == {"meta"}
     fsdp = wrap(config, cell, layers)
     for _ in range(2):
+        fsdp.set_is_first_microbatch()
         train_step(fsdp, cell)
-        weights = {name: w.to(dtype) for name, w in main.items()}
-        want, low = (reduced(expected_grads(weights, cell, d), experts, cell) for d in (torch.float64, dtype))
-        got = landed(fsdp, cell)
-        if cell.calculate_per_token_loss:
-            got = {name: grad / dist.get_world_size() for name, grad in got.items()}
-        assert_close({name: grad.double() for name, grad in got.items()}, want, low, dtype)
-        scale = LEARNING_RATE * (dist.get_world_size() if cell.calculate_per_token_loss else 1)
+        grads = {name: grad / ranks for name, grad in landed(fsdp, cell).items()}
+        yield weights, grads
         step(fsdp)
-        main = {name: w - scale * got[name] for name, w in main.items()}
+        weights = {name: w - LEARNING_RATE * ranks * grads[name] for name, w in weights.items()}
+
+
+def run_cell(cell):
+    """Compare the gradients of both steps with float64 autograd."""
+    dtype = getattr(torch, cell.dtype)
+    for weights, got in steps(cell, config_of(cell)):
+        experts = {name for name in weights if name.startswith("experts.")}
+        rounded = {name: w.to(dtype) for name, w in weights.items()}
+        want, low = (reduced(expected_grads(rounded, cell, d), experts, cell) for d in (torch.float64, dtype))
+        assert_close({name: grad.double() for name, grad in got.items()}, want, low, dtype)
 
 
 def check_refused(cell, words):
@@ -250,22 +257,12 @@ def check_refused(cell, words):
 
 def run_all(quick):
     """Counts of all cells and of those that are refused; errors by cell; the message that refuses a delay."""
-    torch.use_deterministic_algorithms(True)  # fills new memory with NaN: buffers begin stale
-    failures, counts, every = {}, Counter(), list(cells(dist.get_world_size()))
+    every = list(cells(dist.get_world_size()))
     every = part(every, together=1) if quick else every
-    for expert_parallel in (False, True):
-        chosen = [c for c in every if c.expert_parallel == expert_parallel]
-        if not chosen:
-            continue
-        megatron_world.model_parallel(expert_model_parallel_size=2 if expert_parallel else 1)
-        for cell in chosen:
-            words = refusal(cell)
-            counts["cells"] += 1
-            counts["refused"] += words is not None
-            try:
-                run_cell(cell) if words is None else check_refused(cell, words)
-            except (Exception, pytest.fail.Exception) as error:
-                failures[str(cell)] = f"{type(error).__name__}: {error}"[:500]
+    words = {cell: refusal(cell) for cell in every}
+    run = lambda cell: run_cell(cell) if words[cell] is None else check_refused(cell, words[cell])  # noqa: E731
+    count, failures = run_cells(every, run)
+    counts = {"cells": count, "refused": sum(words[cell] is not None for cell in every)}
     return counts, failures, refusal_of_a_delay()
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 from unittest import mock
 
+import pytest
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch
 import torch.distributed as dist
@@ -313,7 +314,7 @@ def run_cells(every, run):
             count += 1
             try:
                 run(cell)
-            except Exception as error:
+            except (Exception, pytest.fail.Exception) as error:
                 failures[str(cell)] = f"{type(error).__name__}: {error}"[:500]
     return count, failures
 
