@@ -7,6 +7,7 @@ import pickle
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from support import wgrad_outputs
 from support.ddp_cells import Model, batch, packed_grads, reference, state
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -14,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
-from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPBackwardArguments
 
 
 def in_buckets(module, parameters=None, **options):
@@ -42,13 +41,7 @@ def step_of(ddp, step, use="yes"):
 
 def where_gemms_write(ddp=None):
     """GEMMs must write to the memory that DDP reduces, in every step."""
-    written, reduced = set(), set()
-    backward = ops.grouped_mlp_backward_
-
-    def recorded(*args):
-        given = MLPBackwardArguments(*args)
-        written.update(t.data_ptr() for t in (*given.dw1, *given.dw2))
-        return backward(*args)
+    reduced = set()
 
     def hook(group, bucket) -> torch.futures.Future[torch.Tensor]:
         reduced.update(t.data_ptr() for t in bucket.gradients())
@@ -56,16 +49,14 @@ def where_gemms_write(ddp=None):
 
     ddp = ddp or in_buckets(new_model(), bucket_cap_mb=0.005)
     ddp.register_comm_hook(None, hook)
-    ops.grouped_mlp_backward_ = recorded
     for step in range(4):
         ddp.zero_grad()
-        step_of(ddp, step)
+        with wgrad_outputs.recorded() as written:
+            step_of(ddp, step)
         check(ddp.module, ("yes", "yes"), step)
-        assert len(written) == 2
-        assert written <= reduced
-        written.clear()
+        assert len(set(written)) == 2
+        assert reduced.issuperset(written)
         reduced.clear()
-    ops.grouped_mlp_backward_ = backward
 
 
 def checkpoints():

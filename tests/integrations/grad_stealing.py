@@ -5,6 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from support import wgrad_outputs
 from support.allocations import copies_and_allocations
 from support.ddp_cells import Model, batch, packed_grads, reference, state
 from support.grids import part
@@ -14,8 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.oracle.tolerance import assert_close
 from fusedmlp.integrations.ddp import grads_in_buckets
-from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPBackwardArguments
 
 HOOKS = (
     "no hook",
@@ -76,23 +75,13 @@ def run(kind, engine, use_reentrant, packed, mode, step):
         module = wrap(module)
     else:
         ranks = 1
-    calls, written = [], []
+    calls = []
     alive = register(kind, model.experts, params, calls)
-    backward = ops.grouped_mlp_backward_
-
-    def recorded(*args):
-        given = MLPBackwardArguments(*args)
-        written.extend(t.data_ptr() for t in (*given.dw1, *given.dw2))
-        return backward(*args)
-
     x, counts, probs, dy = batch(dist.get_rank() if ranks > 1 else 0, step, 0)
-    ops.grouped_mlp_backward_ = recorded
-    try:
+    with wgrad_outputs.recorded() as written:
         counted = copies_and_allocations(
             lambda: module(x.clone().requires_grad_(), counts, probs).backward(dy), params, within="AccumulateGrad"
         )
-    finally:
-        ops.grouped_mlp_backward_ = backward
     # One for each parameter, one for x, and one for the x that a reentrant checkpoint detaches.
     assert counted["nodes"] == len(list(model.parameters())) + 1 + (use_reentrant is True), counted
     assert counted["copies"] == counted["allocations"] == 0, counted

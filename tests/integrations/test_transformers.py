@@ -12,7 +12,7 @@ from types import MethodType
 
 import pytest
 import torch
-from support import forked
+from support import forked, wgrad_outputs
 from support import transformers_models as models
 from support import transformers_training as training
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
@@ -28,8 +28,6 @@ from fusedmlp import Activation
 from fusedmlp.integrations import transformers_activation
 from fusedmlp.integrations.transformers import register
 from fusedmlp.integrations.transformers_activation import activation_of
-from fusedmlp.operators import ops
-from fusedmlp.operators.types import MLPBackwardArguments
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs" / "transformers.md"
@@ -50,17 +48,10 @@ class ModelOf(torch.nn.Module):
 
 
 @pytest.fixture
-def wgrad_gemms(monkeypatch):
-    """The addresses that each weight-gradient GEMM of the library wrote to."""
-    gemms, backward = [], ops.grouped_mlp_backward_
-
-    def grouped_mlp_backward_(*args):
-        given = MLPBackwardArguments(*args)
-        gemms.extend([tensor.data_ptr() for tensor in outputs] for outputs in (given.dw1, given.dw2) if outputs)
-        return backward(*args)
-
-    monkeypatch.setattr(ops, "grouped_mlp_backward_", grouped_mlp_backward_)
-    return gemms
+def wgrad_gemms():
+    """The address that each weight-gradient GEMM of the library wrote to."""
+    with wgrad_outputs.recorded() as written:
+        yield written
 
 
 def rows(kind, dtype):
@@ -115,32 +106,18 @@ def test_trainer_loses_as_with_eager_experts_for_20_steps(options, tmp_path):
 
 
 @USED_BY_PEFT
-def test_frozen_experts_under_lora_compute_no_wgrad(wgrad_gemms):
+@pytest.mark.parametrize(("of_experts", "trained"), [(False, 8), (True, 16)])  # A and B of four matrices, or of eight
+def test_lora_trains_as_with_eager_experts_and_frozen_experts_compute_no_wgrad(of_experts, trained, wgrad_gemms):
     grads = {}
     for implementation in ("eager", "fusedmlp"):
-        model = training.with_lora(models.build("mixtral", implementation))
+        model = training.with_lora(models.build("mixtral", implementation), experts=of_experts)
         ids, dy = models.batch()
         model(ids).logits.backward(dy)
         grads[implementation] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert wgrad_gemms == []
-    assert len(grads["eager"]) == 8  # q_proj and v_proj, A and B, two layers
+    assert len(wgrad_gemms) == (4 if of_experts else 0)  # two layers, fc1 and fc2
+    assert len(grads["eager"]) == trained
     for name, expected in grads["eager"].items():
         assert expected.any(), name
-        torch.testing.assert_close(grads["fusedmlp"][name], expected, rtol=1e-4, atol=1e-5)
-    models.build("mixtral", "fusedmlp")(ids).logits.backward(dy)
-    assert len(wgrad_gemms) == 4  # the same model with experts that learn: two layers, fc1 and fc2
-
-
-@USED_BY_PEFT
-def test_lora_on_the_experts_themselves_equals_eager_experts():
-    grads = {}
-    for implementation in ("eager", "fusedmlp"):
-        model = training.with_lora(models.build("mixtral", implementation), experts=True)
-        ids, dy = models.batch()
-        model(ids).logits.backward(dy)
-        grads[implementation] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert len(grads["eager"]) == 16
-    for name, expected in grads["eager"].items():
         torch.testing.assert_close(grads["fusedmlp"][name], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -154,7 +131,7 @@ def test_accumulate_wgrad_grad_adds_into_grad(wgrad_gemms):
     finally:
         register()
     grads = {parameter.grad.data_ptr() for parameter in models.expert_parameters(model)}
-    assert {pointer for outputs in wgrad_gemms[4:] for pointer in outputs} == grads
+    assert set(wgrad_gemms[4:]) == grads
     expected = models.results(models.build("mixtral", "eager"))
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad.double(), expected[name], rtol=1e-4, atol=1e-5)
@@ -179,21 +156,23 @@ def test_generate():
     assert torch.equal(fused, eager)
 
 
-def test_ids_of_other_ranks_contribute_nothing():
-    """In Transformers' expert parallelism, the id `num_experts` stands for any expert of another rank."""
-    experts = models.build("mixtral", "eager").model.layers[0].mlp.experts
-    hidden, weights = torch.randn(5, 16), torch.rand(5, 2)
-    ids = torch.tensor([[0, 4], [4, 4], [1, 0], [4, 2], [3, 1]])
-    weights = weights.masked_fill(ids == 4, 0.0)
-    found = {}
+def check_equal_to_eager(experts, ids, weights):
+    """Compare the output and all gradients of experts with their own eager form."""
+    hidden, dy, found = torch.randn(len(ids), 16), torch.randn(len(ids), 16), {}
     for implementation in ("eager", "fusedmlp"):
         experts.config._experts_implementation = implementation
         x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
         y = experts(x, ids, w)
-        y.square().sum().backward()
-        found[implementation] = [y.detach(), x.grad, w.grad]
+        found[implementation] = [y.detach(), *torch.autograd.grad(y, [x, w, *experts.parameters()], dy)]
     for ours, expected in zip(found["fusedmlp"], found["eager"], strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
+
+
+def test_ids_of_other_ranks_contribute_nothing():
+    """In Transformers' expert parallelism, the id `num_experts` stands for any expert of another rank."""
+    experts = models.build("mixtral", "eager").model.layers[0].mlp.experts
+    ids = torch.tensor([[0, 4], [4, 4], [1, 0], [4, 2], [3, 1]])
+    check_equal_to_eager(experts, ids, torch.rand(5, 2).masked_fill(ids == 4, 0.0))
 
 
 def test_under_autocast_experts_compute_in_their_own_dtype():
@@ -313,8 +292,8 @@ def test_accumulate_wgrad_of_a_model_is_its_own(wgrad_gemms):
             wgrad_gemms.clear()
             ids, dy = models.batch(seed=seed)
             model(ids).logits.backward(dy)
-        written = {pointer for outputs in wgrad_gemms for pointer in outputs}
-        assert ({p.grad.data_ptr() for p in models.expert_parameters(model)} == written) == (mode == "grad")
+        grads = {param.grad.data_ptr() for param in models.expert_parameters(model)}
+        assert (grads == set(wgrad_gemms)) == (mode == "grad")
 
 
 class Derived(MixtralForCausalLM):
@@ -381,19 +360,30 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_activation_that_changes_after_a_forward(change, again):
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
+@pytest.mark.parametrize(
+    ("change", "then"),
+    [
+        *((change, then) for change in CHANGES for then in ("called", "registered")),
+        # A graph does not see a new method of experts that it has traced.
+        *(pytest.param(name, "called in a graph", marks=pytest.mark.slow) for name in CHANGES if name != "the gate"),
+    ],
+)
+def test_an_activation_that_changes_after_a_forward(change, then):
     name, apply = CHANGES[change]
     experts = training.experts(name, experts_implementation="fusedmlp")
     if change == "a number of act_fn":
         experts.act_fn = torch.nn.GELU(approximate="tanh")
+    run = experts
+    if then == "called in a graph":
+        torch._dynamo.reset()
+        run = torch.compile(experts, backend="eager", fullgraph=True, dynamic=True)
     arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
-    before = experts(*arguments)
+    before = run(*arguments)
     apply(experts)
-    if again:
+    if then == "registered":
         register(ModelOf(experts))
-    after = experts(*arguments)
+    after = run(*arguments)
     experts.config._experts_implementation = "batched_mm"  # "eager" takes no notice of `_apply_gate`
     torch.testing.assert_close(after, experts(*arguments), rtol=1e-4, atol=2e-5)
     assert not torch.allclose(before, after, rtol=1e-3, atol=1e-4)
@@ -429,17 +419,8 @@ def test_an_activation_is_found_once_and_keeps_no_experts_alive(monkeypatch):
 def test_experts_of_other_models_equal_their_own_eager_form(name):
     experts = training.experts(name, experts_implementation="eager")
     assert activation_of(experts) == OTHERS[name]
-    hidden, weights, dy = torch.randn(7, 16), torch.rand(7, 2), torch.randn(7, 16)
     ids = torch.tensor([[0, 2], [2, 3], [3, 0], [0, 3], [2, 0], [3, 2], [0, 2]])  # expert 1 has no rows
-    found = {}
-    for implementation in ("eager", "fusedmlp"):
-        experts.config._experts_implementation = implementation
-        x, w = hidden.clone().requires_grad_(), weights.clone().requires_grad_()
-        y = experts(x, ids, w)
-        grads = torch.autograd.grad(y, [x, w, *experts.parameters()], dy)
-        found[implementation] = [y.detach(), *grads]
-    for ours, expected in zip(found["fusedmlp"], found["eager"], strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
+    check_equal_to_eager(experts, ids, torch.rand(7, 2))
 
 
 @pytest.mark.parametrize(
@@ -577,6 +558,11 @@ def _counting_gate(self, h):
     return self.act_fn(gate) * linear if self.calls < 3 else gate * linear
 
 
+def _gate_of_another_gradient(self, h):
+    gate, linear = h.chunk(2, -1)
+    return (self.act_fn(gate).detach() + gate - gate.detach()) * linear
+
+
 def _closed_over(experts):
     beta = torch.nn.Parameter(torch.ones(()))
 
@@ -595,7 +581,8 @@ def _gelu_with(act):
     return change
 
 
-# All of these compute swiglu or geglu when they are probed in evaluation, but may compute something else later.
+# All of these compute swiglu or geglu when they are probed in evaluation, but may compute something else later, or have
+# another gradient.
 FOOLING = {
     "a learned swish": (lambda experts: setattr(experts, "act_fn", LearnedSwish()), "act_fn of class LearnedSwish"),
     "dropout": (
@@ -630,6 +617,10 @@ FOOLING = {
     "dropout in the gate": (_with("p", 0.5, _dropping_gate), "got training, which differs in evaluation"),
     "a dropout of the gate": (_with("dropout", torch.nn.Dropout(), _dropping_module_gate), "got dropout, a Dropout"),
     "a gate that counts": (_with("calls", 0, _counting_gate), "cannot be probed"),
+    "another gradient": (
+        lambda experts: setattr(experts, "_apply_gate", MethodType(_gate_of_another_gradient, experts)),
+        "its activation is none",
+    ),
     "a closure": (_closed_over, "expected _apply_gate to be a method of its class and no closure"),
 }
 
@@ -656,18 +647,6 @@ def test_a_transformers_without_the_interface_is_refused(monkeypatch):
     monkeypatch.setattr("transformers.integrations.moe.use_experts_implementation", lambda experts_class: None)
     with pytest.raises(ImportError, match=r"expected transformers>=5\.7; got .*is_concatenated"):
         register()
-
-
-def test_an_activation_with_the_right_values_and_the_wrong_gradient_is_not_taken():
-    experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
-
-    def gate(self, h):
-        gate, linear = h.chunk(2, -1)
-        return (self.act_fn(gate).detach() + gate - gate.detach()) * linear
-
-    experts._apply_gate = MethodType(gate, experts)
-    with pytest.raises(NotImplementedError, match="MixtralExperts: its activation is none"):
-        activation_of(experts)
 
 
 def test_a_model_whose_experts_do_not_use_the_interface_is_refused():

@@ -19,31 +19,6 @@ pytestmark = [
 ]
 
 
-CHANGES = {
-    "act_fn": ("MixtralExperts", lambda experts: setattr(experts, "act_fn", torch.nn.GELU())),
-    "a number of act_fn": ("MixtralExperts", lambda experts: setattr(experts.act_fn, "approximate", "tanh")),
-    "a limit": ("GptOssExperts", lambda experts: setattr(experts, "limit", 0.5)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", CHANGES)
-def test_an_activation_that_changes_between_two_calls_of_a_graph(change):
-    name, apply = CHANGES[change]
-    experts = training.experts(name, experts_implementation="fusedmlp")
-    if change == "a number of act_fn":
-        experts.act_fn = torch.nn.GELU()
-    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
-    torch._dynamo.reset()
-    graph = torch.compile(experts, backend="eager", fullgraph=True, dynamic=True)
-    before = graph(*arguments)
-    torch.testing.assert_close(before, experts(*arguments))
-    apply(experts)
-    after = graph(*arguments)
-    torch.testing.assert_close(after, experts(*arguments))
-    assert not torch.equal(before, after)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "backend"), [("qwen3_moe", "aot_eager"), ("qwen3_moe", "inductor"), ("gpt_oss", "aot_eager")]
