@@ -14,17 +14,15 @@ import torch.nn.functional as F
 from integrations.megatron_eight_bit import EightBitCell
 from integrations.megatron_eight_bit import config_of as cell_config
 from integrations.megatron_layers import REFUSED, eight_bit_config, expect, fused, make_config, raised, weights_of
-from integrations.megatron_optimizer_checkpoints import as_on_gpu
+from integrations.megatron_optimizer_checkpoints import Training, as_on_gpu
 from megatron.core import activations, fp8_utils
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from support.megatron_experts import Model, train_step
+from support.megatron_experts import train_step
 
 from fusedmlp.integrations.megatron import FusedGroupedMLP, with_fused_experts
 
@@ -222,33 +220,16 @@ def trained(world_size, fp8_recipe, fp8_param, overlap):
     config = cell_config(cell)
     config.fp8_param = fp8_param
     reuses = fp8_param and fp8_recipe == "mxfp8"
-    torch.manual_seed(dist.get_rank() if ep else 0)
-    model = Model(config, cell)
-    dist.broadcast(model.dense.weight.detach(), 0)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=True,
-        overlap_param_gather=overlap,
-        use_distributed_optimizer=True,
-        fp8_param_gather=fp8_param,
-        reuse_grad_buf_for_mxfp8_param_ag=reuses,
-        bucket_size=70000,
+    shared = {"overlap_param_gather": overlap, "reuse_grad_buf_for_mxfp8_param_ag": reuses}
+    of_ddp = {"overlap_grad_reduce": True, "fp8_param_gather": fp8_param, "bucket_size": 70000}
+    training = Training(
+        cell,
+        config,
+        seed=dist.get_rank() if ep else 0,
+        of_ddp=of_ddp | shared,
+        of_optimizer={"fp8_recipe": fp8_recipe} | shared,
     )
-    ddp = DistributedDataParallel(config, ddp_config, model)
-    with as_on_gpu():
-        optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=1e-2,
-                bf16=True,
-                clip_grad=0.0,
-                use_distributed_optimizer=True,
-                overlap_param_gather=overlap,
-                fp8_recipe=fp8_recipe,
-                reuse_grad_buf_for_mxfp8_param_ag=reuses,
-            ),
-            [ddp],
-        )
+    model, ddp, optimizer = training.model, training.ddp, training.optimizer
     if overlap:  # as Megatron's training loop does in its first step, where there is nothing to gather
         ddp.disable_forward_pre_hook(param_sync=False)
     kept = []

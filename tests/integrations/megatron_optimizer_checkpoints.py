@@ -8,6 +8,7 @@ from unittest import mock
 
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch
+import torch.distributed as dist
 from integrations.megatron_layers import raised, shared_folder
 from megatron.core import dist_checkpointing
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -40,17 +41,16 @@ def as_on_gpu():
 class Training:
     """A model under Megatron's DDP with its distributed optimizer."""
 
-    def __init__(self, seed, single, sharding):
-        self.cell = Cell(True, True, dtype="bfloat16", moe_single_grouped=single)
-        self.metadata = {"distrib_optim_sharding_type": sharding}
+    def __init__(self, cell, config, seed, sharding=None, of_ddp=None, of_optimizer=None):
+        self.cell, self.metadata = cell, {"distrib_optim_sharding_type": sharding}
         torch.manual_seed(seed)
-        config = config_of(self.cell)
-        self.model = Model(config, self.cell)
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-        self.ddp = DistributedDataParallel(config, ddp_config, self.model)
-        options = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, clip_grad=0.0, use_distributed_optimizer=True)
+        self.model = Model(config, cell)
+        dist.broadcast(self.model.dense.weight.detach(), 0)
+        settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True} | (of_ddp or {})
+        self.ddp = DistributedDataParallel(config, DistributedDataParallelConfig(**settings), self.model)
+        settings = {"optimizer": "adam", "lr": 1e-2, "bf16": True, "clip_grad": 0.0, "use_distributed_optimizer": True}
         with as_on_gpu():
-            self.optimizer = get_megatron_optimizer(options, [self.ddp])
+            self.optimizer = get_megatron_optimizer(OptimizerConfig(**settings | (of_optimizer or {})), [self.ddp])
 
     def step(self):
         """Train one step."""
@@ -83,7 +83,8 @@ class Training:
 def resumed(single, sharding):
     """Assert that a checkpoint restores weights and the optimizer's state, bit for bit."""
     megatron_world.model_parallel()
-    first, second = (Training(seed, single, sharding) for seed in (1, 2))
+    cell = Cell(True, True, dtype="bfloat16", moe_single_grouped=single)
+    first, second = (Training(cell, config_of(cell), seed, sharding) for seed in (1, 2))
     for training in (first, second):  # without Apex, Megatron loads only into state that a step has made
         training.step()
     kept, folder = first.values(), shared_folder()
