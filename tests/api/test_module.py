@@ -1,6 +1,7 @@
 """GroupedMLP and GroupedLinear: state dicts, initialisation, delayed gradients, printing."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -74,31 +75,22 @@ def test_initialisation_is_that_of_linear():
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_delay_wgrad(packed):
-    now, later = make(packed), make(packed, delay_wgrad=True)
+@pytest.mark.parametrize("of", ["mlp", "linear"])
+def test_delay_wgrad(of, packed):
+    now, later = (make(packed, delay_wgrad=delay) for delay in (False, True))
+    if of == "linear":
+        now, later = now.fc1, GroupedLinear(3, 4, 10, bias=True, packed=packed, delay_wgrad=True)
     later.load_state_dict(now.state_dict())
-    x, dy = torch.randn(6, 4), torch.randn(6, 4)
+    x, dy = torch.randn(6, 4), torch.randn(6, 10 if of == "linear" else 4)
     for module in (now, later):
         module(x, [1, 0, 5]).backward(dy)
     weights = [name for name, _ in later.named_parameters() if "weight" in name]
     assert all(later.get_parameter(name).grad is None for name in weights)
     assert all(p.grad is not None for name, p in later.named_parameters() if "bias" in name)
-    later.backward_dw()
-    for name, parameter in later.named_parameters():
-        torch.testing.assert_close(parameter.grad, now.get_parameter(name).grad, msg=name)
-    later.backward_dw()  # nothing left: a no-op
-    torch.testing.assert_close(later.get_parameter(weights[0]).grad, now.get_parameter(weights[0]).grad)
-
-
-def test_grouped_linear_delay_wgrad():
-    now, later = (GroupedLinear(2, 4, 3, delay_wgrad=delay) for delay in (False, True))
-    later.load_state_dict(now.state_dict())
-    x = torch.randn(5, 4)
-    for layer in (now, later):
-        layer(x, [2, 3]).square().sum().backward()
-    assert later.weight.grad is None
-    later.backward_dw()
-    torch.testing.assert_close(later.weight.grad, now.weight.grad)
+    for _ in range(2):  # the second call does nothing
+        later.backward_dw()
+        for name, parameter in later.named_parameters():
+            torch.testing.assert_close(parameter.grad, now.get_parameter(name).grad, msg=name)
 
 
 def test_options_reach_the_function():
@@ -225,35 +217,35 @@ def test_every_option_reaches_both_functions(option, monkeypatch):
     assert [{name: options[name] for name in option} for options in passed] == [option, option]
 
 
+def linear(strict=False):
+    return GroupedLinear(3, 4, 5, strict=strict)
+
+
+ROWS = r"tokens_per_expert: expected a sum of 6 \(rows of x\), for strict=True"
+IDS_OUTSIDE = r"top_k_index: expected ids in \[0, 3\), for strict=True"
+# Modules, a call, the error, and what the error adds outside of graphs.
 STRICT = {
-    r"tokens_per_expert: expected a sum of 6 \(rows of x\), for strict=True": (
-        lambda layer: layer(torch.randn(6, 4), torch.tensor([1, 2, 2])),
-        "; got 5",
-    ),
-    r"top_k_index: expected ids in \[0, 3\), for strict=True": (
-        lambda layer: layer.forward_tokens(torch.randn(2, 4), torch.tensor([[0, 3], [2, -1]]), torch.rand(2, 2)),
+    "rows": (partial(make, True), lambda mlp: mlp(torch.randn(6, 4), torch.tensor([1, 2, 2])), ROWS, "; got 5"),
+    "rows of a linear layer": (linear, lambda fc: fc(torch.randn(6, 4), torch.tensor([1, 2, 2])), ROWS, "; got 5"),
+    "tokens": (
+        partial(make, True),
+        lambda mlp: mlp.forward_tokens(torch.randn(2, 4), torch.tensor([[0, 3], [2, -1]]), torch.rand(2, 2)),
+        IDS_OUTSIDE,
         "; got 2 outside",
     ),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by Dynamo
-@pytest.mark.parametrize("message", STRICT)
-def test_strict_modules_refuse_rows_of_no_expert(message):
-    call, got = STRICT[message]
+@pytest.mark.parametrize("of", STRICT)
+def test_strict_modules_refuse_rows_of_no_expert(of):
+    build, call, message, got = STRICT[of]
     with pytest.raises(ValueError, match=f"^{message}{got}$"):
-        call(make(True, strict=True))
+        call(build(strict=True))
     # In a graph an operator asserts, without the number.
     with pytest.raises(RuntimeError, match=f"^{message}$"):
-        torch.compile(call, backend="aot_eager", fullgraph=True)(make(True, strict=True))
-    assert call(make(True)).isfinite().all()
-
-
-def test_a_strict_linear_layer_refuses_rows_of_no_expert():
-    layer = GroupedLinear(2, 4, 5, strict=True)
-    with pytest.raises(ValueError, match=r"^tokens_per_expert: expected a sum of 6 .* got 5$"):
-        layer(torch.randn(6, 4), [3, 2])
-    assert layer(torch.randn(6, 4), [4, 2]).shape == (6, 5)
+        torch.compile(call, backend="aot_eager", fullgraph=True)(build(strict=True))
+    assert call(build()).isfinite().all()
 
 
 def test_strict_modules_take_rows_of_their_own_experts_and_leave_other_errors():
@@ -261,6 +253,7 @@ def test_strict_modules_take_rows_of_their_own_experts_and_leave_other_errors():
     counts = (1, 2, 3), np.array([1, 2, 3]), torch.tensor([1, 2, 3], dtype=torch.uint16)
     for given in counts:
         assert torch.equal(strict(x, given), make(True)(x, [1, 2, 3]))
+    assert linear(strict=True)(x, [1, 2, 3]).shape == (6, 5)
     with pytest.raises(TypeError, match=r"^tokens_per_expert: expected an integer tensor or a list of int; got None"):
         strict(x, None)
     with pytest.raises(TypeError, match=r"^top_k_index: expected a tensor"):
