@@ -136,14 +136,6 @@ def test_tokens_and_one_linear_layer(recipe):
     assert fc1.grad.any()
 
 
-def test_few_rows_stay_in_16_bits():
-    weights = [Parameter(torch.randn(4, *s) / 16) for s in ((2 * F, H), (H, F))]
-    for rows, same in ((255, True), (256, False)):
-        x, counts = torch.randn(rows, H), [rows, 0, 0, 0]
-        y, bf16 = (fusedmlp.grouped_mlp(x, *weights, counts, recipe=recipe) for recipe in ("mxfp8", "bf16"))
-        assert torch.equal(y, bf16) is same
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     ("make", "options"),

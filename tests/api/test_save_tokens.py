@@ -123,6 +123,7 @@ def test_few_rows_stay_in_16_bits(rows, few, made):
         grads.append([y, *torch.autograd.grad(y.sum(), weights)])
     assert made == ([] if few else ["mxfp8"])
     assert all(map(torch.equal, *grads))
+    assert torch.equal(grads[0][0], fusedmlp.grouped_mlp(x, *weights, counts, recipe="bf16")) == few
 
 
 @RECIPES

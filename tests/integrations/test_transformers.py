@@ -345,6 +345,16 @@ OTHERS = {
 }
 
 
+def _act(function):
+    """A change that gives experts this activation."""
+    return lambda experts: setattr(experts, "act_fn", function)
+
+
+def _gate(function):
+    """A change that gives experts this gate."""
+    return lambda experts: setattr(experts, "_apply_gate", MethodType(function, experts))
+
+
 def _gelu_gate(self, h):
     gate, linear = h.chunk(2, -1)
     return torch.nn.functional.gelu(gate) * linear
@@ -352,11 +362,11 @@ def _gelu_gate(self, h):
 
 # Changes of experts after a forward, by which another of our activations becomes the right one.
 CHANGES = {
-    "act_fn": ("MixtralExperts", lambda experts: setattr(experts, "act_fn", torch.nn.GELU())),
-    "act_fn, of no gate": ("NemotronHExperts", lambda experts: setattr(experts, "act_fn", torch.nn.SiLU())),
+    "act_fn": ("MixtralExperts", _act(torch.nn.GELU())),
+    "act_fn, of no gate": ("NemotronHExperts", _act(torch.nn.SiLU())),
     "a number of act_fn": ("Gemma4TextExperts", lambda experts: setattr(experts.act_fn, "approximate", "none")),
     "a limit": ("GptOssExperts", lambda experts: setattr(experts, "limit", 0.5)),
-    "the gate": ("MixtralExperts", lambda experts: setattr(experts, "_apply_gate", MethodType(_gelu_gate, experts))),
+    "the gate": ("MixtralExperts", _gate(_gelu_gate)),
 }
 
 
@@ -529,12 +539,7 @@ class Nested(torch.nn.Module):
 
 def _with(name, value, gate):
     """A change that gives experts an attribute, and a gate that reads it."""
-
-    def change(experts):
-        setattr(experts, name, value)
-        experts._apply_gate = MethodType(gate, experts)
-
-    return change
+    return lambda experts: (setattr(experts, name, value), _gate(gate)(experts))
 
 
 def _scaled_gate(self, h):
@@ -584,16 +589,10 @@ def _gelu_with(act):
 # All of these compute swiglu or geglu when they are probed in evaluation, but may compute something else later, or have
 # another gradient.
 FOOLING = {
-    "a learned swish": (lambda experts: setattr(experts, "act_fn", LearnedSwish()), "act_fn of class LearnedSwish"),
-    "dropout": (
-        lambda experts: setattr(experts, "act_fn", torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout())),
-        "act_fn of class Sequential",
-    ),
-    "a module in a module": (lambda experts: setattr(experts, "act_fn", Nested()), "act_fn of class Nested"),
-    "a class derived from a known one": (
-        lambda experts: setattr(experts, "act_fn", type("SiLU", (torch.nn.SiLU,), {})()),
-        "act_fn of class SiLU",
-    ),
+    "a learned swish": (_act(LearnedSwish()), "act_fn of class LearnedSwish"),
+    "dropout": (_act(torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout())), "act_fn of class Sequential"),
+    "a module in a module": (_act(Nested()), "act_fn of class Nested"),
+    "a class derived from a known one": (_act(type("SiLU", (torch.nn.SiLU,), {})()), "act_fn of class SiLU"),
     "a module set on a known one": (_gelu_with(LearnedSwish()), "GELUActivation with act set on it"),
     "a function set on a known one": (_gelu_with(lambda x: x.sigmoid() * x), "GELUActivation with act set on it"),
     "a parameter set on a known one": (
@@ -617,10 +616,7 @@ FOOLING = {
     "dropout in the gate": (_with("p", 0.5, _dropping_gate), "got training, which differs in evaluation"),
     "a dropout of the gate": (_with("dropout", torch.nn.Dropout(), _dropping_module_gate), "got dropout, a Dropout"),
     "a gate that counts": (_with("calls", 0, _counting_gate), "cannot be probed"),
-    "another gradient": (
-        lambda experts: setattr(experts, "_apply_gate", MethodType(_gate_of_another_gradient, experts)),
-        "its activation is none",
-    ),
+    "another gradient": (_gate(_gate_of_another_gradient), "its activation is none"),
     "a closure": (_closed_over, "expected _apply_gate to be a method of its class and no closure"),
 }
 
