@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import util
 from pathlib import Path
 from typing import Any
@@ -150,11 +151,13 @@ class Cell:
 # Loops that a user writes
 
 
-def plain_loop(cell, model, optimizer, steps=range(STEPS), hidden=H):
+def plain_loop(model, optimizer, steps=range(STEPS), hidden=H, clip=None):
+    """Train; `clip` is the model's own, if it has one."""
+    clip = clip or partial(nn.utils.clip_grad_norm_, model.parameters())
     for step in steps:
         for i in range(MICRO_BATCHES):
             (model(**batch(step, i, hidden)) / MICRO_BATCHES).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        clip(CLIP)
         optimizer.step()
         optimizer.zero_grad()
     return state(model)
@@ -165,7 +168,7 @@ def fused_optimizer(cell, dtype=torch.float32):
     model = cell.model(dtype=dtype)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAM, fused=True)
     cell.attach(model)
-    return plain_loop(cell, model, optimizer)
+    return plain_loop(model, optimizer)
 
 
 @framework("`torch.optim.AdamW(fused=True)`, bf16 weights", digits=BF16)
@@ -178,7 +181,7 @@ def muon(cell):
     model = cell.model(packed=False)
     optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
     cell.attach(model)
-    return plain_loop(cell, model, optimizer)
+    return plain_loop(model, optimizer)
 
 
 @framework("8-bit optimizer: torchao's `AdamW8bit`", digits=2**-12, library=True)
@@ -189,7 +192,7 @@ def eight_bits(cell):
     optimizer = AdamW8bit(model.parameters(), **ADAM)
     cell.attach(model)
     with torch.compiler.set_stance("force_eager"):  # it compiles its update of a parameter
-        return plain_loop(cell, model, optimizer, hidden=32)
+        return plain_loop(model, optimizer, hidden=32)
 
 
 @framework("L-BFGS: `optimizer.step(closure)`")
@@ -240,7 +243,7 @@ def distributed_checkpoint(cell, dtype=torch.float32):
             if steps.start:
                 dcp.load({"model": models, "optimizer": optimizers}, checkpoint_id=folder)
                 set_state_dict(model, optimizer, model_state_dict=models, optim_state_dict=optimizers)
-            parameters = plain_loop(cell, model, optimizer, steps)
+            parameters = plain_loop(model, optimizer, steps)
             models, optimizers = get_state_dict(model, optimizer)
             if not steps.start:
                 dcp.save({"model": models, "optimizer": optimizers}, checkpoint_id=folder)
@@ -348,20 +351,17 @@ def count_twice(params: Iterable[Tensor]) -> None:
 
 
 def trainer_options(folder):
+    from support import transformers_training as training
+
     return {
+        **training.ON_CPU,
         "output_dir": folder,
-        "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": MICRO_BATCHES,
         "max_steps": STEPS,
         "max_grad_norm": CLIP,
         "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
         "adam_epsilon": 0.1,
-        "seed": 0,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "dataloader_pin_memory": False,
         "save_strategy": "no",
         "logging_strategy": "no",
     }
@@ -457,12 +457,7 @@ def fsdp1(cell, **options):
     model = FullyShardedDataParallel(cell.model(), device_id=torch.device("cpu"), **options)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     cell.attach(model)
-    for step in range(STEPS):
-        for i in range(MICRO_BATCHES):
-            (model(**batch(step, i)) / MICRO_BATCHES).backward()
-        model.clip_grad_norm_(CLIP)  # over all ranks
-        optimizer.step()
-        optimizer.zero_grad()
+    plain_loop(model, optimizer, clip=model.clip_grad_norm_)  # over all ranks
     with FullyShardedDataParallel.summon_full_params(model):
         return state(model.module)
 
@@ -482,7 +477,7 @@ def compiled_ddp(cell):
     ddp = DistributedDataParallel(model)
     if not cell.plain:
         ddp = torch.compile(ddp, backend="aot_eager")
-    plain_loop(cell, ddp, optimizer)
+    plain_loop(ddp, optimizer)
     return state(model)
 
 

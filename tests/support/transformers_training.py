@@ -10,6 +10,8 @@ from support import transformers_models as models
 
 from fusedmlp.integrations.transformers import register
 
+ON_CPU = {"per_device_train_batch_size": 2, "seed": 0, "report_to": "none", "disable_tqdm": True}
+ON_CPU |= {"use_cpu": True, "dataloader_pin_memory": False}
 CELLS = [
     {"accumulation": 1, "checkpointing": None, "wgrad": "auto"},
     {"accumulation": 2, "checkpointing": "reentrant", "wgrad": "auto"},
@@ -47,13 +49,8 @@ def train(model, folder, *, trainer=transformers.Trainer, callbacks=(), resume=N
     """The log entries of 20 steps by `Trainer`, or by the given kind of it."""
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=2,
-        seed=0,
         logging_steps=1,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        dataloader_pin_memory=False,
+        **ON_CPU,
         **{"max_steps": 20, "learning_rate": 1e-2, "save_strategy": "no"} | options,
     )
     trainer = trainer(model, arguments, train_dataset=texts(), callbacks=list(callbacks))
