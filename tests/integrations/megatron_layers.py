@@ -497,7 +497,10 @@ REFUSED = {
     "moe_combine_bwd_dtype": ("mxfp8", "moe_combine_bwd_dtype: expected 'bf16', .* takes gradients .* got 'mxfp8'"),
     "activation_func_fp8_input_store": (True, f"activation_func_fp8_input_store: {UNSET}"),
     "overlap_dispatch_backward_with_experts_wgrad": (True, "overlap_dispatch_backward_with_experts_wgrad: "),
-    "activation_func": (torch.tanh, r"activation_func: expected a gated activation that fusedmlp .*\); got .*tanh"),
+    "activation_func": (
+        torch.tanh,
+        r"activation_func: expected a gated activation that fusedmlp has \(.*\); got .*tanh",
+    ),
     "moe_apply_probs_on_input": (True, "moe_apply_probs_on_input: expected False, or moe_router_topk 1; got 2"),
     "quant_recipe": ("a recipe", f"quant_recipe: {UNSET}"),
     "moe_paged_stash": (True, f"moe_paged_stash: {UNSET}, .* got True"),
