@@ -82,13 +82,20 @@ class Layer:
             return fusedmlp.moe_experts(x, *top_k, *weights, weight_layout=self.layout, **options)
         return fusedmlp.grouped_linear(x, *weights, COUNTS, weight_layout=self.layout, **options)
 
-    def backward(self, *seeds: int, overwrites: bool = False, **options: Any) -> None:
-        """Forward and backward of the library, one micro-batch per seed (default: 1)."""
+    def backward(self, *seeds: int, overwrites: bool = False, delayed: bool = False, **options: Any) -> None:
+        """Forward and backward of the library, one micro-batch per seed (default: 1).
+
+        `delayed`: a queue runs after the last. One that an error leaves with gradients warns, which fails a test.
+        """
+        if delayed:
+            options["wgrad_queue"] = fusedmlp.WgradQueue()
         for seed in seeds or (1,):
             x, dy = self.batch(seed)
             y = self(x, **options)
             with self.overwriting() if overwrites else nullcontext():
                 y.backward(dy)
+        if delayed:
+            options["wgrad_queue"].run()
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import plus
+from support.contract_helpers import of_plain, plain, plus
 from support.world import launch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -40,10 +40,6 @@ class Owner:
         param.grad = None
 
 
-def plain(layer, seed):
-    return sum((seed * p.square()).sum() for p in layer.params)
-
-
 def backward(layer, seed, *, plain_first):
     """Run one backward through both uses; the use that forward calls last comes first."""
     x, dy = layer.batch(seed)
@@ -55,10 +51,6 @@ def backward(layer, seed, *, plain_first):
         loss = plain(layer, seed)
         loss = loss + (checkpointed(x.requires_grad_()) * dy).nansum()
     loss.backward()
-
-
-def of_plain(layer, *seeds):
-    return [sum(2 * seed * p.detach().double() for seed in seeds) for p in layer.params]
 
 
 @PLAIN_FIRST

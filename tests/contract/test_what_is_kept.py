@@ -2,14 +2,13 @@
 
 import gc
 import sys
-import time
 import weakref
 from functools import partial
 
 import pytest
 import torch
 from support.compiler import in_graphs
-from support.contract_helpers import in_threads
+from support.contract_helpers import plain
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -23,10 +22,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-
-def plain(layer):
-    return sum(p.square().sum() for p in layer.params)
 
 
 def delayed(layer):
@@ -139,20 +134,6 @@ def test_what_is_remembered_of_parameters_keeps_none_of_them(owner, train, make_
     assert [ref() for ref in gone] == [None] * len(gone)
     assert not ids & set(parameter_state._states)
     assert set(parameter_state._states) == others
-
-
-def test_first_uses_in_several_threads_make_one_state(monkeypatch, make_layer, assert_close):
-    """Making one may take long. Two would each register a hook, and take the other's for a user's."""
-    layer, make = make_layer(), parameter_state.ParameterState
-    before = layer.attach(False)
-
-    def slowly(param):
-        time.sleep(0.02)
-        return make(param)
-
-    monkeypatch.setattr(parameter_state, "ParameterState", slowly)
-    in_threads(*(partial(layer.backward, seed) for seed in (1, 2, 3)))
-    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2, 3), strict=True)])
 
 
 def test_a_queue_keeps_its_parameters_until_it_is_empty(make_layer):

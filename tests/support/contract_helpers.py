@@ -1,5 +1,5 @@
-"""Helpers of tests/contract: kinds of layers, main_grads of the last step, sums of gradients, one backward of many
-uses, operators of AccumulateGrad, calls in threads that start together, a queue without memory.
+"""Helpers of tests/contract: parameters of tests, memory of the last step, plain uses of weights, sums of gradients,
+one backward of many uses, operators of AccumulateGrad, calls in threads that start together.
 """
 
 import threading
@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import fusedmlp
+
 LAYERS = pytest.mark.parametrize(
     ("kind", "packed"),
     [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
 )
+PACKED = pytest.mark.parametrize("packed", [True, False])
+DELAYED = pytest.mark.parametrize("delayed", [False, True])
+FUSE = pytest.mark.parametrize("fuse", [False, True])
 
 
 def stale(layer, *, overwrites=False):
@@ -23,6 +28,29 @@ def stale(layer, *, overwrites=False):
         if overwrites:
             param.overwrite_main_grad = True
     return layer
+
+
+def stale_buffer(params):
+    """A buffer whose memory holds NaN, and whose parameters have no gradient yet."""
+    buffer = fusedmlp.MainGradBuffer(params)
+    buffer.flat.fill_(torch.nan)
+    buffer.zero_grad()
+    return buffer
+
+
+def plain(layer, factor=1):
+    """A loss that uses every weight in plain PyTorch."""
+    return sum((factor * p.square()).sum() for p in layer.params)
+
+
+def of_plain(layer, *factors):
+    """Gradients of `plain`, summed over the factors (default: 1)."""
+    return [2 * sum(factors or (1,)) * p.detach().double() for p in layer.params]
+
+
+def unchanged(tensors, before):
+    """Whether all tensors have the bits that they had."""
+    return all(torch.equal(tensor, held) for tensor, held in zip(tensors, before, strict=True))
 
 
 def one_backward(layer, *seeds, call=None, **options):
@@ -60,15 +88,3 @@ def in_threads(*calls):
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
-
-
-def run_without_memory(queue, monkeypatch):
-    """Run a queue that cannot allocate an output beside the gradients that exist."""
-
-    def fails(*_, **__):
-        raise torch.OutOfMemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty_strided", fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            queue.run()
