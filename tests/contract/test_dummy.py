@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.contract_helpers import plus
+from support.contract_helpers import DELAYED, PACKED, plus
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,7 +34,7 @@ class Names(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@PACKED
 def test_it_is_zero_and_of_the_parameters_shape(packed, nan_in_empty, make_layer):
     layer = make_layer("mlp", packed)
     layer.attach(False)
@@ -66,16 +66,14 @@ def test_it_costs_no_kernel(make_layer):
     assert is_zero(held + layer.grads(), 2 * layer.params)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@DELAYED
 def test_an_existing_grad_is_moved_to_main_grad(delayed, make_layer, assert_close):
     """Plain PyTorch has left it there, and an owner that goes by the flag would drop it."""
-    layer, queue = make_layer(), fusedmlp.WgradQueue() if delayed else None
+    layer = make_layer()
     before, mine = layer.attach(False), [torch.full_like(p, 5.0) for p in layer.params]
     for param, grad in zip(layer.params, mine, strict=True):
         param.grad = grad
-    layer.backward(1, 2, 3, wgrad_queue=queue)
-    if queue is not None:
-        queue.run()
+    layer.backward(1, 2, 3, delayed=delayed)
     assert is_zero(layer.grads(), layer.params)
     assert all(torch.equal(grad, torch.full_like(grad, 5.0)) for grad in mine)
     assert all(param.grad_added_to_main_grad is True for param in layer.params)

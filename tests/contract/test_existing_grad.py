@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import LAYERS
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
@@ -17,10 +18,6 @@ from fusedmlp.operators import ops
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 MODES = pytest.mark.parametrize("mode", ["auto", "grad"])
-LAYERS = pytest.mark.parametrize(
-    ("kind", "packed"),
-    [("mlp", True), ("mlp", False), ("linear", True), ("linear", False), ("moe", True), ("moe", False)],
-)
 
 
 def start(layer, value=2.0):
@@ -141,20 +138,6 @@ def test_an_expert_without_grad_beside_experts_with_one(mode, missing, wgrad_gem
     fused_step(layer, mode).run()
     assert_close(layer.grads(), [w + 2 * (i != missing) for i, w in enumerate(layer.wgrads())])
     assert {p.grad.data_ptr() for i, p in enumerate(layer.params) if i != missing} <= {*wgrad_gemms.pointers}
-
-
-@pytest.mark.filterwarnings("ignore:.*create_graph=True:UserWarning")
-@pytest.mark.parametrize("mode", ["auto", "grad", "off"])
-def test_create_graph_leaves_the_old_grad_alone(mode, make_layer, assert_close):
-    """PyTorch, too, makes the sum a new tensor with a graph; ours raises when it is differentiated."""
-    layer = make_layer()
-    before = start(layer)
-    x, dy = layer.batch(1)
-    layer(x, accumulate_wgrad=mode).backward(dy.requires_grad_(), create_graph=True)
-    assert all(torch.equal(b, torch.full_like(b, 2.0)) for b in before)
-    assert_close([g.detach() for g in layer.grads()], [2 + w for w in layer.wgrads()])
-    with pytest.raises(RuntimeError, match="double backward"):
-        sum(g.square().sum() for g in layer.grads()).backward()
 
 
 # One weight, a layer in one thread and plain PyTorch in another

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.contract_helpers import run_without_memory
 
 import fusedmlp
 
@@ -46,39 +45,22 @@ def test_micro_batches_of_other_experts_do_not_share_a_launch(attached, order, m
 
 
 def test_the_frozen_expert_does_not_decide_the_dtype(make_layer, assert_close):
-    layer, queue = make_layer("linear", packed=False, dtype=torch.bfloat16), fusedmlp.WgradQueue()
+    layer = make_layer("linear", packed=False, dtype=torch.bfloat16)
     layer.params[0].requires_grad_(False)
     for param in layer.params[1:]:
         param.grad_dtype = torch.float32
-    layer.backward(1, wgrad_queue=queue)
-    queue.run()
+    layer.backward(1, delayed=True)
     assert [p.grad.dtype for p in layer.params[1:]] == [torch.float32] * 2
     assert_close([p.grad for p in layer.params[1:]], layer.wgrads(1)[1:], dtype=torch.bfloat16)
 
 
 def test_a_hook_on_an_expert_without_gradient_is_no_reason_to_refuse(make_layer, assert_close):
-    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
+    layer = make_layer("linear", packed=False)
     before = layer.attach(False)
     layer.params[1].register_hook(lambda g: g)
     layer.params[1].requires_grad_(False)
-    layer.backward(1, wgrad_queue=queue)
-    queue.run()
+    layer.backward(1, delayed=True)
     assert_close(layer.main_grads()[:1], [before[0] + layer.wgrads(1)[0]])
-
-
-def test_a_queue_that_lacked_memory_leaves_the_step_as_it_was(monkeypatch, make_layer, assert_close):
-    """The first run fails to allocate an output for the frozen expert; another gradient arrives before the second."""
-    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
-    buffer = fusedmlp.MainGradBuffer(layer.params)
-    buffer.flat.fill_(torch.nan)
-    buffer.zero_grad()
-    layer.params[1].requires_grad_(False)
-    layer.backward(1, wgrad_queue=queue)
-    run_without_memory(queue, monkeypatch)
-    layer.backward(2)
-    queue.run()
-    wgrads = layer.wgrads(1, 2)
-    assert_close([layer.params[i].grad for i in (0, 2)], [wgrads[i] for i in (0, 2)])
 
 
 def test_a_new_buffer_may_follow_one_that_was_not_detached(make_layer, assert_close):

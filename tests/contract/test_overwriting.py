@@ -5,30 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import one_backward, stale
+from support.contract_helpers import one_backward, stale, stale_buffer
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
-
-@pytest.mark.parametrize("queued", [False, True])
-def test_the_first_gradient_to_arrive_overwrites_whichever_micro_batch_it_is_of(queued, make_layer, assert_close):
-    layer, queue = make_layer(), fusedmlp.WgradQueue() if queued else None
-    buffer = fusedmlp.MainGradBuffer(layer.params)
-    buffer.flat.fill_(torch.nan)
-    buffer.zero_grad()
-    batches = [layer.batch(seed) for seed in (1, 2)]
-    outputs = [layer(x, wgrad_queue=queue) for x, _ in batches]
-    with torch.no_grad():
-        layer(layer.batch(3)[0])  # an evaluation changes nothing
-    for i in (1, 0):
-        outputs[i].backward(batches[i][1])
-    if queue is not None:
-        queue.run()
-    assert_close(layer.main_grads(), layer.wgrads(1, 2))
 
 
 @pytest.mark.parametrize("owner", ["buffer", "overwrite_main_grad"])
@@ -38,9 +21,7 @@ def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(owner, monkeypatch
 
     layer = make_layer()
     if owner == "buffer":
-        buffer = fusedmlp.MainGradBuffer(layer.params)
-        buffer.flat.fill_(torch.nan)
-        buffer.zero_grad()
+        _kept = stale_buffer(layer.params)
     else:
         stale(layer)
     options = {"overwrites": owner == "overwrite_main_grad"}

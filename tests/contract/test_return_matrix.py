@@ -7,20 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 from contract.return_rows import ROWS, check
-from support.contract_helpers import LAYERS
-
-import fusedmlp
+from support.contract_helpers import DELAYED, LAYERS, plus
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
-DELAYED = pytest.mark.parametrize("delayed", [False, True])
-
-
-def backward(layer, delayed):
-    queue = fusedmlp.WgradQueue() if delayed else None
-    layer.backward(wgrad_queue=queue)
-    if queue is not None:
-        queue.run()
 
 
 @LAYERS
@@ -38,11 +27,11 @@ def test_presence_of_the_attribute_is_read_of_every_parameter(kind, packed, dela
     marked = set(range(1, len(layer.params), 2)) or {0}  # not the first one, where there are several
     for i in marked:
         layer.params[i].grad_added_to_main_grad = False
-    backward(layer, delayed)
+    layer.backward(delayed=delayed)
     for i, param in enumerate(layer.params):
         assert getattr(param, "grad_added_to_main_grad", None) is (True if i in marked else None)
         assert torch.equal(param.grad, torch.zeros_like(param)) if i in marked else param.grad is None
-    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(), strict=True)])
+    assert_close(layer.main_grads(), plus(before, layer.wgrads()))
 
 
 @LAYERS
@@ -51,14 +40,14 @@ def test_presence_of_the_attribute_is_read_of_every_parameter(kind, packed, dela
 @pytest.mark.parametrize("others", [False, None])
 def test_overwrite_main_grad_is_read_of_every_parameter(others, first, delayed, kind, packed, make_layer, assert_close):
     layer = make_layer(kind, packed)
-    expected = [b + w for b, w in zip(layer.attach(), layer.wgrads(), strict=True)]
+    expected = plus(layer.attach(), layer.wgrads())
     for i, param in enumerate(layer.params):
         param.overwrite_main_grad = others
         if i % 2 == first:
             param.overwrite_main_grad = True
             param.main_grad.fill_(float("nan"))
             expected[i] = layer.wgrads()[i]
-    backward(layer, delayed)
+    layer.backward(delayed=delayed)
     assert_close(layer.main_grads(), expected)
 
 
@@ -69,7 +58,7 @@ def test_biases_are_returned_and_never_go_to_main_grad(kind, packed, delayed, ma
     layer.attach(False)
     for bias in layer.biases:
         bias.main_grad, bias.grad_added_to_main_grad = torch.full_like(bias, 3.0), False
-    backward(layer, delayed)
+    layer.backward(delayed=delayed)
     assert_close([b.grad for b in layer.biases], layer.wgrads()[len(layer.params) :])
     for bias in layer.biases:
         assert torch.equal(bias.main_grad, torch.full_like(bias, 3.0))
@@ -91,7 +80,7 @@ def test_auto_takes_main_grad_from_an_fsdp_parameter(delayed, make_layer, assert
     buffers = [torch.ones_like(p) for p in layer.params]
     for param, buffer in zip(layer.params, buffers, strict=True):
         param.__fsdp_param__, param.get_main_grad = True, lambda buffer=buffer: buffer
-    backward(layer, delayed)
+    layer.backward(delayed=delayed)
     assert_close(buffers, [1 + w for w in layer.wgrads()])
     assert layer.grads() == [None, None]
 

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support.contract_helpers import DELAYED, PACKED, plus
 from torch.nn import Parameter
 
 import fusedmlp
@@ -63,29 +64,24 @@ CASES = [(hooked, False), *((change, delayed) for change in CHANGES for delayed 
 
 @pytest.mark.parametrize(("change", "delayed"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [True, False])
+@PACKED
 def test_a_change_between_two_steps(packed, dtype, change, delayed, make_layer, assert_close):
-    layer, queue = make_layer("mlp", packed, dtype=dtype), fusedmlp.WgradQueue() if delayed else None
+    layer = make_layer("mlp", packed, dtype=dtype)
     factors = change(layer, bound(layer))
-    for seed in (1, 2):
-        layer.backward(seed, wgrad_queue=queue)
-    if queue is not None:
-        queue.run()
+    layer.backward(1, 2, delayed=delayed)
     got, wgrads = layer.grads(), layer.wgrads(1, 2)
     assert [grad is None for grad in got] == [factor is None for factor in factors]
     pairs = [(g, f * w) for g, w, f in zip(got, wgrads, factors, strict=True) if f is not None]
     assert_close([g for g, _ in pairs], [w for _, w in pairs], dtype=dtype)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@DELAYED
 def test_an_owner_that_takes_the_weights_over_gets_the_gradients(delayed, make_layer, assert_close):
-    layer, queue = make_layer(packed=False), fusedmlp.WgradQueue() if delayed else None
+    layer = make_layer(packed=False)
     _kept = bound(layer)
     before = layer.attach()
-    layer.backward(1, 2, wgrad_queue=queue)
-    if queue is not None:
-        queue.run()
-    assert_close(layer.main_grads(), [b + w for b, w in zip(before, layer.wgrads(1, 2), strict=True)])
+    layer.backward(1, 2, delayed=delayed)
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1, 2)))
     assert layer.grads() == [None] * len(layer.params)
 
 
@@ -124,34 +120,31 @@ def test_buffers_of_two_dtypes_for_one_weight(make_layer, assert_close):
     assert_close(layer.grads(), layer.wgrads(1, 2), dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("delayed", [False, True])
+@DELAYED
 def test_a_weight_that_has_got_another_shape_is_refused(delayed, make_layer):
     """Its memory has the old one."""
-    layer, queue = make_layer("linear"), fusedmlp.WgradQueue() if delayed else None
+    layer, queue = make_layer("linear"), fusedmlp.WgradQueue()
     _kept = bound(layer)
     (weight,) = layer.params
     weight.data = weight.data[:, :3]
     x, dy = layer.batch(1)
 
     def step():
-        layer(x, wgrad_queue=queue).backward(dy[:, :3])
-        if queue is not None:
-            queue.run()
+        layer(x, wgrad_queue=queue if delayed else None).backward(dy[:, :3])
+        queue.run()
 
     with pytest.raises(ValueError, match=r"expected main_grad of shape \(\d, 3, 4\); got \(\d, 5, 4\)"):
         step()
-    if queue is not None:
-        queue.clear()
+    queue.clear()
 
 
 def test_a_hook_that_would_run_before_a_delayed_gradient_is_refused(make_layer):
-    layer, queue = make_layer(packed=False), fusedmlp.WgradQueue()
+    layer = make_layer(packed=False)
     _kept = bound(layer)
-    layer.backward(1, wgrad_queue=queue)
-    queue.run()
+    layer.backward(1, delayed=True)
     layer.params[-1].register_post_accumulate_grad_hook(lambda param: None)
     with pytest.raises(RuntimeError, match="post-accumulate-grad hook, which backward runs before its delayed"):
-        layer.backward(1, wgrad_queue=queue)
+        layer.backward(1, delayed=True)
 
 
 def test_memory_is_free_once_a_buffer_is_detached(make_layer):
@@ -162,15 +155,3 @@ def test_memory_is_free_once_a_buffer_is_detached(make_layer):
     del buffer
     gc.collect()
     assert [ref() for ref in memory] == [None] * len(memory)
-
-
-@pytest.mark.parametrize("delayed", [False, True])
-def test_experts_that_share_a_parameter_add_up(delayed, make_layer, assert_close):
-    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue() if delayed else None
-    layer.groups[0][2] = layer.params[2] = layer.params[0]
-    _kept = fusedmlp.MainGradBuffer(layer.params[:2])
-    layer.backward(1, 2, wgrad_queue=queue)
-    if queue is not None:
-        queue.run()
-    first, second, third = layer.wgrads(1, 2)
-    assert_close(layer.grads()[:2], [first + third, second])
