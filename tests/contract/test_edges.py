@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.contract_helpers import plus
+from support.contract_helpers import DELAYED, plus
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
@@ -10,7 +10,6 @@ import fusedmlp
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
-DELAYED = pytest.mark.parametrize("delayed", [False, True])
 
 
 def strided(shape, strides):
@@ -60,7 +59,7 @@ def test_a_target_whose_elements_share_memory_is_refused(case, overlap, make_lay
 def test_a_main_grad_in_the_memory_of_the_weight_is_refused(case, delayed, make_layer, assert_close):
     """Gradients would be added to the weight. Offsets count elements, so those of two dtypes differ."""
     layer = make_layer("linear", dtype=torch.bfloat16 if "wider" in case else torch.float32)
-    queue, (param,) = fusedmlp.WgradQueue(), layer.params
+    (param,) = layer.params
     at, count = 4, param.numel()
     memory = torch.zeros(at + 2 * count)
     places = memory.view(param.dtype)[at * 4 // param.element_size() :]  # from the same address
@@ -69,23 +68,22 @@ def test_a_main_grad_in_the_memory_of_the_weight_is_refused(case, delayed, make_
     param.main_grad = memory[start : start + count].view(param.shape)
     held = param.detach().clone()
     if "beside" in case:
-        layer.backward(wgrad_queue=queue if delayed else None)
-        queue.run()
+        layer.backward(delayed=delayed)
         assert_close(layer.main_grads(), layer.wgrads())
     else:
         with pytest.raises(ValueError, match="weight: expected main_grad in memory of its own; got the parameter's"):
-            layer.backward(wgrad_queue=queue if delayed else None)
+            layer.backward(delayed=delayed)
     assert torch.equal(param, held)
 
 
 @DELAYED
 def test_experts_with_one_main_grad_in_common_are_refused(delayed, make_layer):
-    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue() if delayed else None
+    layer = make_layer("linear", packed=False)
     layer.attach(False)
     layer.params[2].main_grad = common = layer.params[0].main_grad
     before = common.clone()
     with pytest.raises(ValueError, match=r"weight\[2\]: expected a main_grad of its own; got that of weight\[0\]"):
-        layer.backward(wgrad_queue=queue)
+        layer.backward(delayed=delayed)
     assert torch.equal(common, before)
 
 

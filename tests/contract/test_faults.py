@@ -8,21 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from contract.contract_world import UserCode
-from support.contract_helpers import in_threads, plus
+from support.contract_helpers import DELAYED, FUSE, PACKED, in_threads, plus, stale_buffer, unchanged
 from support.contract_model import Boom
 from support.grids import is_quick
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp import autograd, contract, functional
-from fusedmlp.contract.destinations import main_grad
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.operators import ops
 
 pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 COUNTS = (3, 0, 2)
-DELAYED = pytest.mark.parametrize("delayed", [False, True])
 FIRST = pytest.mark.parametrize("first", [False, True])
 AFTER = pytest.mark.parametrize("after", [False, True])
 
@@ -52,7 +50,7 @@ def failing(owner, name, *, after=False, skip=0, inside=lambda: None):
 
 @AFTER
 @FIRST
-@pytest.mark.parametrize("fuse", [False, True])
+@FUSE
 @pytest.mark.parametrize("run", ["run", "run_oldest"])
 def test_a_queue_whose_gemm_failed_never_adds_it_again(run, fuse, first, after, make_layer, assert_close):
     """Nor does it overwrite anything once it is cleared, although the error is kept, with every frame's variables."""
@@ -64,7 +62,7 @@ def test_a_queue_whose_gemm_failed_never_adds_it_again(run, fuse, first, after, 
     held = [m.clone() for m in layer.main_grads()]
     with pytest.raises(RuntimeError, match=r"fc2_weight: .*may hold part of that gradient.*queue.clear\(\)"):
         getattr(queue, run)()
-    assert all(torch.equal(m, h) for m, h in zip(layer.main_grads(), held, strict=True))
+    assert unchanged(layer.main_grads(), held)
     assert len(queue) == 2
     queue.clear()
     assert len(queue) == 0
@@ -82,7 +80,7 @@ def test_a_queue_whose_gemm_failed_never_adds_it_again(run, fuse, first, after, 
 
 @DELAYED
 @FIRST
-@pytest.mark.parametrize("packed", [True, False])
+@PACKED
 def test_a_layer_backward_that_failed_before_its_gemm_can_be_repeated(packed, first, delayed, make_layer, assert_close):
     """The first weight's main_grad is wrong, which is found after the last weight's route was decided."""
     layer, queue = make_layer("mlp", packed), fusedmlp.WgradQueue()
@@ -100,35 +98,6 @@ def test_a_layer_backward_that_failed_before_its_gemm_can_be_repeated(packed, fi
     layer.backward(2, **options)
     queue.run()
     assert_close(layer.main_grads(), plus([b * (not first) for b in before], layer.wgrads(1, 2)))
-
-
-PLACES = {  # what fails, and after how many calls
-    "dummy": (main_grad, "set_dummy_wgrad", 0),
-    "gemm": (ops, "grouped_mlp_backward_", 0),
-    "put": (fusedmlp.WgradQueue, "put", 0),
-    "second put": (fusedmlp.WgradQueue, "put", 1),
-}
-
-
-@AFTER
-@FIRST
-@pytest.mark.parametrize("place", PLACES)
-def test_of_a_layer_backward_that_failed_nothing_remains_in_the_next_step(
-    place, first, after, make_layer, assert_close
-):
-    """`clear()` and zeroing discard the step. Where the next gradient overwrites, zeroing is not needed."""
-    layer, queue = make_layer(), fusedmlp.WgradQueue()
-    layer.attach(False)
-    owner, name, skip = PLACES[place]
-    with failing(owner, name, after=after, skip=skip), pytest.raises(Boom):
-        layer.backward(1, wgrad_queue=queue, overwrites=first)
-    queue.clear()
-    for param in layer.params if not first else []:
-        param.main_grad.zero_()
-    layer.backward(2, overwrites=first)  # no queued overwrite is in the way
-    layer.backward(3, wgrad_queue=queue)
-    queue.run()
-    assert_close(layer.main_grads(), layer.wgrads(2, 3))
 
 
 @pytest.mark.parametrize("attribute", [None, False])
@@ -153,11 +122,8 @@ def test_a_gradient_that_failed_is_not_the_one_that_overwrites_in_a_backward(att
 
 
 def test_a_backward_inside_one_that_fails_is_not_taken_back(make_layer, assert_close):
-    layer, other, buffers = make_layer(), make_layer(), []
-    for each in (layer, other):
-        buffers.append(fusedmlp.MainGradBuffer(each.params))
-        buffers[-1].flat.fill_(torch.nan)
-        buffers[-1].zero_grad()
+    layer, other = make_layer(), make_layer()
+    _kept = [stale_buffer(each.params) for each in (layer, other)]
     x, dy = other.batch(1)
     y = other(x)
     with failing(ops, "grouped_mlp_backward_", inside=lambda: y.backward(dy)), pytest.raises(Boom):

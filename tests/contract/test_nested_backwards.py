@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 import torch
-from support.contract_helpers import one_backward, plus, stale
+from support.contract_helpers import DELAYED, of_plain, one_backward, plain, plus, stale
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
@@ -58,18 +58,15 @@ def test_a_plain_gradient_from_deep_inside_is_not_lost(late, depth, make_layer, 
     layer, one = make_layer(), torch.ones((), requires_grad=True)
     before, (x, dy) = layer.attach(False), layer.batch(1)
 
-    def plain(scale):
-        return sum(p.square().sum() for p in layer.params) * scale
-
     y = layer(x) if late else None
-    inside = nested(plain, one, depth)
+    inside = nested(partial(plain, layer), one, depth)
     y = y if late else layer(x)
-    torch.autograd.backward([inside, y, plain(1)], [torch.ones(()), dy, torch.ones(())])
-    assert_close(layer.main_grads(), plus(before, layer.wgrads(1), [4 * p.detach() for p in layer.params]))
+    torch.autograd.backward([inside, y, plain(layer)], [torch.ones(()), dy, torch.ones(())])
+    assert_close(layer.main_grads(), plus(before, layer.wgrads(1), of_plain(layer, 1, 1)))
 
 
 @pytest.mark.parametrize("order", ["ffbb", "ffbfbb", "fffbbb", "ffbfbfbb"])
-@pytest.mark.parametrize("delayed", [False, True])
+@DELAYED
 @pytest.mark.parametrize("use_reentrant", [None, False, True])
 def test_micro_batches_in_flight_each_overwrite(use_reentrant, delayed, order, make_layer, assert_close):
     """1F1B: later forwards run before an earlier backward."""

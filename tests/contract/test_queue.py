@@ -1,27 +1,20 @@
 """WgradQueue: order, numbers, and what it refuses."""
 
-from functools import partial
-
 import pytest
 import torch
-from support.contract_helpers import LAYERS, one_backward, plus, stale
+from support.contract_helpers import FUSE, LAYERS, PACKED, plus, stale, stale_buffer
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
-from bench.oracle import reference
 from fusedmlp.contract.destinations.main_grad import MainGrad
 from fusedmlp.contract.engine import EngineUse
 from fusedmlp.contract.route import Route
 from fusedmlp.operators import ops
 
-FUSE = pytest.mark.parametrize("fuse", [False, True])
-
-
 # Order and numbers
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@PACKED
 @FUSE
 def test_first_in_first_out_and_fc2_before_fc1(fuse, packed, wgrad_gemms, make_layer):
     """GEMMs as (layer, weight), found by where they wrote; fused micro-batches run with their first."""
@@ -63,70 +56,6 @@ def test_micro_batches_equal_plain_autograd(
     assert_close(sums, plus(before, layer.wgrads(1, 2, 3)), dtype=dtype)
 
 
-TURNS = [[(0, 1)], [(1, 2)], [(1, 3)], [(0, 4)]]
-USES = [[(0, 1), (0, 2)], [(0, 3), (0, 4)]]
-OLDEST = {  # the uses of layers in each backward, as (layer, seed), and those that each run computes
-    "two layers": (TURNS, TURNS),
-    "two layers, fused": (TURNS, [[(0, 1), (0, 4)], [(1, 2), (1, 3)]]),
-    "two uses": (USES, USES),
-    "two uses, checkpointed": (USES, USES),
-}
-
-
-@LAYERS
-@pytest.mark.parametrize("case", OLDEST)
-def test_run_oldest_computes_what_one_backward_queued(case, kind, packed, make_layer, assert_close):
-    """A queue that fuses takes later micro-batches of the same layer along."""
-    layers, (backwards, runs) = [make_layer(kind, packed) for _ in range(2)], OLDEST[case]
-    queue = fusedmlp.WgradQueue(fuse_microbatches="fused" in case)
-    expected = [layer.attach() for layer in layers]
-    for uses in backwards:
-        run = partial(layers[uses[0][0]], wgrad_queue=queue)
-        call = partial(checkpoint, run, use_reentrant=True) if "checkpointed" in case else run
-        one_backward(layers[uses[0][0]], *(seed for _, seed in uses), call=call)
-    for done, uses in enumerate(runs, start=1):
-        queue.run_oldest()
-        for i, seed in uses:
-            expected[i] = plus(expected[i], layers[i].wgrads(seed))
-        assert len(queue) == sum(map(len, runs[done:])) * len(layers[0].groups)
-        for layer, wanted in zip(layers, expected, strict=True):
-            assert_close(layer.main_grads(), wanted)
-    queue.run_oldest()  # nothing to do
-
-
-def fc1_and_fc2(x, weight, **options):
-    """Two gradients of one weight from one layer."""
-    if options:
-        return fusedmlp.grouped_mlp(x, weight, weight, [3, 2], activation="relu", **options)
-    return reference.rows(x, weight, weight, [3, 2], activation="relu")
-
-
-def both_layouts(x, weight, **options):
-    """A tied encoder and decoder. The weight is square, so that no error of shape reveals a mix-up."""
-    if options:
-        h = fusedmlp.grouped_linear(x, weight, [3, 2], **options)
-        return fusedmlp.grouped_linear(h, weight, [3, 2], weight_layout="in_out", **options)
-    return reference.gemm(reference.gemm(x, weight, [3, 2]), weight.mT, [3, 2])
-
-
-@FUSE
-@pytest.mark.parametrize("use", [fc1_and_fc2, both_layouts], ids=lambda use: use.__name__)
-def test_one_weight_used_twice_in_a_backward(use, fuse, assert_close):
-    queue, generator = fusedmlp.WgradQueue(fuse_microbatches=fuse), torch.Generator().manual_seed(3)
-    weight = torch.nn.Parameter(torch.randn(2, 4, 4, generator=generator))
-    wide = weight.detach().double().requires_grad_()
-    weight.main_grad, wide.grad, sums = torch.ones_like(weight), torch.ones_like(wide), []
-    for _ in range(2):
-        x, dy = torch.randn(2, 5, 4, generator=generator)
-        use(x, weight, wgrad_queue=queue).backward(dy)
-        use(x.double(), wide).backward(dy.double())
-        sums.append(wide.grad.clone())
-    for left, expected in ((0, sums[1]),) if fuse else ((2, sums[0]), (0, sums[1])):
-        queue.run_oldest()
-        assert len(queue) == left
-        assert_close([weight.main_grad], [expected])
-
-
 @FUSE
 def test_one_weight_in_micro_batches_of_rows_and_of_tokens(fuse, wgrad_gemms, make_layer, assert_close):
     layers, queue = [make_layer("mlp"), make_layer("moe")], fusedmlp.WgradQueue(fuse_microbatches=fuse)
@@ -152,7 +81,7 @@ def test_one_weight_fused_into_grad_and_into_main_grad(fuse, make_layer, assert_
 
 @FUSE
 @pytest.mark.parametrize("target", ["grad", "main_grad"])
-@pytest.mark.parametrize("packed", [True, False])
+@PACKED
 def test_a_module_moved_to_bf16_between_micro_batches(packed, target, fuse, make_layer, assert_close):
     layer, queue = make_layer("mlp", packed), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = layer.attach() if target == "main_grad" else [torch.zeros_like(p) for p in layer.params]
@@ -299,9 +228,7 @@ def test_a_run_that_failed_before_a_gemm_has_written_nothing_of_it(
     layer, queue = make_layer(), fusedmlp.WgradQueue(fuse_microbatches=fuse)
     before = layer.attach() if target == "main_grad" else [torch.zeros_like(p) for p in layer.params]
     if target == "buffer":
-        buffer = fusedmlp.MainGradBuffer(layer.params)
-        buffer.flat.fill_(torch.nan)
-        buffer.zero_grad()
+        _kept = stale_buffer(layer.params)
     elif "first" in target:
         stale(layer)
     opens, calls = Route.open, []
