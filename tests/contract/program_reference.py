@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bench.oracle import reference
+
 EXPERTS, HIDDEN, FFN = 3, 8, 4
 
-_CURVES: dict[str, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu": F.gelu,
-    "silu": F.silu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 
-
-def split(x: Tensor, counts: list[int]) -> tuple[list[Tensor], Tensor]:
-    """Rows of each expert, also of those without any, so that their weights get zeros and not None; and padding."""
-    *parts, padding = x.split([*counts, len(x) - sum(counts)])
-    return parts, padding
+def with_padding(y: Tensor, x: Tensor) -> Tensor:
+    """Zeros after the rows of experts, so that y has as many rows as x."""
+    return F.pad(y, (0, 0, 0, len(x) - len(y)))
 
 
 class Linear(nn.Module):
-    """`GroupedLinear` with the same names and order of parameters."""
+    """`GroupedLinear` with the same names and order of parameters; experts without rows get zeros, not None."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool, packed: bool) -> None:
         super().__init__()
@@ -35,42 +27,35 @@ class Linear(nn.Module):
             for name, size in full.items():
                 self.register_parameter(name, nn.Parameter(torch.empty(size)))
 
-    def expert(self, x: Tensor, e: int) -> tuple[Tensor, Tensor | float]:
-        """The product with expert e's weight, and its bias."""
+    def of_experts(self, group: str) -> list[Tensor]:
+        return [getattr(self, group)[e] if self.packed else getattr(self, f"{group}{e}") for e in range(EXPERTS)]
 
-        def of(group: str) -> Tensor:
-            return getattr(self, group)[e] if self.packed else getattr(self, f"{group}{e}")
-
-        return x @ of("weight").T, of("bias") if self.has_bias else 0.0
+    def biases(self) -> list[Tensor] | None:
+        return self.of_experts("bias") if self.has_bias else None
 
     def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        parts, padding = split(x, counts)
-        ys = [sum(self.expert(part, e)) for e, part in enumerate(parts)]
-        return torch.cat([*ys, torch.zeros(len(padding), ys[0].shape[1], dtype=x.dtype)])
+        y = reference.gemm(x, self.of_experts("weight"), counts)
+        if biases := self.biases():
+            y = y + torch.stack(biases).repeat_interleave(torch.tensor(counts), 0)
+        return with_padding(y, x)
 
     def backward_dw(self) -> None:
         pass
 
 
 class MLP(nn.Module):
-    """`GroupedMLP`: fc1, the activation times probs, fc2."""
+    """`GroupedMLP`: fc1, the activation, fc2, times probs."""
 
     def __init__(self, activation: str, bias: bool, packed: bool) -> None:
         super().__init__()
-        self.wgrad_queue = None
-        self.curve, self.gated = _CURVES[activation], "glu" in activation
-        self.fc1 = Linear(HIDDEN, FFN * (2 if self.gated else 1), bias, packed)
+        self.wgrad_queue, self.activation = None, activation
+        self.fc1 = Linear(HIDDEN, FFN * (2 if "glu" in activation else 1), bias, packed)
         self.fc2 = Linear(FFN, HIDDEN, bias, packed)
 
     def forward(self, x: Tensor, counts: list[int], probs: Tensor | None = None) -> Tensor:
-        parts, padding = split(x, counts)
-        ps, _ = split(torch.ones(len(x), dtype=x.dtype) if probs is None else probs, counts)
-        ys = []
-        for e, (part, p) in enumerate(zip(parts, ps, strict=True)):
-            h = sum(self.fc1.expert(part, e))
-            gate, linear = h.chunk(2, dim=1) if self.gated else (h, 1.0)
-            ys.append(sum(self.fc2.expert(self.curve(gate) * linear, e)) * p[:, None])
-        return torch.cat([*ys, torch.zeros(len(padding), HIDDEN, dtype=x.dtype)])
+        weights = [fc.of_experts("weight") for fc in (self.fc1, self.fc2)]
+        biases = self.fc1.biases(), self.fc2.biases()
+        return with_padding(reference.rows(x, *weights, counts, probs, *biases, activation=self.activation), x)
 
     def backward_dw(self) -> None:
         pass
