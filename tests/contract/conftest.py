@@ -68,6 +68,11 @@ class Layer:
         x[sum(COUNTS) :] = float("nan")
         return x, dy
 
+    def use(self, weights: Sequence[Parameter]) -> None:
+        """Run with these weights from now on."""
+        self.params, count = list(weights), len(weights) // len(self.groups)
+        self.groups = [self.params[i : i + count] for i in range(0, len(weights), count)]
+
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
         """Run the layer of the library."""
         weights = [group[0] if self.packed else group for group in self.groups]
@@ -181,7 +186,7 @@ def assert_close() -> Callable[..., None]:
     return _assert_close
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def nan_in_empty(poison: None) -> None:
     """`torch.empty` returns NaN, so that nothing uninitialised passes for zero."""
     assert torch.utils.deterministic.fill_uninitialized_memory

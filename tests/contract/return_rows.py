@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 import fusedmlp
 
@@ -43,46 +45,65 @@ ROWS = [
 ]
 
 
-def check(row: Row, layer: Any, assert_close: Any) -> None:
-    """Run a backward, and the queue; compare `.grad`, the flag and main_grad before and after each with the table."""
-    wgrads, queue = layer.wgrads(), fusedmlp.WgradQueue() if row.delayed else None
-    before = layer.attach(row.attribute) if row.main_grad else []
-    for i, param in enumerate(layer.params):
-        if row.overwrite:
-            param.overwrite_main_grad = True
-            if row.fused:
-                before[i] = param.main_grad.fill_(float("nan")).clone()
-        if row.existing:
-            param.grad = torch.full_like(param, 2.0)
-    pointers = [param.grad.data_ptr() for param in layer.params] if row.existing else []
+class Case:
+    """A layer in the state of a row, and what its tensors hold then."""
 
-    def holds(*, backward: bool, run: bool) -> None:
-        added = backward and (run or not row.delayed)
-        for i, param in enumerate(layer.params):
+    def __init__(self, row: Row, layer: Any, assert_close: Any) -> None:
+        self.row, self.layer, self.assert_close = row, layer, assert_close
+        self.queue = fusedmlp.WgradQueue() if row.delayed else None
+        self.options = {"accumulate_wgrad": row.mode, "wgrad_queue": self.queue}
+        if row.main_grad:
+            layer.attach(row.attribute)
+        for param in layer.params:
+            if row.overwrite:
+                param.overwrite_main_grad = True
+                if row.fused:
+                    param.main_grad.fill_(float("nan"))
+            if row.existing:
+                param.grad = torch.full_like(param, 2.0)
+        self.before = [param.main_grad.clone() for param in layer.params] if row.main_grad else []
+
+    def run_queue(self) -> None:
+        if self.queue is not None:
+            self.queue.run()
+
+    def check(self, arrived: Sequence[Tensor | None], *, added: bool = True) -> None:
+        """Compare `.grad`, the flag and main_grad of each weight with the table.
+
+        `arrived`: the gradients of backwards so far, None where there was none; not `added`: they are in the queue.
+        """
+        row = self.row
+        for i, (param, wgrad) in enumerate(zip(self.layer.params, arrived, strict=True)):
+            fused = row.fused and wgrad is not None
             assert hasattr(param, "main_grad") == row.main_grad
-            if row.fused and added:
-                assert_close([param.main_grad], [wgrads[i] if row.overwrite else before[i] + wgrads[i]])
+            if fused and added:
+                self.assert_close([param.main_grad], [wgrad if row.overwrite else self.before[i] + wgrad])
             elif row.main_grad:
-                assert torch.equal(param.main_grad.nan_to_num(7), before[i].nan_to_num(7))
-            flag = True if row.fused and backward and row.attribute is not ABSENT else row.attribute
+                assert torch.equal(param.main_grad.nan_to_num(7), self.before[i].nan_to_num(7))
+            flag = True if fused and row.attribute is not ABSENT else row.attribute
             assert getattr(param, "grad_added_to_main_grad", ABSENT) is flag
-            if row.fused and backward and row.attribute is not ABSENT:
+            if fused and row.attribute is not ABSENT:
                 assert torch.equal(param.grad, torch.zeros_like(param))
                 assert not any(param.grad.stride()), "a dummy that costs memory"
-            elif added and not row.fused:
-                assert_close([param.grad], [wgrads[i] + 2 * row.existing])
+            elif wgrad is not None and added and not row.fused:
+                self.assert_close([param.grad], [wgrad + 2 * row.existing])
             elif row.existing:
                 assert torch.equal(param.grad, torch.full_like(param, 2.0))
             else:
                 assert param.grad is None
 
+
+def check(row: Row, layer: Any, assert_close: Any) -> None:
+    """Run a backward, and the queue; compare with the table before and after each."""
+    case, none, wgrads = Case(row, layer, assert_close), [None] * len(layer.params), layer.wgrads()
+    pointers = [grad.data_ptr() for grad in layer.grads() if grad is not None]
     x, dy = layer.batch(1)
-    y = layer(x, accumulate_wgrad=row.mode, wgrad_queue=queue)
-    holds(backward=False, run=False)
+    y = layer(x, **case.options)
+    case.check(none)
     y.backward(dy)
-    holds(backward=True, run=False)
-    if queue is not None:
-        assert len(queue) == len(layer.groups)
-        queue.run()
-        holds(backward=True, run=True)
+    case.check(wgrads, added=not row.delayed)
+    if case.queue is not None:
+        assert len(case.queue) == len(layer.groups)
+        case.run_queue()
+        case.check(wgrads)
         assert not row.existing or [grad.data_ptr() for grad in layer.grads()] == pointers

@@ -8,20 +8,14 @@ from typing import Any
 import pytest
 import torch
 from contract.return_rows import ABSENT, ROWS, Row, check
-from support.compiler import in_graphs
+from support.compiler import DYNAMO_WARNS, in_graphs
 from support.contract_helpers import plus, stale
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.autograd import compiled
 
-# Dynamo itself instantiates an autograd.Function while it traces one, and looks at .grad of every input.
-pytestmark = [
-    in_graphs,
-    pytest.mark.sparse,
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = [in_graphs, pytest.mark.sparse, *DYNAMO_WARNS]
 LAYERS = pytest.mark.parametrize(("kind", "packed"), [("linear", True), ("mlp", False), ("moe", True)])
 
 

@@ -6,18 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from support.compiler import in_graphs
+from support.compiler import DYNAMO_WARNS, in_graphs
 from support.contract_helpers import in_threads, plus
 
 import fusedmlp
 from fusedmlp.operators import torch_impl
 
-pytestmark = [
-    in_graphs,
-    pytest.mark.sparse,
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's own
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
-]
+pytestmark = [in_graphs, pytest.mark.sparse, *DYNAMO_WARNS]
 
 LAYERS = pytest.mark.parametrize(("kind", "packed"), [("linear", True), ("mlp", False)])
 THREADS, ROUNDS = 6, 8

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.compiler import in_graphs
+from support.compiler import DYNAMO_WARNS, in_graphs
 from support.contract_helpers import plain
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
@@ -17,10 +17,8 @@ from fusedmlp import contract
 from fusedmlp.contract import parameter_state
 
 pytestmark = [
-    pytest.mark.usefixtures("nan_in_empty"),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's own
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    *DYNAMO_WARNS,
 ]
 
 

@@ -1,12 +1,14 @@
 """Helpers of tests/contract: parameters of tests, memory of the last step, plain uses of weights, sums of gradients,
-one backward of many uses, operators of AccumulateGrad, calls in threads that start together.
+one backward of many uses, operators of AccumulateGrad, calls in threads that start together, calls that fail.
 """
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from support.contract_model import Boom
 from torch.profiler import ProfilerActivity, profile
 
 import fusedmlp
@@ -88,3 +90,26 @@ def in_threads(*calls):
 
     with ThreadPoolExecutor(len(calls)) as pool:
         return list(pool.map(run, calls))
+
+
+@contextlib.contextmanager
+def failing(owner, name, *, after=False, skip=0, inside=lambda: None):
+    """Make the call of `owner.name` after `skip` others raise, before or after its effect; later calls work."""
+    real, skipped = getattr(owner, name), 0
+
+    def fails(*args, **options):
+        nonlocal skipped
+        if skipped < skip:
+            skipped += 1
+            return real(*args, **options)
+        setattr(owner, name, real)
+        inside()
+        if after:
+            real(*args, **options)
+        raise Boom
+
+    setattr(owner, name, fails)
+    try:
+        yield
+    finally:
+        setattr(owner, name, real)
