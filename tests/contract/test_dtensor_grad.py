@@ -41,8 +41,7 @@ def layer(make_layer, mesh):
 
 
 def use(layer, local=DTensor.to_local):
-    layer.params = [local(leaf) for leaf in layer.leaves]
-    layer.groups = [[w] for w in layer.params]
+    layer.use([local(leaf) for leaf in layer.leaves])
 
 
 def sums(layer):
@@ -86,7 +85,7 @@ def test_experts_with_a_tensor_each(mode, make_layer, mesh, wgrad_gemms, assert_
         leaf.grad = torch.full_like(leaf, START)
     places = [leaf.grad._local_tensor.data_ptr() for leaf in leaves]
     leaves[1].register_hook(lambda grad: seen.append(grad) or 3 * grad)
-    layer.groups = [[leaf.to_local() for leaf in leaves[:3]], [leaf.to_local() for leaf in leaves[3:]]]
+    layer.use([leaf.to_local() for leaf in leaves])
     layer.backward(accumulate_wgrad=mode)
     assert {*wgrad_gemms.pointers} & {*places} == {*places} - {places[1]}
     assert len(seen) == 1

@@ -12,13 +12,9 @@ from functools import partial
 
 import pytest
 import torch
+from support.contract_helpers import DELAYED, PACKED, unchanged
 
 import fusedmlp
-
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
-PACKED = pytest.mark.parametrize("packed", [True, False])
-DELAYED = pytest.mark.parametrize("delayed", [False, True])
 
 
 def storage(tensor):
@@ -28,9 +24,8 @@ def storage(tensor):
 @PACKED
 @pytest.mark.parametrize("way", ["off", "grad", "main_grad", "delayed", "autograd.grad"])
 def test_guard_1_no_view_is_left_in_grad_or_handed_over(way, packed, make_layer):
-    layer, queue, seen = make_layer("mlp", packed), fusedmlp.WgradQueue(), []
+    layer, seen = make_layer("mlp", packed), []
     options = {"accumulate_wgrad": {"delayed": "off", "autograd.grad": "auto"}.get(way, way)}
-    options |= {"wgrad_queue": queue} if way == "delayed" else {}
     for seed in range(3):
         layer.attach(False)
         for param in layer.params:
@@ -39,8 +34,7 @@ def test_guard_1_no_view_is_left_in_grad_or_handed_over(way, packed, make_layer)
             x, dy = layer.batch(seed)
             grads = torch.autograd.grad(layer(x), layer.params, dy)
         else:
-            layer.backward(seed, **options)
-            queue.run()
+            layer.backward(seed, delayed=way == "delayed", **options)
             grads = layer.grads()
         assert not {storage(g) for g in grads} & {storage(m) for m in layer.main_grads()}
         if way != "main_grad":  # in which .grad is a dummy
@@ -123,7 +117,7 @@ def test_guard_4_a_wrong_main_grad_is_named(wrong, when, delayed, expert, make_l
         run(accumulate_wgrad=mode, wgrad_queue=queue)
     assert not queue
     param.main_grad = whole
-    assert all(torch.equal(main, before) for main, before in zip(layer.main_grads(), held, strict=True))
+    assert unchanged(layer.main_grads(), held)
     assert not any(each.grad_added_to_main_grad for each in layer.params)
 
 
@@ -145,7 +139,7 @@ def test_guard_4_experts_whose_main_grads_no_gemm_writes_together(unlike, make_l
     before = [main.clone() for main in layer.main_grads()]
     with pytest.raises(ValueError, match=message):
         layer.backward()
-    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
+    assert unchanged(layer.main_grads(), before)
 
 
 @PACKED
@@ -158,6 +152,16 @@ def test_guard_5_a_weight_that_is_no_leaf_is_refused(mode, packed, make_layer):
     name = "fc2_weight" + ("" if packed else r"\[0\]")
     with pytest.raises(RuntimeError, match=f"{name}: accumulate_wgrad='{mode}' needs a leaf parameter"):
         layer.backward(accumulate_wgrad=mode)
+
+
+@pytest.mark.parametrize("expert", [0, 1])
+def test_guard_5_a_weight_that_is_no_leaf_any_more_is_refused(expert, make_layer):
+    layer = make_layer("linear", packed=False)
+    layer.attach()
+    layer.backward(1, accumulate_wgrad="main_grad")
+    layer.params[expert].requires_grad_(False).mul_(torch.ones(1, requires_grad=True))
+    with pytest.raises(RuntimeError, match=rf"weight\[{expert}\]: .* needs a leaf parameter"):
+        layer(layer.batch(2)[0], accumulate_wgrad="main_grad")
 
 
 @pytest.mark.parametrize(("frozen", "named"), [([], "1 and 0"), ([0], "1 and 2")])

@@ -8,20 +8,14 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import plus
+from support.contract_helpers import DELAYED, PACKED, plus, unchanged
 from support.systems import one_rank
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 
-pytestmark = [
-    pytest.mark.usefixtures("nan_in_empty"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-]
-
-ATTRIBUTE = pytest.mark.parametrize("attribute", [None, False])
-DELAYED = pytest.mark.parametrize("delayed", [False, True])
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
 class Wrapped(torch.nn.Module):
@@ -32,6 +26,7 @@ class Wrapped(torch.nn.Module):
         self.layer, self.weights, self.use_reentrant = layer, torch.nn.ParameterList(layer.params), use_reentrant
 
     def forward(self, x, **options):
+        self.layer.use([*self.weights])  # FSDP2 gives each forward others
         run = partial(self.layer, **options)
         return run(x) if self.use_reentrant is None else checkpoint(run, x, use_reentrant=self.use_reentrant)
 
@@ -86,9 +81,8 @@ def python_reducer(ddp, layer):
 def copied(ddp, layer):
     """Make a DDP that PyTorch's hook for registered submodules does not see."""
     model = copy.deepcopy(ddp(Wrapped(layer)))
-    layer.params, model.module.layer = [*model.module.weights], layer
-    half = len(layer.params) // 2
-    layer.groups = [layer.params[:half], layer.params[half:]]
+    model.module.layer = layer
+    layer.use([*model.module.weights])
     return model
 
 
@@ -140,15 +134,31 @@ def test_ddp_refuses_main_grad_and_delay_wherever_the_layer_is(way, case, ddp, m
     refused(layer, case, "DistributedDataParallel", WAYS[way](ddp, layer))
 
 
-@ATTRIBUTE
-@pytest.mark.parametrize("use_reentrant", [None, False, True])
-@pytest.mark.parametrize("packed", [True, False])
-def test_main_grad_attached_after_the_forward_of_ddp(packed, use_reentrant, attribute, ddp, make_layer):
-    layer = make_layer("mlp", packed)
-    model, (x, dy) = ddp(Wrapped(layer, use_reentrant)), layer.batch(1)
+def sharded(layer, *, reshard):
+    from torch.distributed.fsdp import fully_shard
+
+    return fully_shard(Wrapped(layer), reshard_after_forward=reshard)
+
+
+WRAPS = {  # and the name of the reducer
+    "DDP": (lambda layer: DistributedDataParallel(Wrapped(layer)), "DistributedDataParallel"),
+    "DDP, checkpoint": (lambda layer: DistributedDataParallel(Wrapped(layer, False)), "DistributedDataParallel"),
+    "DDP, reentrant": (lambda layer: DistributedDataParallel(Wrapped(layer, True)), "DistributedDataParallel"),
+    "FSDP2": (partial(sharded, reshard=False), r"FSDP2 \(fully_shard\)"),
+    "FSDP2, resharding": (partial(sharded, reshard=True), r"FSDP2 \(fully_shard\)"),
+}
+
+
+@pytest.mark.parametrize("attribute", [None, False])
+@PACKED
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_main_grad_attached_after_the_forward(wrap, packed, attribute, ddp, make_layer):
+    layer, (make, reducer) = make_layer("mlp", packed), WRAPS[wrap]
+    model, (x, dy) = make(layer), layer.batch(1)
     y = model(x.requires_grad_())
+    assert all(type(p) is torch.nn.Parameter for p in layer.params)  # not sharded
     before = layer.attach(attribute)
-    with pytest.raises(RuntimeError, match=r"weight.*: DistributedDataParallel reduces .*would miss one in main_grad"):
+    with pytest.raises(RuntimeError, match=rf"weight.*: {reducer} reduces .*would miss one in main_grad"):
         y.backward(dy)
     untouched(layer, before, attribute)
     assert layer.grads() == [None] * len(layer.params)
@@ -213,7 +223,7 @@ def test_ddp_that_is_made_between_forward_and_backward(delayed, ddp, make_layer)
     model = ddp(Wrapped(layer), init_sync=False)  # init_sync would write to the weights
     with pytest.raises(RuntimeError, match="DistributedDataParallel reduces"):
         y.backward(dy)
-    assert all(torch.equal(main, b) for main, b in zip(layer.main_grads(), before, strict=True))
+    assert unchanged(layer.main_grads(), before)
     del model
 
 
@@ -295,41 +305,6 @@ def test_deepspeed(mark, case, make_layer, monkeypatch, assert_close):
     refused(layer, case, "DeepSpeed", layer)
     layer.backward(1, accumulate_wgrad="off")
     assert_close(layer.grads(), layer.wgrads(1))
-
-
-class Sharded(torch.nn.Module):
-    """A layer over parameters that FSDP2 gathers; `seen` are those of the last forward."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.seen = layer, []
-        self.register_parameter("fc1", layer.params[0])
-        self.register_parameter("fc2", layer.params[1])
-
-    def forward(self, x, **options):
-        self.seen = [self.fc1, self.fc2]
-        self.layer.params = self.seen
-        self.layer.groups = [[p] for p in self.seen]
-        return self.layer(x, **options)
-
-
-@ATTRIBUTE
-@pytest.mark.parametrize("reshard", [False, True])
-def test_main_grad_attached_after_the_forward_of_fsdp2(reshard, attribute, make_layer):
-    from torch.distributed.fsdp import fully_shard
-
-    with one_rank() as mesh:
-        layer = make_layer()
-        model, (x, dy) = fully_shard(Sharded(layer), mesh=mesh, reshard_after_forward=reshard), layer.batch(1)
-        y = model(x)
-        assert all(type(p) is torch.nn.Parameter for p in layer.params)  # not sharded
-        before = layer.attach(attribute)
-        with pytest.raises(
-            RuntimeError, match=r"weight.*: FSDP2 \(fully_shard\) reduces .*would miss one in main_grad"
-        ):
-            y.backward(dy)
-        untouched(layer, before, attribute)
-        assert layer.grads() == [None] * len(layer.params)
 
 
 def test_a_buffer_made_between_forward_and_backward_is_added_to(make_layer, assert_close):

@@ -4,13 +4,13 @@ Tensor hooks are refused in rows of support/systems.py and, beside the catch, in
 of support/systems.py stays clean.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedmlp
-
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
 
 MODULE = fusedmlp.GroupedLinear(3, 4, 5)
 TRANSFORMS = {
@@ -45,6 +45,24 @@ def test_guard_9_other_hooks_fire_on_a_fused_weight(attribute, make_layer):
     layer.backward()
     none = attribute is None
     assert sorted(seen) == [(name, i, none) for name in ("node", "post-accumulate") for i in (0, 1)]
+
+
+@pytest.mark.parametrize("memory", ["main_grad", "grad", "buffer"])
+@pytest.mark.parametrize("when", ["between forward and backward", "after a step"])
+def test_guard_9_a_later_hook_on_a_delayed_weight_is_refused(when, memory, make_layer):
+    layer, queue = make_layer("linear", packed=False), fusedmlp.WgradQueue()
+    _kept = fusedmlp.MainGradBuffer(layer.params) if memory == "buffer" else layer.attach(False)
+    (x, dy), mode = layer.batch(1), "auto" if memory == "buffer" else memory
+    run = partial(layer, x, accumulate_wgrad=mode, wgrad_queue=queue)
+    if when == "after a step":
+        layer.backward(1, accumulate_wgrad=mode if memory == "buffer" else "main_grad", delayed=True)
+    y = run() if when == "between forward and backward" else None
+    layer.params[1].register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(
+        RuntimeError, match=r"weight\[1\]: the parameter has a post-accumulate-grad hook, which backward"
+    ):
+        (run() if y is None else y).backward(dy)
+    assert not queue
 
 
 def test_guard_12_detect_anomaly_names_the_layer_of_a_nan(make_layer):

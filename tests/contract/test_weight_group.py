@@ -10,8 +10,6 @@ from torch.nn import Parameter
 
 import fusedmlp
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 
 def bound(layer):
     """A buffer whose weights have been in a step of two micro-batches, and are in no step now."""
@@ -136,15 +134,6 @@ def test_a_weight_that_has_got_another_shape_is_refused(delayed, make_layer):
     with pytest.raises(ValueError, match=r"expected main_grad of shape \(\d, 3, 4\); got \(\d, 5, 4\)"):
         step()
     queue.clear()
-
-
-def test_a_hook_that_would_run_before_a_delayed_gradient_is_refused(make_layer):
-    layer = make_layer(packed=False)
-    _kept = bound(layer)
-    layer.backward(1, delayed=True)
-    layer.params[-1].register_post_accumulate_grad_hook(lambda param: None)
-    with pytest.raises(RuntimeError, match="post-accumulate-grad hook, which backward runs before its delayed"):
-        layer.backward(1, delayed=True)
 
 
 def test_memory_is_free_once_a_buffer_is_detached(make_layer):

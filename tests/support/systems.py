@@ -109,14 +109,8 @@ class Step:
 
     def adopt(self, module: nn.Module) -> list[Tensor]:
         """Run with the weights of this module from now on, and return them."""
-        self.layer.groups = [list(fc.parameters()) for fc in (module.fc1, module.fc2)]
-        self.layer.params = list(module.parameters())
+        self.layer.use(list(module.parameters()))
         return self.layer.params
-
-    def use(self, weights: Sequence[Tensor]) -> None:
-        """Run with these weights from now on."""
-        self.layer.params, half = list(weights), len(weights) // 2
-        self.layer.groups = [self.layer.params[:half], self.layer.params[half:]]
 
     def places(self, params: Sequence[Tensor] = ()) -> list[Tensor]:
         """Where gradients of the layer, or of other parameters, belong in this mode."""
@@ -453,7 +447,7 @@ def subclass(step):
 
 def run_with_weights(step, weights):
     """Run forward and backward with other weights; return their gradients."""
-    step.use(weights)
+    step.layer.use(weights)
     if step.memory == "owner":
         attach(weights, "owner")
     return run_and_take(step, weights)
@@ -522,7 +516,7 @@ def dtensor_target(step):
 def to_local(step):
     with one_rank() as mesh:
         weights = [nn.Parameter(distributed(mesh, p)) for p in step.layer.params]
-        step.use([w.to_local() for w in weights])
+        step.layer.use([w.to_local() for w in weights])
         step.backward()
         return [w.grad.to_local() for w in weights]
 
