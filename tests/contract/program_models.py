@@ -169,7 +169,7 @@ class ModelWriter:
             if whole or self.chance(0.7):
                 covered = names if whole else self.some(names)
                 self.features.update(["buffer of some layers"] * (covered != names))
-                self.add(f"buffer{i} = w.buffer(w.params{as_arguments(covered)}, opt{i})")
+                self.add(f"buffer{i} = w.buffer(w.params{as_arguments(covered)})")
                 self.buffers.append(f"buffer{i}")
 
 

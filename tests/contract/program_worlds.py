@@ -101,8 +101,8 @@ class Fused(World):
     def compile(self, layer: nn.Module) -> Any:
         return torch.compile(layer, backend="aot_eager")
 
-    def buffer(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> Any:
-        return FusedBuffer(params, optimizer)
+    def buffer(self, params: list[Tensor]) -> Any:
+        return FusedBuffer(params)
 
     def own(self, params: list[Tensor], *, attribute: bool) -> None:
         """Give parameters a `main_grad`, and the attribute `grad_added_to_main_grad`, as Megatron does."""
@@ -125,16 +125,11 @@ class Fused(World):
                 param.grad_added_to_main_grad = False
 
 
-class FusedBuffer:
-    """A `MainGradBuffer` for parameters of one optimizer; the one place that knows how it is made and zeroed."""
-
-    def __init__(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> None:
-        self.buffer = fusedmlp.MainGradBuffer(params)
-        self.zero_grad = self.buffer.zero_grad
-        self.norm, self.clip_norm_, self.detach = self.buffer.norm, self.buffer.clip_norm_, self.buffer.detach
+class FusedBuffer(fusedmlp.MainGradBuffer):
+    """A buffer whose `flat` a program can scale."""
 
     def scale(self, factor: float) -> None:
-        self.buffer.flat.mul_(factor)
+        self.flat.mul_(factor)
 
 
 class Plain(World):
@@ -161,7 +156,7 @@ class Plain(World):
     def compile(self, layer: nn.Module) -> Any:
         return layer
 
-    def buffer(self, params: list[Tensor], optimizer: torch.optim.Optimizer) -> Any:
+    def buffer(self, params: list[Tensor]) -> Any:
         return program_reference.Buffer(params)
 
     def own(self, params: list[Tensor], *, attribute: bool) -> None:

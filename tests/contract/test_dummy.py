@@ -35,7 +35,7 @@ class Names(TorchDispatchMode):
 
 
 @PACKED
-def test_it_is_zero_and_of_the_parameters_shape(packed, nan_in_empty, make_layer):
+def test_it_is_zero_and_of_the_parameters_shape(packed, make_layer):
     layer = make_layer("mlp", packed)
     layer.attach(False)
     for seed in range(3):
@@ -51,6 +51,7 @@ def test_it_is_zero_and_of_the_parameters_shape(packed, nan_in_empty, make_layer
 
 def test_it_costs_no_kernel(make_layer):
     """After the first backward of a process, not even one on its one element; test_stock_pytorch.py has its memory."""
+    torch.use_deterministic_algorithms(False)  # which would fill memory that is not initialised
     layer = make_layer()
     layer.attach(False)
     held = fused(layer)

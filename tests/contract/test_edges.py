@@ -7,8 +7,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import fusedmlp
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 IMPLS = pytest.mark.parametrize("impl", ["torch", "triton"])
 
 

@@ -15,8 +15,6 @@ from fusedmlp.contract import engine
 from fusedmlp.contract.destinations import destination
 from fusedmlp.operators import ops
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 MODES = pytest.mark.parametrize("mode", ["auto", "grad"])
 
 

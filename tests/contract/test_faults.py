@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract.contract_world import UserCode
-from support.contract_helpers import DELAYED, FUSE, PACKED, in_threads, plus, stale_buffer, unchanged
+from support.contract_helpers import DELAYED, FUSE, PACKED, failing, in_threads, plus, stale_buffer, unchanged
 from support.contract_model import Boom
 from support.grids import is_quick
 from torch.utils.checkpoint import checkpoint
@@ -18,34 +18,9 @@ from fusedmlp import autograd, contract, functional
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.operators import ops
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 COUNTS = (3, 0, 2)
 FIRST = pytest.mark.parametrize("first", [False, True])
 AFTER = pytest.mark.parametrize("after", [False, True])
-
-
-@contextlib.contextmanager
-def failing(owner, name, *, after=False, skip=0, inside=lambda: None):
-    """Make the call of `owner.name` after `skip` others raise, before or after its effect; later calls work."""
-    real, skipped = getattr(owner, name), 0
-
-    def fails(*args, **options):
-        nonlocal skipped
-        if skipped < skip:
-            skipped += 1
-            return real(*args, **options)
-        setattr(owner, name, real)
-        inside()
-        if after:
-            real(*args, **options)
-        raise Boom
-
-    setattr(owner, name, fails)
-    try:
-        yield
-    finally:
-        setattr(owner, name, real)
 
 
 @AFTER

@@ -11,8 +11,6 @@ from support.contract_helpers import DELAYED, PACKED, stale
 import fusedmlp
 from bench.oracle import reference
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 
 @DELAYED
 @PACKED

@@ -5,8 +5,6 @@ import torch
 
 import fusedmlp
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 
 def test_auto_is_decided_for_each_expert_of_which_some_are_no_leaves(make_layer, assert_close):
     layer = make_layer("linear", packed=False)

@@ -12,10 +12,7 @@ import fusedmlp
 from fusedmlp.contract import engine
 from fusedmlp.operators import ops
 
-pytestmark = [
-    pytest.mark.usefixtures("nan_in_empty"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
 @pytest.fixture(autouse=True)

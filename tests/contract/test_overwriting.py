@@ -5,30 +5,24 @@ from functools import partial
 
 import pytest
 import torch
-from support.contract_helpers import one_backward, stale, stale_buffer
+from support.contract_helpers import failing, one_backward, stale, stale_buffer
+from support.contract_model import Boom
 from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.operators import ops
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 
 @pytest.mark.parametrize("owner", ["buffer", "overwrite_main_grad"])
-def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(owner, monkeypatch, make_layer, assert_close):
-    def fail(*_):
-        raise torch.OutOfMemoryError
-
+def test_a_first_micro_batch_whose_gemm_fails_has_not_arrived(owner, make_layer, assert_close):
     layer = make_layer()
     if owner == "buffer":
         _kept = stale_buffer(layer.params)
     else:
         stale(layer)
     options = {"overwrites": owner == "overwrite_main_grad"}
-    with monkeypatch.context() as patch:
-        patch.setattr(ops, "grouped_mlp_backward_", fail)
-        with pytest.raises(torch.OutOfMemoryError):
-            layer.backward(1, **options)
+    with failing(ops, "grouped_mlp_backward_"), pytest.raises(Boom):
+        layer.backward(1, **options)
     layer.backward(2, **options)
     layer.backward(3)
     assert_close(layer.main_grads(), layer.wgrads(2, 3))

@@ -10,10 +10,7 @@ from support.contract_helpers import DELAYED, PACKED, in_threads, of_plain, plai
 import fusedmlp
 from fusedmlp.contract import parameter_state
 
-pytestmark = [
-    pytest.mark.usefixtures("nan_in_empty"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 
 def loss(layer, seed, **options):
@@ -66,19 +63,6 @@ def test_both_land_whatever_is_around_backward(around, make_layer, assert_close)
 
 
 # A backward of plain PyTorch alone
-
-
-@pytest.mark.parametrize("flag", [False, True])
-def test_a_backward_without_the_layer_goes_where_the_owner_looks(flag, make_layer, assert_close):
-    """The owner drops `.grad` while the flag says that the gradient of this step is in main_grad."""
-    layer = make_layer()
-    before = layer.attach(False)
-    layer.backward(1)
-    for param in layer.params:
-        param.grad, param.grad_added_to_main_grad = None, flag
-    plain(layer).backward()
-    assert_close(layer.grads(), [(not flag) * g for g in of_plain(layer)])
-    assert_close(layer.main_grads(), plus(before, layer.wgrads(1), [flag * g for g in of_plain(layer)]))
 
 
 @pytest.mark.parametrize("way", ["hooks cleared", "hooks None", "no main_grad before"])

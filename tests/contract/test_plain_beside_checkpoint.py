@@ -12,10 +12,7 @@ from support.world import launch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-pytestmark = [
-    pytest.mark.usefixtures("nan_in_empty"),
-    pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 
 PLAIN_FIRST = pytest.mark.parametrize("plain_first", [False, True], ids=["fused comes first", "plain comes first"])
 SEEDS = (1, 2, 3)

@@ -9,8 +9,6 @@ import torch
 from contract.return_rows import ROWS, check
 from support.contract_helpers import DELAYED, LAYERS, plus
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
 
 @LAYERS
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])

@@ -18,9 +18,6 @@ import fusedmlp
 from fusedmlp.contract.parameter_state import accumulation_lock
 from fusedmlp.operators import ops
 
-pytestmark = pytest.mark.usefixtures("nan_in_empty")
-
-
 # A layer in a program of torch.export is in a graph.
 RUN = [pytest.param(s, marks=[in_graphs] * ("torch.export" in s.name), id=s.name) for s in SYSTEMS if s.run is not None]
 
