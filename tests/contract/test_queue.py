@@ -1,10 +1,13 @@
 """WgradQueue: order, numbers, and what it refuses."""
 
+from functools import partial
+
 import pytest
 import torch
-from support.contract_helpers import FUSE, LAYERS, PACKED, failing, plus, stale, stale_buffer
+from support.contract_helpers import FUSE, LAYERS, PACKED, failing, one_backward, plus, stale, stale_buffer
 from support.contract_model import Boom
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 import fusedmlp
 from fusedmlp.contract.destinations.main_grad import MainGrad
@@ -55,6 +58,37 @@ def test_micro_batches_equal_plain_autograd(
         assert len(wgrad_gemms.calls) == len(layer.groups) * (1 if fuse else 3)
     sums = layer.main_grads() if "main_grad" in case else layer.grads()
     assert_close(sums, plus(before, layer.wgrads(1, 2, 3)), dtype=dtype)
+
+
+TURNS = [[(0, 1)], [(1, 2)], [(1, 3)], [(0, 4)]]
+USES = [[(0, 1), (0, 2)], [(0, 3), (0, 4)]]
+OLDEST = {  # the uses of layers in each backward, as (layer, seed), and those that each run computes
+    "two layers": (TURNS, TURNS),
+    "two layers, fused": (TURNS, [[(0, 1), (0, 4)], [(1, 2), (1, 3)]]),
+    "two uses": (USES, USES),
+    "two uses, checkpointed": (USES, USES),
+}
+
+
+@LAYERS
+@pytest.mark.parametrize("case", OLDEST)
+def test_run_oldest_computes_what_one_backward_queued(case, kind, packed, make_layer, assert_close):
+    """A queue that fuses takes later micro-batches of the same layer along."""
+    layers, (backwards, runs) = [make_layer(kind, packed) for _ in range(2)], OLDEST[case]
+    queue = fusedmlp.WgradQueue(fuse_microbatches="fused" in case)
+    expected = [layer.attach() for layer in layers]
+    for uses in backwards:
+        run = partial(layers[uses[0][0]], wgrad_queue=queue)
+        call = partial(checkpoint, run, use_reentrant=True) if "checkpointed" in case else run
+        one_backward(layers[uses[0][0]], *(seed for _, seed in uses), call=call)
+    for done, uses in enumerate(runs, start=1):
+        queue.run_oldest()
+        for i, seed in uses:
+            expected[i] = plus(expected[i], layers[i].wgrads(seed))
+        assert len(queue) == sum(map(len, runs[done:])) * len(layers[0].groups)
+        for layer, wanted in zip(layers, expected, strict=True):
+            assert_close(layer.main_grads(), wanted)
+    queue.run_oldest()  # nothing to do
 
 
 @FUSE
