@@ -1,9 +1,9 @@
 """Guards 7, 9 and 12: refusals that depend on what a layer is used with (list: test_guards.py).
 
-Tensor hooks are refused in rows of support/systems.py and, beside the catch, in test_plain_and_fused.py; "anomaly mode"
-of support/systems.py stays clean.
+Tensor hooks are refused in rows of support/systems.py and, beside the catch, in test_plain_and_fused.py.
 """
 
+import warnings
 from functools import partial
 
 import pytest
@@ -63,6 +63,32 @@ def test_guard_9_a_later_hook_on_a_delayed_weight_is_refused(when, memory, make_
     ):
         (run() if y is None else y).backward(dy)
     assert not queue
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("mlp", True), ("mlp", False), ("linear", True), ("moe", False)])
+@pytest.mark.parametrize("case", ["main_grad", "grad", "off", "delayed", "delayed main_grad"])
+def test_guard_12_detect_anomaly_stays_clean(case, kind, packed, make_layer, assert_close):
+    """Overwritten NaN, NaN in padding, NaN in whatever is not initialised: none of it may reach autograd."""
+    layer = make_layer(kind, packed, bias=True)
+    if "main_grad" in case:
+        layer.attach(False)
+        for param in layer.params:
+            param.main_grad.fill_(float("nan"))
+            param.overwrite_main_grad = True
+    queue = fusedmlp.WgradQueue() if "delayed" in case else None
+    x, dy = layer.batch(1)
+    x.requires_grad_()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Anomaly Detection has been enabled", UserWarning)
+        detect = torch.autograd.detect_anomaly(check_nan=True)
+    with detect:
+        mode = "auto" if queue is not None else case
+        layer(x, accumulate_wgrad=mode, wgrad_queue=queue).backward(dy)
+    if queue is not None:
+        queue.run()
+    landed = layer.main_grads() if "main_grad" in case else layer.grads()
+    assert_close(landed, layer.wgrads()[: len(layer.params)])
+    assert x.grad.isfinite().all()
 
 
 def test_guard_12_detect_anomaly_names_the_layer_of_a_nan(make_layer):

@@ -108,7 +108,7 @@ def test_megatron_before_0_17_is_refused():
     code = """from megatron.core import package_info
 package_info.VERSION = 0, 16, 1, ""
 import fusedmlp.integrations.megatron"""
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ran = forked.run("-c", code)
     assert re.search(r"ImportError: .*expected megatron-core>=0\.17; got ", ran.stderr), ran.stderr
 
 
