@@ -1,4 +1,4 @@
-"""What several commands have: arguments, lines of progress, files, and what to print where a package is missing."""
+"""Code that several commands share: arguments, lines of progress, files, and errors where a package is missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def without_triton(command: str) -> int:
 
 @contextmanager
 def lines(line: Callable[[], str]) -> Iterator[None]:
-    """Print `line()` on stderr every ten seconds while the block runs: progress, where a bar would not be seen."""
+    """Print `line()` on stderr every ten seconds while the block runs, as progress where stderr is no terminal."""
     ended = threading.Event()
 
     def run() -> None:

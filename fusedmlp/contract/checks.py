@@ -1,4 +1,4 @@
-"""Checks flags, the tensors to which weight gradients are added, and the hooks of their parameters."""
+"""Checks of flags, of tensors to which weight gradients are added, and of hooks of parameters."""
 
 from __future__ import annotations
 

@@ -43,10 +43,10 @@ def _kernels(layer: dict[str, Any], target: str, machine: dict[str, Any]) -> dic
         why_none = "TRITON_INTERPRET=1 runs kernels on the CPU, by other paths; unset it to see a GPU's"
     elif machine["triton"] is None:
         why_none = "triton is not installed"
-    else:
-        from fusedmlp.doctor import paths
     if why_none:
         return {"target": target, "layer": layer, "passes": [], "note": f"none shown: {why_none}"}
+    from fusedmlp.doctor import paths  # needs Triton
+
     passes = [row for tokens in (False, True) for row in paths.passes(layer, target, tokens=tokens)]
     return {"target": target, "layer": layer, "passes": passes, "note": paths.note(layer)}
 

@@ -99,7 +99,7 @@ def _warp_specialized() -> str:
     asked = environment.warp_specialized()
     if asked is None:
         return "yes, on Hopper; FUSEDMLP_WARP_SPECIALIZED=1 uses them on sm_100, too, where no GPU has timed them"
-    return "yes, on Hopper and sm_100" if asked else "no: FUSEDMLP_WARP_SPECIALIZED=0"
+    return "yes, on Hopper and sm_100" if asked else "no, in 16 bits: FUSEDMLP_WARP_SPECIALIZED=0"
 
 
 def eight_bit(E: int, H: int, F: int, R: int) -> dict[str, str]:

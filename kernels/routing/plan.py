@@ -175,7 +175,7 @@ class Schedule(AroundTensor):
         """See `write_tiles`."""
         blocks = row_blocks(builder.target.architecture)
         plan: Array = self._plan
-        if block_m not in blocks:  # the rows of an 8-bit copy, on the interpreter
+        if block_m not in blocks:  # 128, for 8-bit copies, where the interpreter has tiles of 16 rows alone
             blocks = (block_m,)
             if block_m not in self._others:
                 tables = plan_tables(builder, None, plan, None, self.num_rows, self.num_experts, blocks)

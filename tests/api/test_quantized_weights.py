@@ -218,7 +218,7 @@ def test_copies_of_other_weights_or_for_another_call_are_refused(recipe):
             pytest.raises(ValueError, match=rf"expected recipe='{recipe}' and .*; got {given!r} and 'out_in'"),
         ):
             layer(recipe=given, quantized_weights=held)
-    # Of weights that lie the other way, where sizes do not tell them apart.
+    # Copies of weights that lie the other way, where sizes do not tell them apart.
     square = [torch.randn(2, 128, 128, device=DEVICE) for _ in range(2)]
     copies = fusedmlp.quantize_weights(*square, recipe)
     options = {"recipe": recipe, "activation": "gelu", "quantized_weights": copies}

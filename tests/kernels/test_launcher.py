@@ -89,6 +89,18 @@ def test_recordings_inside_each_other():
     assert (len(outer), len(inner)) == (1, 0)
 
 
+@pytest.mark.parametrize("asked", [None, True, False])
+def test_plans_see_whether_warp_specialized_kernels_are_asked_for(asked):
+    targets, x = [], torch.zeros(8, device="cuda" if torch.cuda.is_available() else "cpu")
+
+    def plan(builder, x):
+        targets.append(builder.target)
+
+    Operator(plan, asked)(x)
+    Launcher(plan)(x, warp_specialized=asked)
+    assert [target.warp_specialized for target in targets] == [asked, asked]
+
+
 def test_what_a_program_cannot_return_is_refused():
     for part in (lambda new: new[1:], lambda new: new[0]):
         operator = Operator(lambda builder, x, part=part: part(builder.empty((4, 2), torch.float32)), None)

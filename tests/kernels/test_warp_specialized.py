@@ -217,8 +217,11 @@ if sys.argv[1] == "without":
     warp_specialized.gluon_missing = lambda: "not there"
 from bench.proof import cases
 from fusedmlp.targets import TARGETS
-from fusedmlp.operators.triton_impl import WARP_SPECIALIZED
-planned_for = TARGETS[sys.argv[3]].planned_for("long", warp_specialized=WARP_SPECIALIZED)
+from fusedmlp.operators import triton_impl
+asked = triton_impl.WARP_SPECIALIZED
+operators = [value for value in vars(triton_impl).values() if isinstance(value, triton_impl.Operator)]
+assert operators and all(operator._warp_specialized is asked for operator in operators)
+planned_for = TARGETS[sys.argv[3]].planned_for("long", warp_specialized=asked)
 calls = (cases.DEMANDING | cases.CORE)[sys.argv[2]](torch.bfloat16)
 print(json.dumps([[launch.name, launch.path] for launch in cases.launches(calls, planned_for)]))
 """
@@ -264,4 +267,4 @@ def test_doctor_says_why_not(monkeypatch):
     monkeypatch.delenv("FUSEDMLP_WARP_SPECIALIZED")
     assert facts.machine()["warp_specialized"].startswith("yes, on Hopper; ")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
-    assert facts.machine()["warp_specialized"] == "no: FUSEDMLP_WARP_SPECIALIZED=0"
+    assert facts.machine()["warp_specialized"] == "no, in 16 bits: FUSEDMLP_WARP_SPECIALIZED=0"

@@ -69,7 +69,7 @@ class Layer:
 
     @property
     def weights(self):
-        """Of fc1 and fc2, as functions take them."""
+        """Weights of fc1 and fc2, as the public functions take them."""
         return [group[0] if self.packed else group for group in self.params]
 
     def copies(self, recipe):

@@ -1,4 +1,4 @@
-"""Where the GEMMs of weight gradients write."""
+"""Records the tensors to which the GEMMs of weight gradients write."""
 
 from contextlib import contextmanager
 from unittest import mock
