@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -55,13 +56,13 @@ def prepare(
     activation: str,
 ) -> Call:
     """The call's constants, with `impl` and `recipe` resolved."""
-    layout, mode, queue, impl, recipe, wgrad, _, save = options
+    layout, mode, queue, impl, recipe, wgrad, _, save, batch_invariant = options
     impl = validate.implementation(impl, x.tensor.device)
     encoded, dtype, saves_tokens = "", x.dtypes[0], False
     if recipe is not None:
         for name, experts in weights.items():
             check_blocks(recipe, name, experts.out_features, experts.in_features)
-        chosen = formats(recipe, wgrad, num_rows / experts.num_experts)
+        chosen = formats(recipe, wgrad, math.inf if batch_invariant and num_rows else num_rows / experts.num_experts)
         encoded = chosen.encoded
         if save == "tokens" and chosen.gemms and torch.is_grad_enabled():
             saves_tokens = any(w.requires_grad for w in weights["fc1_weight"].tensors)
@@ -70,7 +71,7 @@ def prepare(
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
     constants = tuple(lengths), layout == "in_out", mode, queue, impl, activation
-    return make(*constants, encoded, saves_tokens)
+    return make(*constants, encoded, saves_tokens, batch_invariant)
 
 
 _call = lru_cache(maxsize=1024)(Call)  # its arguments are only numbers and names

@@ -45,6 +45,7 @@ def grouped_mlp(
     wgrad: str = "recipe",
     quantized_weights: QuantizedWeights | None = None,
     save: str = "x",
+    batch_invariant: bool = False,
     **removed: Never,
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
@@ -81,6 +82,9 @@ def grouped_mlp(
             new ones. The weights still get the gradients.
         save: what forward saves for the gradient of fc1: "x" or, with an 8-bit recipe, "tokens": the 8-bit copy of x
             that this gradient multiplies, 1.03 bytes an element, made as x is read in forward. Gradients are the same.
+        batch_invariant: bits of a row of `y`, and of the gradients of `x` and `probs`, depend on nothing but the row and
+            the weights: not on other rows, their number or counts, the row's place, nor on where x, probs and the
+            gradient of y lie. 8-bit recipes then quantize at any number of rows. See docs/reproducible.md.
 
     Returns:
         `[R, H]`, dtype of x.
@@ -93,7 +97,7 @@ def grouped_mlp(
     """
     validate.refuse_removed(removed)
     options = Options(
-        weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights, save
+        weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights, save, batch_invariant
     ).check()
     source = validate.rows("x", x, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
@@ -124,6 +128,7 @@ def moe_experts(
     recipe: str | None = None,
     wgrad: str = "recipe",
     quantized_weights: QuantizedWeights | None = None,
+    batch_invariant: bool = False,
     **removed: Never,
 ) -> Tensor:
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
@@ -142,6 +147,7 @@ def moe_experts(
         top_k_weights: `[T, K]`, any of the dtypes of hidden_states. Gets a gradient.
         fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
         accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights: as in `grouped_mlp`.
+        batch_invariant: likewise, for tokens with their choices in order.
 
     Returns:
         `[T, H]`, dtype of hidden_states.
@@ -150,7 +156,16 @@ def moe_experts(
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
     validate.refuse_removed(removed)
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights).check()
+    options = Options(
+        weight_layout,
+        accumulate_wgrad,
+        wgrad_queue,
+        impl,
+        recipe,
+        wgrad,
+        quantized_weights,
+        batch_invariant=batch_invariant,
+    ).check()
     source = validate.rows("hidden_states", hidden_states, recipe)
     given = fc1_weight, fc2_weight, fc1_bias, fc2_bias
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
@@ -179,6 +194,7 @@ def grouped_linear(
     impl: str = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
+    batch_invariant: bool = False,
     **removed: Never,
 ) -> Tensor:
     """`y[r] = weight[e] @ x[r] + bias[e]` for row `r` of expert `e`: one GEMM with the contract of `grouped_mlp`.
@@ -188,7 +204,7 @@ def grouped_linear(
         weight: `[E, out, in]`, or a sequence of E tensors `[out, in]`, dtype of x.
         bias: `[E, out]`, or a sequence of E tensors `[out]`.
         weight_layout: "in_out": the weight is `[E, in, out]`.
-        tokens_per_expert, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad: as in `grouped_mlp`.
+        tokens_per_expert, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, batch_invariant: as in `grouped_mlp`.
 
     Returns:
         `[R, out]`, dtype of x; zero at padding rows.
@@ -197,7 +213,9 @@ def grouped_linear(
         TypeError, ValueError, RuntimeError: as `grouped_mlp`.
     """
     validate.refuse_removed(removed)
-    options = Options(weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad).check()
+    options = Options(
+        weight_layout, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, batch_invariant=batch_invariant
+    ).check()
     source = validate.rows("x", x, recipe)
     experts = validate.experts("weight", weight, weight_layout, source)
     validate.width(source, "weight", experts.in_features, weight_layout)

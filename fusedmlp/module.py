@@ -32,7 +32,7 @@ class GroupedLinear(nn.Module):
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
         strict: rows that belong to no expert here are an error, not padding or rows of other ranks; see `forward`.
-        impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
+        impl, recipe, wgrad, batch_invariant: see `fusedmlp.grouped_mlp`.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
 
@@ -54,6 +54,7 @@ class GroupedLinear(nn.Module):
         impl: str = "auto",
         recipe: str | None = None,
         wgrad: str = "recipe",
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -62,11 +63,11 @@ class GroupedLinear(nn.Module):
             num_experts=num_experts, in_features=in_features, out_features=out_features
         )
         flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad, "strict": strict}
-        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, batch_invariant=batch_invariant, **flags)
         module_arguments.blocks(recipe, weight=(out_features, in_features))
         self.num_experts, self.in_features, self.out_features = num_experts, in_features, out_features
         self.packed, self.accumulate_wgrad, self.impl = packed, accumulate_wgrad, impl
-        self.recipe, self.wgrad, self.strict = recipe, wgrad, strict
+        self.recipe, self.wgrad, self.strict, self.batch_invariant = recipe, wgrad, strict, batch_invariant
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
         self._groups = {"weight": (out_features, in_features)} | ({"bias": (out_features,)} if bias else {})
         self._every_name = {group: [group] if packed else expert_names(group, num_experts) for group in self._groups}
@@ -121,6 +122,7 @@ class GroupedLinear(nn.Module):
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            batch_invariant=self.batch_invariant,
         )
 
     def backward_dw(self) -> None:
@@ -130,11 +132,9 @@ class GroupedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes and options, for `print(module)`."""
-        return (
-            f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}, "
-            f"bias={'bias' in self._groups}, packed={self.packed}, accumulate_wgrad={self.accumulate_wgrad!r}, "
-            f"recipe={self.recipe!r}"
-        )
+        sizes = f"num_experts={self.num_experts}, in_features={self.in_features}, out_features={self.out_features}"
+        shown = module_arguments.shown(self, "packed", "accumulate_wgrad", "recipe", "batch_invariant")
+        return f"{sizes}, bias={'bias' in self._groups}, {shown}"
 
 
 class GroupedMLP(nn.Module):
@@ -150,7 +150,7 @@ class GroupedMLP(nn.Module):
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         delay_wgrad: delay weight gradients until `backward_dw()`.
         strict: rows that belong to no expert here are an error, not padding or rows of other ranks; see `forward`.
-        impl, recipe, wgrad: see `fusedmlp.grouped_mlp`.
+        impl, recipe, wgrad, batch_invariant: see `fusedmlp.grouped_mlp`.
         save: see `fusedmlp.grouped_mlp`; for `forward`, as `forward_tokens` keeps x once a token.
         device: of the parameters.
         dtype: of the parameters: float32, bfloat16 or float16.
@@ -175,6 +175,7 @@ class GroupedMLP(nn.Module):
         recipe: str | None = None,
         wgrad: str = "recipe",
         save: str = "x",
+        batch_invariant: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -183,9 +184,9 @@ class GroupedMLP(nn.Module):
             num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size
         )
         flags = {"bias": bias, "packed": packed, "delay_wgrad": delay_wgrad, "strict": strict}
-        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, **flags)
+        module_arguments.options(accumulate_wgrad, impl, recipe, wgrad, dtype, batch_invariant=batch_invariant, **flags)
         validate.saved(save, recipe, wgrad, delayed=delay_wgrad)
-        self.save, self.strict = save, strict
+        self.save, self.strict, self.batch_invariant = save, strict, batch_invariant
         self.activation = module_arguments.activation(activation)
         self.accumulate_wgrad, self.impl, self.recipe, self.wgrad = accumulate_wgrad, impl, recipe, wgrad
         self.wgrad_queue = WgradQueue() if delay_wgrad else None
@@ -193,7 +194,8 @@ class GroupedMLP(nn.Module):
         shapes = {"fc1_weight": (fc1_size, hidden_size), "fc2_weight": (hidden_size, ffn_hidden_size)}
         module_arguments.blocks(recipe, **shapes)
         options: dict[str, Any] = {"bias": bias, "packed": packed, "accumulate_wgrad": accumulate_wgrad, "impl": impl}
-        options |= {"recipe": recipe, "wgrad": wgrad, "device": device, "dtype": dtype}
+        options |= {"recipe": recipe, "wgrad": wgrad, "batch_invariant": batch_invariant}
+        options |= {"device": device, "dtype": dtype}
         self.fc1 = GroupedLinear(num_experts, hidden_size, fc1_size, **options)
         self.fc2 = GroupedLinear(num_experts, ffn_hidden_size, hidden_size, **options)
 
@@ -233,6 +235,7 @@ class GroupedMLP(nn.Module):
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            batch_invariant=self.batch_invariant,
             quantized_weights=quantized_weights,
             save=self.save,
         )
@@ -281,6 +284,7 @@ class GroupedMLP(nn.Module):
             impl=self.impl,
             recipe=self.recipe,
             wgrad=self.wgrad,
+            batch_invariant=self.batch_invariant,
             quantized_weights=quantized_weights,
         )
 
@@ -291,4 +295,5 @@ class GroupedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         """Options, for `print(module)`."""
-        return f"activation={self.activation}, delay_wgrad={self.wgrad_queue is not None}, recipe={self.recipe!r}"
+        shown = module_arguments.shown(self, "activation", "recipe", "batch_invariant")
+        return f"{shown}, delay_wgrad={self.wgrad_queue is not None}"

@@ -57,3 +57,8 @@ def blocks(recipe: str | None, **shapes: tuple[int, int]) -> None:
     for name, (out_features, in_features) in shapes.items():
         if recipe is not None:
             check_blocks(recipe, name, out_features, in_features)
+
+
+def shown(module: torch.nn.Module, *names: str) -> str:
+    """Options of a module, for `print(module)`."""
+    return ", ".join(f"{name}={getattr(module, name)!r}" for name in names)

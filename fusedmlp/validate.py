@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import environment
-from fusedmlp.contract.checks import are_alike, same_strides
+from fusedmlp.contract.checks import are_alike, check_flag, same_strides
 from fusedmlp.contract.engine import is_plain
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.contract.route import MODES, Mode
@@ -48,6 +48,7 @@ class Options(NamedTuple):
     wgrad: str
     quantized_weights: Any = None  # QuantizedWeights
     save: str = "x"
+    batch_invariant: bool = False
 
     def check(self) -> Options:
         """Raise for a wrong one; return self."""
@@ -56,6 +57,7 @@ class Options(NamedTuple):
         if self.wgrad_queue is not None and not isinstance(self.wgrad_queue, WgradQueue):
             raise TypeError(f"wgrad_queue: expected a fusedmlp.WgradQueue or None; got {kind(self.wgrad_queue)}")
         recipe(self.recipe, self.wgrad)
+        check_flag("batch_invariant", self.batch_invariant)
         saved(self.save, self.recipe, self.wgrad, delayed=self.wgrad_queue is not None)
         return self
 

@@ -24,7 +24,7 @@ def _reference(layer: Layer, dtype: torch.dtype, a_RF: Tensor) -> Results:
 
 def _fused(layer: Layer, a_RF: Tensor) -> Results:
     fc2 = [layer.fc2.detach()]
-    return {"y": ops.grouped_gemm(a_RF, fc2, [], passes.offsets(layer), "", passes.implementation(layer))}
+    return {"y": ops.grouped_gemm(a_RF, fc2, [], passes.offsets(layer), "", False, passes.implementation(layer))}
 
 
 def _grouped_mm(layer: Layer, a_RF: Tensor) -> Results:

@@ -31,6 +31,7 @@ class Call:
     activation: str = ""
     recipe: str = ""  # recipe.Formats.encoded
     saves_tokens: bool = False  # the 8-bit copy of x that wgrad multiplies, in place of x
+    batch_invariant: bool = False
     traced: Any = None  # inside a graph: compiled.Traced
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:

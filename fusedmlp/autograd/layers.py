@@ -95,7 +95,7 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(tensors)
         ctx.save_for_backward(*tensors)
         ctx.call, ctx.local_weights = call, call.local(weight)
-        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.impl)
+        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.batch_invariant, call.impl)
         return y
 
     @staticmethod
@@ -111,7 +111,8 @@ class GroupedLinear(torch.autograd.Function):
         db = _bias_grads(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
         w = call.computed(weight, dy) if need_dx else []
-        dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, call.recipe, call.impl)
+        options = call.recipe, call.batch_invariant, call.impl
+        dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, *options)
         return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
 
 
@@ -125,6 +126,7 @@ def linear_backward(
     need_dx: bool,
     accumulate: bool,
     recipe: str,
+    batch_invariant: bool,
     impl: str,
 ) -> Tensor | None:
     """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
@@ -132,7 +134,9 @@ def linear_backward(
     if debug.enabled and (w or dw):
         read = {"dy": debug.Rows(dy, offsets, w or dw), "x": debug.Rows(x, offsets, w or dw), "weight": w}
         report = debug.watch(dy, read | {"the earlier gradient of weight": dw if accumulate else None})
-    dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, impl) if need_dx else None
+    dx = None
+    if need_dx:
+        dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, batch_invariant, impl)
     if dw or db:
         ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, recipe, impl)
     if report is not None:
@@ -180,6 +184,7 @@ class GroupedMLP(torch.autograd.Function):
                     probs=probs if places is None else row_probs,
                     activation=call.activation,
                     recipe=call.recipe,
+                    batch_invariant=call.batch_invariant,
                     impl=call.impl,
                 )
             )
@@ -230,6 +235,7 @@ class GroupedMLP(torch.autograd.Function):
                     need_dx=need_dx,
                     keep=route1.delayed or route2.delayed,
                     recipe=call.recipe,
+                    batch_invariant=call.batch_invariant,
                     impl=call.impl,
                 )
             )

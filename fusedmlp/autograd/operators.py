@@ -27,16 +27,25 @@ _NO_COPIES = (
 )
 
 
-def _call(weights: Sequence[Sequence[Tensor] | None], impl: str, recipe: str, activation: str = "") -> Call:
+def _call(
+    weights: Sequence[Sequence[Tensor] | None], impl: str, recipe: str, batch_invariant: bool, activation: str = ""
+) -> Call:
     lengths = tuple(len(group or ()) for group in weights)
-    return Call(lengths, False, "off", None, impl, activation, recipe, traced=_PLAIN)
+    options = {"batch_invariant": batch_invariant, "traced": _PLAIN}
+    return Call(lengths, False, "off", None, impl, activation, recipe, **options)
 
 
 def _grouped_gemm(
-    x: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor] | None, offsets: Tensor, recipe: str, impl: str
+    x: Tensor,
+    w: Sequence[Tensor],
+    bias: Sequence[Tensor] | None,
+    offsets: Tensor,
+    recipe: str,
+    batch_invariant: bool,
+    impl: str,
 ) -> Any:
     tensors = (*w, *(bias or ()), x.contiguous(), offsets)
-    return layers.GroupedLinear.apply(_call((w, bias), impl, recipe), *tensors)  # type: ignore[no-untyped-call]
+    return layers.GroupedLinear.apply(_call((w, bias), impl, recipe, batch_invariant), *tensors)  # type: ignore[no-untyped-call]
 
 
 class _MLP(layers.GroupedMLP):
@@ -58,7 +67,7 @@ def _grouped_mlp(*args: Any) -> Any:
     x, groups = given.x, (given.fc1, given.fc2, given.bias1, given.bias2)
     if given.row_ids is not None:  # dy is per row, so x has to be, too; a token's rows are added up in fp32
         x = x.float().index_select(0, given.row_ids).to(x.dtype)
-    call = _call(groups, given.impl, given.recipe, given.activation)
+    call = _call(groups, given.impl, given.recipe, given.batch_invariant, given.activation)
     tensors: list[Tensor | None] = [tensor for group in groups for tensor in group or ()]
     tensors += [x.contiguous(), given.offsets, given.probs, None, None, None]
     return MLPOutput(*_MLP.apply(call, *tensors))  # type: ignore[no-untyped-call]

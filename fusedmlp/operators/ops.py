@@ -4,7 +4,7 @@ Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in
 likewise), or the elements and scales of an 8-bit copy (`types.WeightCopies`). `offsets` comes from `expert_offsets` or
 `order_rows`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is
 `recipe.Formats.encoded`, or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or
-`triton_impl`. An empty list or a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so
+`triton_impl`. `batch_invariant`: bits of a row's results depend on nothing but the row and the weights. An empty list or a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so
 a forward's biases may be None. Nothing is validated here (see `validate.py`).
 
 With `row_ids` `[R]` int32, rows are gathered: row `r` is row `row_ids[r]` of an operand `[T, H]`. The ids of padding
@@ -220,7 +220,8 @@ quantize_rows = _register(
 )
 # y[r] = w[e] @ x[r] + bias[e]; zero at padding rows.
 grouped_gemm = _register(
-    "grouped_gemm(Tensor x, Tensor[] w, Tensor[]? bias, Tensor offsets, str recipe, str impl) -> Tensor",
+    "grouped_gemm(Tensor x, Tensor[] w, Tensor[]? bias, Tensor offsets, str recipe, bool batch_invariant, "
+    "str impl) -> Tensor",
     lambda x, w, *_: x.new_empty(x.shape[0], w[0].shape[-2]),
 )
 # dw[e] (+)= dy^T x over the rows of e, summed over segments (micro-batches); db[e] = column sums of dy, for one

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation, torch_quantize
-from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows
+from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows, sum_rows_
 from fusedmlp.operators.torch_quantize import empty_row_copies as empty_row_copies
 from fusedmlp.operators.torch_quantize import quantize_weights as quantize_weights
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies, RowOrder
@@ -67,10 +67,15 @@ def quantize_rows(x_RC: Tensor, offsets: Tensor, num_experts: int, recipe: Recip
 
 
 def grouped_gemm(
-    x_RK: Tensor, w: Sequence[Tensor], bias: Sequence[Tensor] | None, offsets: Tensor, recipe: str
+    x_RK: Tensor,
+    w: Sequence[Tensor],
+    bias: Sequence[Tensor] | None,
+    offsets: Tensor,
+    recipe: str,
+    batch_invariant: bool,
 ) -> Tensor:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
-    rows = Rows(offsets, x_RK.shape[0])
+    rows = Rows(offsets, x_RK.shape[0], batch_invariant)
     y_RN = rows.product(x_RK, w, transposed=True, recipe=Formats.decode(recipe).gemms)
     if bias:
         rows.add_bias_(y_RN, bias)
@@ -81,7 +86,8 @@ def grouped_mlp(*args: Any) -> MLPOutput:
     """Forward: `(y, h)`; see `functional.grouped_mlp` for the equation."""
     given = MLPArguments(*args)
     x_RH, kind, gemms = given.x, Activation.decode(given.activation), Formats.decode(given.recipe).gemms
-    rows = Rows(given.offsets, (x_RH if given.row_ids is None else given.row_ids).shape[0])
+    num_rows = (x_RH if given.row_ids is None else given.row_ids).shape[0]
+    rows = Rows(given.offsets, num_rows, given.batch_invariant)
     probs_R1 = None if given.probs is None else given.probs.float().unsqueeze(1)
     if given.x_scales is not None:  # quantized once more, to the same values
         x_RH = torch_quantize.dequantized_rows(x_RH, given.x_scales, gemms)
@@ -92,7 +98,7 @@ def grouped_mlp(*args: Any) -> MLPOutput:
     wide = _Wide(x_RH)
     for block in rows.blocks(h_RG.shape[1]):
         a_nF = wide.out("a", a_RF[block])
-        torch_activation.forward(kind, wide.copy("h", h_RG[block]), a_nF)
+        torch_activation.forward(kind, wide.copy("h", h_RG[block]), a_nF, given.batch_invariant)
         if probs_R1 is None:
             wide.store(a_nF, a_RF[block])
         else:
@@ -112,7 +118,7 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
     given = MLPBackwardArguments(*args)
     x_RH, h_RG = given.x, given.h
     kind, (gemms, wgrad), wide = Activation.decode(given.activation), Formats.decode(given.recipe), _Wide(h_RG)
-    rows = Rows(given.offsets, h_RG.shape[0])
+    rows = Rows(given.offsets, h_RG.shape[0], given.batch_invariant)
     probs_R1 = None if given.probs is None else given.probs.float().unsqueeze(1)
     dprobs_R = h_RG.new_empty(0 if given.probs is None else rows.number, dtype=torch.float32)
     dy_RH = rows.gather(given.dy, given.row_ids)
@@ -122,12 +128,12 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
         h_nG, grad_nF = wide.copy("h", h_RG[block]), wide.copy("grad", da_RF[block])
         a_nF, dh_nG = wide.buffer("a", grad_nF), wide.out("dh", dh_RG[block])
         if probs_R1 is None:
-            torch_activation.backward(kind, h_nG, grad_nF, a_nF, dh_nG)
+            torch_activation.backward(kind, h_nG, grad_nF, a_nF, dh_nG, given.batch_invariant)
             da_RF[block].copy_(a_nF)
         else:
             dact_nF = torch.mul(grad_nF, probs_R1[block], out=wide.buffer("dact", grad_nF))
-            torch_activation.backward(kind, h_nG, dact_nF, a_nF, dh_nG)
-            torch.sum(grad_nF.mul_(a_nF), 1, out=dprobs_R[block])
+            torch_activation.backward(kind, h_nG, dact_nF, a_nF, dh_nG, given.batch_invariant)
+            sum_rows_(dprobs_R[block], grad_nF.mul_(a_nF))
             torch.mul(a_nF, probs_R1[block], out=da_RF[block])
         wide.store(dh_nG, dh_RG[block])
     act_probs_RF = da_RF  # overwritten in place

@@ -7,6 +7,10 @@ Three methods, chosen only here, by measurements on two cores (fp32 and bf16, 8 
 - Uneven loads: `F.grouped_mm`, which loops over experts without Python: 4 to 9 us less per expert. Padding loads to a
   batch was slower, except for bf16 and a hundred small experts.
 - Otherwise (a list of weights, strides that are not multiples of 16 bytes): one product per expert.
+
+In all of these, bits of a row depend on how many rows there are. `batch_invariant` products have one size: CHUNK rows,
+the last ones padded, as `w x^T`, whose results did not depend on the rows' number, place or address (MKL and oneDNN of
+torch 2.13, AVX-512 and AMX, one to four threads; as `x w^T` they did).
 """
 
 from __future__ import annotations
@@ -26,6 +30,9 @@ from fusedmlp.recipe import BLOCKS
 # main_grad, and of the widest activation in a block of rows.
 SCRATCH_ELEMENTS = 1 << 20
 BLOCK_ELEMENTS = 1 << 19
+CHUNK = 64
+# PyTorch's threads share a sum if it is the only one and has 32,768 elements.
+_SUMMED = 1 << 14
 
 # The tensors of all experts: one packed tensor, or a list.
 _Each = Tensor | Sequence[Tensor]
@@ -37,10 +44,11 @@ class Rows:
     Args:
         offsets: `[E + 1]` int32: first row of every expert, then the end of the last.
         number: `R`, the number of rows; rows after the last expert's are padding.
+        batch_invariant: bits of a row's product depend on nothing but the row and the weights.
     """
 
-    def __init__(self, offsets: Tensor, number: int) -> None:
-        self.number, self._ends = number, offsets[1:]
+    def __init__(self, offsets: Tensor, number: int, batch_invariant: bool = False) -> None:
+        self.number, self._ends, self._batch_invariant = number, offsets[1:], batch_invariant
         bounds: list[int] = offsets.tolist()
         self.bounds, self.total = bounds, bounds[-1]
         self.sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
@@ -80,17 +88,28 @@ class Rows:
         w_EKN = _each(w, 2)
         if isinstance(w_EKN, Tensor):
             w_EKN = w_EKN.mT if transposed else w_EKN
-            if not self.even and _takes_groups(x_RK, w_EKN):
+            if not (self.even or self._batch_invariant) and _takes_groups(x_RK, w_EKN):
                 return self.pad(F.grouped_mm(x_RK, w_EKN, offs=self._ends))
         elif transposed:
             w_EKN = [w_NK.t() for w_NK in w_EKN]
         out_RN = x_RK.new_empty(self.number, w_EKN[0].shape[1])
-        if self.even and isinstance(w_EKN, Tensor):
+        if self._batch_invariant:
+            self._products_of_chunks(x_RK, w_EKN, out_RN)
+        elif self.even and isinstance(w_EKN, Tensor):
             torch.bmm(self._by_expert(x_RK), w_EKN, out=self._by_expert(out_RN))
         else:
             for x, w_KN, out in zip(self.split(x_RK), w_EKN, self.split(out_RN), strict=True):
                 torch.mm(x, w_KN, out=out)
         return self.pad(out_RN)
+
+    def _products_of_chunks(self, x_RK: Tensor, w_EKN: _Each, out_RN: Tensor) -> None:
+        chunk_CK, product_NC = x_RK.new_zeros(CHUNK, x_RK.shape[1]), x_RK.new_empty(out_RN.shape[1], CHUNK)
+        for x, w_KN, out in zip(self.split(x_RK), w_EKN, self.split(out_RN), strict=True):
+            for x_cK, out_cN in zip(x.split(CHUNK), out.split(CHUNK), strict=True):
+                if size := x_cK.shape[0]:
+                    chunk_CK[:size] = x_cK
+                    torch.mm(w_KN.t(), chunk_CK.t(), out=product_NC)
+                    out_cN.copy_(product_NC.t()[:size])
 
     def pad(self, t_RN: Tensor) -> Tensor:
         """Zero the padding rows; return `t_RN`."""
@@ -161,10 +180,19 @@ class Rows:
     def dot_bias_(self, out_R: Tensor, dy_RN: Tensor, bias: Sequence[Tensor]) -> None:
         """`out += dy . bias[e]`, in fp32."""
         for out, dy, b_N in zip(self.split(out_R), self.split(dy_RN), _each(bias, 1), strict=True):
-            out.add_((dy.float() * b_N.float()).sum(1))
+            out.add_(sum_rows_(torch.empty_like(out), dy.float() * b_N.float()))
 
     def _by_expert(self, t_RN: Tensor) -> Tensor:
         return t_RN[: self.total].view(len(self.sizes), self.sizes[0], t_RN.shape[1])
+
+
+def sum_rows_(out_R: Tensor, t_RN: Tensor) -> Tensor:
+    """`out = t.sum(1)`, whose bits do not depend on the number of rows."""
+    first, *others = t_RN.split(_SUMMED, 1)
+    torch.sum(first, 1, out=out_R)
+    for other in others:
+        out_R += other.sum(1)
+    return out_R
 
 
 def _each(group: Sequence[Tensor], dim: int) -> _Each:

@@ -74,11 +74,18 @@ def empty_row_copies(x_RC: Tensor, num_experts: int, recipe: Recipe) -> RowCopie
 
 
 def _plan_grouped_gemm(
-    builder: Builder, x_RK: Array, w: Weight, bias: Experts | None, offsets: Array, recipe: str
+    builder: Builder,
+    x_RK: Array,
+    w: Weight,
+    bias: Experts | None,
+    offsets: Array,
+    recipe: str,
+    batch_invariant: bool,
 ) -> Array:
     """`y[r] = w[e] @ x[r] + bias[e]`, zero at padding rows."""
-    weight, num_rows = _weight(w), x_RK.shape[0]
-    schedule, bias_EN = Schedule.planned(builder, offsets, num_rows, weight.num_experts), _optional(bias, 1)
+    weight, num_rows, bias_EN = _weight(w), x_RK.shape[0], _optional(bias, 1)
+    schedule = Schedule.planned(builder, offsets, num_rows, weight.num_experts, batch_invariant)
+    x_RK = builder.as_new(x_RK) if batch_invariant else x_RK
     if num_rows and (gemms := Formats.decode(recipe).gemms):
         return eight_bit.plan_grouped_gemm(builder, x_RK, weight, bias_EN, schedule, gemms)
     w_ENK = _experts(w, 2)
@@ -89,11 +96,11 @@ def _plan_grouped_gemm(
 
 def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
-    given: Any = MLPArguments(*args)  # of arrays
+    given: Any = _as_new(builder, MLPArguments(*args), "x", "probs")  # of arrays
     x_RH, row_ids_R, probs_R = given.x, given.row_ids, given.probs
     num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
     weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
-    schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc1.num_experts)
+    schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc1.num_experts, given.batch_invariant)
     act, bias1_EG, bias2_EH = act_options(given.activation), _optional(given.bias1, 1), _optional(given.bias2, 1)
     if num_rows and (gemms := Formats.decode(given.recipe).gemms):
         rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
@@ -115,13 +122,13 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
 
 def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
-    given: Any = MLPBackwardArguments(*args)  # of arrays
+    given: Any = _as_new(builder, MLPBackwardArguments(*args), "dy", "h", "probs")  # of arrays
     dy_RH, x_RH, h_RG, row_ids_R, probs_R = given.dy, given.x, given.h, given.row_ids, given.probs
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
     if num_rows > 1 and h_RG.strides != contiguous_strides(h_RG.shape):
         raise ValueError(f"h: expected contiguous rows, strides {(G, 1)}; got {h_RG.strides}")
     weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
-    schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc2.num_experts)
+    schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc2.num_experts, given.batch_invariant)
     act, formats = act_options(given.activation), Formats.decode(given.recipe)
     if num_rows and formats.gemms:
         dw, db = (_optional(given.dw1, 2), _optional(given.dw2, 2)), (_optional(given.db1, 1), _optional(given.db2, 1))
@@ -191,6 +198,12 @@ def _plan_combine(builder: Builder, y_RH: Array, places_R: Array, num_tokens: in
 def _plan_order_rows(builder: Builder, top_k_index: Array, probs: Array, num_experts: int) -> RowOrder:
     """The order of rows by expert, from ids `[T, K]` of any integer dtype."""
     return RowOrder(*order.order_rows.plan(builder, top_k_index, probs, num_experts))
+
+
+def _as_new(builder: Builder, given: Any, *names: str) -> Any:
+    """Arguments with these as `builder.as_new` makes them if the call is batch-invariant, as paths depend on it."""
+    arrays = {name: getattr(given, name) for name in names if given.batch_invariant}
+    return given._replace(**{name: array and builder.as_new(array) for name, array in arrays.items()})
 
 
 def _weight(seen: Weight) -> ExpertTensors | Quantized:

@@ -54,6 +54,7 @@ class MLPArguments(NamedTuple):
     probs: Tensor | None  # [R]
     activation: str
     recipe: str
+    batch_invariant: bool = False
     impl: str = ""  # implementations are called without it
 
     @property
@@ -86,6 +87,7 @@ class MLPBackwardArguments(NamedTuple):
     need_dx: bool
     keep: bool  # also return what delayed weight gradients need
     recipe: str
+    batch_invariant: bool = False
     impl: str = ""  # implementations are called without it
 
     @classmethod

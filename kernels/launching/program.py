@@ -61,6 +61,7 @@ class Allocation(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    copied: Array | None = None  # an argument whose values it gets; None: uninitialised
 
 
 class Addresses(NamedTuple):
@@ -89,6 +90,12 @@ class Builder:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         """A new contiguous tensor."""
         return self._new(Allocation(tuple(shape), dtype), shape, dtype)
+
+    def as_new(self, array: Array) -> Array:
+        """An argument as a new tensor would lie: itself, or a copy if its address or strides differ."""
+        if array.aligned and array.strides == contiguous_strides(array.shape):
+            return array
+        return self._new(Allocation(array.shape, array.dtype, array), array.shape, array.dtype)
 
     def addresses(self, elements: Sequence[Array | int]) -> Array:
         """A table of addresses and numbers."""

@@ -129,8 +129,10 @@ def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any)
     addresses = arguments.addresses.copy()
     for allocation in program.allocations:
         if isinstance(allocation, Allocation):
-            shape, dtype = allocation
+            shape, dtype, copied = allocation
             tensor = torch.empty(shape, dtype=dtype, device=device)
+            if copied is not None:
+                tensor.copy_(_tensor(copied, arguments.tensors))
         else:
             elements = (addresses[e.source] + e.offset if isinstance(e, Array) else e for e in allocation.elements)
             tensor = device_table(tuple(elements), device)

@@ -13,6 +13,7 @@ group, `E`, for which kernels store zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -131,9 +132,11 @@ def plan_of_counts(builder: Builder, counts_E: Array, num_rows: int) -> CheckedP
 class Schedule(AroundTensor):
     """A plan, as launchers read it: a tensor or, while a program is planned, an array."""
 
-    def __init__(self, plan: Any, num_rows: int, num_experts: int | None = None):
-        """`plan`: a plan, or first rows `[E + 1]`; without `num_experts`, it must be first rows."""
-        self.num_rows = num_rows
+    def __init__(self, plan: Any, num_rows: int, num_experts: int | None = None, any_load: bool = False):
+        """`plan`: a plan, or first rows `[E + 1]`; without `num_experts`, it must be first rows. `any_load`: launches
+        must not depend on the load.
+        """
+        self.num_rows, self.any_load = num_rows, any_load
         self.num_experts: int = plan.shape[0] - 1 if num_experts is None else num_experts
         self._plan = plan
         self._others: dict[int, Array] = {}  # plans of one BLOCK_M, by that
@@ -141,9 +144,11 @@ class Schedule(AroundTensor):
             self._plan = Launcher(self._tables_of)(plan)
 
     @staticmethod
-    def planned(builder: Builder, plan: Array, num_rows: int, num_experts: int) -> Schedule:
+    def planned(
+        builder: Builder, plan: Array, num_rows: int, num_experts: int, any_load: bool = False
+    ) -> Schedule:
         """Schedule of a plan's array; where that is bare first rows, a launch makes the rest."""
-        schedule = Schedule(plan, num_rows, num_experts)
+        schedule = Schedule(plan, num_rows, num_experts, any_load)
         if plan.shape[0] == num_experts + 1:
             schedule._plan = schedule._tables_of(builder, plan)
         return schedule
@@ -154,7 +159,7 @@ class Schedule(AroundTensor):
 
     def with_tensor(self, replaced: Callable[[Any], Any]) -> Schedule:
         """The same schedule, of `replaced(plan)`: a launcher plans with the array that describes the plan's tensor."""
-        return Schedule(replaced(self._plan), self.num_rows, self.num_experts)
+        return Schedule(replaced(self._plan), self.num_rows, self.num_experts, self.any_load)
 
     @property
     def offsets(self) -> Any:
@@ -168,8 +173,8 @@ class Schedule(AroundTensor):
 
     @property
     def rows_per_expert(self) -> float:
-        """The mean, from sizes that the host knows."""
-        return self.num_rows / self.num_experts
+        """The mean, from sizes that the host knows; for any load infinite, as tiles for long loads serve all."""
+        return math.inf if self.any_load else self.num_rows / self.num_experts
 
     def tiles(self, builder: Builder, block_m: int) -> Array:
         """See `write_tiles`."""

@@ -78,7 +78,7 @@ def test_combine(impl, dtype):
 def test_grouped_gemm(tensors, impl, packed):
     weight, bias = tensors["fc1"], tensors["bias1"]
     groups = ([weight], [bias]) if packed else (list(weight.unbind()), list(bias.unbind()))
-    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], "", impl))
+    y = check(OPS.grouped_gemm, (tensors["x"], *groups, tensors["offsets"], "", False, impl))
     torch.testing.assert_close(y[4:6], tensors["x"][4:6] @ weight[1].T + bias[1])
     assert y[6].count_nonzero() == 0
 
@@ -87,7 +87,7 @@ def test_grouped_gemm(tensors, impl, packed):
 def test_gradients_of_experts_of_which_one_is_frozen(tensors, trained):
     x, dy, weights = tensors["x"], tensors["dy"], [w.detach() for w in tensors["fc1"][:, :4].unbind()]
     weights[trained].requires_grad_()
-    OPS.grouped_gemm(x, weights, [], tensors["offsets"], "", "torch").backward(dy)
+    OPS.grouped_gemm(x, weights, [], tensors["offsets"], "", False, "torch").backward(dy)
     rows = [slice(0, 4), slice(4, 6)][trained]
     torch.testing.assert_close(weights[trained].grad, dy[rows].T @ x[rows])
     assert weights[1 - trained].grad is None
@@ -132,14 +132,14 @@ def test_the_schemas_of_a_whole_mlp():
     """Programs that `torch.export` has saved hold them."""
     assert str(OPS.grouped_mlp.default._schema) == (
         "fusedmlp::grouped_mlp(Tensor x, Tensor? x_scales, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, "
-        "Tensor[]? bias2, Tensor offsets, Tensor? row_ids, Tensor? probs, str activation, str recipe, str impl) "
-        "-> (Tensor, Tensor)"
+        "Tensor[]? bias2, Tensor offsets, Tensor? row_ids, Tensor? probs, str activation, str recipe, "
+        "bool batch_invariant, str impl) -> (Tensor, Tensor)"
     )
     assert str(OPS.grouped_mlp_backward_.default._schema) == (
         "fusedmlp::grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, "
         "Tensor dy, Tensor x, Tensor? x_scales, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, "
         "Tensor? row_ids, Tensor? places, Tensor? probs, str activation, bool accumulate1, bool accumulate2, "
-        "bool need_dx, bool keep, str recipe, str impl) -> (Tensor, Tensor, Tensor, Tensor)"
+        "bool need_dx, bool keep, str recipe, bool batch_invariant, str impl) -> (Tensor, Tensor, Tensor, Tensor)"
     )
 
 
@@ -239,7 +239,7 @@ def test_experts_in_a_tuple_are_all_of_them_or_refused():
         torch.no_grad(),
         pytest.raises(TypeError, match=r"experts: expected a list .* got a tuple"),
     ):
-        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "", "triton")
+        ops.grouped_gemm(x, tuple(torch.zeros(4, 8, device=DEVICE) for _ in range(3)), [], offsets, "", False, "triton")
 
 
 @pytest.mark.parametrize("impl", IMPLS)

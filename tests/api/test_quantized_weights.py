@@ -369,6 +369,6 @@ def test_operators_of_copies_have_no_derivative(recipe):
     w, offsets = torch.randn(2, F, H), torch.tensor([0, 70, 140], dtype=torch.int32)
     copy = [*ops.quantize_weights([w], recipe, "torch")[:2]]
     x = torch.randn(140, H).bfloat16().requires_grad_()
-    y = torch.ops.fusedmlp.grouped_gemm(x, copy, [], offsets, f"{recipe}/{recipe}", "torch")
+    y = torch.ops.fusedmlp.grouped_gemm(x, copy, [], offsets, f"{recipe}/{recipe}", False, "torch")
     with pytest.raises(RuntimeError, match="expected x and weights, as a copy of them in 8 bits serves one direction"):
         y.sum().backward()

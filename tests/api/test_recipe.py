@@ -260,4 +260,4 @@ def test_operators_derivatives_take_no_part():
     """`torch.ops.fusedmlp` casts nothing: operands have one dtype there."""
     x, w, offsets = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([0, 2, 4], dtype=torch.int32)
     with torch.autocast("cpu", torch.bfloat16):
-        assert ops.grouped_gemm(x, [w], [], offsets, "", "torch").dtype == torch.float32
+        assert ops.grouped_gemm(x, [w], [], offsets, "", False, "torch").dtype == torch.float32

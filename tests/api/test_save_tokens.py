@@ -257,7 +257,7 @@ def test_an_operator_that_multiplies_a_copy_of_x_has_no_derivative(recipe):
     offsets = torch.tensor(COUNTS).cumsum(0).int()
     offsets = torch.cat([offsets.new_zeros(1), offsets])
     rows, scales, *_ = ops.quantize_rows(layer.x, offsets, len(COUNTS), recipe, "torch")
-    own = layer.activation.encoded, f"{recipe}/{recipe}", "torch"
+    own = layer.activation.encoded, f"{recipe}/{recipe}", False, "torch"
     y, _ = torch.ops.fusedmlp.grouped_mlp(rows, scales, *layer.params, [], [], offsets, None, layer.probs, *own)
     assert torch.equal(y, layer(recipe=recipe))
     with pytest.raises(

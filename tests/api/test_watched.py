@@ -83,9 +83,9 @@ def test_flops_are_counted(step):
 def test_fake_tensors_inside_of_their_mode_and_outside(gemm):
     with FakeTensorMode() as mode:
         x, w, offsets = map(mode.from_tensor, gemm)
-        inside = ops.grouped_gemm(x, [w], [], offsets, "", "triton")
+        inside = ops.grouped_gemm(x, [w], [], offsets, "", False, "triton")
     with torch.no_grad():
-        outside = ops.grouped_gemm(x, [w], [], offsets, "", "triton")
+        outside = ops.grouped_gemm(x, [w], [], offsets, "", False, "triton")
     assert type(inside) is type(outside) is type(x)
     assert inside.shape == outside.shape == (5, 3)
 
@@ -107,11 +107,11 @@ def test_compilers_see_operators(gemm):
 
     with torch.no_grad():
         run = torch.compile(
-            lambda x, w, o: ops.grouped_gemm(x, [w], [], o, "", "torch"), backend=backend, fullgraph=True
+            lambda x, w, o: ops.grouped_gemm(x, [w], [], o, "", False, "torch"), backend=backend, fullgraph=True
         )
         run(*gemm)
-        graph = make_fx(lambda x, w, o: ops.grouped_gemm(x, [w], [], o, "", "torch"))(*gemm)
-        early = make_fx(lambda x, w, o: ops.grouped_gemm(x, [w], [], o, "", "torch"), pre_dispatch=True)(*gemm)
+        graph = make_fx(lambda x, w, o: ops.grouped_gemm(x, [w], [], o, "", False, "torch"))(*gemm)
+        early = make_fx(lambda x, w, o: ops.grouped_gemm(x, [w], [], o, "", False, "torch"), pre_dispatch=True)(*gemm)
     for targets in (seen, *([node.target for node in g.graph.nodes] for g in (graph, early))):
         assert OPS.grouped_gemm.default in targets
 
@@ -133,7 +133,7 @@ def test_subclasses_dispatch(gemm, place):
     x, w, offsets = (named | {place: named[place].as_subclass(Logged)}).values()
     Logged.seen.clear()
     with torch.no_grad():
-        ops.grouped_gemm(x, [w], [], offsets, "", "triton")
+        ops.grouped_gemm(x, [w], [], offsets, "", False, "triton")
     assert Logged.seen == [OPS.grouped_gemm.default]
 
 
@@ -147,7 +147,7 @@ def test_function_modes(gemm):
 
     x, w, offsets = gemm
     with torch.no_grad(), Mode():
-        ops.grouped_gemm(x, [w], [], offsets, "", "torch")
+        ops.grouped_gemm(x, [w], [], offsets, "", False, "torch")
     assert OPS.grouped_gemm.default in seen
 
 
@@ -155,24 +155,24 @@ def test_function_modes(gemm):
 def test_tensors_that_are_not_what_lies_at_their_address(gemm, impl):
     x, w, offsets = gemm
     with torch.no_grad():
-        expected = ops.grouped_gemm(-x, [w], [], offsets, "", impl)
-        torch.testing.assert_close(ops.grouped_gemm(torch._neg_view(x), [w], [], offsets, "", impl), expected)
-        meta = ops.grouped_gemm(x.to("meta"), [w.to("meta")], [], offsets.to("meta"), "", impl)
+        expected = ops.grouped_gemm(-x, [w], [], offsets, "", False, impl)
+        torch.testing.assert_close(ops.grouped_gemm(torch._neg_view(x), [w], [], offsets, "", False, impl), expected)
+        meta = ops.grouped_gemm(x.to("meta"), [w.to("meta")], [], offsets.to("meta"), "", False, impl)
     assert meta.device.type == "meta"
 
 
 def test_transforms(gemm):
     x, w, offsets = gemm
     with torch.no_grad(), pytest.raises(RuntimeError, match="Batching rule not implemented for fusedmlp::grouped_gemm"):
-        torch.func.vmap(lambda x: ops.grouped_gemm(x, [w], [], offsets, "", "torch"))(x.expand(2, 5, 4))
+        torch.func.vmap(lambda x: ops.grouped_gemm(x, [w], [], offsets, "", False, "torch"))(x.expand(2, 5, 4))
 
 
 def test_autograd_makes_a_call_watched(gemm):
     x, w, offsets = gemm
-    y = ops.grouped_gemm(x.requires_grad_(), [w], [], offsets, "", "triton")
+    y = ops.grouped_gemm(x.requires_grad_(), [w], [], offsets, "", False, "triton")
     y.sum().backward()
     with torch.no_grad():
-        expected = ops.grouped_gemm(torch.ones_like(y), [w.mT], [], offsets, "", "triton")
+        expected = ops.grouped_gemm(torch.ones_like(y), [w.mT], [], offsets, "", False, "triton")
     torch.testing.assert_close(x.grad, expected)
 
 
@@ -184,4 +184,4 @@ def test_inference_and_autocast_make_no_call_watched(gemm, monkeypatch):
 
     monkeypatch.setattr(torch._ops.OpOverload, "__call__", fail)
     with torch.inference_mode(), torch.autocast(DEVICE, torch.bfloat16):
-        ops.grouped_gemm(x.clone(), [w], [], offsets, "", "torch")
+        ops.grouped_gemm(x.clone(), [w], [], offsets, "", False, "torch")
