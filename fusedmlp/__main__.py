@@ -93,6 +93,7 @@ def _add_doctor(commands: Commands) -> None:
     parser.add_argument(
         "--weight-layout", choices=("out_in", "in_out"), default="out_in", help="of each weight; default: out_in"
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="as the layer's option of that name")
     parser.add_argument("--target", choices=TARGETS, help="GPU to show kernels for; default: the one here, or sm_90")
     parser.add_argument("--json", action="store_true", help="print one object instead of text")
     parser.set_defaults(run=_doctor)
@@ -103,6 +104,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
     layer = {"E": args.experts, "H": args.hidden, "F": args.ffn, "R": args.rows}
     layer |= {"dtype": args.dtype, "weights": args.weights, "weight_layout": args.weight_layout}
+    layer["batch_invariant"] = args.batch_invariant
     return command.run(layer, args.target, args.json)
 
 

@@ -71,7 +71,7 @@ def prepare(
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
     constants = tuple(lengths), layout == "in_out", mode, queue, impl, activation
-    return make(*constants, encoded, saves_tokens, batch_invariant)
+    return make(*constants, encoded, saves_tokens, bool(batch_invariant))
 
 
 _call = lru_cache(maxsize=1024)(Call)  # its arguments are only numbers and names

@@ -76,6 +76,7 @@ def add(commands: Any) -> None:
         default="float32",
         help="dtype of main_grad; none: gradients go to .grad; default: float32",
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="as the layer's option of that name")
     parser.add_argument("--delay-wgrad", action="store_true", help="also weight gradients that a WgradQueue delays")
     parser.add_argument("--jobs", type=positive, help="processes that compile; default: one for each core")
     parser.add_argument("--json", action="store_true", help="print one object instead of a table")
@@ -135,6 +136,7 @@ def _layer(args: argparse.Namespace) -> Layer:
         probs=None if args.probs == "none" else getattr(torch, args.probs),
         main_grad=None if args.main_grad == "none" else getattr(torch, args.main_grad),
         delay_wgrad=args.delay_wgrad,
+        batch_invariant=args.batch_invariant,
     )
 
 

@@ -48,6 +48,7 @@ class Layer:
     probs: torch.dtype | None  # None: rows without probs, and no tokens
     main_grad: torch.dtype | None  # None: gradients go to `.grad`
     delay_wgrad: bool
+    batch_invariant: bool = False
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -150,6 +151,7 @@ def _train(layer: Layer, parameters: _Parameters, queue: WgradQueue | None, forw
         "impl": "torch",  # as tensors are on the CPU; `Planning` plans for a GPU whatever the name
         "recipe": layer.recipe,
         "wgrad": layer.wgrad,
+        "batch_invariant": layer.batch_invariant,
     }
     counts = _FUSED_MICRO_BATCHES if queue is not None and queue.fuse_microbatches else _MICRO_BATCHES
     for step in (step for n in counts for step in ((True, *[False] * (n - 1)), [False] * n)):

@@ -27,7 +27,7 @@ def run(layer: dict[str, Any], target: str | None, as_json: bool) -> int:
     report = {
         "machine": machine,
         "kernels": kernels,
-        "eight_bit": facts.eight_bit(**{size: layer[size] for size in "EHFR"}),
+        "eight_bit": facts.eight_bit(**{name: layer[name] for name in (*"EHFR", "batch_invariant")}),
         "integrations": facts.integrations(),
         "self_test": {"seconds": seconds, "checks": checks},
         "status": status,

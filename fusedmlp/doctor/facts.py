@@ -102,14 +102,14 @@ def _warp_specialized() -> str:
     return "yes, on Hopper and sm_100" if asked else "no, in 16 bits: FUSEDMLP_WARP_SPECIALIZED=0"
 
 
-def eight_bit(E: int, H: int, F: int, R: int) -> dict[str, str]:
+def eight_bit(E: int, H: int, F: int, R: int, batch_invariant: bool) -> dict[str, str]:
     """By 8-bit recipe, the format in which a layer of these sizes multiplies, or why the layer refuses the recipe."""
     short = f"in bf16, as for every layer with fewer than {LEAST_ROWS} rows an expert on average"
     computed = {}
     for recipe in BLOCKS:
         try:
             check_blocks(recipe, "fc2_weight", H, F)
-            long = formats(recipe, "recipe", R / E).gemms
+            long = batch_invariant or formats(recipe, "recipe", R / E).gemms
             computed[recipe] = "in 8 bits, where there are kernels for it" if long else short
         except ValueError as error:
             computed[recipe] = f"refused: {error}"

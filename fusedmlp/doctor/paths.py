@@ -1,7 +1,8 @@
 """Kernels, tiles and paths of a layer's passes, read from the launches that their programs plan.
 
 Programs are planned for uninitialised tensors with the layer's sizes and mean rows per expert, but few experts. A layer
-is swiglu: E, H, F and R as in `fusedmlp.functional`, `dtype` by name, `weights` as of `experts`, and `weight_layout`.
+is swiglu: E, H, F and R as in `fusedmlp.functional`, `dtype` by name, `weights` as of `experts`, `weight_layout` and
+`batch_invariant`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def passes(layer: dict[str, Any], target: str, *, tokens: bool = False) -> list[
 
     `tokens`: return only those that gather rows, planned as for `moe_experts`.
     """
-    shape = table.shape_class(layer["R"] / layer["E"])
+    shape = None if layer["batch_invariant"] else table.shape_class(layer["R"] / layer["E"])
     planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.WARP_SPECIALIZED)
     forward, backward = _arguments(layer, tokens)
     programs = (
@@ -86,7 +87,8 @@ def _arguments(layer: dict[str, Any], tokens: bool) -> tuple[MLPArguments, MLPBa
     fc1, fc2 = (stored(of_weights, shape, dtype) for shape in ((2 * F, H), (H, F)))
     dw1, dw2 = (stored(layer["weights"], shape, torch.float32) for shape in ((2 * F, H), (H, F)))
     swiglu = Activation("swiglu").encoded
-    forward = MLPArguments(x, None, fc1, fc2, [], [], offsets, row_ids, probs, swiglu, recipe="", impl="triton")
+    settings: dict[str, Any] = {"recipe": "", "batch_invariant": layer["batch_invariant"], "impl": "triton"}
+    forward = MLPArguments(x, None, fc1, fc2, [], [], offsets, row_ids, probs, swiglu, **settings)
     rest: dict[str, Any] = {"accumulate1": True, "accumulate2": True, "need_dx": True, "keep": False}
     rest |= {"dw1": dw1, "dw2": dw2, "db1": [], "db2": [], "dy": dy, "h": h, "places": row_ids}
     return forward, MLPBackwardArguments.of(forward, **rest)

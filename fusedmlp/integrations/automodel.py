@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import fusedmlp
 from fusedmlp import validate
+from fusedmlp.contract.checks import check_flag
 from fusedmlp.recipe import NAMES
 
 _OTHERS = (GroupedExpertsTE, GroupedExpertsMoK)
@@ -45,6 +46,11 @@ class FusedGroupedExperts(GroupedExperts):
         if self.n_routed_experts % size:
             got = f"got {self.n_routed_experts}"
             raise ValueError(f"n_routed_experts: expected a multiple of {size}, the ranks that share them; {got}")
+        if size > 1 and self.formats["batch_invariant"]:
+            raise ValueError(
+                "batch_invariant: expected experts on one rank, or a dispatcher; got an all-reduce of what "
+                f"{size} ranks compute, the order of whose additions depends on the number of tokens"
+            )
         if size > 1:
             x, weights, indices, token_mask, lengths = self._gather_ep_inputs(
                 x, token_mask, weights, indices, ep_group=group, ep_size=size
@@ -74,7 +80,9 @@ class FusedGroupedExpertsDeepEP(GroupedExpertsDeepEP):
 _FUSED = {GroupedExperts: FusedGroupedExperts, GroupedExpertsDeepEP: FusedGroupedExpertsDeepEP}
 
 
-def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe") -> None:
+def convert(
+    model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe", batch_invariant: bool = False
+) -> None:
     """Let fusedmlp compute every `GroupedExperts` and `GroupedExpertsDeepEP` inside a model.
 
     Only the class of these modules changes. Parameters, hooks and attributes stay, so that the model may be
@@ -84,6 +92,8 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
         model: before its first forward, if it is compiled.
         recipe: as in `fusedmlp.grouped_mlp`. None: compute in the dtype of the activations, as Automodel does.
         wgrad: as in `fusedmlp.grouped_mlp`.
+        batch_invariant: likewise. Forward raises ValueError where an all-reduce adds up what several ranks computed, as
+            the order of its additions depends on the number of tokens; a dispatcher does not need it.
 
     Raises:
         NotImplementedError: experts that fusedmlp cannot compute; the message names them. Nothing is converted then.
@@ -92,6 +102,7 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
     """
     validate.module("model", model)
     validate.recipe(recipe, wgrad)
+    check_flag("batch_invariant", batch_invariant)
     known = (*_FUSED, *_OTHERS)
     by_path = {path: module for path, module in model.named_modules() if isinstance(module, known)}
     if not by_path:
@@ -99,7 +110,7 @@ def convert(model: nn.Module, *, recipe: str | None = None, wgrad: str = "recipe
     made = [(experts, _fused_class(path, experts), _activation(path, experts)) for path, experts in by_path.items()]
     for experts, fused, activation in made:
         experts.__class__ = fused
-        experts.formats = {"activation": activation, "recipe": recipe, "wgrad": wgrad}
+        experts.formats = {"activation": activation, "recipe": recipe, "wgrad": wgrad, "batch_invariant": batch_invariant}
 
 
 def _fused_class(path: str, experts: Any) -> type:

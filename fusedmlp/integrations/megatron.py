@@ -104,6 +104,7 @@ class FusedGroupedMLP(TEGroupedMLP):
         megatron_config.refuse_unsupported(self.config)
         self.activation = megatron_config.activation(self.config)
         self.recipe, self.wgrad = megatron_config.recipe(self.config)
+        self.batch_invariant = getattr(self.config, "batch_invariant_mode", False)  # not in 0.17
         self._quantized: QuantizedWeights | None = None  # copies of another recipe go
         self._values = self._read_config(self.config)  # last: a field that was refused is refused again
 
@@ -142,6 +143,7 @@ class FusedGroupedMLP(TEGroupedMLP):
             wgrad_queue=self._queue,
             recipe=recipe,
             wgrad=wgrad,
+            batch_invariant=self.batch_invariant,
             quantized_weights=None if under_fsdp else self._copies(fc1.weight, fc2.weight, x.shape[0], recipe),
         )
         try:
@@ -157,7 +159,7 @@ class FusedGroupedMLP(TEGroupedMLP):
         """8-bit copies of the weights, made by the first micro-batch of a step for all, as TransformerEngine's layers
         make theirs. None if every call makes its own.
         """
-        least = LEAST_ROWS * self.num_local_experts
+        least = 1 if self.batch_invariant else LEAST_ROWS * self.num_local_experts
         if self.is_first_microbatch is None or recipe not in BLOCKS or num_rows < least:
             return None
         if getattr(self.config, "disable_parameter_transpose_cache", False):

@@ -4,7 +4,7 @@ Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`,
 `add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
 `gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
 initialisation fields, expert and tensor parallel sizes, `moe_single_grouped_weight`, `moe_single_grouped_bias`;
-`fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, `fp8_wgrad` and `first_last_layers_bf16`; with `fp8_param`,
+`batch_invariant_mode`; `fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, `fp8_wgrad` and `first_last_layers_bf16`; with `fp8_param`,
 parameters stay in `params_dtype`. `bias_activation_fusion`,
 `use_fused_weighted_squared_relu`, `use_transformer_engine_op_fuser` and `moe_act` recomputation ask for what the
 kernels always do; so does `moe_use_grouped_tensor` (0.20). `moe_router_padding_for_quantization` adds rows, which
@@ -56,7 +56,7 @@ _FOLLOWED = (
     *("activation_func", "activation_func_clamp_value", "glu_linear_offset", "bias_activation_fusion"),
     *("fp8", "fp8_recipe", "fp8_wgrad", "first_last_layers_bf16", "moe_apply_probs_on_input", "moe_router_topk"),
     *("fine_grained_activation_offloading", "offload_modules", "expert_gtp_weight_remat_size", "transformer_impl"),
-    *("bias_dropout_fusion", "overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"),
+    *("batch_invariant_mode", "bias_dropout_fusion", "overlap_moe_expert_parallel_comm", "moe_token_dispatcher_type"),
     *("moe_flex_dispatcher_backend", "num_moe_experts", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 # Fields that decide which parameters and queues are made: forward refuses another value.

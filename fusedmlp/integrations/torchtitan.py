@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchtitan.config import derive
+from torchtitan.distributed.utils import is_in_batch_invariant_mode
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
@@ -110,6 +111,7 @@ class FusedGroupedExperts(GroupedExperts):
                 activation=_SWIGLU,
                 recipe=self.recipe,
                 wgrad=self.wgrad,
+                batch_invariant=is_in_batch_invariant_mode(),  # torchtitan's reinforcement learning sets it after the build
             )
         return y_RD.to(x_RD.dtype)
 

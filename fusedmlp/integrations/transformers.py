@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import fusedmlp
 from fusedmlp import validate
+from fusedmlp.contract.checks import check_flag
 from fusedmlp.contract.route import MODES, Mode
 from fusedmlp.integrations.fp32_accumulation import FP32Accumulation
 from fusedmlp.integrations.own_dtype import without_autocast
@@ -37,6 +38,7 @@ class _Options(NamedTuple):
     accumulate_wgrad: Mode = "auto"
     recipe: str | None = None
     wgrad: str = "recipe"
+    batch_invariant: bool = False
 
 
 def register(
@@ -45,6 +47,7 @@ def register(
     accumulate_wgrad: Mode = "auto",
     recipe: str | None = None,
     wgrad: str = "recipe",
+    batch_invariant: bool = False,
 ) -> None:
     """Add `"fusedmlp"` to the implementations of experts that Transformers knows.
 
@@ -58,23 +61,24 @@ def register(
         accumulate_wgrad: see `fusedmlp.grouped_mlp`.
         recipe: likewise. None: compute in the dtype of the experts' weights, also under autocast, as Transformers' own
             experts do; with "bf16", float32 experts compute in bfloat16.
-        wgrad: likewise.
+        wgrad, batch_invariant: likewise.
 
     Raises:
         NotImplementedError: fusedmlp cannot compute some experts; the message names their class.
-        TypeError: the model is no module (its name, for example).
+        TypeError: the model is no module (its name, for example); batch_invariant is no bool.
         ValueError: no experts of the model use Transformers' interface; an unknown accumulate_wgrad, recipe or wgrad.
         ImportError: a Transformers older than 5.7.
     """
     _refuse_old_versions()
     validate.one_of("accumulate_wgrad", accumulate_wgrad, MODES)
     validate.recipe(recipe, wgrad)
+    check_flag("batch_invariant", batch_invariant)
     if model is not None:
         validate.module("model", model)
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    options = _Options(accumulate_wgrad, recipe, wgrad)
+    options = _Options(accumulate_wgrad, recipe, wgrad, batch_invariant)
     if model is None or _NAME not in ALL_EXPERTS_FUNCTIONS:
         defaults = options if model is None else _Options()
         ALL_EXPERTS_FUNCTIONS.register(_NAME, partial(_experts_forward, defaults=defaults))
@@ -163,6 +167,7 @@ def _experts_forward(
             accumulate_wgrad=options.accumulate_wgrad,
             recipe=options.recipe,
             wgrad=options.wgrad,
+            batch_invariant=options.batch_invariant,
         )
     return y.to(hidden_states.dtype)
 
