@@ -128,7 +128,7 @@ def _offsets(counts: tuple[int, ...]) -> Tensor:
 def _linear(biases: bool, dtype: torch.dtype, recipe: str = "") -> Calls:
     x, w = torch.empty(100, 256, dtype=dtype), torch.empty(3, 128, 256, dtype=dtype)
     bias = [torch.empty(3, 128, dtype=dtype)] if biases else []
-    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)), recipe)
+    yield triton_impl.grouped_gemm, (x, [w], bias, _offsets((40, 60, 0)), recipe, False)
     grads, dy = ([torch.empty_like(w)], [torch.empty_like(b) for b in bias]), torch.empty(100, 128, dtype=dtype)
     yield triton_impl.wgrad_of_segments_, (*grads, (dy,), (x,), (_offsets((40, 60, 0)),), (), (), False, "")
 
@@ -147,7 +147,7 @@ def _many_experts(dtype: torch.dtype) -> Calls:
         yield triton_impl.checked_plan, (counts, num_rows)
     x, w = torch.empty(num_rows, 16, dtype=dtype), torch.empty(num_experts, 16, 16, dtype=dtype)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32)
-    yield triton_impl.grouped_gemm, (x, [w], [], offsets, "")
+    yield triton_impl.grouped_gemm, (x, [w], [], offsets, "", False)
     yield triton_impl.wgrad_of_segments_, ([torch.empty_like(w)], [], (x,), (x,), (offsets,), (), (), False, "")
     ids, probs = torch.empty(num_rows // 8, 8, dtype=torch.int64), torch.empty(num_rows // 8, 8)
     yield triton_impl.order_rows, (ids, probs, num_experts)

@@ -110,7 +110,7 @@ def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
 
 def gemm_arguments(dtype=BF16):
     x, offsets = torch.zeros(R, H, dtype=dtype), torch.zeros(E + 1, dtype=torch.int32)
-    return [x, weights("packed", F, H, dtype=dtype), [], offsets, ""]
+    return [x, weights("packed", F, H, dtype=dtype), [], offsets, "", False]
 
 
 LAYERS = ((triton_impl.grouped_mlp, forward_arguments), (triton_impl.grouped_mlp_backward_, backward_arguments))
@@ -233,7 +233,7 @@ def check_a_kind_has_all_that_plans_look_at():
     matrices, rows = ("dw1", "dw2", "fc1", "fc2"), ("dy", "x", "h")
     optional = ("row_ids", "places", "probs", "x_scales")
     lists, single = (*matrices, "db1", "db2", "bias2"), (*rows, "offsets", *optional)
-    flags = ("accumulate1", "accumulate2", "need_dx", "keep")
+    flags = ("accumulate1", "accumulate2", "need_dx", "keep", "batch_invariant")
     constants = {"activation": fusedmlp.Activation("geglu").encoded, "recipe": "mxfp8/mxfp8"}
     assert {*lists, *single, *flags, *constants, "impl"} == {*MLPBackwardArguments._fields}
     changes = [("packed", name, of_list(change)) for name in lists for change in (unaligned, wide, other, fewer)]
@@ -359,6 +359,34 @@ def check_plans_see_kinds_alone():
         ("sm_100", "warp_specialized"),
         ("gfx942", "pointer"),
     } <= paths
+
+
+def check_batch_invariant_launches_are_the_same_for_all_loads():
+    """For every target: kernels as compiled, tiles and paths, for any number of rows, anywhere."""
+
+    def odd(tensor):
+        return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
+
+    def kinds(operator, given, target):
+        arguments = given._replace(batch_invariant=True).without_impl
+        launches = operator.program(target, *arguments).launches
+        return [(direct.compiled_kind(launch), launch.chosen) for launch in launches if launch.name in INVARIANT]
+
+    layers = ((triton_impl.grouped_mlp, forward, ("x", "probs")), (triton_impl.grouped_mlp_backward_, backward, ()))
+    for (operator, of, names), tokens, bias in itertools.product(layers, (False, True), (False, True)):
+        names = names or ("dy", "h", "probs")
+        given = {rows: of(tokens=tokens, bias=bias, rows=rows) for rows in (2, 48, 300, 5000)}
+        given["odd"] = given[2]._replace(**{name: odd(getattr(given[2], name)) for name in names})
+        given["strides"] = given[2]._replace(**{names[0]: torch.zeros(given[2].x.shape[::-1], dtype=BF16).T})
+        for name, warp_specialized in itertools.product(TARGETS, (False, True)):
+            target = TARGETS[name].planned_for(warp_specialized=warp_specialized)
+            first, *others = [kinds(operator, each, target) for each in given.values()]
+            assert len(first) == 2
+            assert all(other == first for other in others), (operator.__name__, name, tokens, bias)
+
+
+INVARIANT = ("grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act")
+INVARIANT += tuple(f"{name}_warp_specialized" for name in INVARIANT)
 
 
 def check_memory_that_is_not_aligned_raises():
