@@ -102,7 +102,7 @@ def _warp_specialized() -> str:
     return "yes, on Hopper and sm_100" if asked else "no, in 16 bits: FUSEDMLP_WARP_SPECIALIZED=0"
 
 
-def eight_bit(E: int, H: int, F: int, R: int, batch_invariant: bool) -> dict[str, str]:
+def eight_bit(E: int, H: int, F: int, R: int, batch_invariant: bool = False) -> dict[str, str]:
     """By 8-bit recipe, the format in which a layer of these sizes multiplies, or why the layer refuses the recipe."""
     short = f"in bf16, as for every layer with fewer than {LEAST_ROWS} rows an expert on average"
     computed = {}

@@ -22,6 +22,7 @@ DEFAULTS = {
     "bias": False,
     "packed": True,
     "recipe": None,
+    "batch_invariant": False,
     "delay": False,
     "fuse": False,
     "probs": "float32",
@@ -36,7 +37,8 @@ def train(given):
     activation = fusedmlp.Activation(**o["activation"])
     # fmt: off
     module = fusedmlp.GroupedMLP(o["E"], o["H"], o["F"], activation=activation, bias=o["bias"], packed=o["packed"],
-                                 recipe=o["recipe"], dtype=dtype, delay_wgrad=o["delay"], impl="triton")
+                                 recipe=o["recipe"], batch_invariant=o["batch_invariant"], dtype=dtype,
+                                 delay_wgrad=o["delay"], impl="triton")
     # fmt: on
     if o["delay"]:
         module.wgrad_queue.fuse_microbatches = o["fuse"]

@@ -60,6 +60,7 @@ def test_nothing_is_left_to_compile(tmp_path):
 GPT_OSS = {"name": "swiglu", "interleaved": True, "limit": 7.0, "alpha": 1.702, "linear_offset": 1.0}
 LAYERS = {
     "any load": ("", {"tokens": [1, 17, 130, 400, 700, 1000, 3001]}),
+    "batch-invariant": ("--batch-invariant", {"batch_invariant": True, "tokens": [1, 17, 400]}),
     "8 bits": ("--recipe fp8_block --tokens 1000", {"recipe": "fp8_block", "tokens": [1000]}),
     "delayed, one tensor for each expert": (
         "--delay-wgrad --weights separate --tokens 500",

@@ -19,7 +19,7 @@ from fusedmlp.operators.types import MLPBackwardArguments
 from fusedmlp.recipe import BLOCKS
 
 LAYER = {"E": 128, "H": 2048, "F": 768, "R": 65536, "dtype": "bfloat16", "weights": "packed"}
-LAYER |= {"weight_layout": "out_in"}
+LAYER |= {"weight_layout": "out_in", "batch_invariant": False}
 
 
 @pytest.mark.slow
@@ -119,16 +119,18 @@ def test_paths_are_those_that_the_launchers_choose():
         ("sm_90", {"R": 640}),
         ("sm_90", {"tokens": True}),
         ("sm_90", {"tokens": True, "R": 640}),
+        ("sm_90", {"R": 640, "batch_invariant": True}),
         ("sm_90", {"weight_layout": "in_out"}),
         ("sm_90", {"weight_layout": "in_out", "tokens": True}),
         ("sm_90", {"weight_layout": "in_out", "F": 776}),
     ]
     done = forked.run("-c", _PATHS, json.dumps([LAYER, cases]))
     assert done.returncode == 0, done.stderr
-    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens, *in_out = json.loads(done.stdout)
+    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens, invariant, *in_out = json.loads(done.stdout)
     assert {path for path, _, _ in packed} == {path for path, _, _ in tokens} == {"warp_specialized"}
     assert [rows[0] for rows in in_out[:2]] == [packed[0], tokens[0]]  # fc1 with halves of [H, 2F], too
     assert in_out[2][0][0] == "unaligned"
+    assert invariant == packed[:4] + short[4:]
     ahead = "; main_grad is loaded ahead: few rows an expert, so memory is the limit"
     assert [why for _, _, why in packed[4:]] == [f"descriptors, warp-specialized{ahead}"] * 2
     assert [why for _, _, why in tokens[2:]] == [f"descriptors, warp-specialized, threads copy rows{ahead}"] * 2
@@ -244,6 +246,7 @@ _SHORT = "in bf16, .* fewer than 64 rows an expert on average"
         ({}, "512", "in 8 bits", "in 8 bits"),
         ({"R": 128 * 64}, "64", "in 8 bits", "in 8 bits"),
         ({"R": 128 * 64 - 32}, "63.75", _SHORT, _SHORT),
+        ({"R": 1280, "batch_invariant": True}, "10", "in 8 bits", "in 8 bits"),
         ({"F": 96}, "512", "refused: fc2_weight: .* multiples of 128 .*; got 2048 out and 96 in", "in 8 bits"),
         ({"F": 96, "R": 1280}, "10", "refused: fc2_weight: .* multiples of 128 ", _SHORT),
         ({"H": 1000}, "512", "refused: .* multiples of 128 ", "refused: .* multiples of 32 .* got 1000 out"),
