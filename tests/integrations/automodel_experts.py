@@ -9,6 +9,7 @@ import copy
 import sys
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 from support.contract_helpers import operators_under_accumulate_grad
@@ -196,6 +197,11 @@ def parallel(shards_of_fsdp, converted_last):
         assert (below[1] < below[0]) == (seed == 2), below
         compare(*outcomes)
     compare(*({name: p.grad.to_local() for name, p in layer.named_parameters()} for layer in layers))
+    if not shards_of_fsdp and not converted_last:
+        converted(nn.ModuleList([experts_of(config())]), batch_invariant=True)
+        layers[1].formats["batch_invariant"] = True
+        with pytest.raises(ValueError, match="batch_invariant: expected experts on one rank, or a dispatcher; got an "):
+            layers[1](*batch(1, dist.get_rank())[:4])
 
 
 def compare(expected, found):
