@@ -287,7 +287,7 @@ def test_every_row_of_the_comparison_has_its_source():
     page = (ROOT / "docs" / "compared.md").read_text(encoding="utf-8")
     text, sources = page.split("\n## Sources\n")
     rows = [line.strip("| ").split(" | ") for line in text.split("\n## Features\n")[1].splitlines()]
-    named = [row[0] for row in rows if len(row) == 5 and row[0] not in ("", "---", "fusedmlp")]
+    named = [row[0] for row in rows if len(row) == 6 and row[0] not in ("", "---", "fusedmlp")]
     assert len(named) == 10
     for name in named:
         assert re.search(r" \[\d+\]$", name), name
