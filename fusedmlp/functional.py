@@ -82,9 +82,9 @@ def grouped_mlp(
             new ones. The weights still get the gradients.
         save: what forward saves for the gradient of fc1: "x" or, with an 8-bit recipe, "tokens": the 8-bit copy of x
             that this gradient multiplies, 1.03 bytes an element, made as x is read in forward. Gradients are the same.
-        batch_invariant: bits of a row of `y`, and of the gradients of `x` and `probs`, depend on nothing but the row and
-            the weights: not on other rows, their number or counts, the row's place, nor on where x, probs and the
-            gradient of y lie. 8-bit recipes then quantize at any number of rows. See docs/reproducible.md.
+        batch_invariant: bits of a row of y, and of the gradients of x and probs, depend on the row and the weights
+            alone: not on other rows, their number or counts, the row's place, nor on where x, probs and the gradient of
+            y lie. 8-bit recipes then quantize at any number of rows. See docs/reproducible.md.
 
     Returns:
         `[R, H]`, dtype of x.

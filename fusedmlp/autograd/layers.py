@@ -95,7 +95,9 @@ class GroupedLinear(torch.autograd.Function):
         weight, bias, (x, offsets) = call.split(tensors)
         ctx.save_for_backward(*tensors)
         ctx.call, ctx.local_weights = call, call.local(weight)
-        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, call.batch_invariant, call.impl)
+        y: Tensor = ops.grouped_gemm(
+            x, call.computed(weight, x), bias, offsets, call.recipe, call.batch_invariant, call.impl
+        )
         return y
 
     @staticmethod

@@ -31,8 +31,8 @@ def _call(
     weights: Sequence[Sequence[Tensor] | None], impl: str, recipe: str, batch_invariant: bool, activation: str = ""
 ) -> Call:
     lengths = tuple(len(group or ()) for group in weights)
-    options = {"batch_invariant": batch_invariant, "traced": _PLAIN}
-    return Call(lengths, False, "off", None, impl, activation, recipe, **options)
+    own = impl, activation, recipe
+    return Call(lengths, False, "off", None, *own, batch_invariant=batch_invariant, traced=_PLAIN)
 
 
 def _grouped_gemm(

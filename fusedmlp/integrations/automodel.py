@@ -110,7 +110,12 @@ def convert(
     made = [(experts, _fused_class(path, experts), _activation(path, experts)) for path, experts in by_path.items()]
     for experts, fused, activation in made:
         experts.__class__ = fused
-        experts.formats = {"activation": activation, "recipe": recipe, "wgrad": wgrad, "batch_invariant": batch_invariant}
+        experts.formats = {
+            "activation": activation,
+            "recipe": recipe,
+            "wgrad": wgrad,
+            "batch_invariant": batch_invariant,
+        }
 
 
 def _fused_class(path: str, experts: Any) -> type:

@@ -3,9 +3,9 @@
 Honoured: `gated_linear_unit`, `activation_func`, `activation_func_clamp_value`, `glu_linear_offset`,
 `add_bias_linear`, `moe_ffn_hidden_size`, `moe_latent_size`, `moe_apply_probs_on_input`,
 `gradient_accumulation_fusion` (False: gradients go through autograd), `delay_wgrad_compute`, `params_dtype`, the
-initialisation fields, expert and tensor parallel sizes, `moe_single_grouped_weight`, `moe_single_grouped_bias`;
-`batch_invariant_mode`; `fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, `fp8_wgrad` and `first_last_layers_bf16`; with `fp8_param`,
-parameters stay in `params_dtype`. `bias_activation_fusion`,
+initialisation fields, expert and tensor parallel sizes, `moe_single_grouped_weight`, `moe_single_grouped_bias`,
+`batch_invariant_mode`; `fp8="e4m3"` with `fp8_recipe="blockwise"` or `"mxfp8"`, `fp8_wgrad` and
+`first_last_layers_bf16`; with `fp8_param`, parameters stay in `params_dtype`. `bias_activation_fusion`,
 `use_fused_weighted_squared_relu`, `use_transformer_engine_op_fuser` and `moe_act` recomputation ask for what the
 kernels always do; so does `moe_use_grouped_tensor` (0.20). `moe_router_padding_for_quantization` adds rows, which
 8-bit recipes do not need. `refuse_unsupported`, `activation` and `recipe` refuse the rest, also fields about experts

@@ -111,7 +111,7 @@ class FusedGroupedExperts(GroupedExperts):
                 activation=_SWIGLU,
                 recipe=self.recipe,
                 wgrad=self.wgrad,
-                batch_invariant=is_in_batch_invariant_mode(),  # torchtitan's reinforcement learning sets it after the build
+                batch_invariant=is_in_batch_invariant_mode(),  # set after the build, for reinforcement learning
             )
         return y_RD.to(x_RD.dtype)
 

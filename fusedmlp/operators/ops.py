@@ -4,8 +4,9 @@ Weights are logical `[out, in]` matrices of any strides: one packed `[E, out, in
 likewise), or the elements and scales of an 8-bit copy (`types.WeightCopies`). `offsets` comes from `expert_offsets` or
 `order_rows`, or is `[E + 1]` int32 first rows; `activation` is `Activation.encoded`, `recipe` is
 `recipe.Formats.encoded`, or "" for operands as they come, and `impl` names the module that runs: `torch_impl` or
-`triton_impl`. `batch_invariant`: bits of a row's results depend on nothing but the row and the weights. An empty list or a tensor without elements stands for "none"; AOTInductor makes None of an empty list, so
-a forward's biases may be None. Nothing is validated here (see `validate.py`).
+`triton_impl`. `batch_invariant`: bits of a row's results depend on the row and the weights alone. An empty list or a
+tensor without elements stands for "none"; AOTInductor makes None of an empty list, so a forward's biases may be None.
+Nothing is validated here (see `validate.py`).
 
 With `row_ids` `[R]` int32, rows are gathered: row `r` is row `row_ids[r]` of an operand `[T, H]`. The ids of padding
 rows are valid, and are not used.

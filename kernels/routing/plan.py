@@ -144,9 +144,7 @@ class Schedule(AroundTensor):
             self._plan = Launcher(self._tables_of)(plan)
 
     @staticmethod
-    def planned(
-        builder: Builder, plan: Array, num_rows: int, num_experts: int, any_load: bool = False
-    ) -> Schedule:
+    def planned(builder: Builder, plan: Array, num_rows: int, num_experts: int, any_load: bool = False) -> Schedule:
         """Schedule of a plan's array; where that is bare first rows, a launch makes the rest."""
         schedule = Schedule(plan, num_rows, num_experts, any_load)
         if plan.shape[0] == num_experts + 1:

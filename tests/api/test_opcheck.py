@@ -31,7 +31,10 @@ def of_linear(impl, grad):
     x, w, b = tensors(0, (R, H), (3, F, H), (3, F), grad=grad)
     offsets = OPS.expert_offsets(torch.tensor(COUNTS), R, impl)
     yield OPS.grouped_gemm.default, (x, [w], [b], offsets, "", False, impl)
-    yield OPS.grouped_gemm.default, (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, "", False, impl)
+    yield (
+        OPS.grouped_gemm.default,
+        (x, [each.detach().requires_grad_(grad) for each in w], [], offsets, "", False, impl),
+    )
     yield OPS.grouped_gemm.default, (x, [w], None, offsets, "", False, impl)
     dw, db = torch.empty(3, F, H), torch.empty(3, F)
     (dy,) = tensors(1, (R, F), grad=grad)

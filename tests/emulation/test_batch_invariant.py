@@ -1,5 +1,5 @@
-"""Compiled kernels of batch-invariant layers: bits of a row alone and among others, where tiles for short and long loads,
-and paths for odd addresses, give other bits.
+"""Compiled kernels of batch-invariant layers: bits of a row alone and among others. Without the mode, tiles for short
+loads and paths for odd addresses give other bits.
 """
 
 import pytest

@@ -188,7 +188,10 @@ def test_no_rows_at_all(recipe):
             torch.ops.fusedmlp.grouped_wgrad_([dw], [], [dy], [x], [offsets], [], [], *own)
             assert (dw == expected).all()
         w = torch.ones(2, F, H).bfloat16()
-        assert torch.ops.fusedmlp.grouped_gemm(x, [w], [], offsets, f"{recipe}/{recipe}", False, "triton").shape == (0, F)
+        assert torch.ops.fusedmlp.grouped_gemm(x, [w], [], offsets, f"{recipe}/{recipe}", False, "triton").shape == (
+            0,
+            F,
+        )
 
 
 def test_refused_by_a_triton_without_gluon(monkeypatch):

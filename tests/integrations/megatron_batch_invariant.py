@@ -1,4 +1,4 @@
-"""A whole MoE layer of Megatron-core with `batch_invariant_mode`: each sequence alone and in a batch. Runs in a `world`."""
+"""A whole MoE layer of Megatron-core with `batch_invariant_mode`: sequences alone and in a batch. Runs in a `world`."""
 
 import support.megatron_world as megatron_world  # before Megatron asks for a GPU
 import torch

@@ -126,7 +126,9 @@ def test_paths_are_those_that_the_launchers_choose():
     ]
     done = forked.run("-c", _PATHS, json.dumps([LAYER, cases]))
     assert done.returncode == 0, done.stderr
-    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens, invariant, *in_out = json.loads(done.stdout)
+    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens, invariant, *in_out = json.loads(
+        done.stdout
+    )
     assert {path for path, _, _ in packed} == {path for path, _, _ in tokens} == {"warp_specialized"}
     assert [rows[0] for rows in in_out[:2]] == [packed[0], tokens[0]]  # fc1 with halves of [H, 2F], too
     assert in_out[2][0][0] == "unaligned"
