@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import factory, moe
+from support import invariance
 from support.compiler import in_graphs
 from support.grids import seeds
 from torch import nn
@@ -318,3 +319,12 @@ def test_operators_as_torch_library_sees_them():
     _, keys = ops.enter_forward(*forward)
     with pytest.raises(RuntimeError, match="this one must not"):  # no backward runs
         ops.enter_backward(torch.ones(2, 3), [main_grad], keys, "weight", [1])
+
+
+def test_graphs_are_batch_invariant(compiled_functions):
+    """A graph takes x and dy as they lie: operators copy them."""
+    layer = invariance.Layer("moe_experts", H=33, F=21)
+    every = layer.run()
+    for rows, odd in ((slice(None), True), ([77], True), ([77, 3], False)):
+        for got, expected in zip(layer.run(rows, odd=odd), every, strict=True):
+            assert torch.equal(got, expected[rows])
