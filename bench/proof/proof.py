@@ -34,6 +34,11 @@ TENSOR_MEMORY_COLUMNS = 512
 # Bytes of a thread that a kernel may spill where no step of its main loop touches them. fc1_act spills in the
 # epilogue of gelu, which has 6,000 instructions, as Triton 3.8.0 compiles it.
 SPILLS_OUTSIDE_OF_STEPS = {"grouped_wgrad_fp8_block": 8, "grouped_fc1_act_fp8_block": 16}
+# Kernel -> the one instruction with which it may update global memory. Blocks run in any order, so a sum over them
+# differs from run to run; but each element of main_grad is in one tile of wgrad, which is added to it once.
+UPDATES = {
+    f"grouped_wgrad{kind}": "cp.reduce.async.bulk.tensor." for kind in ("", "_warp_specialized", "_fp8_block", "_mxfp8")
+}
 # The number of variants that stand for all of a configuration; for fp16, which needs what bf16 needs, of a kernel.
 _VARIANTS: dict[Dtype, int] = {"bf16": 3, "fp32": 2, "tf32": 1, "fp16": 1}
 
@@ -232,6 +237,7 @@ def _row(made: Compiled, case: str, task: Task) -> Row:
         found.append("spills in a step")
     if launch.chosen and launch.chosen.key.format == "mxfp8":
         found += problems_of_mxfp8(used)
+    found += problems_of_order(used, launch.name)
     return Row(
         launch.name,
         config,
@@ -276,6 +282,13 @@ def problems_of_mxfp8(used: resources.Resources) -> Iterator[str]:
     others = sum(used.tensor_core.values()) - used.scaled
     if others:
         yield f"{others} tensor-core instructions without scales"
+
+
+def problems_of_order(used: resources.Resources, kernel: str) -> Iterator[str]:
+    """Updates of memory in the order in which threads happen to run: results could have other bits in every run."""
+    for instruction in used.updates:
+        if kernel not in UPDATES or not instruction.startswith(UPDATES[kernel]):
+            yield f"{instruction} updates memory in any order"
 
 
 def default_jobs() -> int:

@@ -17,6 +17,17 @@ _TENSOR_CORE = {
 # Those that take a scale for each block of 32 elements of their operands.
 _SCALED = re.compile(r"\b(?:mma\.sync|tcgen05\.mma)\.[^\n]*\.block_scale\b|\bv_mfma_scale_")
 _TMA = re.compile(r"\bcp\.(?:reduce\.)?async\.bulk\.tensor\.")
+# Read-modify-writes of memory that threads share. PTX: its atomics and reductions, among them TMA's, with the register
+# of the old value, if there is one. AMD: those of global memory, and what does more to shared memory than move data.
+_UPDATE = re.compile(
+    r"(?:^|[\s;{])((?:atom|red|multimem\.(?:ld_)?red\w*|cp\.reduce\.async\.bulk)\.[\w.:]+)[ \t]+(%\w+)?", re.MULTILINE
+)
+_AMD_UPDATE = re.compile(
+    r"^\s*((?:global|flat|buffer|s|s_buffer)_atomic_\w+|ds_(?!read|write|load|store|b?permute|swizzle|nop)\w+)",
+    re.MULTILINE,
+)
+# Sums of integers are the same in any order: of shared memory, in which `tl.histogram` counts.
+_INTEGER_SUM = re.compile(r"(?:atom|red)\.(?:\w+\.)*shared(?:::cta)?\.(?:\w+\.)*add\.(?:[us]32|u64)|ds_add_u(?:32|64)")
 
 
 class Resources(NamedTuple):
@@ -29,6 +40,7 @@ class Resources(NamedTuple):
     tensor_core: dict[str, int]  # instructions by kind
     tma: int  # instructions
     scaled: int = 0  # those of `tensor_core` that take scales
+    updates: tuple[str, ...] = ()  # instructions that update memory, and whose order may show in a result
 
 
 def source(compiled: Any) -> tuple[str, bool]:
@@ -50,6 +62,23 @@ def of(compiled: Any) -> Resources:
         {kind: count for kind, count in found.items() if count},
         len(_TMA.findall(assembly)),
         len(_SCALED.findall(assembly)),
+        updates(assembly, is_amd=is_amd),
+    )
+
+
+def updates(source: str, *, is_amd: bool) -> tuple[str, ...]:
+    """The atomics and reductions in PTX or AMD's assembly, each once, but for sums that are the same in any order.
+
+    An integer sum is, unless someone reads the value that it had before: AMD's instructions that return it end with
+    `_rtn` and a type; in PTX no other instruction has its register.
+    """
+    found = [(name, "") for name in _AMD_UPDATE.findall(source)] if is_amd else _UPDATE.findall(source)
+    return tuple(
+        dict.fromkeys(
+            name
+            for name, old in found
+            if not _INTEGER_SUM.fullmatch(name) or (old and len(re.findall(rf"{old}\b", source)) > 1)
+        )
     )
 
 

@@ -37,6 +37,12 @@ def _grouped_without_dot_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _adding_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.atomic_add(c_ptr + i, tl.load(a_ptr + tl.program_id(0) * K + i).to(tl.float32))
+
+
+@triton.jit
 def _grouped_not_compiling_kernel(a_ptr, b_ptr, c_ptr, K, BLOCK: tl.constexpr):
     tl.static_assert(BLOCK == 3)
 
@@ -48,6 +54,7 @@ BAD = {
     "spilling": (_grouped_good_kernel, 128, {"num_warps": 1, "num_stages": 1}),
     "too_much_shared": (_grouped_good_kernel, 128, {"num_warps": 8, "num_stages": 6}),
     "without_dot": (_grouped_without_dot_kernel, 32, {"num_warps": 4}),
+    "adding": (_adding_kernel, 64, {"num_warps": 4}),
     "not_compiling": (_grouped_not_compiling_kernel, 32, {}),
 }
 

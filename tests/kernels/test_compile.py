@@ -97,6 +97,8 @@ def found_in(name, target="sm_90"):
         pytest.param("without_dot", "sm_90", "without tensor-core", marks=pytest.mark.exhaustive),
         ("without_tma", "sm_90", "without TMA"),
         ("serialized", "sm_90", "C7511: wgmma serialized"),
+        ("adding", "sm_90", "atom.global.gpu.acq_rel.add.f32 updates memory in any order"),
+        pytest.param("adding", "gfx942", "buffer_atomic_add_f32", marks=pytest.mark.exhaustive),
         pytest.param("not_compiling", "sm_90", "does not compile", marks=pytest.mark.exhaustive),
     ],
 )
@@ -151,6 +153,52 @@ def test_products_that_take_scales(line, scaled):
     assert len(resources._SCALED.findall(line)) == scaled
     used = resources.Resources(100, 0, 1000, 0, {"any": 1}, 0, scaled)
     assert list(proof.problems_of_mxfp8(used)) == ([] if scaled else ["1 tensor-core instructions without scales"])
+
+
+TMA_ADD = "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.bulk_group"
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("\tatom.global.gpu.acq_rel.add.f32 \t%r1, [%rd1], %r2;", "atom.global.gpu.acq_rel.add.f32"),
+        ("\t@%p1 red.relaxed.gpu.global.add.u32 \t[%rd1], %r2;", "red.relaxed.gpu.global.add.u32"),
+        ("\tatom.add.u32 \t%r1, [%rd1], %r2;", "atom.add.u32"),
+        ("\tred.add.f32 \t[%rd1], %r2;", "red.add.f32"),
+        ("{ red.async.relaxed.cluster.mbarrier::complete_tx::bytes.shared::cluster.add.u32 [%r1], %r2, [%r3];", "red."),
+        ("@%p1 cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%rd1], [%r1], 16;", "cp.reduce.async.bulk."),
+        (f"\t@%p8 {TMA_ADD} [%rd56, {{%r1, %r2, %r3}}], [%r4];", TMA_ADD),
+        ("\tmultimem.red.relaxed.sys.global.add.f32 [%rd1], %r2;", "multimem.red.relaxed.sys.global.add.f32"),
+        ("\tmultimem.ld_reduce.relaxed.sys.global.add.f32 %r1, [%rd1];", "multimem.ld_reduce."),
+        ("\tatom.shared.add.f32 \t%r1, [%r2], %r3;", "atom.shared.add.f32"),
+        ("\tatom.shared.exch.b32 \t%r1, [%r2], %r3;", "atom.shared.exch.b32"),
+        ("\tatom.shared.add.u32 \t%r1, [%r2], %r3;\n\tst.shared.b32 [%r4], %r1;", "atom.shared.add.u32"),
+        ("\tatom.shared.add.u32 \t%r1, [%r2], %r3;\n\tadd.s32 %r12, %r11, %r3;", None),
+        ("\tred.shared.add.u32 \t[%r2], %r3;\n\tadd.s32 \t%r1, %r2, %r3;", None),
+        ("\tred.relaxed.cta.shared::cta.add.u64 [%r2], %rd3;", None),
+        ("\tmbarrier.arrive.shared::cta.b64 _, [%r1];", None),
+        ("\tredux.sync.add.s32 %r1, %r2, -1;", None),
+        ("\tbarrier.cta.red.popc.u32 %r1, 0, %p1;", None),
+        ("\tcp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%rd56, {%r1, %r2, %r3}], [%r4];", None),
+        ("\tglobal_atomic_add_f32 v[0:1], v2, off", "global_atomic_add_f32"),
+        ("\tflat_atomic_add v2, v[0:1], v3 glc", "flat_atomic_add"),
+        ("\tbuffer_atomic_pk_add_f16 v0, v1, s[0:3], 0 offen", "buffer_atomic_pk_add_f16"),
+        ("\tds_add_f32 v0, v1", "ds_add_f32"),
+        ("\tds_add_rtn_u32 v2, v0, v1", "ds_add_rtn_u32"),
+        ("\tds_cmpst_b32 v0, v1, v2", "ds_cmpst_b32"),
+        ("\tds_add_u32 v26, v51 offset:4", None),
+        ("\tds_read2st64_b64 v[0:3], v4\n\tds_bpermute_b32 v1, v0, v1\n\tds_write_b16_d16_hi v0, v1", None),
+        ("\tglobal_load_dwordx4 v[0:3], v[4:5], off\n\ts_add_u32 s0, s1, s2", None),
+    ],
+)
+def test_updates_whose_order_may_show(line, found):
+    updates = resources.updates(line, is_amd="%" not in line)
+    assert len(updates) == bool(found)
+    assert all(each.startswith(found) for each in updates)
+    used = resources.Resources(100, 0, 1000, 0, {}, 0, updates=updates)
+    assert len([*proof.problems_of_order(used, "grouped_gemm")]) == bool(found)
+    allowed = not found or found == TMA_ADD
+    assert len([*proof.problems_of_order(used, "grouped_wgrad")]) == (not allowed)
 
 
 def test_stack_and_local_memory_count_as_spilled():
