@@ -47,7 +47,8 @@ def _kernels(kernels: str) -> dict[str, str]:
 
 def _checks(device: str, small: bool) -> list[Step]:
     options, parts = ("--device", device, *(["--small"] if small else [])), range(1, 2 if small else PARTS + 1)
-    names = ["gradients", "recipes", "bf16", "fp16", "graph", "repeat", *(f"cases {i}/{PARTS}" for i in parts), "sync"]
+    names = ["gradients", "recipes", "bf16", "fp16", "graph", "repeat", "invariant"]
+    names += [*(f"cases {i}/{PARTS}" for i in parts), "sync"]
     found = []
     for kernels, name in itertools.product(KERNELS, names):  # processes side by side compile other kernels
         if kernels == "default" or name not in ("gradients", "recipes", "sync"):

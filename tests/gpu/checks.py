@@ -6,7 +6,8 @@
     sync         the same under PyTorch's sync debug mode "error"
     gradients    two micro-batches into every destination, on two streams and in two threads (gradients.py)
     graph        capture, then replays with other loads, against runs without a graph
-    repeat       the same bits in every run
+    repeat       the same bits in every run, on a GPU in a hundred beside other work (bits.py)
+    invariant    bits of a row of a batch-invariant layer, alone and among hundreds of others
     small        one small step, for compute-sanitizer
 
 On a CPU the torch implementation runs, or with TRITON_INTERPRET=1 the interpreter, to try the checks themselves; cases
@@ -27,6 +28,7 @@ import torch
 
 from bench.host.without_gpu import without_gpu
 from fusedmlp.environment import triton_interpret
+from gpu import bits
 from gpu.gradients import DESTINATIONS, Micro
 from gpu.layers import LOADS, SMALL_LOADS, Case, Counts, Layer, cases, compare
 
@@ -54,6 +56,11 @@ class On:
     def runs(self) -> int:
         """The number of runs that must agree; an interpreter is slow."""
         return 3 if self.device == "cuda" else 2
+
+    @property
+    def repeats(self) -> int:
+        """The number of runs of a case in `repeat`: an order of blocks that shows may be rare."""
+        return 100 if self.device == "cuda" else 2
 
     @property
     def loads(self) -> dict[str, Counts]:
@@ -233,13 +240,47 @@ def _replay(name: str, case: Case, on: On) -> None:
 
 
 def repeat(on: On) -> None:
-    """Equal inputs give the same bits."""
-    for name, case in on.cases.items():
-        runs = [Layer(case, on.loads["ragged"], torch.bfloat16, on.device).run(on.impl) for _ in range(on.runs)]
-        for other, key in itertools.product(runs[1:], runs[0]):
-            if not on.equal(runs[0][key], other[key]):
-                raise AssertionError(f"{name}: {key} differs between runs")
-        print(f"ok   {name}: the same bits", flush=True)
+    """Equal inputs give the same bits, whatever else the GPU does meanwhile."""
+    other_work = bits.OtherWork(on.device)
+
+    def run(case: Case) -> dict[str, torch.Tensor]:
+        layer = Layer(case, on.loads["ragged"], torch.bfloat16, on.device)
+        other_work.enqueue()
+        return {key: bits.of(result) for key, result in layer.run(on.impl).items()}
+
+    def check(case: Case) -> str:
+        first = run(case)
+        for number in range(2, on.repeats + 1):
+            differing = [key for key, result in run(case).items() if not on.equal(first[key], result)]
+            if differing:
+                raise AssertionError(f"{', '.join(differing)} of run {number} differ from those of the first")
+        return f": the same bits in {on.repeats} runs" if on.executes else ""
+
+    _report((name, lambda case=case: check(case)) for name, case in on.cases.items())
+
+
+def invariant(on: On) -> None:
+    """Bits of a row of a batch-invariant layer do not depend on other rows, nor on addresses."""
+    recipe: str | None = "fp8_block"
+    if on.impl == "triton":
+        from cases import cases as listed
+
+        from fusedmlp.kernels.tiles import select
+
+        recipe = listed.RECIPES.get(select.architecture(torch.device(on.device)))
+
+    def check(layer: bits.Layer) -> str:
+        try:
+            return bits.check(layer)
+        except AssertionError:
+            if on.executes:
+                raise
+        return ""
+
+    every = bits.layers(on.device, on.impl, recipe, on.small)
+    if on.small and not on.executes:
+        every = itertools.islice(every, 1)
+    _report((name, lambda layer=layer: check(layer)) for name, layer in every)
 
 
 def small_step(on: On) -> None:
@@ -258,6 +299,7 @@ STEPS: dict[str, Callable[[On], None]] = {
     "gradients": gradients,
     "graph": graph,
     "repeat": repeat,
+    "invariant": invariant,
     "small": small_step,
 }
 

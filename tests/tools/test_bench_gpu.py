@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import checks
+from gpu import bits, checks
 from support import forked
 
 from bench.gpu import archive, compare, jobs, rows, timings
@@ -283,7 +283,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("step", ["bf16", "repeat", "graph"])
+@pytest.mark.parametrize("step", ["bf16", "repeat", "invariant", "graph"])
 def test_the_checks_pass_on_interpreted_kernels(step, capsys):
     checks.main([step, "--device", "cpu", "--small"])
     lines = capsys.readouterr().out.splitlines()
@@ -304,6 +304,43 @@ def test_a_wrong_result_is_a_failure(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2 failures"):
         checks.main(["bf16", "--device", "cpu", "--small"])
     assert "FAIL torch.bfloat16 add, ragged: AssertionError: dfc2" in capsys.readouterr().out
+
+
+def test_one_bit_that_differs_between_runs_is_a_failure(monkeypatch, capsys):
+    run, cases, flips = checks.Layer.run, checks.cases, iter([False, True, False, False])
+
+    def flipped(self, impl):
+        results = run(self, impl)
+        if next(flips):
+            results["dprobs"].view(torch.int32)[-1] ^= -(2**31)  # a zero's sign
+        return results
+
+    monkeypatch.setattr(checks.Layer, "run", flipped)
+    monkeypatch.setattr(checks, "cases", lambda small: {name: cases(small)[name] for name in ("add", "apart")})
+    with pytest.raises(SystemExit, match="1 failures"):
+        checks.main(["repeat", "--device", "cpu", "--small"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("FAIL add: AssertionError: dprobs of run 2 differ")
+    assert lines[1] == "ok   apart: the same bits in 2 runs"
+
+
+def test_a_row_whose_bits_depend_on_others_is_a_failure(monkeypatch, capsys):
+    """Only the larger crowd, and only at an odd address: the last that is compared."""
+    run, crowd = bits.Layer.run, 4 * (bits.invariance.ROWS - 1) + 1
+
+    def touched(self, rows=slice(None), counts=None, **where):
+        results = run(self, rows, counts, **where)
+        if isinstance(rows, list) and len(rows) == crowd and where["odd"]:
+            results.dprobs[-1] = results.dprobs[-1].nextafter(torch.tensor(9.0))
+        return results
+
+    monkeypatch.setattr(bits.Layer, "run", touched)
+    layer = bits.Layer("grouped_mlp", impl="torch")
+    monkeypatch.setattr(bits, "layers", lambda *_: iter([("one", layer)]))
+    with pytest.raises(SystemExit, match="1 failures"):
+        checks.main(["invariant", "--device", "cpu", "--small"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("FAIL one: AssertionError: dprobs of row 128 differs from that at place 512 among 513 rows")
 
 
 @pytest.mark.parametrize("name", ["y", "dfc1"])
