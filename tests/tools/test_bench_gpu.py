@@ -283,11 +283,11 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("step", ["bf16", "repeat", "invariant", "graph"])
-def test_the_checks_pass_on_interpreted_kernels(step, capsys):
+@pytest.mark.parametrize(("step", "number"), [("bf16", 10), ("repeat", 10), ("invariant", 2), ("graph", 10)])
+def test_the_checks_pass_on_interpreted_kernels(step, number, capsys):
     checks.main([step, "--device", "cpu", "--small"])
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) >= 10
+    assert len(lines) >= number
     assert all(line.startswith("ok ") for line in lines)
 
 
