@@ -114,9 +114,9 @@ def _add_kernels(commands: Commands) -> None:
         help="compile every kernel for GPUs that need not be present, and check the result",
         description="Compile every kernel in every shipped configuration, as the library launches it, and print "
         "registers, spilled bytes, shared memory, tensor-core and TMA instructions. Needs no GPU. Exit status 1 if any "
-        "kernel spills, has wgmma that ptxas serializes, needs more shared memory than its GPU has, lacks the "
-        "instructions that it should have (GEMMs in exact fp32 need no tensor cores), or is other code than the table "
-        "of hashes has; 2 if kernels cannot be compiled in this process.",
+        "kernel spills, has wgmma that ptxas serializes or atomics whose order may show in a result, needs more shared "
+        "memory than its GPU has, lacks the instructions that it should have (GEMMs in exact fp32 need no tensor "
+        "cores), or is other code than the table of hashes has; 2 if kernels cannot be compiled in this process.",
     )
     parser.add_argument("--target", action="append", choices=TARGETS, help="may be repeated; default: all of them")
     parser.add_argument(
