@@ -160,11 +160,19 @@ def guard_in_graph(experts: nn.Module) -> None:
     for name, value in _numbers_read(experts):
         if getattr(experts, name) != value:
             raise AssertionError(f"{name} changed while it was traced")
+    gate: Any = experts._apply_gate if experts.has_gate else None
+    if gate is not None and id(gate.__func__) != _id_of_gate(experts):
+        raise AssertionError("_apply_gate changed while it was traced")
     act_fn = getattr(experts, "act_fn", None)
     if isinstance(act_fn, nn.Module):
         for name, value in _settings_of(act_fn):
             if getattr(act_fn, name) != value:
                 raise AssertionError(f"{name} changed while it was traced")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _id_of_gate(experts: nn.Module) -> int:
+    return id(_activations[experts].function)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

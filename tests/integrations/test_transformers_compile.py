@@ -1,6 +1,7 @@
 """Whole models of Hugging Face Transformers with `experts_implementation="fusedmlp"` in one graph, with a buffer."""
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -77,3 +78,22 @@ def test_an_activation_that_becomes_unknown_between_two_calls_of_a_graph():
     experts.act_fn = torch.nn.Sequential(torch.nn.SiLU(), torch.nn.Dropout())
     with pytest.raises(InternalTorchDynamoError, match="MixtralExperts: got act_fn of class Sequential"):
         graph(*arguments)
+
+
+def _relu_gate(self, gate_up):
+    gate, linear = gate_up.chunk(2, dim=-1)
+    return torch.relu(gate) * linear
+
+
+@pytest.mark.parametrize("where", ["module", "class"])
+def test_a_gate_that_is_replaced_between_two_calls_of_a_graph(where, monkeypatch):
+    experts = training.experts("MixtralExperts", experts_implementation="fusedmlp")
+    arguments = torch.randn(7, 16), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    torch._dynamo.reset()
+    graph = torch.compile(experts, backend="eager", fullgraph=True, dynamic=True)
+    before = graph(*arguments)
+    owner = experts if where == "module" else type(experts)
+    monkeypatch.setattr(owner, "_apply_gate", MethodType(_relu_gate, experts) if where == "module" else _relu_gate)
+    after = graph(*arguments)
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(after, experts(*arguments))
