@@ -77,7 +77,7 @@ def of_copies(impl, grad):
         yield OPS.quantize_rows.default, (x.detach(), offsets, 2, recipe, impl)
     if impl == "torch" and not grad:  # their outputs are differentiated by layers alone
         by_in, by_out = (copies := OPS.quantize_weights([w], "mxfp8", impl))[:2], copies[2:]
-        yield OPS.grouped_gemm.default, (x, [*by_in], [], offsets, "mxfp8/mxfp8", impl)
+        yield OPS.grouped_gemm.default, (x, [*by_in], [], offsets, "mxfp8/mxfp8", False, impl)
         fc2 = OPS.quantize_weights([torch.randn(2, 32, 64)], "mxfp8", impl)
         given = mlp_arguments.forward(x=x, fc1=[*by_in], fc2=[*fc2[:2]], offsets=offsets, impl=impl)
         given = given._replace(activation=fusedmlp.Activation("relu").encoded, recipe="mxfp8/mxfp8")
