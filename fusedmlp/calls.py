@@ -16,7 +16,7 @@ from fusedmlp.autograd.call import Call
 from fusedmlp.contract.forward_checks import enter_forward
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
-from fusedmlp.recipe import NAMES, check_blocks, formats
+from fusedmlp.recipe import BLOCKS, NAMES, check_blocks, formats
 from fusedmlp.validate import ExpertWeight, Input, Options
 
 operators.register()
@@ -62,7 +62,10 @@ def prepare(
     if recipe is not None:
         for name, experts in weights.items():
             check_blocks(recipe, name, experts.out_features, experts.in_features)
-        chosen = formats(recipe, wgrad, math.inf if batch_invariant and num_rows else num_rows / experts.num_experts)
+        rows = num_rows / experts.num_experts
+        if batch_invariant and recipe in BLOCKS and num_rows:
+            rows = math.inf
+        chosen = formats(recipe, wgrad, rows)
         encoded = chosen.encoded
         if save == "tokens" and chosen.gemms and torch.is_grad_enabled():
             saves_tokens = any(w.requires_grad for w in weights["fc1_weight"].tensors)

@@ -125,7 +125,7 @@ def _normal_by_tanh(x: Tensor) -> Tensor:
 def _normal_by_tanh_backward_(grad: Tensor, x: Tensor, alpha: float) -> None:
     n = _normal_by_tanh(x)  # of derivative 2 n (1 - n) u'
     slope = (x * x).mul_(3 * _CUBIC).add_(1).mul_((8 / math.pi) ** 0.5)
-    grad.mul_(slope.mul_(x).mul_(1 - n).add_(1).mul_(n))
+    grad.mul_((1 - n).mul_(n).mul_(slope).mul_(x).add_(n))  # far from zero n (1 - n) is 0, and x^3 infinite
 
 
 def _situ_backward_(grad: Tensor, x: Tensor, alpha: float) -> None:

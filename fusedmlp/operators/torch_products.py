@@ -10,7 +10,7 @@ Three methods, chosen only here, by measurements on two cores (fp32 and bf16, 8 
 
 In all of these, bits of a row depend on how many rows there are. `batch_invariant` products have one size: CHUNK rows,
 the last ones padded, as `w x^T`, whose results did not depend on the rows' number, place or address (MKL and oneDNN of
-torch 2.13, AVX-512 and AMX, one to four threads; as `x w^T` they did).
+torch 2.13, AVX-512, AVX2 and AMX, one to twelve threads; as `x w^T` they did).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from fusedmlp.recipe import BLOCKS
 SCRATCH_ELEMENTS = 1 << 20
 BLOCK_ELEMENTS = 1 << 19
 CHUNK = 64
+# MKL divides the rows of a product with few output features among threads, and those at the seams get other code.
+_NARROW = 32
 # PyTorch's threads share a sum if it is the only one and has 32,768 elements.
 _SUMMED = 1 << 14
 
@@ -103,13 +105,18 @@ class Rows:
         return self.pad(out_RN)
 
     def _products_of_chunks(self, x_RK: Tensor, w_EKN: _Each, out_RN: Tensor) -> None:
-        chunk_CK, product_NC = x_RK.new_zeros(CHUNK, x_RK.shape[1]), x_RK.new_empty(out_RN.shape[1], CHUNK)
+        N, padding = out_RN.shape[1], max(0, _NARROW - out_RN.shape[1])
+        chunk_CK, product_NC = x_RK.new_zeros(CHUNK, x_RK.shape[1]), x_RK.new_empty(N + padding, CHUNK)
         for x, w_KN, out in zip(self.split(x_RK), w_EKN, self.split(out_RN), strict=True):
+            w_NK = w_KN.t()
+            if not (w_NK.is_contiguous() or w_KN.is_contiguous()):
+                w_NK = w_NK.contiguous()  # oneDNN multiplies what lies between rows by zero, also NaN
+            w_NK = F.pad(w_NK, (0, 0, 0, padding)) if padding else w_NK
             for x_cK, out_cN in zip(x.split(CHUNK), out.split(CHUNK), strict=True):
                 if size := x_cK.shape[0]:
                     chunk_CK[:size] = x_cK
-                    torch.mm(w_KN.t(), chunk_CK.t(), out=product_NC)
-                    out_cN.copy_(product_NC.t()[:size])
+                    torch.mm(w_NK, chunk_CK.t(), out=product_NC)
+                    out_cN.copy_(product_NC.t()[:size, :N])
 
     def pad(self, t_RN: Tensor) -> Tensor:
         """Zero the padding rows; return `t_RN`."""

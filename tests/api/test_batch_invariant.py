@@ -48,10 +48,45 @@ def test_functions_and_recipes_of_pytorch(function, bias, recipe):
 
 
 @pytest.mark.usefixtures("threads")
-def test_sums_that_threads_would_share():
-    """PyTorch divides the sum of one long row among threads."""
-    layer = Layer("grouped_mlp", H=4, F=40_000, bias=True, impl="torch")
+@pytest.mark.parametrize(("H", "F"), [(4, 40_000), (40_000, 4)])
+def test_sums_that_threads_would_share(H, F):
+    """PyTorch divides the sum of one long row among threads; a bias of fc2 adds a sum over H."""
+    layer = Layer("grouped_mlp", H=H, F=F, bias=True, impl="torch")
     invariance.check(layer, rows=(0, 128))
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("features", [1, 2, 4, 7])
+@pytest.mark.parametrize("function", ["grouped_mlp", "grouped_linear"])
+def test_few_output_features(function, features):
+    """MKL divides rows among threads there."""
+    rows = (0, *range(1, 129, 3), 128)
+    invariance.check(Layer(function, H=1024, F=features, activation="silu", impl="torch"), rows)
+    if function == "grouped_linear":  # the gradient of x has these features
+        invariance.check(Layer(function, H=features, F=1024, activation="silu", impl="torch"), rows)
+
+
+def test_what_lies_between_rows_of_a_weight_is_not_read():
+    """oneDNN reads it, and multiplies it by zero."""
+    wide = torch.full((2, 64, 103), torch.nan, dtype=torch.bfloat16)
+    w, x = wide[:, :, :100].copy_(torch.randn(2, 64, 100)), torch.randn(70, 100).bfloat16()
+    y = fusedmlp.grouped_linear(x, w, [30, 40], batch_invariant=True, impl="torch")
+    torch.testing.assert_close(y, fusedmlp.grouped_linear(x, w.contiguous(), [30, 40], impl="torch"))
+
+
+@pytest.mark.parametrize("activation", KINDS)
+def test_gradients_far_from_zero_are_as_finite_as_pytorchs(activation):
+    x = torch.tensor([[-1e19, -2e13, -300.0, -100.0, 100.0, 300.0, 2e13, 1e19]]).T
+    w = torch.ones(1, 2 if KINDS[activation].gated else 1, 1)
+    w[:, 1:] = 0
+    grads = []
+    for batch_invariant in (False, True):
+        leaf = x.clone().requires_grad_()
+        options = {"activation": activation, "batch_invariant": batch_invariant, "impl": "torch"}
+        y = fusedmlp.grouped_mlp(leaf, w, torch.ones(1, 1, 1), [8], fc1_bias=torch.ones(w.shape[:2]), **options)
+        y.sum().backward()
+        grads.append(leaf.grad)
+    assert (grads[1].isfinite() | ~grads[0].isfinite()).all()
 
 
 @pytest.mark.parametrize("in_out", [False, True])

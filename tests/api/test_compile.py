@@ -321,6 +321,20 @@ def test_operators_as_torch_library_sees_them():
         ops.enter_backward(torch.ones(2, 3), [main_grad], keys, "weight", [1])
 
 
+@pytest.mark.parametrize("recipe", [None, "bf16"])
+def test_a_number_of_rows_that_depends_on_data_is_batch_invariant(recipe):
+    w1, w2 = torch.randn(2, 16, 8), torch.randn(2, 8, 8)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def some(x, mask, counts):
+        return fusedmlp.grouped_mlp(x[mask], w1, w2, counts, recipe=recipe, batch_invariant=True)
+
+    x, mask, counts = torch.randn(9, 8), torch.arange(9) % 2 == 0, torch.tensor([2, 3])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        y = some(x, mask, counts)
+    assert torch.equal(y, fusedmlp.grouped_mlp(x[mask], w1, w2, counts, recipe=recipe, batch_invariant=True))
+
+
 def test_graphs_are_batch_invariant(compiled_functions):
     """A graph takes x and dy as they lie: operators copy them."""
     layer = invariance.Layer("moe_experts", H=33, F=21)

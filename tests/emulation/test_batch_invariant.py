@@ -26,7 +26,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.parametrize("function", ["grouped_mlp", "moe_experts"])
+@pytest.mark.parametrize("function", ["grouped_mlp", "moe_experts", "grouped_linear"])
 @pytest.mark.parametrize(("target", "layer", "warp_specialized"), CELLS)
 def test_rows_alone_and_among_others(function, target, layer, warp_specialized):
     with emulated(target, warp_specialized=warp_specialized, orders=ORDERS[:1]) as launched:

@@ -45,9 +45,9 @@ def layers(device: str, impl: str, recipe: str | None, small: bool) -> Iterator[
     """
     aligned = (64, 32) if small else (256, 128)
     sizes = (aligned, (aligned[0] + 1, aligned[1] + 3))
-    functions = ("grouped_mlp", "moe_experts")
+    functions = ("grouped_mlp", "moe_experts", "grouped_linear")
     kinds = [*itertools.product(functions, (torch.bfloat16, torch.float16, torch.float32), sizes)]
-    for function, dtype, (H, F) in kinds[1::9] if small else kinds:
+    for function, dtype, (H, F) in kinds[1:12:9] if small else kinds:
         options = {"H": H, "F": F, "dtype": dtype, "bias": H % 2 == 1, "device": device, "impl": impl}
         yield f"{function}, {dtype}, {H}, {F}", Layer(function, **options)
     for function in functions if recipe else ():

@@ -108,8 +108,8 @@ def wgrad_arguments(*starts, lie="packed", gathered=False, dtype=BF16):
     return [weights(lie, F, H, dtype=torch.float32), [], segments(F), segments(H), offsets, (), x_row_ids, True, ""]
 
 
-def gemm_arguments(dtype=BF16):
-    x, offsets = torch.zeros(R, H, dtype=dtype), torch.zeros(E + 1, dtype=torch.int32)
+def gemm_arguments(dtype=BF16, rows=R):
+    x, offsets = torch.zeros(rows, H, dtype=dtype), torch.zeros(E + 1, dtype=torch.int32)
     return [x, weights("packed", F, H, dtype=dtype), [], offsets, "", False]
 
 
@@ -367,12 +367,23 @@ def check_batch_invariant_launches_are_the_same_for_all_loads():
     def odd(tensor):
         return torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape)
 
+    def kinds_of(program):
+        launches = [launch for launch in program.launches if launch.name in INVARIANT]
+        return [(direct.compiled_kind(launch), launch.chosen) for launch in launches]
+
     def kinds(operator, given, target):
-        arguments = given._replace(batch_invariant=True).without_impl
-        launches = operator.program(target, *arguments).launches
-        return [(direct.compiled_kind(launch), launch.chosen) for launch in launches if launch.name in INVARIANT]
+        return kinds_of(operator.program(target, *given._replace(batch_invariant=True).without_impl))
 
     layers = ((triton_impl.grouped_mlp, forward, ("x", "probs")), (triton_impl.grouped_mlp_backward_, backward, ()))
+    for name, rows in itertools.product(TARGETS, (1, 2, 48, 300, 5000)):
+        gemms = [gemm_arguments(rows=n) for n in (1, rows, rows)]
+        gemms[1][0] = odd(gemms[1][0])
+        for arguments in gemms:
+            arguments[-1] = True
+        target = TARGETS[name].planned_for(warp_specialized=True)
+        first, *others = [kinds_of(triton_impl.grouped_gemm.program(target, *arguments)) for arguments in gemms]
+        assert len(first) == 1
+        assert all(other == first for other in others), (name, rows)
     for (operator, of, names), tokens, bias in itertools.product(layers, (False, True), (False, True)):
         names = names or ("dy", "h", "probs")
         given = {rows: of(tokens=tokens, bias=bias, rows=rows) for rows in (2, 48, 300, 5000)}
