@@ -17,7 +17,7 @@ def at_odd_address(tensor):
 
 
 class Results(NamedTuple):
-    """`y`, and the gradients of x or hidden_states, and of probs or top_k_weights (without these x), by row or token."""
+    """`y`, and the gradients of x or hidden_states and of probs or top_k_weights (without these, of x), by row."""
 
     y: torch.Tensor
     dx: torch.Tensor
