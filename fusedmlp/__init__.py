@@ -14,6 +14,7 @@ from fusedmlp.contract.buffer import MainGradBuffer  # noqa: E402
 from fusedmlp.contract.queue import WgradQueue  # noqa: E402
 from fusedmlp.delayed import backward_dw, discard  # noqa: E402
 from fusedmlp.functional import grouped_linear, grouped_mlp, moe_experts  # noqa: E402
+from fusedmlp.lora import LoRA  # noqa: E402
 from fusedmlp.module import GroupedLinear, GroupedMLP  # noqa: E402
 from fusedmlp.quantized_weights import QuantizedWeights, quantize_weights  # noqa: E402
 from fusedmlp.version import __version__  # noqa: E402
@@ -22,6 +23,7 @@ __all__ = [
     "Activation",
     "GroupedLinear",
     "GroupedMLP",
+    "LoRA",
     "MainGradBuffer",
     "QuantizedWeights",
     "WgradQueue",

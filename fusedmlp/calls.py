@@ -14,6 +14,7 @@ from fusedmlp import validate
 from fusedmlp.autograd import compiled, operators
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract.forward_checks import enter_forward
+from fusedmlp.lora import LoRA
 from fusedmlp.operators import ops
 from fusedmlp.quantized_weights import copies_of
 from fusedmlp.recipe import BLOCKS, NAMES, check_blocks, formats
@@ -51,6 +52,7 @@ def prepare(
     x: Input,
     weights: dict[str, ExpertWeight],
     biases: list[list[Tensor]],
+    adapters: dict[str, LoRA | None],
     options: Options,
     num_rows: int,
     activation: str,
@@ -72,9 +74,13 @@ def prepare(
     elif any(experts.tensors[0].dtype != dtype for experts in weights.values()):  # under autocast
         encoded = formats(NAMES[dtype], wgrad).encoded
     lengths = [len(experts.tensors) for experts in weights.values()] + [len(bias) for bias in biases]
+    lengths += [0 if adapter is None else 2 for adapter in adapters.values()]
+    scalings = tuple(1.0 if adapter is None else float(adapter.scaling) for adapter in adapters.values())
+    if saves_tokens and adapters["fc1_lora"] is not None:
+        raise ValueError('fc1_lora: expected save="x", as its gradients need x; got save="tokens"')
     make = Call if torch.compiler.is_compiling() or queue is not None else _call
     constants = tuple(lengths), layout == "in_out", mode, queue, impl, activation
-    return make(*constants, encoded, saves_tokens, bool(batch_invariant))
+    return make(*constants, encoded, saves_tokens, bool(batch_invariant), scalings)
 
 
 _call = lru_cache(maxsize=1024)(Call)  # its arguments are only numbers and names

@@ -101,6 +101,8 @@ def mlp_backward(*args: Any) -> Any:
             "fc1_weight": given.fc1,
             "fc2_weight": given.fc2,
             "fc2_bias": given.bias2,
+            "fc1_lora": given.lora1,
+            "fc2_lora": given.lora2,
             "the earlier gradient of fc1": given.dw1 if given.accumulate1 else None,
             "the earlier gradient of fc2": given.dw2 if given.accumulate2 else None,
         },
@@ -109,8 +111,8 @@ def mlp_backward(*args: Any) -> Any:
     report("dgrad of fc2, through the activation", [rows(dh), rows(act_probs)])
     report("the gradient of the probabilities", dprobs)
     report("dgrad of fc1", dx)
-    report("wgrad of fc2", [*given.dw2, *given.db2])
-    report("wgrad of fc1", [*given.dw1, *given.db1])
+    report("wgrad of fc2", [*given.dw2, *given.db2, *given.dlora2])
+    report("wgrad of fc1", [*given.dw1, *given.db1, *given.dlora1])
     return results
 
 

@@ -19,6 +19,7 @@ from fusedmlp.activation import Activation
 from fusedmlp.autograd import layers
 from fusedmlp.contract.queue import WgradQueue
 from fusedmlp.contract.route import Mode
+from fusedmlp.lora import LoRA, check
 from fusedmlp.operators import ops
 from fusedmlp.operators.types import RowOrder
 from fusedmlp.quantized_weights import QuantizedWeights
@@ -46,6 +47,8 @@ def grouped_mlp(
     quantized_weights: QuantizedWeights | None = None,
     save: str = "x",
     batch_invariant: bool = False,
+    fc1_lora: LoRA | None = None,
+    fc2_lora: LoRA | None = None,
     **removed: Never,
 ) -> Tensor:
     """Every expert's MLP on its own rows, with weight gradients that go where `accumulate_wgrad` says.
@@ -85,6 +88,7 @@ def grouped_mlp(
         batch_invariant: bits of a row of y, and of the gradients of x and probs, depend on the row and the weights
             alone: not on other rows, their number or counts, the row's place, nor on where x, probs and the gradient of
             y lie. 8-bit recipes then quantize at any number of rows. See docs/reproducible.md.
+        fc1_lora, fc2_lora: adapters: `W x + scaling * B (A x)` takes the place of `W x`. See docs/lora.md.
 
     Returns:
         `[R, H]`, dtype of x.
@@ -104,8 +108,10 @@ def grouped_mlp(
     kind, weights, biases = _mlp_arguments(source, *given, activation, weight_layout)
     probs = routing_arguments.probabilities(probs, source)
     counts = routing_arguments.counts(tokens_per_expert, weights["fc1_weight"].num_experts, source)
-    call = calls.prepare(source, weights, biases, options, x.shape[0], kind.encoded)
-    tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
+    adapters = {"fc1_lora": fc1_lora, "fc2_lora": fc2_lora}
+    of_adapters = _adapters(adapters, weights, source)
+    call = calls.prepare(source, weights, biases, adapters, options, x.shape[0], kind.encoded)
+    tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1], *of_adapters]
     rest = [source.computed(), calls.offsets(counts, x, call.impl), probs, None, None, None]
     return calls.run(layers.GroupedMLP, call, weights, [*tensors, *rest], options).to(x.dtype)
 
@@ -129,6 +135,8 @@ def moe_experts(
     wgrad: str = "recipe",
     quantized_weights: QuantizedWeights | None = None,
     batch_invariant: bool = False,
+    fc1_lora: LoRA | None = None,
+    fc2_lora: LoRA | None = None,
     **removed: Never,
 ) -> Tensor:
     """`grouped_mlp` over tokens that are not sorted by expert: every token through the experts that it chose.
@@ -148,6 +156,7 @@ def moe_experts(
         fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, weight_layout: as in `grouped_mlp`.
         accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, quantized_weights: as in `grouped_mlp`.
         batch_invariant: likewise, for tokens with their choices in order.
+        fc1_lora, fc2_lora: as in `grouped_mlp`.
 
     Returns:
         `[T, H]`, dtype of hidden_states.
@@ -172,8 +181,10 @@ def moe_experts(
     ids, probs = routing_arguments.choices(top_k_index, top_k_weights, source)
     if debug.enabled:
         debug.count_ids(ids, weights["fc1_weight"].num_experts)
-    call = calls.prepare(source, weights, biases, options, ids.numel(), kind.encoded)
-    tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1]]
+    adapters = {"fc1_lora": fc1_lora, "fc2_lora": fc2_lora}
+    of_adapters = _adapters(adapters, weights, source)
+    call = calls.prepare(source, weights, biases, adapters, options, ids.numel(), kind.encoded)
+    tensors = [*weights["fc1_weight"].tensors, *weights["fc2_weight"].tensors, *biases[0], *biases[1], *of_adapters]
     # Detached, as the layer's backward differentiates routing, too; an exported program has only the operators.
     routed = probs if torch.compiler.is_exporting() else probs.detach()
     order = RowOrder(*ops.order_rows(ids, routed, weights["fc1_weight"].num_experts, call.impl))
@@ -195,6 +206,7 @@ def grouped_linear(
     recipe: str | None = None,
     wgrad: str = "recipe",
     batch_invariant: bool = False,
+    lora: LoRA | None = None,
     **removed: Never,
 ) -> Tensor:
     """`y[r] = weight[e] @ x[r] + bias[e]` for row `r` of expert `e`: one GEMM with the contract of `grouped_mlp`.
@@ -205,6 +217,7 @@ def grouped_linear(
         bias: `[E, out]`, or a sequence of E tensors `[out]`.
         weight_layout: "in_out": the weight is `[E, in, out]`.
         tokens_per_expert, accumulate_wgrad, wgrad_queue, impl, recipe, wgrad, batch_invariant: as in `grouped_mlp`.
+        lora: an adapter, as `fc1_lora` of `grouped_mlp`.
 
     Returns:
         `[R, out]`, dtype of x; zero at padding rows.
@@ -221,9 +234,12 @@ def grouped_linear(
     validate.width(source, "weight", experts.in_features, weight_layout)
     biases = [validate.biases("bias", bias, experts, source)]
     counts = routing_arguments.counts(tokens_per_expert, experts.num_experts, source)
-    call = calls.prepare(source, {"weight": experts}, biases, options, x.shape[0], "")
-    tensors = [*experts.tensors, *biases[0], source.computed(), calls.offsets(counts, x, call.impl)]
-    return calls.run(layers.GroupedLinear, call, {"weight": experts}, tensors, options).to(x.dtype)
+    weights, adapters = {"weight": experts}, {"lora": lora}
+    of_adapter = _adapters(adapters, weights, source)
+    call = calls.prepare(source, weights, biases, adapters, options, x.shape[0], "")
+    rest = [source.computed(), calls.offsets(counts, x, call.impl)]
+    tensors = [*experts.tensors, *biases[0], *of_adapter, *rest]
+    return calls.run(layers.GroupedLinear, call, weights, tensors, options).to(x.dtype)
 
 
 def _mlp_arguments(
@@ -254,6 +270,12 @@ def _mlp_arguments(
         validate.size("fc1_weight", what, expected[-1], fc1.out_features)
     biases = [validate.biases("fc1_bias", fc1_bias, fc1, x), validate.biases("fc2_bias", fc2_bias, fc2, x)]
     return activation, {"fc1_weight": fc1, "fc2_weight": fc2}, biases
+
+
+def _adapters(adapters: dict[str, LoRA | None], weights: dict[str, ExpertWeight], x: Input) -> list[Tensor]:
+    """A and B of each adapter, which belongs to the weight at its place, checked."""
+    pairs = zip(adapters.items(), weights.values(), strict=True)
+    return [tensor for (name, adapter), weight in pairs for tensor in check(name, adapter, weight, x)]
 
 
 _activation = lru_cache(Activation)

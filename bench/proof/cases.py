@@ -99,6 +99,8 @@ class Layer:
             dw2=grads[1],
             db1=bias_grads[0],
             db2=bias_grads[1],
+            dlora1=[],
+            dlora2=[],
             dy=dy,
             h=h,
             places=row_ids,

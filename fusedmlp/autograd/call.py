@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedmlp import lora
 from fusedmlp.autograd import weight_copies
 from fusedmlp.contract.destinations.destination import Route
 from fusedmlp.contract.destinations.sharded_grad import local_weights
@@ -32,6 +33,7 @@ class Call:
     recipe: str = ""  # recipe.Formats.encoded
     saves_tokens: bool = False  # the 8-bit copy of x that wgrad multiplies, in place of x
     batch_invariant: bool = False
+    scalings: tuple[float, ...] = ()  # of adapters, one for each weight; empty without adapters
     traced: Any = None  # inside a graph: compiled.Traced
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
@@ -49,6 +51,10 @@ class Call:
     def computed(self, weights: list[Tensor], x: Tensor, copy: Sequence[Tensor] = ()) -> list[Tensor]:
         """A weight as GEMMs take it: a copy from `quantize_weights`, or else as `logical`, in the dtype of x or dy."""
         return [*copy] or self.logical(weight_copies.computed(weights, x.dtype))
+
+    def adapter(self, tensors: list[Tensor], weight: int, x: Tensor) -> list[Tensor]:
+        """The adapter of a weight as operators take it, in the dtype of x or dy."""
+        return lora.computed(tensors, self.scalings[weight], x.dtype) if tensors else []
 
     def quantize_rows(self, x: Tensor, offsets: Tensor, weights: list[Tensor]) -> RowCopies:
         """Both copies of x, for products with these weights."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import debug
+from fusedmlp.autograd import adapters
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import fresh_like
@@ -85,19 +86,19 @@ def _no_forward_mode(ctx: Any, *tangents: Any) -> NoReturn:
 
 
 class GroupedLinear(torch.autograd.Function):
-    """`apply(call, *weight, *bias, x, offsets) -> y`."""
+    """`apply(call, *weight, *bias, *lora, x, offsets) -> y`; `lora`: none, or A and B of an adapter."""
 
     jvp = staticmethod(_no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor) -> Tensor:
         """Run the GEMM; save its inputs."""
-        weight, bias, (x, offsets) = call.split(tensors)
-        ctx.save_for_backward(*tensors)
+        weight, bias, adapter, (x, offsets) = call.split(tensors)
         ctx.call, ctx.local_weights = call, call.local(weight)
-        y: Tensor = ops.grouped_gemm(
-            x, call.computed(weight, x), bias, offsets, call.recipe, call.batch_invariant, call.impl
-        )
+        options = call.batch_invariant, call.impl
+        y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, *options)
+        t = adapters.forward_(y, x, call.adapter(adapter, 0, x), offsets, *options)
+        ctx.save_for_backward(*tensors, t)
         return y
 
     @staticmethod
@@ -105,17 +106,20 @@ class GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        weight, bias, (x, offsets) = call.split(saved)
-        weight_nodes, bias_nodes, (x_node, *_) = call.edges(ctx)
+        weight, bias, adapter, (x, offsets, t) = call.split(saved)
+        weight_nodes, bias_nodes, adapter_nodes, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
         route = call.route("weight", weight, weight_nodes, ctx, routes)
-        db = _bias_grads(bias, bias_nodes)
+        db = _grads_like(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
         w = call.computed(weight, dy) if need_dx else []
         options = call.recipe, call.batch_invariant, call.impl
         dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, *options)
-        return (None, *call.finish(route, dy, x, offsets), *_returned(db, bias), dx, None)
+        grads = _grads_like(adapter, adapter_nodes)
+        adapters.backward_(dx, grads, dy, x, t, call.adapter(adapter, 0, dy), offsets, *options[1:])
+        rest = _returned(db, bias) + _returned(adapters.of_adapter(grads, call.scalings), adapter)
+        return (None, *call.finish(route, dy, x, offsets), *rest, dx, None)
 
 
 def linear_backward(
@@ -148,7 +152,8 @@ def linear_backward(
 
 
 class GroupedMLP(torch.autograd.Function):
-    """`apply(call, *fc1, *fc2, *bias1, *bias2, x, offsets, probs, row_ids, places, row_probs, *copies) -> y`.
+    """`apply(call, *fc1, *fc2, *bias1, *bias2, *lora1, *lora2, x, offsets, probs, row_ids, places, row_probs,
+    *copies) -> y`.
 
     With row_ids, places and row_probs (of `types.RowOrder`), x, y and probs are per token: `[T, H]`, `[T, H]` and
     `[T, K]`. If they are None, x, y and probs are per row. `copies`: none, or those of fc1 and then of fc2, each as
@@ -167,7 +172,8 @@ class GroupedMLP(torch.autograd.Function):
     @staticmethod
     def run(ctx: Any, call: Call, *tensors: Tensor | None) -> MLPOutput:
         """Run both GEMMs; save the inputs and the pre-activation."""
-        fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *copies) = call.split(tensors)
+        fc1, fc2, bias1, bias2, lora1, lora2, rest = call.split(tensors)
+        x, offsets, probs, row_ids, places, row_probs, *copies = rest
         forward1, _, forward2, _ = _by_pass(copies)
         rows, rows_scales, tokens, tokens_scales = x, None, x, None
         if call.saves_tokens:
@@ -187,12 +193,14 @@ class GroupedMLP(torch.autograd.Function):
                     activation=call.activation,
                     recipe=call.recipe,
                     batch_invariant=call.batch_invariant,
+                    lora1=call.adapter(lora1, 0, x),
+                    lora2=call.adapter(lora2, 1, x),
                     impl=call.impl,
                 )
             )
         )
-        x_place = sum(call.lengths)
-        ctx.save_for_backward(*tensors[:x_place], tokens, *tensors[x_place + 1 :], out.h, tokens_scales, call.source(x))
+        x_place, made = sum(call.lengths), (out.h, out.t1, out.t2, tokens_scales, call.source(x))
+        ctx.save_for_backward(*tensors[:x_place], tokens, *tensors[x_place + 1 :], *made)
         ctx.call, ctx.local_weights = call, call.local(fc1) | call.local(fc2)
         return out
 
@@ -201,16 +209,16 @@ class GroupedMLP(torch.autograd.Function):
     def backward(ctx: Any, saved: Sequence[Any], dy: Tensor, routes: Routes) -> _Grads:
         """Gradients in the order of forward's arguments."""
         call: Call = ctx.call
-        fc1, fc2, bias1, bias2, (x, offsets, probs, row_ids, places, row_probs, *rest) = call.split(saved)
-        *copies, h, x_scales, _ = rest
+        fc1, fc2, bias1, bias2, lora1, lora2, rest = call.split(saved)
+        x, offsets, probs, row_ids, places, row_probs, *copies, h, t1, t2, x_scales, _ = rest
         _, backward1, _, backward2 = _by_pass(copies)
-        nodes1, nodes2, bias_nodes1, bias_nodes2, (x_node, *_) = call.edges(ctx)
+        nodes1, nodes2, *other_nodes, (x_node, *_) = call.edges(ctx)
         dy = dy.contiguous()
         call.enter_backward(dy)
         # fc2 first, as its GEMM runs first: both weights could be one parameter.
         route2 = call.route("fc2_weight", fc2, nodes2, ctx, routes)
         route1 = call.route("fc1_weight", fc1, nodes1, ctx, routes)
-        db1, db2 = _bias_grads(bias1, bias_nodes1), _bias_grads(bias2, bias_nodes2)
+        db1, db2, dlora1, dlora2 = map(_grads_like, (bias1, bias2, lora1, lora2), other_nodes)
         need_dx = x_node is not None
         mlp_backward = debug.mlp_backward if debug.enabled else ops.grouped_mlp_backward_
         grads = MLPGrads(
@@ -220,6 +228,8 @@ class GroupedMLP(torch.autograd.Function):
                     dw2=call.logical(route2.outs),
                     db1=db1,
                     db2=db2,
+                    dlora1=dlora1,
+                    dlora2=dlora2,
                     dy=dy,
                     x=x,
                     x_scales=x_scales,
@@ -238,6 +248,10 @@ class GroupedMLP(torch.autograd.Function):
                     keep=route1.delayed or route2.delayed,
                     recipe=call.recipe,
                     batch_invariant=call.batch_invariant,
+                    lora1=call.adapter(lora1, 0, dy),
+                    lora2=call.adapter(lora2, 1, dy),
+                    t1=t1,
+                    t2=t2,
                     impl=call.impl,
                 )
             )
@@ -250,8 +264,10 @@ class GroupedMLP(torch.autograd.Function):
         # fc2 leaves a queue before fc1.
         dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_row_ids=row_ids)
         dfc1 = call.finish(route1, grads.dh, x, offsets, x_row_ids=row_ids)
-        db = _returned(db1, bias1) + _returned(db2, bias2)
-        return (None, *dfc1, *dfc2, *db, dx, None, dprobs, None, None, None, *[None] * len(copies))
+        rest = _returned(db1, bias1) + _returned(db2, bias2)
+        rest += _returned(adapters.of_adapter(dlora1, call.scalings), lora1)
+        rest += _returned(adapters.of_adapter(dlora2, call.scalings[1:]), lora2)
+        return (None, *dfc1, *dfc2, *rest, dx, None, dprobs, None, None, None, *[None] * len(copies))
 
 
 def _by_pass(copies: list[Any]) -> tuple[list[Any], ...]:
@@ -262,11 +278,11 @@ def _by_pass(copies: list[Any]) -> tuple[list[Any], ...]:
     return fc1, fc1, fc2, fc2
 
 
-def _bias_grads(bias: list[Tensor], nodes: list[Any]) -> list[Tensor]:
-    """Outputs for the bias gradients, which are always returned; empty if none is wanted."""
+def _grads_like(tensors: list[Tensor], nodes: list[Any]) -> list[Tensor]:
+    """Outputs for gradients of biases or of an adapter, which are always returned; empty if none is wanted."""
     if all(node is None for node in nodes):
         return []
-    return [fresh_like(b) for b in bias]
+    return [fresh_like(tensor) for tensor in tensors]
 
 
 def _returned(db: list[Tensor], bias: list[Tensor]) -> list[Tensor | None]:

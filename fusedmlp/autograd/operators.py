@@ -32,7 +32,8 @@ def _call(
 ) -> Call:
     lengths = tuple(len(group or ()) for group in weights)
     own = impl, activation, recipe
-    return Call(lengths, False, "off", None, *own, batch_invariant=batch_invariant, traced=_PLAIN)
+    options: dict[str, Any] = {"batch_invariant": batch_invariant, "scalings": (1.0, 1.0), "traced": _PLAIN}
+    return Call(lengths, False, "off", None, *own, **options)
 
 
 def _grouped_gemm(
@@ -45,7 +46,7 @@ def _grouped_gemm(
     impl: str,
 ) -> Any:
     tensors = (*w, *(bias or ()), x.contiguous(), offsets)
-    return layers.GroupedLinear.apply(_call((w, bias), impl, recipe, batch_invariant), *tensors)  # type: ignore[no-untyped-call]
+    return layers.GroupedLinear.apply(_call((w, bias, ()), impl, recipe, batch_invariant), *tensors)  # type: ignore[no-untyped-call]
 
 
 class _MLP(layers.GroupedMLP):
@@ -54,17 +55,18 @@ class _MLP(layers.GroupedMLP):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Any:
         out = layers.GroupedMLP.run(ctx, call, *tensors)
-        ctx.mark_non_differentiable(out.h)
-        return tuple(out)
+        made = [tensor for tensor in out[1:] if tensor is not None]
+        ctx.mark_non_differentiable(*made)
+        return out.y, *(out.y.new_empty(0) if tensor is None else tensor for tensor in out[1:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, _: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor, *_: Tensor) -> Any:
         return layers.GroupedMLP.backward(ctx, dy)
 
 
 def _grouped_mlp(*args: Any) -> Any:
     given = MLPArguments(*args)
-    x, groups = given.x, (given.fc1, given.fc2, given.bias1, given.bias2)
+    x, groups = given.x, (given.fc1, given.fc2, given.bias1, given.bias2, given.lora1, given.lora2)
     if given.row_ids is not None:  # dy is per row, so x has to be, too; a token's rows are added up in fp32
         x = x.float().index_select(0, given.row_ids).to(x.dtype)
     call = _call(groups, given.impl, given.recipe, given.batch_invariant, given.activation)

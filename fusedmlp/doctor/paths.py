@@ -90,7 +90,8 @@ def _arguments(layer: dict[str, Any], tokens: bool) -> tuple[MLPArguments, MLPBa
     settings: dict[str, Any] = {"recipe": "", "batch_invariant": layer["batch_invariant"], "impl": "triton"}
     forward = MLPArguments(x, None, fc1, fc2, [], [], offsets, row_ids, probs, swiglu, **settings)
     rest: dict[str, Any] = {"accumulate1": True, "accumulate2": True, "need_dx": True, "keep": False}
-    rest |= {"dw1": dw1, "dw2": dw2, "db1": [], "db2": [], "dy": dy, "h": h, "places": row_ids}
+    rest |= {"dw1": dw1, "dw2": dw2, "dy": dy, "h": h, "places": row_ids}
+    rest |= {name: [] for name in ("db1", "db2", "dlora1", "dlora2")}
     return forward, MLPBackwardArguments.of(forward, **rest)
 
 

@@ -36,12 +36,15 @@ def _grouped_wgrad(
 def _grouped_mlp(*args: Any, **_: Any) -> int:
     shapes: Any = MLPArguments(*args)
     num_rows = (shapes.x if shapes.row_ids is None else shapes.row_ids)[0]
-    return _product(num_rows, shapes.fc1) + _product(num_rows, shapes.fc2)
+    products = (shapes.fc1, shapes.fc2, *([w] for lora in (shapes.lora1, shapes.lora2) for w in lora or ()))
+    return sum(_product(num_rows, weights) for weights in products)
 
 
 def _grouped_mlp_backward(*args: Any, **_: Any) -> int:
     shapes: Any = MLPBackwardArguments(*args)
     products = [shapes.fc2, shapes.dw1, shapes.dw2] + [shapes.fc1] * shapes.need_dx
+    lora1, lora2 = shapes.lora1 or (), shapes.lora2 or ()
+    products += [[w] for w in (*shapes.dlora1, *shapes.dlora2, *lora2, *lora1[1 - shapes.need_dx :])]
     return sum(_product(shapes.h[0], weights) for weights in products)
 
 

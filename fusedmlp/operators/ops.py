@@ -91,10 +91,10 @@ def _register(schema: str, fake: Callable[..., Any]) -> Any:
     def run_operator(*args: Any) -> Any:
         with torch.no_grad():  # an operator is differentiated as a whole: see `autograd/operators.py`
             results = run(*args)
-        if not isinstance(results, MLPGrads):
+        if not isinstance(results, MLPGrads | MLPOutput):
             return results
-        h = MLPBackwardArguments(*args).h
-        return MLPGrads(*(h.new_empty(0) if result is None else result for result in results))
+        like = results.y if isinstance(results, MLPOutput) else MLPBackwardArguments(*args).h
+        return type(results)(*(like.new_empty(0) if result is None else result for result in results))
 
     operator = register(schema, fake, run_operator)
     types = [str(argument.type) for argument in operator._schema.arguments]
@@ -173,7 +173,9 @@ def _fake_grouped_mlp(*args: Any) -> MLPOutput:
     given = MLPArguments(*args)
     x, num_rows = given.x, (given.x if given.row_ids is None else given.row_ids).shape[0]
     dtype = x.dtype if given.x_scales is None else torch.bfloat16
-    return MLPOutput(*(x.new_empty(num_rows, size, dtype=dtype) for size in (x.shape[1], given.fc1[0].shape[-2])))
+    ranks = (lora[0].shape[1] if lora else 0 for lora in (given.lora1, given.lora2))
+    y, h = (x.new_empty(num_rows, size, dtype=dtype) for size in (x.shape[1], given.fc1[0].shape[-2]))
+    return MLPOutput(y, h, *(x.new_empty((num_rows, r) if r else 0, dtype=dtype) for r in ranks))
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
@@ -232,16 +234,16 @@ grouped_wgrad_ = _register(
     "Tensor[] dy_row_ids, Tensor[] x_row_ids, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
-# -> (y, h): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`.
+# -> (y, h, t1, t2): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`.
 grouped_mlp = _register(
-    f"grouped_mlp({_fields(MLPArguments)}) -> (Tensor, Tensor)",
+    f"grouped_mlp({_fields(MLPArguments)}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp,
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
 # weight gradients. With `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that
 # is to row `places[i]`.
 grouped_mlp_backward_ = _register(
-    f"grouped_mlp_backward_({_fields(MLPBackwardArguments, 'abcd')}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"grouped_mlp_backward_({_fields(MLPBackwardArguments, 'abcdef')}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
 )
 flops.register()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fusedmlp.activation import Activation
 from fusedmlp.operators import torch_activation, torch_quantize
-from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows, sum_rows_
+from fusedmlp.operators.torch_products import BLOCK_ELEMENTS, Rows, sum_rows_, transposed
 from fusedmlp.operators.torch_quantize import empty_row_copies as empty_row_copies
 from fusedmlp.operators.torch_quantize import quantize_weights as quantize_weights
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments, MLPGrads, MLPOutput, RowCopies, RowOrder
@@ -91,7 +91,9 @@ def grouped_mlp(*args: Any) -> MLPOutput:
     probs_R1 = None if given.probs is None else given.probs.float().unsqueeze(1)
     if given.x_scales is not None:  # quantized once more, to the same values
         x_RH = torch_quantize.dequantized_rows(x_RH, given.x_scales, gemms)
-    h_RG = rows.product(rows.gather(x_RH, given.row_ids), given.fc1, transposed=True, recipe=gemms)
+    x_RH = rows.gather(x_RH, given.row_ids)
+    h_RG = rows.product(x_RH, given.fc1, transposed=True, recipe=gemms)
+    t1_Rr = rows.adapt_(h_RG, x_RH, given.lora1)
     if given.bias1:
         rows.add_bias_(h_RG, given.bias1)
     a_RF = x_RH.new_empty(rows.number, h_RG.shape[1] // (2 if kind.gated else 1))
@@ -104,9 +106,10 @@ def grouped_mlp(*args: Any) -> MLPOutput:
         else:
             torch.mul(a_nF, probs_R1[block], out=a_RF[block])
     y_RH = rows.product(a_RF, given.fc2, transposed=True, recipe=gemms)
+    t2_Rr = rows.adapt_(y_RH, a_RF, given.lora2)
     if given.bias2:
         rows.add_bias_(y_RH, given.bias2, probs_R1)
-    return MLPOutput(y_RH, h_RG)
+    return MLPOutput(y_RH, h_RG, t1_Rr, t2_Rr)
 
 
 def grouped_mlp_backward_(*args: Any) -> MLPGrads:
@@ -123,6 +126,7 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
     dprobs_R = h_RG.new_empty(0 if given.probs is None else rows.number, dtype=torch.float32)
     dy_RH = rows.gather(given.dy, given.row_ids)
     da_RF = rows.product(dy_RH, given.fc2, transposed=False, recipe=gemms)
+    u2_Rr = rows.adapt_(da_RF, dy_RH, transposed(given.lora2))
     dh_RG = torch.empty_like(h_RG)
     for block in rows.blocks(h_RG.shape[1]):
         h_nG, grad_nF = wide.copy("h", h_RG[block]), wide.copy("grad", da_RF[block])
@@ -140,14 +144,19 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
     if given.bias2 and given.probs is not None:  # y = probs * (... + bias2), so dprobs also gets dy . bias2
         rows.dot_bias_(dprobs_R, dy_RH, given.bias2)
     dx_RH = rows.product(dh_RG, given.fc1, transposed=False, recipe=gemms) if given.need_dx else None
+    u1_Rr = rows.adapt_(dx_RH, dh_RG, transposed(given.lora1))
+    rows.adapter_grads_(given.dlora2, dy_RH, act_probs_RF, given.t2, u2_Rr)
     if given.dw2:
         rows.wgrad_(given.dw2, dy_RH, act_probs_RF, given.accumulate2, recipe=wgrad)
     if given.db2:
         rows.bias_grad_(given.db2, dy_RH, probs_R1)
+    if given.x_scales is not None and given.dw1:
+        x_RH = torch_quantize.dequantized_tokens(x_RH, given.x_scales, rows.sizes, gemms)
+    if given.dw1 or given.dlora1:
+        x_RH = rows.gather(x_RH, given.row_ids)
+    rows.adapter_grads_(given.dlora1, dh_RG, x_RH, given.t1, u1_Rr)
     if given.dw1:
-        if given.x_scales is not None:
-            x_RH = torch_quantize.dequantized_tokens(x_RH, given.x_scales, rows.sizes, gemms)
-        rows.wgrad_(given.dw1, dh_RG, rows.gather(x_RH, given.row_ids), given.accumulate1, recipe=wgrad)
+        rows.wgrad_(given.dw1, dh_RG, x_RH, given.accumulate1, recipe=wgrad)
     if given.db1:
         rows.bias_grad_(given.db1, dh_RG)
     dprobs = None

@@ -118,6 +118,25 @@ class Rows:
                     torch.mm(w_NK, chunk_CK.t(), out=product_NC)
                     out_cN.copy_(product_NC.t()[:size, :N])
 
+    def adapt_(self, out_RN: Tensor | None, x_RK: Tensor, lora: Sequence[Tensor] | None) -> Tensor | None:
+        """`out += B (A x)` with an adapter `[A, B]`; return `A x`, `[R, r]`. None without an adapter."""
+        if not lora:
+            return None
+        A, B = lora
+        t_Rr = self.product(x_RK, [A], transposed=True)
+        if out_RN is not None:
+            out_RN += self.product(t_Rr, [B], transposed=True)
+        return t_Rr
+
+    def adapter_grads_(
+        self, dlora: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, t_Rr: Tensor | None, u_Rr: Tensor | None
+    ) -> None:
+        """Write the gradients of A and B, if they are wanted, from `t = A x` and `u = B^T dy`, summed unrounded."""
+        if dlora and t_Rr is not None and u_Rr is not None:
+            dA, dB = dlora
+            self.wgrad_([dA], u_Rr, x_RK, False, recipe="bf16")
+            self.wgrad_([dB], dy_RN, t_Rr, False, recipe="bf16")
+
     def pad(self, t_RN: Tensor) -> Tensor:
         """Zero the padding rows; return `t_RN`."""
         if self.total < self.number:
@@ -191,6 +210,11 @@ class Rows:
 
     def _by_expert(self, t_RN: Tensor) -> Tensor:
         return t_RN[: self.total].view(len(self.sizes), self.sizes[0], t_RN.shape[1])
+
+
+def transposed(lora: Sequence[Tensor] | None) -> list[Tensor]:
+    """An adapter's `[B^T, A^T]`, as backward applies it."""
+    return [w.mT for w in reversed(lora or ())]
 
 
 def sum_rows_(out_R: Tensor, t_RN: Tensor) -> Tensor:

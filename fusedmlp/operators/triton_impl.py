@@ -97,6 +97,8 @@ def _plan_grouped_gemm(
 def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     given: Any = _as_new(builder, MLPArguments(*args), "x", "probs")  # of arrays
+    if given.lora1 or given.lora2:
+        raise NotImplementedError('fc1_lora, fc2_lora: expected impl="torch": kernels of an MLP take no adapters yet')
     x_RH, row_ids_R, probs_R = given.x, given.row_ids, given.probs
     num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
     weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
@@ -239,7 +241,9 @@ order_rows = Operator(_plan_order_rows, WARP_SPECIALIZED)
 combine = Operator(_plan_combine, WARP_SPECIALIZED)
 grouped_gemm = Operator(_plan_grouped_gemm, WARP_SPECIALIZED)
 grouped_mlp = Operator(_plan_grouped_mlp, WARP_SPECIALIZED)
-grouped_mlp_backward_ = Operator(_plan_grouped_mlp_backward_, WARP_SPECIALIZED, multiplied=4)
+grouped_mlp_backward_ = Operator(
+    _plan_grouped_mlp_backward_, WARP_SPECIALIZED, multiplied=MLPBackwardArguments._fields.index("dy")
+)
 checked_plan = Operator(plan.plan_of_counts.plan, WARP_SPECIALIZED)
 wgrad_of_segments_ = Operator(_plan_grouped_wgrad_, WARP_SPECIALIZED, multiplied=2)
 

@@ -55,6 +55,8 @@ class MLPArguments(NamedTuple):
     activation: str
     recipe: str
     batch_invariant: bool = False
+    lora1: Sequence[Tensor] | None = None  # [scaling * A, B] of fc1, in the dtype of h
+    lora2: Sequence[Tensor] | None = None
     impl: str = ""  # implementations are called without it
 
     @property
@@ -70,6 +72,8 @@ class MLPBackwardArguments(NamedTuple):
     dw2: Sequence[Tensor]
     db1: Sequence[Tensor]
     db2: Sequence[Tensor]
+    dlora1: Sequence[Tensor]  # gradients of `lora1`, in any dtype: always overwritten
+    dlora2: Sequence[Tensor]
     dy: Tensor  # [R, H], or with `row_ids` [T, H]
     x: Tensor  # likewise; or a copy of it
     x_scales: Tensor | None  # of the copy
@@ -88,6 +92,10 @@ class MLPBackwardArguments(NamedTuple):
     keep: bool  # also return what delayed weight gradients need
     recipe: str
     batch_invariant: bool = False
+    lora1: Sequence[Tensor] | None = None
+    lora2: Sequence[Tensor] | None = None
+    t1: Tensor | None = None  # of forward
+    t2: Tensor | None = None
     impl: str = ""  # implementations are called without it
 
     @classmethod
@@ -102,10 +110,14 @@ class MLPBackwardArguments(NamedTuple):
 
 
 class MLPOutput(NamedTuple):
-    """Forward: the output `[R, H]` and the pre-activation `[R, F1]` that backward needs."""
+    """Forward: the output `[R, H]`, and what backward needs: the pre-activation `[R, F1]`, and `scaling * A x` of each
+    adapter, `[R, r]`; None without, or from an operator, which cannot return that, empty.
+    """
 
     y: Tensor
     h: Tensor
+    t1: Tensor | None = None
+    t2: Tensor | None = None
 
 
 class MLPGrads(NamedTuple):

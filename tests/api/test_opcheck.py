@@ -51,9 +51,15 @@ def of_mlp(impl, grad):
     yield OPS.grouped_mlp.default, given._replace(bias1=[b1], bias2=None)
     yield OPS.grouped_mlp.default, given._replace(bias1=None, bias2=[b2])
     yield OPS.grouped_mlp.default, given._replace(probs=None)
-    _, h = OPS.grouped_mlp(*given)
     dw1, dw2 = [torch.empty_like(fc1)], [torch.empty_like(fc2)]
-    yield OPS.grouped_mlp_backward_.default, mlp_arguments.backward(given, dw1=dw1, dw2=dw2, dy=dy, h=h)
+    backward = {"dw1": dw1, "dw2": dw2, "dy": dy, "h": OPS.grouped_mlp(*given)[1]}
+    yield OPS.grouped_mlp_backward_.default, mlp_arguments.backward(given, **backward)
+    if impl == "torch":
+        A, B = tensors(8, (3, 2, H), (3, 2 * F, 2), grad=grad)
+        given = given._replace(lora1=[A, B])
+        yield OPS.grouped_mlp.default, given
+        of_adapter = {"t1": OPS.grouped_mlp(*given)[2].detach(), "dlora1": [torch.empty_like(A), torch.empty_like(B)]}
+        yield OPS.grouped_mlp_backward_.default, mlp_arguments.backward(given, **backward, **of_adapter)
 
 
 def of_tokens(impl, grad):

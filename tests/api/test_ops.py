@@ -133,13 +133,15 @@ def test_the_schemas_of_a_whole_mlp():
     assert str(OPS.grouped_mlp.default._schema) == (
         "fusedmlp::grouped_mlp(Tensor x, Tensor? x_scales, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, "
         "Tensor[]? bias2, Tensor offsets, Tensor? row_ids, Tensor? probs, str activation, str recipe, "
-        "bool batch_invariant, str impl) -> (Tensor, Tensor)"
+        "bool batch_invariant, Tensor[]? lora1, Tensor[]? lora2, str impl) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     assert str(OPS.grouped_mlp_backward_.default._schema) == (
         "fusedmlp::grouped_mlp_backward_(Tensor(a!)[] dw1, Tensor(b!)[] dw2, Tensor(c!)[] db1, Tensor(d!)[] db2, "
+        "Tensor(e!)[] dlora1, Tensor(f!)[] dlora2, "
         "Tensor dy, Tensor x, Tensor? x_scales, Tensor h, Tensor[] fc1, Tensor[] fc2, Tensor[] bias2, Tensor offsets, "
         "Tensor? row_ids, Tensor? places, Tensor? probs, str activation, bool accumulate1, bool accumulate2, "
-        "bool need_dx, bool keep, str recipe, bool batch_invariant, str impl) -> (Tensor, Tensor, Tensor, Tensor)"
+        "bool need_dx, bool keep, str recipe, bool batch_invariant, Tensor[]? lora1, Tensor[]? lora2, Tensor? t1, "
+        "Tensor? t2, str impl) -> (Tensor, Tensor, Tensor, Tensor)"
     )
 
 
@@ -150,7 +152,7 @@ def test_grouped_mlp(tensors, impl, with_probs):
     given = forward(t, impl)
     if not with_probs:
         given = given._replace(probs=None)
-    y, h = check(OPS.grouped_mlp, given)
+    y, h, *_ = check(OPS.grouped_mlp, given)
     assert y.shape == (7, 4)
     assert h.shape == (7, 6)
     assert h[6].count_nonzero() == y[6].count_nonzero() == 0  # padding
@@ -199,7 +201,7 @@ def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
         ("plain", gathered(t), None, lambda op, arguments: op(*arguments)),
     ):
         given = forward(source, impl)._replace(row_ids=row_ids)
-        y, h = run(OPS.grouped_mlp, given)
+        y, h, *_ = run(OPS.grouped_mlp, given)
         outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
         places = None if row_ids is None else torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         grads = run(OPS.grouped_mlp_backward_, backward_of(given, outs, dy=source["dy"], h=h, places=places, keep=keep))

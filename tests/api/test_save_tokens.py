@@ -257,8 +257,9 @@ def test_an_operator_that_multiplies_a_copy_of_x_has_no_derivative(recipe):
     offsets = torch.tensor(COUNTS).cumsum(0).int()
     offsets = torch.cat([offsets.new_zeros(1), offsets])
     rows, scales, *_ = ops.quantize_rows(layer.x, offsets, len(COUNTS), recipe, "torch")
-    own = layer.activation.encoded, f"{recipe}/{recipe}", False, "torch"
-    y, _ = torch.ops.fusedmlp.grouped_mlp(rows, scales, *layer.params, [], [], offsets, None, layer.probs, *own)
+    own = layer.activation.encoded, f"{recipe}/{recipe}", False
+    given = rows, scales, *layer.params, [], [], offsets, None, layer.probs, *own, None, None, "torch"
+    y, *_ = torch.ops.fusedmlp.grouped_mlp(*given)
     assert torch.equal(y, layer(recipe=recipe))
     with pytest.raises(
         RuntimeError, match=r"expected x and weights, as a copy of them in 8 bits .*; got float8_e4m3fn"

@@ -14,6 +14,6 @@ def forward(**given):
 
 def backward(given, **own):
     """Arguments of `grouped_mlp_backward_`, after those of `grouped_mlp`; needs dw1, dw2, dy and h."""
-    nothing = {"db1": [], "db2": [], "places": None}
+    nothing = {"db1": [], "db2": [], "dlora1": [], "dlora2": [], "places": None}
     flags = {"accumulate1": False, "accumulate2": False, "need_dx": True, "keep": False}
     return MLPBackwardArguments.of(given, **nothing | flags | own)

@@ -1,0 +1,69 @@
+"""Low-rank adapters of experts: `W x + scaling * B (A x)`, without a tensor as large as the weights.
+
+Source: LoRA, https://arxiv.org/abs/2106.09685.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedmlp import validate
+from fusedmlp.validate import ExpertWeight, Input
+
+MOST = 128  # the largest rank
+
+
+class LoRA(NamedTuple):
+    """An adapter of the weights of all experts, for `fc1_lora`, `fc2_lora` and `lora` of the public functions.
+
+    `A` and `B` get gradients of their own dtype, which need not be that of the weights: products are in the dtype that
+    the layer computes in, and their gradients are summed in float32.
+
+    Attributes:
+        A: `[E, r, in]`, float32, bfloat16 or float16; `r` is at most 128.
+        B: `[E, out, r]`, dtype of A.
+        scaling: factor of the adapter's product.
+    """
+
+    A: Tensor
+    B: Tensor
+    scaling: float = 1.0
+
+
+def check(name: str, given: object, weight: ExpertWeight, x: Input) -> list[Tensor]:
+    """Check an adapter of this weight; return `[A, B]`, or an empty list without one."""
+    if given is None:
+        return []
+    if not isinstance(given, LoRA):
+        raise TypeError(f"{name}: expected a fusedmlp.LoRA or None; got {validate.kind(given)}")
+    for label, tensor in (("A", given.A), ("B", given.B)):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in validate.FLOAT_DTYPES:
+            got = tensor.dtype if isinstance(tensor, Tensor) else validate.kind(tensor)
+            raise TypeError(f"{name}.{label}: expected a tensor of {validate.names(validate.FLOAT_DTYPES)}; got {got}")
+        validate.plain(f"{name}.{label}", tensor)
+        validate.same_device(f"{name}.{label}", tensor, x)
+    if given.B.dtype != given.A.dtype:
+        raise TypeError(f"{name}.B: expected dtype {given.A.dtype}, that of A; got {given.B.dtype}")
+    rank = given.A.shape[1] if given.A.dim() == 3 else 0
+    expected = (weight.num_experts, rank, weight.in_features), (weight.num_experts, weight.out_features, rank)
+    if not 0 < rank <= MOST or given.A.shape != expected[0]:
+        raise ValueError(
+            f"{name}.A: expected shape [{weight.num_experts}, r, {weight.in_features}] with r from 1 to {MOST}; got "
+            f"{tuple(given.A.shape)}"
+        )
+    if given.B.shape != expected[1]:
+        raise ValueError(f"{name}.B: expected shape {expected[1]}; got {tuple(given.B.shape)}")
+    if isinstance(given.scaling, Tensor) or not isinstance(given.scaling, (int, float)):
+        raise TypeError(f"{name}.scaling: expected a number; got {validate.kind(given.scaling)}")
+    return [given.A.contiguous(), given.B.contiguous()]
+
+
+def computed(adapter: list[Tensor], scaling: float, dtype: torch.dtype) -> list[Tensor]:
+    """`[scaling * A, B]` in the dtype that a layer computes in; an empty list without an adapter."""
+    if not adapter:
+        return []
+    A, B = adapter
+    return [(A * scaling).to(dtype), B.to(dtype)]

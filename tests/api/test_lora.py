@@ -1,0 +1,281 @@
+"""Adapters of experts, `W x + scaling * B (A x)`, against float64 with dense weights `W + scaling * B A`."""
+
+import os
+
+import pytest
+import torch
+from support import invariance
+from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
+
+import fusedmlp
+from bench.oracle.tolerance import assert_close
+from fusedmlp import LoRA
+
+E, H, F, R, PADDING, COUNTS = 4, 48, 32, 40, 3, [6, 0, 30, 1]
+T, K = 13, 3
+IMPLS = ["torch", "triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"]
+FUNCTIONS = ["grouped_mlp", "moe_experts", "grouped_linear"]
+RANKS = {"both": (8, 3), "fc1 alone": (8, None), "fc2 alone": (None, 128)}
+
+
+class Layer:
+    """Leaves by name, and a run of a function with them. `dtype`: of weights and rows; `of_adapters`: of adapters."""
+
+    def __init__(self, function, ranks=(8, 3), dtype=torch.float32, of_adapters=torch.float32, activation="swiglu"):
+        generator = torch.Generator().manual_seed(3)
+
+        def randn(*shape, of=dtype, scale=1.0):
+            return (scale * torch.randn(*shape, generator=generator)).to(of)
+
+        self.function, self.activation, self.scalings = function, activation, (0.5, 2.0)
+        G = 2 * F if activation == "swiglu" else F
+        rows = T if function == "moe_experts" else R
+        self.leaves = {
+            "x": randn(rows, H),
+            "fc1": randn(E, G, H, scale=H**-0.5),
+            "fc2": randn(E, H, F, scale=F**-0.5),
+            "b1": randn(E, G),
+            "b2": randn(E, H),
+            "probs": torch.rand(*((T, K) if function == "moe_experts" else (R,)), generator=generator),
+        }
+        for i, (size_in, out) in enumerate(((H, G), (F, H)), 1):
+            if ranks[i - 1] is not None and not (function == "grouped_linear" and i == 2):
+                r = ranks[i - 1]
+                self.leaves |= {f"A{i}": randn(E, r, size_in, of=of_adapters, scale=size_in**-0.5)}
+                self.leaves |= {f"B{i}": randn(E, out, r, of=of_adapters, scale=r**-0.5)}
+        if function == "grouped_linear":
+            self.leaves = {name: t for name, t in self.leaves.items() if name not in ("fc2", "b2", "probs")}
+        self.ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+        self.ids[2, 1] = -1  # of another rank
+        self.dy = randn(rows, G if function == "grouped_linear" else H)
+
+    def adapter(self, leaves, i):
+        return LoRA(leaves[f"A{i}"], leaves[f"B{i}"], self.scalings[i - 1]) if f"A{i}" in leaves else None
+
+    def fused(self, leaves, **options):
+        if self.function == "grouped_linear":
+            given = leaves["x"], leaves["fc1"], COUNTS
+            return fusedmlp.grouped_linear(*given, bias=leaves["b1"], lora=self.adapter(leaves, 1), **options)
+        options |= {"fc1_bias": leaves["b1"], "fc2_bias": leaves["b2"], "activation": self.activation}
+        options |= {"fc1_lora": self.adapter(leaves, 1), "fc2_lora": self.adapter(leaves, 2)}
+        weights = leaves["fc1"], leaves["fc2"]
+        if self.function == "moe_experts":
+            return fusedmlp.moe_experts(leaves["x"], self.ids, leaves["probs"], *weights, **options)
+        return fusedmlp.grouped_mlp(leaves["x"], *weights, COUNTS, probs=leaves["probs"], **options)
+
+    def expert(self, leaves, e, x, prob):
+        def weight(name, i):
+            lora = self.adapter(leaves, i)
+            return leaves[name][e] + (lora.scaling * lora.B[e] @ lora.A[e] if lora else 0)
+
+        h = x @ weight("fc1", 1).T + leaves["b1"][e]
+        if self.function == "grouped_linear":
+            return h
+        a = torch.nn.functional.silu(h[:, :F]) * h[:, F:] if self.activation == "swiglu" else h.relu().square()
+        return prob[:, None] * (a @ weight("fc2", 2).T + leaves["b2"][e])
+
+    def dense(self, leaves):
+        """Every expert by itself, with a dense weight."""
+        x = leaves["x"]
+        if self.function != "moe_experts":
+            ends = torch.tensor(COUNTS).cumsum(0).tolist()
+            probs = leaves.get("probs", x[:, 0])
+            parts = [
+                self.expert(leaves, e, x[end - n : end], probs[end - n : end])
+                for e, (n, end) in enumerate(zip(COUNTS, ends, strict=True))
+            ]
+            return torch.cat([*parts, x.new_zeros(PADDING, parts[0].shape[1])])
+        y = torch.zeros_like(x)
+        for e in range(E):
+            tokens, choices = (self.ids == e).nonzero(as_tuple=True)
+            y = y.index_add(0, tokens, self.expert(leaves, e, x[tokens], leaves["probs"][tokens, choices]))
+        return y
+
+    def results(self, run, dtype=None, frozen=(), **options):
+        """`{name: y or gradient}`, in float64."""
+        leaves = {
+            name: t.detach().to(dtype or t.dtype).requires_grad_(name not in frozen) for name, t in self.leaves.items()
+        }
+        y = run(leaves, **options)
+        y.backward(self.dy.to(y.dtype))
+        grads = {f"d{name}": leaf.grad for name, leaf in leaves.items() if name not in frozen}
+        for name, grad in grads.items():
+            assert grad.dtype == leaves[name[1:]].dtype
+        return {name: t.detach().double() for name, t in ({"y": y} | grads).items()}
+
+    def check(self, frozen=(), **options):
+        low = next(t.dtype for t in self.leaves.values())
+        expected = self.results(self.dense, torch.float64, frozen)
+        plain = self.results(self.dense, low, frozen)
+        assert_close(self.results(self.fused, frozen=frozen, **options), expected, plain, low)
+        return expected
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+@pytest.mark.parametrize(
+    ("dtype", "of_adapters"),
+    [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.bfloat16,) * 2, (torch.float16, torch.float32)],
+    ids=["fp32", "fp32 beside bf16", "bf16", "fp32 beside fp16"],
+)
+def test_against_dense_weights(function, ranks, activation, dtype, of_adapters, poison):
+    Layer(function, ranks, dtype, of_adapters, activation).check()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "frozen", [("fc1", "fc2", "b1", "b2"), ("x", "fc1", "fc2", "b1", "b2", "probs"), ("A1", "B1"), ("A1",)], ids=str
+)
+def test_frozen_parts(function, frozen, poison):
+    Layer(function).check(frozen)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_kernels_of_one_gemm(dtype, poison):
+    Layer("grouped_linear", dtype=dtype).check(impl=IMPLS[-1])
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_batch_does_not_change_the_bits_of_a_row(function):
+    layer = invariance.Layer(function, H=33, F=21)
+    out = layer.weights[0].shape[1]
+    lora = LoRA(torch.randn(3, 5, 33), torch.randn(3, out, 5), 0.7)
+    layer.options |= {"lora" if function == "grouped_linear" else "fc1_lora": lora}
+    if function != "grouped_linear":
+        layer.options |= {"fc2_lora": LoRA(torch.randn(3, 4, 21), torch.randn(3, 33, 4))}
+    invariance.check(layer)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_in_a_graph(function, monkeypatch):
+    torch._dynamo.reset()
+    compiled = torch.compile(getattr(fusedmlp, function), fullgraph=True, backend="aot_eager", dynamic=True)
+    monkeypatch.setattr(fusedmlp, function, compiled)
+    Layer(function).check(frozen=("fc1", "fc2"))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8"])
+def test_adapters_are_in_16_bits_beside_weights_in_8(recipe):
+    """With a weight of zeros only the adapter is left, which no recipe quantizes."""
+    x, dy = torch.randn(256, 64).bfloat16(), torch.randn(256, 32).bfloat16()
+    w = torch.zeros(2, 32, 64)
+    A, B = torch.randn(2, 4, 64, requires_grad=True), torch.randn(2, 32, 4, requires_grad=True)
+    results = []
+    for name in (None, recipe):
+        weight = w.bfloat16() if name is None else w
+        y = fusedmlp.grouped_linear(x, weight, [128, 128], lora=LoRA(A, B, 0.5), recipe=name)
+        results.append((y, *torch.autograd.grad(y, (A, B), dy)))
+    for plain, got in zip(*results, strict=True):
+        assert torch.equal(plain, got)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_of_fp32_adapters_are_not_rounded(impl):
+    """Of whole numbers, whose sums have more digits than bfloat16."""
+    generator = torch.Generator().manual_seed(1)
+
+    def numbers(*shape, dtype=torch.float32):
+        return torch.randint(-3, 4, shape, generator=generator).to(dtype)
+
+    x, dy, w = (numbers(*shape, dtype=torch.bfloat16) for shape in ((300, 4), (300, 16), (1, 16, 4)))
+    A, B = numbers(1, 2, 4).requires_grad_(), numbers(1, 16, 2).requires_grad_()
+    y = fusedmlp.grouped_linear(x, w, [300], lora=LoRA(A, B), impl=impl)
+    dA, dB = torch.autograd.grad(y, (A, B), dy)
+    x, dy = x.float(), dy.float()
+    assert torch.equal(dA[0], (dy @ B[0]).T @ x)
+    assert torch.equal(dB[0], dy.T @ (x @ A[0].T))
+    assert not torch.equal(dB, dB.bfloat16().float())
+    if impl == "torch":  # fc1 is the identity
+        fc1, fc2, dy = torch.eye(4).bfloat16()[None], w[:, :4], dy[:, :4]
+        lora = LoRA(A, B := B.detach()[:, :4].requires_grad_())
+        y = fusedmlp.grouped_mlp(x.bfloat16(), fc1, fc2, [300], activation="relu", fc2_lora=lora, impl=impl)
+        dA, dB = torch.autograd.grad(y, (A, B), dy.bfloat16())
+        assert torch.equal(dA[0], (dy @ B[0]).T @ x.relu())
+        assert torch.equal(dB[0], dy.T @ (x.relu() @ A[0].T))
+        assert not torch.equal(dB, dB.bfloat16().float())
+
+
+def test_delayed_weight_gradients_and_main_grad():
+    layer, queue = Layer("grouped_mlp"), fusedmlp.WgradQueue()
+    leaves = {name: t.clone().requires_grad_() for name, t in layer.leaves.items()}
+    for name in ("fc1", "fc2"):
+        leaves[name] = torch.nn.Parameter(leaves[name].detach())
+    fusedmlp.MainGradBuffer([leaves["fc1"], leaves["fc2"]])
+    layer.fused(leaves, wgrad_queue=queue).backward(layer.dy)
+    assert len(queue) == 2
+    queue.run()
+    for name, expected in layer.results(layer.dense, torch.float64).items():
+        if name != "y":
+            torch.testing.assert_close(leaves[name[1:]].grad.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_nothing_as_large_as_the_weights_and_the_products_that_are_needed(function):
+    layer = Layer(function)
+    frozen = ("fc1", "fc2", "b1", "b2")
+    with profile(profile_memory=True, record_shapes=True) as profiled, FlopCounterMode(display=False) as flops:
+        layer.results(layer.fused, frozen=frozen)
+    largest = min(layer.leaves[name].numel() for name in ("fc1", "fc2") if name in layer.leaves)
+    sizes = [event.nbytes() for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert max(sizes) < 4 * largest
+    rows = T * K if function == "moe_experts" else R
+    base = sum(2 * layer.leaves[name][0].numel() for name in ("fc1", "fc2") if name in layer.leaves)
+    adapters = sum(3 * 2 * layer.leaves[name][0].numel() for name in ("A1", "B1", "A2", "B2") if name in layer.leaves)
+    assert flops.get_total_flops() == rows * (2 * base + adapters)
+
+
+def test_a_saved_program_has_adapters(tmp_path):
+    layer = Layer("grouped_mlp")
+
+    class Model(torch.nn.Module):
+        def forward(self, leaves):
+            return layer.fused(leaves)
+
+    program = torch.export.export(Model(), (layer.leaves,))
+    torch.testing.assert_close(program.module()(layer.leaves), layer.fused(layer.leaves))
+
+
+WRONG = {
+    "no LoRA": (lambda lora: (lora.A, lora.B), TypeError, "lora: expected a fusedmlp.LoRA or None; got tuple"),
+    "a list": (lambda lora: lora._replace(A=[1]), TypeError, r"lora.A: expected a tensor of .*; got list \[1\]"),
+    "integers": (lambda lora: lora._replace(A=lora.A.int()), TypeError, r"lora.A: .*; got torch.int32"),
+    "dtypes": (
+        lambda lora: lora._replace(B=lora.B.bfloat16()),
+        TypeError,
+        "lora.B: expected dtype torch.float32, that",
+    ),
+    "rank": (
+        lambda lora: lora._replace(A=torch.ones(E, 129, H)),
+        ValueError,
+        r"lora.A: .* r from 1 to 128; got \(4, 1",
+    ),
+    "width": (
+        lambda lora: lora._replace(A=torch.ones(E, 8, 9)),
+        ValueError,
+        r"lora.A: expected shape \[4, r, 48\] with",
+    ),
+    "B": (lambda lora: lora._replace(B=torch.ones(E, 8, 64)), ValueError, r"lora.B: expected shape \(4, 64, 8\); got"),
+    "scaling": (
+        lambda lora: lora._replace(scaling=torch.ones(())),
+        TypeError,
+        "lora.scaling: expected a number; got T",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_adapters_are_refused(case):
+    change, error, message = WRONG[case]
+    layer = Layer("grouped_linear")
+    lora = change(layer.adapter(layer.leaves, 1))
+    with pytest.raises(error, match=message):
+        fusedmlp.grouped_linear(layer.leaves["x"], layer.leaves["fc1"], COUNTS, lora=lora)
+
+
+def test_what_cannot_be_had_yet():
+    layer = Layer("grouped_mlp")
+    with pytest.raises(NotImplementedError, match='fc1_lora, fc2_lora: expected impl="torch"'):
+        layer.fused(layer.leaves, impl="triton")
