@@ -14,6 +14,7 @@ from fusedmlp.activation import KINDS
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.tiles import select, table
 
+pytestmark = pytest.mark.sparse
 FUNCTIONS = ["grouped_mlp", "moe_experts", "grouped_linear"]
 # Sizes that leave the last elements of a row to other instructions than the rest.
 SIZES = [{"H": 33, "F": 21}, {"H": 33, "F": 20}]

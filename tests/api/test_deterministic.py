@@ -11,6 +11,7 @@ import fusedmlp
 from fusedmlp.activation import KINDS
 from fusedmlp.kernels.tiles import select, table
 
+pytestmark = pytest.mark.sparse
 COUNTS, PADDING = (70, 0, 130), 3  # rows of experts, of which one has none; enough for 8 bits
 TOKENS, TOP_K = 101, 3  # sums of two are the same in either order
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,6 +12,7 @@ import fusedmlp
 from bench.oracle.tolerance import assert_close
 from fusedmlp import LoRA
 
+pytestmark = pytest.mark.sparse
 E, H, F, R, PADDING, COUNTS = 4, 48, 32, 40, 3, [6, 0, 30, 1]
 T, K = 13, 3
 IMPLS = ["torch", "triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"]
