@@ -74,3 +74,12 @@ def poison():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    """Run with so many of PyTorch's threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)

@@ -91,9 +91,10 @@ def grouped_mlp(*args: Any) -> MLPOutput:
     probs_R1 = None if given.probs is None else given.probs.float().unsqueeze(1)
     if given.x_scales is not None:  # quantized once more, to the same values
         x_RH = torch_quantize.dequantized_rows(x_RH, given.x_scales, gemms)
-    x_RH = rows.gather(x_RH, given.row_ids)
-    h_RG = rows.product(x_RH, given.fc1, transposed=True, recipe=gemms)
-    t1_Rr = rows.adapt_(h_RG, x_RH, given.lora1)
+    x_of_R = rows.gather(x_RH, given.row_ids)
+    h_RG = rows.product(x_of_R, given.fc1, transposed=True, recipe=gemms)
+    t1_Rr = rows.adapt_(h_RG, x_of_R, given.lora1)
+    del x_of_R  # as large as y, which is yet to come
     if given.bias1:
         rows.add_bias_(h_RG, given.bias1)
     a_RF = x_RH.new_empty(rows.number, h_RG.shape[1] // (2 if kind.gated else 1))

@@ -97,8 +97,7 @@ def _plan_grouped_gemm(
 def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     given: Any = _as_new(builder, MLPArguments(*args), "x", "probs")  # of arrays
-    if given.lora1 or given.lora2:
-        raise NotImplementedError('fc1_lora, fc2_lora: expected impl="torch": kernels of an MLP take no adapters yet')
+    _refuse_adapters(given)
     x_RH, row_ids_R, probs_R = given.x, given.row_ids, given.probs
     num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
     weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
@@ -125,6 +124,7 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
 def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
     given: Any = _as_new(builder, MLPBackwardArguments(*args), "dy", "h", "probs")  # of arrays
+    _refuse_adapters(given)
     dy_RH, x_RH, h_RG, row_ids_R, probs_R = given.dy, given.x, given.h, given.row_ids, given.probs
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
     if num_rows > 1 and h_RG.strides != contiguous_strides(h_RG.shape):
@@ -203,9 +203,14 @@ def _plan_order_rows(builder: Builder, top_k_index: Array, probs: Array, num_exp
 
 
 def _as_new(builder: Builder, given: Any, *names: str) -> Any:
-    """Arguments with these as `builder.as_new` makes them if the call is batch-invariant, as paths depend on it."""
+    """In a batch-invariant call, copy these arguments unless they lie as new tensors do: paths depend on that."""
     arrays = {name: getattr(given, name) for name in names if given.batch_invariant}
     return given._replace(**{name: array and builder.as_new(array) for name, array in arrays.items()})
+
+
+def _refuse_adapters(given: Any) -> None:
+    if given.lora1 or given.lora2:
+        raise NotImplementedError('fc1_lora, fc2_lora: expected impl="torch": kernels of an MLP take no adapters yet')
 
 
 def _weight(seen: Weight) -> ExpertTensors | Quantized:

@@ -110,8 +110,9 @@ class MLPBackwardArguments(NamedTuple):
 
 
 class MLPOutput(NamedTuple):
-    """Forward: the output `[R, H]`, and what backward needs: the pre-activation `[R, F1]`, and `scaling * A x` of each
-    adapter, `[R, r]`; None without, or from an operator, which cannot return that, empty.
+    """Forward: the output `[R, H]`, and what backward needs: the pre-activation `[R, F1]`, and of each adapter
+    `scaling * A x`, `[R, r]`. Without an adapter that is None; an operator, which cannot return None, returns an empty
+    tensor.
     """
 
     y: Tensor

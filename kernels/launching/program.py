@@ -92,7 +92,7 @@ class Builder:
         return self._new(Allocation(tuple(shape), dtype), shape, dtype)
 
     def as_new(self, array: Array) -> Array:
-        """An argument as a new tensor would lie: itself, or a copy if its address or strides differ."""
+        """Return an argument if it lies as a new tensor would; otherwise plan a contiguous, aligned copy of it."""
         if array.aligned and array.strides == contiguous_strides(array.shape):
             return array
         return self._new(Allocation(array.shape, array.dtype, array), array.shape, array.dtype)

@@ -23,14 +23,6 @@ IMPLS = ["torch", "triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["
 EIGHT_BITS = {"H": 256, "F": 128, "dtype": torch.bfloat16}
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("activation", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

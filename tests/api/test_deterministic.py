@@ -92,7 +92,7 @@ def test_activations(activation):
 @pytest.mark.parametrize("tokens", [False, True], ids=["rows", "tokens"])
 @pytest.mark.parametrize("options", [{}, {"delayed": True, "activation": "gelu", "bias": False}], ids=["", "delayed"])
 def test_kernels(tokens, options):
-    """What the library and PyTorch do around kernels, which are interpreted where there is no GPU."""
+    """Allocations, copies and launches by the library; kernels are interpreted if there is no GPU."""
     Layer(tokens, impl="triton", size=32, **options).check()
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from support import invariance
+from support import invariance, mlp_arguments
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -175,7 +175,7 @@ def test_adapters_are_in_16_bits_beside_weights_in_8(recipe):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_gradients_of_fp32_adapters_are_not_rounded(impl):
-    """Of whole numbers, whose sums have more digits than bfloat16."""
+    """Sums of whole numbers have more digits than bfloat16, and are exact in float32."""
     generator = torch.Generator().manual_seed(1)
 
     def numbers(*shape, dtype=torch.float32):
@@ -280,3 +280,28 @@ def test_what_cannot_be_had_yet():
     layer = Layer("grouped_mlp")
     with pytest.raises(NotImplementedError, match='fc1_lora, fc2_lora: expected impl="torch"'):
         layer.fused(layer.leaves, impl="triton")
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
+def test_kernels_do_not_ignore_an_adapter_in_backward():
+    x, fc1, fc2 = torch.ones(2, 4), torch.ones(1, 8, 4), torch.ones(1, 4, 4)
+    offsets, lora = torch.tensor([0, 2], dtype=torch.int32), [torch.ones(1, 1, 4), torch.ones(1, 8, 1)]
+    given = mlp_arguments.forward(x=x, fc1=[fc1], fc2=[fc2], offsets=offsets, impl="triton", lora1=lora)
+    given = mlp_arguments.backward(given, dw1=[], dw2=[], dy=torch.ones(2, 4), h=torch.ones(2, 8))
+    with pytest.raises(NotImplementedError, match='expected impl="torch"'):
+        torch.ops.fusedmlp.grouped_mlp_backward_(*given)
+
+
+def test_gathered_rows_are_freed_before_the_output_is_made():
+    """Both have a row for every choice; all else is small."""
+    T, K, width = 128, 8, 256
+    x, probs, ids = torch.randn(T, width), torch.rand(T, K), torch.arange(K).expand(T, K).contiguous()
+    fc1, fc2 = torch.randn(K, 16, width), torch.randn(K, width, 8)
+    with profile(profile_memory=True) as profiled, torch.no_grad():
+        fusedmlp.moe_experts(x, ids, probs, fc1, fc2, impl="torch")
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = [0]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live.append(live[-1] + event.nbytes())
+    rows = 4 * K * T * width
+    assert rows < max(live) < 1.9 * rows

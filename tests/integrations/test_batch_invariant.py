@@ -18,14 +18,6 @@ from fusedmlp.integrations.transformers import register
 SEQUENCES, LENGTH = 7, 19
 
 
-@pytest.fixture(params=[1, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
-
-
 def linear(x, weight, bias=None):
     """PyTorch's `F.linear`, of whose rows none depends on another."""
     rows = x.reshape(-1, x.shape[-1])
