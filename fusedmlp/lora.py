@@ -8,12 +8,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmlp import validate
+from fusedmlp.contract.checks import fresh_like
 from fusedmlp.validate import ExpertWeight, Input
 
 MOST = 128  # the largest rank
+_MULTIPLES = {"torch": 1, "triton": 16}  # of ranks: kernels need whole vectors; the rest is filled with zeros
 
 
 class LoRA(NamedTuple):
@@ -61,9 +64,35 @@ def check(name: str, given: object, weight: ExpertWeight, x: Input) -> list[Tens
     return [given.A.contiguous(), given.B.contiguous()]
 
 
-def computed(adapter: list[Tensor], scaling: float, dtype: torch.dtype) -> list[Tensor]:
-    """`[scaling * A, B]` in the dtype that a layer computes in; an empty list without an adapter."""
+def computed(adapter: list[Tensor], scaling: float, dtype: torch.dtype, transposed: bool, impl: str) -> list[Tensor]:
+    """`[scaling * A, B]` as operators take them, in the dtype that a layer computes in; an empty list without an
+    adapter. `transposed`: weights lie as `[E, in, out]`, and for kernels so do A, `[E, in, r]`, and B, `[E, r, out]`.
+    """
     if not adapter:
         return []
     A, B = adapter
-    return [(A * scaling).to(dtype), B.to(dtype)]
+    A, B, missing = (A * scaling).to(dtype), B.to(dtype), _missing(A, impl)
+    if missing:
+        A, B = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
+    return [w.mT.contiguous().mT if transposed and impl == "triton" else w for w in (A, B)]
+
+
+def outs_like(adapter: list[Tensor], impl: str) -> list[Tensor]:
+    """Uninitialised outputs for the gradients of what `computed` returns, in the adapter's dtype."""
+    A, B = adapter
+    (num_experts, rank, columns), rank_of_outs = A.shape, A.shape[1] + _missing(A, impl)
+    if rank == rank_of_outs:
+        return [fresh_like(A), fresh_like(B)]
+    return [A.new_empty(num_experts, rank_of_outs, columns), B.new_empty(*B.shape[:2], rank_of_outs)]
+
+
+def returned(outs: list[Tensor], adapter: list[Tensor], scaling: float) -> list[Tensor | None]:
+    """Gradients of A and B, from `outs_like` that operators wrote; None for each without them."""
+    if not outs:
+        return [None] * len(adapter)
+    rank = adapter[0].shape[1]
+    return [outs[0][:, :rank].mul_(scaling), outs[1][:, :, :rank]]
+
+
+def _missing(A: Tensor, impl: str) -> int:
+    return -A.shape[1] % _MULTIPLES[impl]

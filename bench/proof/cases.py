@@ -61,6 +61,7 @@ class Layer:
     gathered: bool = False  # rows of x and of dy are gathered from tokens
     need_dx: bool = True
     recipe: str = ""
+    rank: int = 0  # of adapters; 0: there are none
     counts: tuple[int, ...] = (40, 60, 0)
 
     def __call__(self, dtype: torch.dtype) -> Calls:
@@ -78,6 +79,9 @@ class Layer:
         bias_grads = [self._experts((width,), dtype) if self.biases else [] for width in (G, H)]
         if self.only_biases:
             grads = [[], []]
+        adapters = [self._adapter(*sizes, dtype) if self.rank else [] for sizes in ((H, G), (F, H))]
+        adapter_grads = [[torch.empty(factor.shape) for factor in factors] for factors in adapters]
+        t = [torch.empty(rows, self.rank, dtype=dtype) if self.rank else None for _ in adapters]
         forward = MLPArguments(
             x=x,
             x_scales=None,
@@ -90,6 +94,8 @@ class Layer:
             probs=probs,
             activation=self.activation.encoded,
             recipe=self.recipe,
+            lora1=adapters[0],
+            lora2=adapters[1],
             impl="triton",
         )
         yield triton_impl.grouped_mlp, forward.without_impl
@@ -99,8 +105,8 @@ class Layer:
             dw2=grads[1],
             db1=bias_grads[0],
             db2=bias_grads[1],
-            dlora1=[],
-            dlora2=[],
+            dlora1=adapter_grads[0],
+            dlora2=adapter_grads[1],
             dy=dy,
             h=h,
             places=row_ids,
@@ -108,8 +114,15 @@ class Layer:
             accumulate2=self.add,
             need_dx=self.need_dx,
             keep=False,
+            t1=t[0],
+            t2=t[1],
         )
         yield triton_impl.grouped_mlp_backward_, backward.without_impl
+
+    def _adapter(self, size_in: int, size_out: int, dtype: torch.dtype) -> list[Tensor]:
+        """A and B, lying as weights do."""
+        adapter = torch.empty(3, self.rank, size_in, dtype=dtype), torch.empty(3, size_out, self.rank, dtype=dtype)
+        return [factor.mT.contiguous().mT if self.in_out else factor for factor in adapter]
 
     def _experts(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
         if self.in_out and len(shape) == 2:
@@ -324,6 +337,8 @@ DEMANDING: Cases = {
     "no dx": Layer(need_dx=False),
     "odd sizes, biases, first micro-batch": Layer(biases=True, sizes=(257, 131), add=False),
     "512 experts": _many_experts,  # for the kernels that plan a load
+    "adapters, gathered, gpt-oss, biases": Layer(_GPT_OSS, biases=True, gathered=True, rank=16, only_biases=True),
+    "adapters": Layer(rank=16, only_biases=True),
 }
 # The same for warp-specialized kernels.
 WARP_SPECIALIZED: Cases = {
@@ -343,6 +358,8 @@ WARP_SPECIALIZED: Cases = {
     "many rows, gathered, first micro-batch": Layer(counts=(3000, 0, 1), add=False, gathered=True),
     "gathered micro-batches": DEMANDING["gathered micro-batches"],
     **_SEVERAL,
+    "adapters, gathered, gpt-oss, biases": DEMANDING["adapters, gathered, gpt-oss, biases"],
+    "adapters, swiglu, in_out": Layer(in_out=True, rank=16, only_biases=True),
 }
 # Cases that differ most between kernels, and so between compilers: for every dtype and path. Together they have every
 # optional input absent and present, adding and overwriting, gated and not, aligned and not.

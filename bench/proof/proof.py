@@ -200,7 +200,8 @@ def _wanted(task: Task) -> Callable[[Launch], bool]:
         if task.all_variants or (launch.chosen is None and task.dtype == "bf16"):
             return True
         key = launch.chosen and launch.chosen.key._replace(shape="long")
-        what = launch.name if task.dtype == "fp16" else (key, launch.sizes)
+        adapted = launch.arguments.get("rank") is not None
+        what = (launch.name, adapted) if task.dtype == "fp16" else (key, launch.sizes, adapted)
         kind = direct.compiled_kind(launch)
         if launch.chosen is None or kind in seen[what]:
             return False

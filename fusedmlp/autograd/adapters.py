@@ -42,10 +42,3 @@ def backward_(
         dx += ops.grouped_gemm(u, [A.mT], [], offsets, "", *options)
     for grad, left, right in zip(grads, (u, dy), (x, t), strict=False):
         ops.grouped_wgrad_([grad], [], [left], [right], [offsets], [], [], False, _UNROUNDED, options[-1])
-
-
-def of_adapter(grads: list[Tensor], scalings: Sequence[float]) -> list[Tensor]:
-    """Gradients of A and B, from those of `scaling * A` and B."""
-    if grads:
-        grads[0].mul_(scalings[0])
-    return grads

@@ -54,7 +54,9 @@ class Call:
 
     def adapter(self, tensors: list[Tensor], weight: int, x: Tensor) -> list[Tensor]:
         """The adapter of a weight as operators take it, in the dtype of x or dy."""
-        return lora.computed(tensors, self.scalings[weight], x.dtype) if tensors else []
+        if not tensors:
+            return []
+        return lora.computed(tensors, self.scalings[weight], x.dtype, self.transposed, self.impl)
 
     def quantize_rows(self, x: Tensor, offsets: Tensor, weights: list[Tensor]) -> RowCopies:
         """Both copies of x, for products with these weights."""

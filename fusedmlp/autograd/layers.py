@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from fusedmlp import debug
+from fusedmlp import debug, lora
 from fusedmlp.autograd import adapters
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract import engine
@@ -116,9 +116,9 @@ class GroupedLinear(torch.autograd.Function):
         w = call.computed(weight, dy) if need_dx else []
         options = call.recipe, call.batch_invariant, call.impl
         dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, *options)
-        grads = _grads_like(adapter, adapter_nodes)
+        grads = _grads_like(adapter, adapter_nodes, call.impl)
         adapters.backward_(dx, grads, dy, x, t, call.adapter(adapter, 0, dy), offsets, *options[1:])
-        rest = _returned(db, bias) + _returned(adapters.of_adapter(grads, call.scalings), adapter)
+        rest = _returned(db, bias) + lora.returned(grads, adapter, *call.scalings)
         return (None, *call.finish(route, dy, x, offsets), *rest, dx, None)
 
 
@@ -218,7 +218,8 @@ class GroupedMLP(torch.autograd.Function):
         # fc2 first, as its GEMM runs first: both weights could be one parameter.
         route2 = call.route("fc2_weight", fc2, nodes2, ctx, routes)
         route1 = call.route("fc1_weight", fc1, nodes1, ctx, routes)
-        db1, db2, dlora1, dlora2 = map(_grads_like, (bias1, bias2, lora1, lora2), other_nodes)
+        db1, db2 = map(_grads_like, (bias1, bias2), other_nodes[:2])
+        dlora1, dlora2 = (_grads_like(*each, call.impl) for each in zip((lora1, lora2), other_nodes[2:], strict=True))
         need_dx = x_node is not None
         mlp_backward = debug.mlp_backward if debug.enabled else ops.grouped_mlp_backward_
         grads = MLPGrads(
@@ -265,8 +266,8 @@ class GroupedMLP(torch.autograd.Function):
         dfc2 = call.finish(route2, dy, grads.act_probs, offsets, dy_row_ids=row_ids)
         dfc1 = call.finish(route1, grads.dh, x, offsets, x_row_ids=row_ids)
         rest = _returned(db1, bias1) + _returned(db2, bias2)
-        rest += _returned(adapters.of_adapter(dlora1, call.scalings), lora1)
-        rest += _returned(adapters.of_adapter(dlora2, call.scalings[1:]), lora2)
+        for outs, adapter, scaling in zip((dlora1, dlora2), (lora1, lora2), call.scalings, strict=False):
+            rest += lora.returned(outs, adapter, scaling)
         return (None, *dfc1, *dfc2, *rest, dx, None, dprobs, None, None, None, *[None] * len(copies))
 
 
@@ -278,11 +279,11 @@ def _by_pass(copies: list[Any]) -> tuple[list[Any], ...]:
     return fc1, fc1, fc2, fc2
 
 
-def _grads_like(tensors: list[Tensor], nodes: list[Any]) -> list[Tensor]:
+def _grads_like(tensors: list[Tensor], nodes: list[Any], impl_of_adapter: str = "") -> list[Tensor]:
     """Outputs for gradients of biases or of an adapter, which are always returned; empty if none is wanted."""
     if all(node is None for node in nodes):
         return []
-    return [fresh_like(tensor) for tensor in tensors]
+    return lora.outs_like(tensors, impl_of_adapter) if impl_of_adapter else [fresh_like(tensor) for tensor in tensors]
 
 
 def _returned(db: list[Tensor], bias: list[Tensor]) -> list[Tensor | None]:

@@ -7,7 +7,7 @@ place of tensors, and its allocations and launches are remembered by the kinds o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fusedmlp.kernels.gemm.launch import grouped_gemm_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.operands import quantized
+from fusedmlp.kernels.operands.adapter import Adapter
 from fusedmlp.kernels.operands.arrays import Array, contiguous_strides
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
@@ -97,13 +98,13 @@ def _plan_grouped_gemm(
 def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     """Passes (1) and (2): `(y, h)`."""
     given: Any = _as_new(builder, MLPArguments(*args), "x", "probs")  # of arrays
-    _refuse_adapters(given)
     x_RH, row_ids_R, probs_R = given.x, given.row_ids, given.probs
     num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
     weights = eight_bit.Weights(_weight(given.fc1), _weight(given.fc2), _optional(given.bias2, 1))
     schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc1.num_experts, given.batch_invariant)
     act, bias1_EG, bias2_EH = act_options(given.activation), _optional(given.bias1, 1), _optional(given.bias2, 1)
     if num_rows and (gemms := Formats.decode(given.recipe).gemms):
+        _refuse_adapters(given)
         rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
         x = x_RH if given.x_scales is None else Quantized(x_RH, given.x_scales)
         return eight_bit.plan_grouped_mlp(builder, x, weights, bias1_EG, rows, act, gemms)
@@ -113,18 +114,19 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
-    grouped_fc1_act_.plan(
-        builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, bias_EG=bias1_EG, probs_R=probs_R, row_ids_R=row_ids_R
-    )
+    adapter1 = _adapter(builder, x_RH, given.lora1, schedule, row_ids_R)
+    epilogue: dict[str, Any] = {"bias_EG": bias1_EG, "probs_R": probs_R, "row_ids_R": row_ids_R}
+    grouped_fc1_act_.plan(builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, adapter=adapter1, **epilogue)
+    adapter2 = _adapter(builder, a_RF, given.lora2, schedule)
     scale_R = probs_R if bias2_EH else None
-    grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R)
-    return MLPOutput(y_RH, h_RG)  # type: ignore[arg-type]
+    grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R, adapter=adapter2)
+    made: Any = y_RH, h_RG, adapter1 and adapter1.t_Rr, adapter2 and adapter2.t_Rr
+    return MLPOutput(*made)
 
 
 def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
     given: Any = _as_new(builder, MLPBackwardArguments(*args), "dy", "h", "probs")  # of arrays
-    _refuse_adapters(given)
     dy_RH, x_RH, h_RG, row_ids_R, probs_R = given.dy, given.x, given.h, given.row_ids, given.probs
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
     if num_rows > 1 and h_RG.strides != contiguous_strides(h_RG.shape):
@@ -133,6 +135,7 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     schedule = Schedule.planned(builder, given.offsets, num_rows, weights.fc2.num_experts, given.batch_invariant)
     act, formats = act_options(given.activation), Formats.decode(given.recipe)
     if num_rows and formats.gemms:
+        _refuse_adapters(given)
         dw, db = (_optional(given.dw1, 2), _optional(given.dw2, 2)), (_optional(given.db1, 1), _optional(given.db2, 1))
         grads = eight_bit.Grads(*dw, *db)
         rows_of = eight_bit.RowsOf(schedule, row_ids_R, given.places, probs_R)
@@ -144,25 +147,36 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     fc2_EHF = _experts(given.fc2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(given.bias2, 1) if probs_R is not None else None
-    epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": row_ids_R}
-    partial = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, **epilogue)
+    adapter2 = _adapter(builder, dy_RH, _transposed(given.lora2), schedule, row_ids_R)
+    epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": row_ids_R, "adapter": adapter2}
+    partial_PR = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, **epilogue)
     dx_RH = dprobs = None
-    if partial is not None and probs_R is not None:
-        dprobs = Dprobs(partial, given.places, builder.empty((num_rows,), probs_R.dtype))
+    if partial_PR is not None and probs_R is not None:
+        dprobs = Dprobs(partial_PR, given.places, builder.empty((num_rows,), probs_R.dtype))
+    adapter1 = _adapter(builder, dh_RG, _transposed(given.lora1), schedule)
     if given.need_dx:
         dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype)
-        grouped_gemm_.plan(builder, dx_RH, dh_RG, _experts(given.fc1, 2).T, schedule, dprobs=dprobs)
+        fc1_EHG = _experts(given.fc1, 2).T
+        grouped_gemm_.plan(builder, dx_RH, dh_RG, fc1_EHG, schedule, dprobs=dprobs, adapter=adapter1)
     elif dprobs is not None:
         plan_dprobs(builder, dprobs)
     row_ids = [] if row_ids_R is None else [row_ids_R]
+    wgrad_ = partial(launch_grouped_wgrad_.plan, builder, order=schedule.order)
+    for dlora, adapter, t, dy, x, dy_row_ids, x_row_ids in (
+        (given.dlora2, adapter2, given.t2, dy_RH, a_RF, row_ids, []),
+        (given.dlora1, adapter1, given.t1, dh_RG, x_RH, [], row_ids),
+    ):
+        if dlora and adapter is not None:
+            dA, dB = (ExpertTensors.packed(grad, 2) for grad in dlora)
+            wgrad_(dA, None, [adapter.t_Rr], [x], [given.offsets], accumulate=False, x_row_ids=x_row_ids)
+            wgrad_(dB, None, [dy], [t], [given.offsets], accumulate=False, dy_row_ids=dy_row_ids)
     for dw, db, dy, x, gathered, accumulate in (
         (given.dw2, given.db2, dy_RH, a_RF, {"dy_row_ids": row_ids, "scale_R": probs_R}, given.accumulate2),
         (given.dw1, given.db1, dh_RG, x_RH, {"x_row_ids": row_ids}, given.accumulate1),
     ):
         dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
         if dw_ENK or db_EN:
-            options: dict[str, Any] = {"accumulate": accumulate, "order": schedule.order, **gathered}
-            launch_grouped_wgrad_.plan(builder, dw_ENK, db_EN, [dy], [x], [given.offsets], **options)
+            wgrad_(dw_ENK, db_EN, [dy], [x], [given.offsets], accumulate=accumulate, **gathered)
     kept = (dh_RG, a_RF) if given.keep else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 
@@ -208,9 +222,33 @@ def _as_new(builder: Builder, given: Any, *names: str) -> Any:
     return given._replace(**{name: array and builder.as_new(array) for name, array in arrays.items()})
 
 
+def _adapter(
+    builder: Builder, x_RK: Array, lora: Sequence[Array] | None, schedule: Schedule, row_ids_R: Array | None = None
+) -> Adapter | None:
+    """Plan `t = x @ A^T` with an adapter `[A, B]`, which a pass then multiplies with B."""
+    if not lora:
+        return None
+    A, B = (ExpertTensors.packed(factor, 2) for factor in lora)
+    num_rows = (x_RK if row_ids_R is None else row_ids_R).shape[0]
+    t_Rr = builder.empty((num_rows, A.base.shape[1]), x_RK.dtype)
+    grouped_gemm_.plan(builder, t_Rr, x_RK, A, schedule, row_ids_R=row_ids_R)
+    return Adapter(t_Rr, B)
+
+
+def _transposed(lora: Sequence[Array] | None) -> list[Array]:
+    """An adapter's `[B^T, A^T]`, as backward applies it."""
+    swapped = (
+        (f, (f.shape[0], f.shape[2], f.shape[1]), (f.strides[0], f.strides[2], f.strides[1])) for f in lora or ()
+    )
+    return [factor.at(0, shape, strides) for factor, shape, strides in swapped][::-1]
+
+
 def _refuse_adapters(given: Any) -> None:
     if given.lora1 or given.lora2:
-        raise NotImplementedError('fc1_lora, fc2_lora: expected impl="torch": kernels of an MLP take no adapters yet')
+        raise NotImplementedError(
+            'fc1_lora, fc2_lora: expected no 8-bit recipe, or impl="torch": kernels that multiply in 8 bits take no '
+            "adapters"
+        )
 
 
 def _weight(seen: Weight) -> ExpertTensors | Quantized:

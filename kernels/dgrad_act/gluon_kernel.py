@@ -144,6 +144,9 @@ def grouped_dgrad_act_warp_specialized_kernel(
     dy_ptr,
     row_ids_ptr,
     w_desc,
+    t_ptr,
+    t_desc,
+    b_desc,
     probs_ptr,
     h_desc,
     dh_ptr,
@@ -157,6 +160,7 @@ def grouped_dgrad_act_warp_specialized_kernel(
     num_partials,
     H,
     F,
+    rank,
     stride_dy_r,
     stride_h_r,
     stride_a_r,
@@ -179,10 +183,11 @@ def grouped_dgrad_act_warp_specialized_kernel(
     dl_out = shared_tiles(dh_desc.dtype, CONSUMERS, ROWS, WIDTH) if HALVES == 2 else dg_out
     out = (dg_out, dl_out, shared_tiles(a_desc.dtype, CONSUMERS, ROWS, WIDTH))
     slots = Slots(h_desc, h, make_ring(SLOTS, 1, 0, CONSUMERS), CONSUMERS, ACT, TILE)
-    walk = row_tiles(tiles_ptr, F, H, TILE)
+    walk = row_tiles(tiles_ptr, F, H, TILE, False, rank)
     dy, w = (dy_desc, None, (dy_ptr, stride_dy_r, row_ids_ptr, H)), (w_desc, None, num_experts, F)
+    adapter = (t_ptr, t_desc, b_desc, rank)
     left, right, ring, accumulators = ragged_operands(
-        dy, w, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 1, TILE
+        dy, w, adapter, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 1, TILE
     )
     epilogue = Epilogue(slots, probs_ptr, dh_desc, a_desc, partial_ptr, num_rows, out, ROWS, ACT, TILE)
     run(walk, left, right, ring, accumulators, epilogue, CONSUMERS, slots)

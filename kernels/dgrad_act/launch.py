@@ -11,7 +11,9 @@ from ..device import activation
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
+from ..operands import adapter as adapters
 from ..operands import descriptors, expert_tensors
+from ..operands.adapter import Adapter
 from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
@@ -84,12 +86,14 @@ def grouped_dgrad_act_(
     bias_EH: ExpertTensors | None = None,
     probs_R: Array | None = None,
     row_ids_R: Array | None = None,
+    adapter: Adapter | None = None,
 ) -> Array | None:
     """Writes all of `dh` and `a`, zeros at padding rows; returns None or fp32 partial sums of `dprobs`,
     `[num_partials, R]`, zero at padding rows, which `gemm/dprobs.py` adds up.
 
     Activations have unit column stride, and `dh` the strides of `h`. `bias` is read only with `probs`.
     `row_ids` (`[R]` int32 or int64, read for owned rows only) makes `dy` `[T, H]`: row r takes `dy[row_ids[r]]`.
+    `adapter`: adds `t @ b^T` to `dy @ fc2`.
     """
     target, dtype, gathered = builder.target, dy_RH.dtype, row_ids_R is not None
     (num_rows, F), H = a_RF.shape, dy_RH.shape[1]
@@ -97,6 +101,7 @@ def grouped_dgrad_act_(
     w_view, halves = descriptors.matrices(w_EFH, (F, H)), activation.halves(act)
     fits = w_view is not None and all(map(descriptors.fits, (h_RG, dh_RG, a_RF)))
     fits = fits and descriptors.fits_halves(dh_RG, halves)
+    fits = fits and adapters.fits(adapter, k_contiguous)
     dy_described = descriptors.fits(dy_RH)
     dy_vectors = vectors_fit((dy_RH,), [], (H,))
     fits = fits and (dy_vectors if gathered else dy_described)
@@ -138,13 +143,15 @@ def grouped_dgrad_act_(
         "stride_h_r": h_RG.strides[0],
         "stride_a_r": a_RF.strides[0],
         "ACT": act,
+        **adapters.arguments(adapter, path, tile, block_m, tile.BLOCK_N),
         "K_CONTIGUOUS": k_contiguous,
         "REVERSED": w_EFH.stride_e < 0,
     }
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * num_f),)
     sizes: dict[str, Any] = {"H": H, "F": F, "itemsize": dtype.itemsize, "probs": itemsize(probs_R)}
     tokens = dy_RH.shape[0] if gathered else None
-    costs = partial(cost.dgrad_act, **sizes, gated=act.GATED, bias=with_bias, tokens=tokens)
+    rank = adapter.rank if adapter else 0
+    costs = partial(cost.dgrad_act, **sizes, gated=act.GATED, bias=with_bias, tokens=tokens, rank=rank)
     if path == "warp_specialized":
         from .gluon_kernel import grouped_dgrad_act_warp_specialized_kernel
 
@@ -154,6 +161,7 @@ def grouped_dgrad_act_(
         h_desc = descriptors.ragged_rows(h_RG, block_m, **channels)
         arguments |= {"h_desc": h_desc, "num_partials": num_partials if partial_PR else 0}
         copied = dy_RH if dy_desc is None else None
+        arguments = adapters.warp_specialized(arguments, copied is not None)
         arguments |= {"dy_ptr": copied, "stride_dy_r": copied and copied.strides[0]}
         builder.launch(grouped_dgrad_act_warp_specialized_kernel, grid, arguments, chosen, costs)
         return partial_PR

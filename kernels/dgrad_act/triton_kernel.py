@@ -90,6 +90,10 @@ def _grouped_dgrad_act_kernel(
     w_ptr,
     w_desc,
     w_table_ptr,
+    t_ptr,
+    t_desc,
+    b_ptr,
+    b_desc,
     bias_ptr,
     bias_table_ptr,
     probs_ptr,
@@ -104,10 +108,14 @@ def _grouped_dgrad_act_kernel(
     num_rows,
     H,
     F,
+    rank,
     stride_dy_r,
     stride_w_e,
     stride_w_f,
     stride_w_h,
+    stride_b_e,
+    stride_b_n,
+    stride_b_k,
     stride_bias_e,
     stride_h_r,
     stride_a_r,
@@ -147,6 +155,7 @@ def _grouped_dgrad_act_kernel(
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     dy = (dy_ptr, dy_desc, row_ids_ptr, stride_dy_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_f, stride_w_h)
+    t, b = (t_ptr, t_desc, None, rank), (b_ptr, b_desc, None, num_experts, stride_b_e, stride_b_n, stride_b_k)
     for tile_index in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
@@ -154,6 +163,8 @@ def _grouped_dgrad_act_kernel(
         f, mask_M1 = f_tile * TILE.BLOCK_N, row_M1 < rows
         da = zeros(BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         da = product(da, dy, w, tile, f, F, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
+        if t_ptr is not None:
+            da = product(da, t, b, tile, f, F, rank, K_CONTIGUOUS, False, True, TILE.BLOCK_K, PRECISION)
 
         # The next subtile of `h` is loaded while one is computed: waits for memory would be a third of a tile's time.
         # The first is loaded after the loop over H: earlier, it would have the layout of `da`, at 60 registers.

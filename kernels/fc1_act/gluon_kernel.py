@@ -107,6 +107,9 @@ def grouped_fc1_act_warp_specialized_kernel(
     row_ids_ptr,
     w_desc,
     w_scales,
+    t_ptr,
+    t_desc,
+    b_desc,
     bias_ptr,
     bias_table_ptr,
     probs_ptr,
@@ -119,6 +122,7 @@ def grouped_fc1_act_warp_specialized_kernel(
     num_experts,
     H,
     F,
+    rank,
     stride_x_r,
     stride_bias_e,
     stride_h_r,
@@ -143,10 +147,11 @@ def grouped_fc1_act_warp_specialized_kernel(
     COLUMNS: gl.constexpr = TILE.BLOCK_N // CHANNELS if EIGHT_BIT else TILE.BLOCK_N
     WIDTH: gl.constexpr = TILE.BLOCK_N // TILE.SUBTILES
     G = CHANNELS * F
-    walk = row_tiles(tiles_ptr, G if EIGHT_BIT else F, H, TILE, EIGHT_BIT and CONSUMERS == 2)
+    walk = row_tiles(tiles_ptr, G if EIGHT_BIT else F, H, TILE, EIGHT_BIT and CONSUMERS == 2, rank)
     x, w = (x_desc, x_scales_desc, (x_ptr, stride_x_r, row_ids_ptr, H)), (w_desc, w_scales, num_experts, G)
+    adapter = (t_ptr, t_desc, b_desc, rank)
     left, right, ring, accumulators = ragged_operands(
-        x, w, REVERSED, K_CONTIGUOUS, HALVES, COLUMNS * CHANNELS, CONSUMERS, 0, TILE
+        x, w, adapter, REVERSED, K_CONTIGUOUS, HALVES, COLUMNS * CHANNELS, CONSUMERS, 0, TILE
     )
     bias = (bias_ptr, bias_table_ptr, stride_bias_e)
     if EIGHT_BIT and CONSUMERS == 2:

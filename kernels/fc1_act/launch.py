@@ -9,7 +9,9 @@ from ..device import activation
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
+from ..operands import adapter as adapters
 from ..operands import descriptors, expert_tensors
+from ..operands.adapter import Adapter
 from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
@@ -34,10 +36,12 @@ def grouped_fc1_act_(
     bias_EG: ExpertTensors | None = None,
     probs_R: Array | None = None,
     row_ids_R: Array | None = None,
+    adapter: Adapter | None = None,
 ) -> None:
     """Writes all of `h` and `a`, zeros at padding rows. Activations have unit column stride.
 
     `row_ids` (`[R]` int32 or int64, read for owned rows only) makes `x` `[T, H]`: row r takes `x[row_ids[r]]`.
+    `adapter`: adds `t @ b^T` to `h`.
     """
     target, dtype, gathered = builder.target, x_RH.dtype, row_ids_R is not None
     G, (num_rows, F), H = h_RG.shape[1], a_RF.shape, x_RH.shape[1]
@@ -50,6 +54,7 @@ def grouped_fc1_act_(
     w_by_pointers = halves == 2 and not k_contiguous
     fits = w_view is not None and descriptors.fits(h_RG) and descriptors.fits(a_RF)
     fits = fits and descriptors.fits_halves(h_RG, halves) and (not w_by_pointers or vectors_fit((), [w_EGH], (F,)))
+    fits = fits and adapters.fits(adapter, k_contiguous)
     x_described = descriptors.fits(x_RH)
     x_vectors = vectors_fit((x_RH,), [], (H,))
     fits = fits and (x_vectors if gathered else x_described)
@@ -83,17 +88,22 @@ def grouped_fc1_act_(
         "stride_h_r": h_RG.strides[0],
         "stride_a_r": a_RF.strides[0],
         "ACT": act,
+        **adapters.arguments(
+            *(adapter, path, tile, target.consumer_rows(path, tile), tile.BLOCK_N * step, halves, w_by_pointers)
+        ),
         "K_CONTIGUOUS": k_contiguous,
         "REVERSED": w_EGH.stride_e < 0,
     }
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(F, tile.BLOCK_N)),)
     sizes: dict[str, Any] = {"H": H, "F": F, "itemsize": dtype.itemsize, "probs": itemsize(probs_R)}
     tokens = x_RH.shape[0] if gathered else None
-    costs = partial(cost.fc1_act, **sizes, gated=act.GATED, bias=bias_EG is not None, tokens=tokens)
+    rank = adapter.rank if adapter else 0
+    costs = partial(cost.fc1_act, **sizes, gated=act.GATED, bias=bias_EG is not None, tokens=tokens, rank=rank)
     if path == "warp_specialized":
         from .gluon_kernel import grouped_fc1_act_warp_specialized_kernel
 
         copied = x_RH if x_desc is None else None
+        arguments = adapters.warp_specialized(arguments, copied is not None)
         arguments |= {"x_ptr": copied, "stride_x_r": copied and copied.strides[0]}
         arguments |= {"x_scales_desc": None, "w_scales": None, "a_scales_ptr": None}
         builder.launch(grouped_fc1_act_warp_specialized_kernel, grid, arguments, chosen, costs)

@@ -8,7 +8,7 @@ from ..device import activation
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
-from ..operands import descriptors, expert_tensors
+from ..operands import adapter, descriptors, expert_tensors
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import CHUNK, Quantized
@@ -64,6 +64,7 @@ def grouped_fc1_act_quantized_(
         width_h, width_a = width_h * act.CHANNEL_STEP, width_h
     arguments = {
         **descriptors.eight_bit(x_RH, w_EGH, rows, tile, halves),
+        **adapter.NONE,
         "x_ptr": None,
         "row_ids_ptr": None,
         **expert_tensors.arguments("bias", bias_EG),

@@ -30,6 +30,10 @@ def _grouped_fc1_act_kernel(
     w_ptr,
     w_desc,
     w_table_ptr,
+    t_ptr,
+    t_desc,
+    b_ptr,
+    b_desc,
     bias_ptr,
     bias_table_ptr,
     probs_ptr,
@@ -41,10 +45,14 @@ def _grouped_fc1_act_kernel(
     num_experts,
     H,
     F,
+    rank,
     stride_x_r,
     stride_w_e,
     stride_w_g,
     stride_w_h,
+    stride_b_e,
+    stride_b_n,
+    stride_b_k,
     stride_bias_e,
     stride_h_r,
     stride_a_r,
@@ -72,6 +80,7 @@ def _grouped_fc1_act_kernel(
     row_M1 = tl.arange(0, BLOCK_M)[:, None]
     x = (x_ptr, x_desc, row_ids_ptr, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_g, stride_w_h)
+    t, b = (t_ptr, t_desc, None, rank), (b_ptr, b_desc, None, num_experts, stride_b_e, stride_b_n, stride_b_k)
     for tile_index in tl.range(tl.program_id(0), num_m * num_f, tl.num_programs(0), flatten=FLATTEN):
         m_tile, f_tile = tile_at(tile_index, num_m, num_f, TILE.GROUP_M)
         tile = load_tile(tiles_ptr, m_tile)
@@ -81,6 +90,10 @@ def _grouped_fc1_act_kernel(
         acc = product(
             *(acc, x, w, tile, f, end_g, H, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION, HALVES, STEP)
         )
+        if t_ptr is not None:
+            acc = product(
+                *(acc, t, b, tile, f, end_g, rank, K_CONTIGUOUS, False, True, TILE.BLOCK_K, PRECISION, HALVES, STEP)
+            )
         h_M1 = h_ptr + (first + row_M1).to(tl.int64) * stride_h_r
         a_M1 = a_ptr + (first + row_M1).to(tl.int64) * stride_a_r
         if probs_ptr is not None:

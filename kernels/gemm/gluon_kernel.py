@@ -60,6 +60,9 @@ def grouped_gemm_warp_specialized_kernel(
     x_scales_desc,
     w_desc,
     w_scales,
+    t_ptr,
+    t_desc,
+    b_desc,
     bias_ptr,
     bias_table_ptr,
     scale_ptr,
@@ -74,6 +77,7 @@ def grouped_gemm_warp_specialized_kernel(
     num_experts,
     N,
     K,
+    rank,
     stride_bias_e,
     stride_y_r,
     K_CONTIGUOUS: gl.constexpr,
@@ -88,9 +92,12 @@ def grouped_gemm_warp_specialized_kernel(
     gl.static_assert(TILE.BLOCK_M == 128)
     EARLY: gl.constexpr = (x_scales_desc is not None) and CONSUMERS == 2  # scales of weights depend on the tile
     ROWS: gl.constexpr = TILE.BLOCK_M // CONSUMERS
-    walk = row_tiles(tiles_ptr, N, K, TILE, EARLY)
+    walk = row_tiles(tiles_ptr, N, K, TILE, EARLY, rank)
     x, w = (x_desc, x_scales_desc, (None, None, None, K)), (w_desc, w_scales, num_experts, N)
-    left, right, ring, accumulators = ragged_operands(x, w, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 0, TILE)
+    adapter = (t_ptr, t_desc, b_desc, rank)
+    left, right, ring, accumulators = ragged_operands(
+        x, w, adapter, REVERSED, K_CONTIGUOUS, 1, TILE.BLOCK_N, CONSUMERS, 0, TILE
+    )
     COUNT: gl.constexpr = CONSUMERS * min(BUFFERS, TILE.SUBTILES)
     out = shared_tiles(y_desc.dtype, COUNT, ROWS, TILE.BLOCK_N // TILE.SUBTILES)
     epilogue = Epilogue((bias_ptr, bias_table_ptr, stride_bias_e), scale_ptr, y_desc, N, out, ROWS, TILE)

@@ -8,7 +8,9 @@ from typing import Any
 from ..launching import cost
 from ..launching.program import Builder
 from ..launching.run import Launcher
+from ..operands import adapter as adapters
 from ..operands import descriptors, expert_tensors
+from ..operands.adapter import Adapter
 from ..operands.alignment import vectors_fit
 from ..operands.arrays import Array, itemsize
 from ..operands.expert_tensors import ExpertTensors
@@ -33,23 +35,29 @@ def grouped_gemm_(
     bias_EN: ExpertTensors | None = None,
     scale_R: Array | None = None,
     dprobs: Dprobs | None = None,
+    adapter: Adapter | None = None,
+    row_ids_R: Array | None = None,
 ) -> None:
-    """Writes all of `y`, zeros at padding rows, and `dprobs`. `x` and `y` have unit column stride."""
-    target, dtype = builder.target, x_RK.dtype
+    """Writes all of `y`, zeros at padding rows, and `dprobs`. `x` and `y` have unit column stride.
+
+    `adapter`: adds `t @ b^T`. `row_ids` (`[R]` int32 or int64, read for owned rows only) makes `x` `[T, K]`: row r
+    takes `x[row_ids[r]]`; only with few columns of `y`, of an adapter's `A x`.
+    """
+    target, dtype, gathered = builder.target, x_RK.dtype, row_ids_R is not None
     (num_rows, N), K = y_RN.shape, x_RK.shape[1]
     if not num_rows * N:
         return
-    w_view = descriptors.matrices(w_ENK, (N, K))
+    w_view, k_contiguous = descriptors.matrices(w_ENK, (N, K)), w_ENK.strides[1] == 1
     fits = w_view is not None and descriptors.fits(x_RK) and descriptors.fits(y_RN)
+    fits = fits and adapters.fits(adapter, k_contiguous)
     vectors = vectors_fit((x_RK, y_RN), [w_ENK], (N, K))
     refused, regime = refusal(target, described=fits), small(N, K)
-    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, refused=refused, regime=regime)
+    chosen = choose("gemm", dtype, target, fits, vectors, schedule.rows_per_expert, gathered, refused, regime)
     path, tile = chosen.path, chosen.tile
-    k_contiguous = w_ENK.strides[1] == 1
     x_desc = w_desc = y_desc = None
     if path in BY_DESCRIPTORS and w_view is not None:
         block_m = target.consumer_rows(path, tile)
-        x_desc = descriptors.ragged_rows(x_RK, block_m, tile.BLOCK_K)
+        x_desc = None if gathered else descriptors.ragged_rows(x_RK, block_m, tile.BLOCK_K)
         w_desc = descriptors.of_matrices(w_view, tile.BLOCK_N, tile.BLOCK_K, k_contiguous)
         y_desc = descriptors.ragged_rows(y_RN, block_m, tile.BLOCK_N // tile.SUBTILES)
     arguments = {
@@ -58,20 +66,23 @@ def grouped_gemm_(
         "y_desc": y_desc,
         **_arguments(builder, y_RN, K, schedule, tile, bias_EN, scale_R, dprobs),
         "num_experts": schedule.num_experts,
+        **adapters.arguments(adapter, path, tile, target.consumer_rows(path, tile), tile.BLOCK_N),
         "K_CONTIGUOUS": k_contiguous,
         "REVERSED": w_ENK.stride_e < 0,
     }
     grid = (target.num_programs(tile, schedule.max_tiles(tile.BLOCK_M) * cdiv(N, tile.BLOCK_N)),)
     bias, scale = bias_EN is not None, itemsize(scale_R)
-    costs = partial(cost.gemm, N=N, K=K, itemsize=dtype.itemsize, bias=bias, scale=scale)
+    rank = adapter.rank if adapter else 0
+    costs = partial(cost.gemm, N=N, K=K + rank, itemsize=dtype.itemsize, bias=bias, scale=scale)
     if path == "warp_specialized":
         from .gluon_kernel import grouped_gemm_warp_specialized_kernel
 
-        arguments |= {"x_scales_desc": None, "w_scales": None}
+        arguments = adapters.warp_specialized(arguments) | {"x_scales_desc": None, "w_scales": None}
         builder.launch(grouped_gemm_warp_specialized_kernel, grid, arguments, chosen, costs)
         return
     arguments |= {
         "x_ptr": x_RK,
+        "row_ids_ptr": row_ids_R,
         **expert_tensors.weight_arguments(w_ENK, "n", "k"),
         "stride_x_r": x_RK.strides[0],
         "PRECISION": target.precision(dtype),
@@ -140,7 +151,7 @@ def grouped_gemm_quantized_(
         arguments |= {**pointers, "w_ptr": w_ENK.elements, "w_scales_ptr": w_ENK.scales}
     else:
         rows = target.consumer_rows(chosen.path, tile)
-        arguments |= descriptors.eight_bit(x_RK, w_ENK, rows, tile)
+        arguments |= {**descriptors.eight_bit(x_RK, w_ENK, rows, tile), **adapters.NONE}
         arguments["y_desc"] = descriptors.ragged_rows(y_RN, rows, tile.BLOCK_N // tile.SUBTILES)
         from .gluon_kernel import grouped_gemm_warp_specialized_kernel as kernel
 

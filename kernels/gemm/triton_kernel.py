@@ -46,9 +46,14 @@ def store_tile(acc, bias, y, tile, row_M1, mask_M1, n, N, SUBTILES: tl.constexpr
 def _grouped_gemm_kernel(
     x_ptr,
     x_desc,
+    row_ids_ptr,
     w_ptr,
     w_desc,
     w_table_ptr,
+    t_ptr,
+    t_desc,
+    b_ptr,
+    b_desc,
     bias_ptr,
     bias_table_ptr,
     scale_ptr,
@@ -63,10 +68,14 @@ def _grouped_gemm_kernel(
     num_experts,
     N,
     K,
+    rank,
     stride_x_r,
     stride_w_e,
     stride_w_n,
     stride_w_k,
+    stride_b_e,
+    stride_b_n,
+    stride_b_k,
     stride_bias_e,
     stride_y_r,
     K_CONTIGUOUS: tl.constexpr,
@@ -86,8 +95,9 @@ def _grouped_gemm_kernel(
     tl.assume(K > 0)
     WIDTH: tl.constexpr = TILE.BLOCK_N // SUBTILES
     row_M1 = tl.arange(0, TILE.BLOCK_M)[:, None]
-    x = (x_ptr, x_desc, None, stride_x_r)
+    x = (x_ptr, x_desc, row_ids_ptr, stride_x_r)
     w = (w_ptr, w_desc, w_table_ptr, num_experts, stride_w_e, stride_w_n, stride_w_k)
+    t, b = (t_ptr, t_desc, None, rank), (b_ptr, b_desc, None, num_experts, stride_b_e, stride_b_n, stride_b_k)
     bias, y = (bias_ptr, bias_table_ptr, stride_bias_e, scale_ptr), (y_ptr, y_desc, stride_y_r)
     # Persistent. With FLATTEN this is one loop with that over K: a tile's first loads run under the last one's stores.
     for tile_index in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=FLATTEN):
@@ -96,6 +106,8 @@ def _grouped_gemm_kernel(
         n, mask_M1 = n_tile * TILE.BLOCK_N, row_M1 < tile[2]
         acc = zeros(TILE.BLOCK_M, TILE.BLOCK_N, num_m, FLATTEN)
         acc = product(acc, x, w, tile, n, N, K, K_CONTIGUOUS, REVERSED, ALIGNED, TILE.BLOCK_K, PRECISION)
+        if t_ptr is not None:
+            acc = product(acc, t, b, tile, n, N, rank, K_CONTIGUOUS, False, True, TILE.BLOCK_K, PRECISION)
         store_tile(acc, bias, y, tile, row_M1, mask_M1, n, N, SUBTILES)
 
     zero_padding(y_ptr, tiles_ptr, N, stride_y_r, 1, TILE.BLOCK_M, WIDTH)

@@ -1,7 +1,7 @@
 """Arguments of operators and launchers, as plans see them: arrays in place of tensors.
 
 An operator takes tensors, lists of all experts' tensors, the elements and scales of a quantized copy as a list of two
-(`Quantized`), tuples of segments' tensors, and constants.
+(`Quantized`), the two factors of an adapter as a list, tuples of segments' tensors, and constants.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Arguments(NamedTuple):
 def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list[int]) -> tuple[Any, ...]:
     """One kind for a list of several experts' tensors; a kind for each tensor of a copy or of a tuple of segments."""
     kinds: tuple[Any, ...]
-    if is_quantized(arg):
+    if is_quantized(arg) or _are_factors(arg):
         parts, kinds = [*arg], tuple(map(kind_of, arg))
     elif type(arg) is list:
         experts = ExpertTensors.of(arg, arg[0].dim())
@@ -73,6 +73,11 @@ def _kinds_of_many(arg: Sequence[Tensor], tensors: list[Tensor], addresses: list
     tensors += parts
     addresses += map(Tensor.data_ptr, parts)
     return kinds
+
+
+def _are_factors(arg: Sequence[Tensor]) -> bool:
+    """Whether a list of several tensors has an adapter's factors, of all experts each, and not one tensor an expert."""
+    return type(arg) is list and arg[0].dim() == 3
 
 
 def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -95,7 +100,7 @@ def seen(kinds: Sequence[Any], args: Sequence[Any]) -> list[Any]:
             as_seen.append(array(kind))
         elif is_quantized(arg):
             as_seen.append(Quantized(*map(array, kind)))
-        elif type(arg) is list and arg:
+        elif type(arg) is list and arg and not _are_factors(arg):
             base, table, *rest = kind
             base = array(base)
             as_seen.append(ExpertTensors(base, None if table is None else array(table), *rest))

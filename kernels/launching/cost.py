@@ -5,7 +5,7 @@ their gradients, if added to, not touched. `itemsize`: bytes of an element of ac
 `bias_grad`, `scale`, `probs`: bytes of an element of that tensor, 0 without it.
 
 Rows that are gathered from tokens share them: `tokens` is how many there are (None: nothing is gathered), and each is
-read once, with an int32 index for every row.
+read once, with an int32 index for every row. `rank`: columns of an adapter's t `[R, rank]` and b `[E, N, rank]`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ def fc1_act(
     bias: bool = False,
     probs: int = _FP32,
     tokens: int | None = None,
+    rank: int = 0,
 ) -> Cost:
     """Pass (1): reads x `[R, H]` and fc1 `[E, G, H]`, writes h `[R, G]` and the activation `[R, F]`."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
-    elements = R * (G + F) + E * G * (H + bias)
-    return Cost("fc1_act", product_flops(R, G, H), itemsize * elements + _read(R, H, itemsize, tokens) + probs * R)
+    elements = R * (G + F + rank) + E * G * (H + bias + rank)
+    return Cost(
+        "fc1_act", product_flops(R, G, H + rank), itemsize * elements + _read(R, H, itemsize, tokens) + probs * R
+    )
 
 
 def gemm(rows: Sequence[int], N: int, K: int, itemsize: int, *, bias: bool = False, scale: int = 0) -> Cost:
@@ -108,12 +111,13 @@ def dgrad_act(
     bias: bool = False,
     probs: int = _FP32,
     tokens: int | None = None,
+    rank: int = 0,
 ) -> Cost:
     """Pass (3): reads dy `[R, H]`, fc2 `[E, H, F]` and h `[R, G]`, writes dh `[R, G]`, the activation and dprobs."""
     R, E, G = sum(rows), _used(rows), _channels(F, gated)
-    elements = R * (2 * G + F) + E * H * (F + bias)
+    elements = R * (2 * G + F + rank) + E * (H * (F + bias) + F * rank)
     num_bytes = itemsize * elements + _read(R, H, itemsize, tokens) + (probs + _FP32 if probs else 0) * R
-    return Cost("dgrad_act", product_flops(R, F, H), num_bytes)
+    return Cost("dgrad_act", product_flops(R, F, H + rank), num_bytes)
 
 
 def wgrad(

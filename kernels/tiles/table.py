@@ -144,11 +144,13 @@ sm_90,sm_100                    wgrad     tma              bf16,fp16 long   64 1
 sm_90                           wgrad     tma              fp32      any    32 128 128   8   4   4   8   1
 # Where fc1 gathers rows, programs are not persistent: addresses of two tiles at once need more registers than there
 # are. wgrad: loads of indices take some of the stages, and addresses take registers, so there are more stages and
-# threads, to have as much on its way.
+# threads, to have as much on its way. gemm gathers rows for adapters alone, whose A has few rows.
 sm_90                           fc1_act   gather           bf16,fp16 short  64  64  64   4   4   2   8   0
 sm_100                          fc1_act   gather           bf16,fp16 short  64  64  64   4   4   4   8   0
 sm_90                           fc1_act   gather           bf16,fp16 long  128 128  32   8   6   8   8   0
 sm_100                          fc1_act   gather           bf16,fp16 long  128 128  64   8   4   4   8   0
+sm_90,sm_100                    gemm      gather           bf16,fp16 short  64  64  64   4   4   1   8   0
+sm_90,sm_100                    gemm      gather           bf16,fp16 long  128  64  64   8   4   1   8   0
 sm_90,sm_100                    dgrad_act gather           bf16,fp16 short  64  64  64   4   4   2   8   2
 sm_90,sm_100                    dgrad_act gather           bf16,fp16 long  128 128  64   8   4   4   8   1
 sm_90,sm_100                    wgrad     gather           bf16,fp16 short  64 128 128   8   4   4   8   2

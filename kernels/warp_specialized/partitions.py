@@ -10,7 +10,7 @@ import triton
 from . import sm_90, sm_90_fp8, sm_100, sm_100_mxfp8
 from .gluon_compat import fence_async_shared, gl, gluon, tma_store_wait
 from .ring import make_ring, shared_tiles
-from .rows import rows_operand, weights_operand
+from .rows import Adapted, rows_operand, weights_operand
 from .scaled_rows import CHUNK, scale_stages, scaled_rows, scaled_weights
 
 
@@ -148,6 +148,7 @@ def make_accumulators(
 def ragged_operands(
     x,
     w,
+    adapter,
     REVERSED: gl.constexpr,
     K_CONTIGUOUS: gl.constexpr,
     HALVES: gl.constexpr,
@@ -159,16 +160,24 @@ def ragged_operands(
     """`(left, right, ring, accumulators)` of an M-ragged pass: rows of `x` by COLUMNS of weights.
 
     `x`: `(descriptor, descriptor of scales, gather)`, see `rows_operand`; `w`: `(descriptor, scales, number of experts,
-    columns)`, whose scales are a pointer (fp8_block) or a descriptor (mxfp8). None where unused.
+    columns)`, whose scales are a pointer (fp8_block) or a descriptor (mxfp8); `adapter`, in 16 bits: `(pointer to t,
+    descriptor of t, descriptor of b, rank)`. None where unused.
     """
     x_desc, x_scales_desc, gather = x
     w_desc, w_scales, num_experts, num_columns = w
+    t_ptr, t_desc, b_desc, rank = adapter
     STAGES: gl.constexpr = TILE.num_stages
     GATHERED: gl.constexpr = gather[2] is not None
     x = shared_tiles(w_desc.dtype, STAGES * CONSUMERS, TILE.BLOCK_M // CONSUMERS, TILE.BLOCK_K)
     w = shared_tiles(w_desc.dtype, STAGES, TILE.BLOCK_K, COLUMNS, K_CONTIGUOUS)
     left = rows_operand(x_desc, gather, x, 0, CONSUMERS, False)
     right = weights_operand(w_desc, num_experts, w, REVERSED, K_CONTIGUOUS, HALVES)
+    if rank is not None:
+        steps = gl.cdiv(gather[3], TILE.BLOCK_K)
+        t = rows_operand(t_desc, (t_ptr, rank, None, rank), x, 0, CONSUMERS, False)
+        left = Adapted(left, t, steps, left.BYTES, left.GATHERED)
+        b = weights_operand(b_desc, num_experts, w, False, K_CONTIGUOUS, HALVES)
+        right = Adapted(right, b, steps, right.BYTES, False)
     ring = make_ring(STAGES, CONSUMERS, copiers(CONSUMERS, GATHERED, OTHERS))
     if x_scales_desc is None:
         accumulators = make_accumulators(x, w, ring, False, K_CONTIGUOUS, COLUMNS, CONSUMERS)

@@ -103,7 +103,7 @@ class GatheredByCopies:
 
     ptr: value
     stride: value
-    row_ids_ptr: value
+    row_ids_ptr: value  # None: rows are in order
     num_columns: value
     stages: value  # every consumer's part, one after the other
     SIDE: gl.constexpr
@@ -121,6 +121,9 @@ class GatheredByCopies:
         if walk.LISTED:
             at = (tile.first + gl.minimum(step, tile.steps - 1)).to(gl.int64) * ROWS
             ids = gl.load(self.row_ids_ptr + at + gl.arange(0, ROWS, layout))
+        elif self.row_ids_ptr is None:
+            row_M = gl.arange(0, ROWS, layout)
+            ids = gl.where(row_M < tile.rows, tile.first + row_M, -1)
         else:
             ids = _load_row_ids(self.row_ids_ptr, tile, step * ROWS, ROWS, layout)
         return ids
@@ -152,7 +155,7 @@ class GatheredByCopies:
 
 @gluon.jit
 def rows_operand(desc, gather, stages, SIDE: gl.constexpr, PARTS: gl.constexpr, BY_COLUMNS: gl.constexpr):
-    """The operand whose rows are in order (`desc`, no row ids), gathered by TMA (`desc`) or by copies.
+    """The operand whose rows are in order (`desc`, no row ids), gathered by TMA (`desc`) or copied by threads.
 
     `gather`: `(pointer, stride, row ids, number of columns)`, None where unused. BY_COLUMNS: how parts are divided.
     """
@@ -161,15 +164,43 @@ def rows_operand(desc, gather, stages, SIDE: gl.constexpr, PARTS: gl.constexpr, 
     COUNT: gl.constexpr = stages.shape[0] // PARTS
     M: gl.constexpr = stages.shape[1] if BY_COLUMNS else PARTS * stages.shape[1]
     N: gl.constexpr = PARTS * stages.shape[2] if BY_COLUMNS else stages.shape[2]
-    if row_ids_ptr is not None and desc is None:
+    if desc is None:
         stages = reinterpreted(stages, [COUNT, M, N])
     return (
-        Sorted(desc, stages, SIDE, PARTS, SIZE)
+        GatheredByCopies(ptr, stride, row_ids_ptr, num_columns, stages, SIDE)
+        if desc is None
+        else Sorted(desc, stages, SIDE, PARTS, SIZE)
         if row_ids_ptr is None
         else GatheredByTma(desc, row_ids_ptr, stages, SIDE, SIZE)
-        if desc is not None
-        else GatheredByCopies(ptr, stride, row_ids_ptr, num_columns, stages, SIDE)
     )
+
+
+@aggregate
+class Adapted:
+    """An operand of an M-ragged pass with an adapter: after `steps` steps of the layer's own come those of the adapter,
+    into the same stages.
+    """
+
+    own: value
+    adapter: value
+    steps: value
+    BYTES: gl.constexpr
+    GATHERED: gl.constexpr
+
+    @gluon.jit
+    def begin(self, walk, tile):
+        """Return what the layer's own steps need."""
+        return self.own.begin(walk, tile)
+
+    @gluon.jit
+    def load(self, ids, walk, tile, step, at, stage, arrived):
+        """Load a step. In M-ragged passes, every step has the same row ids."""
+        if step < self.steps:
+            self.own.load(ids, walk, tile, step, at, stage, arrived)
+        else:
+            first = self.adapter.begin(walk, tile)
+            self.adapter.load(first, walk, tile, step - self.steps, at, stage, arrived)
+        return ids
 
 
 @aggregate

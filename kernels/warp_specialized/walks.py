@@ -60,11 +60,14 @@ class RowTiles:
 
 
 @gluon.jit
-def row_tiles(tiles_ptr, N, K, TILE: gl.constexpr, EARLY: gl.constexpr = False):
-    """Tiles of all rows by N columns, with K columns of `x`, K > 0."""
+def row_tiles(tiles_ptr, N, K, TILE: gl.constexpr, EARLY: gl.constexpr = False, rank=None):
+    """Tiles of all rows by N columns, with K columns of `x`, K > 0, and then `rank` columns of an adapter."""
     num_m, num_n = gl.load(tiles_ptr), gl.cdiv(N, TILE.BLOCK_N)
     turns = gl.cdiv(num_m * num_n - gl.program_id(0), gl.num_programs(0))
-    return RowTiles(tiles_ptr, turns, num_m, num_n, gl.cdiv(K, TILE.BLOCK_K), TILE.GROUP_M, TILE.BLOCK_K, EARLY)
+    steps = gl.cdiv(K, TILE.BLOCK_K)
+    if rank is not None:
+        steps += gl.cdiv(rank, TILE.BLOCK_K)
+    return RowTiles(tiles_ptr, turns, num_m, num_n, steps, TILE.GROUP_M, TILE.BLOCK_K, EARLY)
 
 
 @aggregate

@@ -4,113 +4,19 @@ import os
 
 import pytest
 import torch
-from support import invariance, mlp_arguments
+from cases.adapters import K, Layer, T
+from support import invariance
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmlp
-from bench.oracle.tolerance import assert_close
 from fusedmlp import LoRA
 
 pytestmark = pytest.mark.sparse
-E, H, F, R, PADDING, COUNTS = 4, 48, 32, 40, 3, [6, 0, 30, 1]
-T, K = 13, 3
+E, H, R, COUNTS = 4, Layer.H, 40, list(Layer.COUNTS)
 IMPLS = ["torch", "triton"] if os.environ.get("TRITON_INTERPRET") == "1" else ["torch"]
 FUNCTIONS = ["grouped_mlp", "moe_experts", "grouped_linear"]
 RANKS = {"both": (8, 3), "fc1 alone": (8, None), "fc2 alone": (None, 128)}
-
-
-class Layer:
-    """Leaves by name, and a run of a function with them. `dtype`: of weights and rows; `of_adapters`: of adapters."""
-
-    def __init__(self, function, ranks=(8, 3), dtype=torch.float32, of_adapters=torch.float32, activation="swiglu"):
-        generator = torch.Generator().manual_seed(3)
-
-        def randn(*shape, of=dtype, scale=1.0):
-            return (scale * torch.randn(*shape, generator=generator)).to(of)
-
-        self.function, self.activation, self.scalings = function, activation, (0.5, 2.0)
-        G = 2 * F if activation == "swiglu" else F
-        rows = T if function == "moe_experts" else R
-        self.leaves = {
-            "x": randn(rows, H),
-            "fc1": randn(E, G, H, scale=H**-0.5),
-            "fc2": randn(E, H, F, scale=F**-0.5),
-            "b1": randn(E, G),
-            "b2": randn(E, H),
-            "probs": torch.rand(*((T, K) if function == "moe_experts" else (R,)), generator=generator),
-        }
-        for i, (size_in, out) in enumerate(((H, G), (F, H)), 1):
-            if ranks[i - 1] is not None and not (function == "grouped_linear" and i == 2):
-                r = ranks[i - 1]
-                self.leaves |= {f"A{i}": randn(E, r, size_in, of=of_adapters, scale=size_in**-0.5)}
-                self.leaves |= {f"B{i}": randn(E, out, r, of=of_adapters, scale=r**-0.5)}
-        if function == "grouped_linear":
-            self.leaves = {name: t for name, t in self.leaves.items() if name not in ("fc2", "b2", "probs")}
-        self.ids = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
-        self.ids[2, 1] = -1  # of another rank
-        self.dy = randn(rows, G if function == "grouped_linear" else H)
-
-    def adapter(self, leaves, i):
-        return LoRA(leaves[f"A{i}"], leaves[f"B{i}"], self.scalings[i - 1]) if f"A{i}" in leaves else None
-
-    def fused(self, leaves, **options):
-        if self.function == "grouped_linear":
-            given = leaves["x"], leaves["fc1"], COUNTS
-            return fusedmlp.grouped_linear(*given, bias=leaves["b1"], lora=self.adapter(leaves, 1), **options)
-        options |= {"fc1_bias": leaves["b1"], "fc2_bias": leaves["b2"], "activation": self.activation}
-        options |= {"fc1_lora": self.adapter(leaves, 1), "fc2_lora": self.adapter(leaves, 2)}
-        weights = leaves["fc1"], leaves["fc2"]
-        if self.function == "moe_experts":
-            return fusedmlp.moe_experts(leaves["x"], self.ids, leaves["probs"], *weights, **options)
-        return fusedmlp.grouped_mlp(leaves["x"], *weights, COUNTS, probs=leaves["probs"], **options)
-
-    def expert(self, leaves, e, x, prob):
-        def weight(name, i):
-            lora = self.adapter(leaves, i)
-            return leaves[name][e] + (lora.scaling * lora.B[e] @ lora.A[e] if lora else 0)
-
-        h = x @ weight("fc1", 1).T + leaves["b1"][e]
-        if self.function == "grouped_linear":
-            return h
-        a = torch.nn.functional.silu(h[:, :F]) * h[:, F:] if self.activation == "swiglu" else h.relu().square()
-        return prob[:, None] * (a @ weight("fc2", 2).T + leaves["b2"][e])
-
-    def dense(self, leaves):
-        """Every expert by itself, with a dense weight."""
-        x = leaves["x"]
-        if self.function != "moe_experts":
-            ends = torch.tensor(COUNTS).cumsum(0).tolist()
-            probs = leaves.get("probs", x[:, 0])
-            parts = [
-                self.expert(leaves, e, x[end - n : end], probs[end - n : end])
-                for e, (n, end) in enumerate(zip(COUNTS, ends, strict=True))
-            ]
-            return torch.cat([*parts, x.new_zeros(PADDING, parts[0].shape[1])])
-        y = torch.zeros_like(x)
-        for e in range(E):
-            tokens, choices = (self.ids == e).nonzero(as_tuple=True)
-            y = y.index_add(0, tokens, self.expert(leaves, e, x[tokens], leaves["probs"][tokens, choices]))
-        return y
-
-    def results(self, run, dtype=None, frozen=(), **options):
-        """`{name: y or gradient}`, in float64."""
-        leaves = {
-            name: t.detach().to(dtype or t.dtype).requires_grad_(name not in frozen) for name, t in self.leaves.items()
-        }
-        y = run(leaves, **options)
-        y.backward(self.dy.to(y.dtype))
-        grads = {f"d{name}": leaf.grad for name, leaf in leaves.items() if name not in frozen}
-        for name, grad in grads.items():
-            assert grad.dtype == leaves[name[1:]].dtype
-        return {name: t.detach().double() for name, t in ({"y": y} | grads).items()}
-
-    def check(self, frozen=(), **options):
-        low = next(t.dtype for t in self.leaves.values())
-        expected = self.results(self.dense, torch.float64, frozen)
-        plain = self.results(self.dense, low, frozen)
-        assert_close(self.results(self.fused, frozen=frozen, **options), expected, plain, low)
-        return expected
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -133,9 +39,21 @@ def test_frozen_parts(function, frozen, poison):
     Layer(function).check(frozen)
 
 
+@pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_kernels_of_one_gemm(dtype, poison):
-    Layer("grouped_linear", dtype=dtype).check(impl=IMPLS[-1])
+@pytest.mark.parametrize("where", ["one tensor", "apart"])
+def test_kernels(function, ranks, layout, dtype, where, poison):
+    Layer(function, ranks, dtype, layout=layout, apart=where == "apart").check(impl="triton")
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("frozen", [("fc1", "fc2", "b1", "b2"), ("x", "fc1", "fc2"), ("A1", "B1"), ("A1",)], ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_frozen_parts_in_kernels(function, frozen, poison):
+    Layer(function).check(frozen, impl="triton")
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -276,20 +194,12 @@ def test_wrong_adapters_are_refused(case):
         fusedmlp.grouped_linear(layer.leaves["x"], layer.leaves["fc1"], COUNTS, lora=lora)
 
 
-def test_what_cannot_be_had_yet():
-    layer = Layer("grouped_mlp")
-    with pytest.raises(NotImplementedError, match='fc1_lora, fc2_lora: expected impl="torch"'):
-        layer.fused(layer.leaves, impl="triton")
-
-
 @pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
-def test_kernels_do_not_ignore_an_adapter_in_backward():
-    x, fc1, fc2 = torch.ones(2, 4), torch.ones(1, 8, 4), torch.ones(1, 4, 4)
-    offsets, lora = torch.tensor([0, 2], dtype=torch.int32), [torch.ones(1, 1, 4), torch.ones(1, 8, 1)]
-    given = mlp_arguments.forward(x=x, fc1=[fc1], fc2=[fc2], offsets=offsets, impl="triton", lora1=lora)
-    given = mlp_arguments.backward(given, dw1=[], dw2=[], dy=torch.ones(2, 4), h=torch.ones(2, 8))
-    with pytest.raises(NotImplementedError, match='expected impl="torch"'):
-        torch.ops.fusedmlp.grouped_mlp_backward_(*given)
+@pytest.mark.parametrize("recipe", ["fp8_block", "mxfp8"])
+def test_kernels_that_multiply_in_8_bits_take_no_adapters(recipe):
+    layer = type("Blocks", (Layer,), {"H": 128, "F": 128, "COUNTS": (130, 0, 125, 1)})("grouped_mlp")
+    with pytest.raises(NotImplementedError, match="fc1_lora, fc2_lora: expected no 8-bit recipe, or impl="):
+        layer.fused(layer.leaves, impl="triton", recipe=recipe)
 
 
 def test_gathered_rows_are_freed_before_the_output_is_made():

@@ -14,6 +14,7 @@ import torch
 
 from bench.oracle import tolerance
 from cases import (
+    adapters,
     dgrad_act,
     factory,
     fc1_act,
@@ -401,13 +402,18 @@ def _tokens(dtype: torch.dtype, **options: object) -> None:
     tolerance.assert_close(moe.run(inputs, "triton", DEVICE), expected, low, dtype)
 
 
+def _adapted(dtype: torch.dtype, function: str, ranks: tuple[int, int] = (16, 72), **options: object) -> None:
+    """A layer with adapters in fp32, forward and backward."""
+    adapters.Large(function, ranks, dtype, **options).check(impl="triton", device=DEVICE)
+
+
 def _layers() -> Iterator[Case]:
     def layer(
         name: str, check: Callable[..., None], *precisions: str, quick: bool = False, **options: object
     ) -> Iterator[Case]:
         return _grid(name, partial(check, **options), precisions or (BF16,), quick=quick)
 
-    gpt_oss = {"options": GPT_OSS, "bias": True}
+    gpt_oss, gelu = {"options": GPT_OSS, "bias": True}, {"activation": "gelu"}
     yield from layer("grouped_mlp", _layer, *EVERY)
     yield from layer("grouped_mlp gpt_oss", _layer, **gpt_oss)
     yield from layer(
@@ -420,6 +426,12 @@ def _layers() -> Iterator[Case]:
     yield from layer("moe_experts", _tokens, BF16, FP16, FP32, quick=True)
     yield from layer("moe_experts gpt_oss", _tokens, **gpt_oss)
     yield from layer("moe_experts experts apart odd", _tokens, packed=False, H=101, F=67)
+    yield from layer("grouped_mlp adapters", _adapted, function="grouped_mlp", quick=True)
+    yield from layer("grouped_mlp adapters in_out gelu", _adapted, function="grouped_mlp", layout="in_out", **gelu)
+    yield from layer("grouped_mlp adapters apart", _adapted, function="grouped_mlp", apart=True)
+    yield from layer("moe_experts adapters", _adapted, BF16, FP16, FP32, function="moe_experts", quick=True)
+    yield from layer("moe_experts adapters gpt_oss", _adapted, function="moe_experts", layout="in_out", **GPT_OSS)
+    yield from layer("moe_experts adapters in_out", _adapted, function="moe_experts", ranks=(3, 128), layout="in_out")
     for mode in moe.MODES:  # what each row of the contract launches
         for queue in ("none", "delayed", "fused"):
             options = {"mode": mode, "queue": queue, "microbatches": 1 if queue == "none" else 2, "T": 40}
