@@ -429,7 +429,8 @@ def _layers() -> Iterator[Case]:
     yield from layer("grouped_mlp adapters", _adapted, function="grouped_mlp", quick=True)
     yield from layer("grouped_mlp adapters in_out gelu", _adapted, function="grouped_mlp", layout="in_out", **gelu)
     yield from layer("grouped_mlp adapters apart", _adapted, function="grouped_mlp", apart=True)
-    yield from layer("moe_experts adapters", _adapted, BF16, FP16, FP32, function="moe_experts", quick=True)
+    yield from layer("moe_experts adapters", _adapted, function="moe_experts", quick=True)
+    yield from layer("moe_experts adapters of one rank", _adapted, FP16, FP32, function="moe_experts", ranks=(1, None))
     yield from layer("moe_experts adapters gpt_oss", _adapted, function="moe_experts", layout="in_out", **GPT_OSS)
     yield from layer("moe_experts adapters in_out", _adapted, function="moe_experts", ranks=(3, 128), layout="in_out")
     for mode in moe.MODES:  # what each row of the contract launches
