@@ -24,6 +24,7 @@ import fusedmlp
 from fusedmlp import validate
 from fusedmlp.contract.checks import check_flag
 from fusedmlp.contract.route import MODES, Mode
+from fusedmlp.integrations import peft
 from fusedmlp.integrations.fp32_accumulation import FP32Accumulation
 from fusedmlp.integrations.own_dtype import without_autocast
 from fusedmlp.integrations.transformers_activation import activation_of, guard_in_graph
@@ -31,7 +32,7 @@ from fusedmlp.integrations.transformers_activation import activation_of, guard_i
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback
 
-_NAME = "fusedmlp"
+_NAME = peft.NAME
 
 
 class _Options(NamedTuple):
@@ -75,6 +76,7 @@ def register(
     check_flag("batch_invariant", batch_invariant)
     if model is not None:
         validate.module("model", model)
+    peft.install()
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -85,7 +87,7 @@ def register(
         ALL_FP8_EXPERTS_FUNCTIONS.register(_NAME, _refuse_other_interface)
     if model is None:
         return
-    experts: list[Any] = [module for module in model.modules() if _uses_interface(module)]
+    experts: list[Any] = [module for module in model.modules() if peft.uses_interface(module)]
     if not experts:
         raise ValueError(
             f"model: expected experts that use Transformers' experts interface; got a {type(model).__name__} without, "
@@ -99,6 +101,7 @@ def register(
     for module in experts:  # set_experts_implementation skips a model whose class is in a file without experts
         module.config._experts_implementation = _NAME
         module._fusedmlp_options = options
+    peft.warn_of_none(model)
 
 
 def fp32_accumulation() -> TrainerCallback:
@@ -152,7 +155,7 @@ def _experts_forward(
     if torch.compiler.is_compiling():
         guard_in_graph(module)
     fc1_name = "gate_up_proj" if experts.has_gate else "up_proj"
-    fc1_weight = getattr(experts, fc1_name)
+    fc1_weight, adapters = getattr(experts, fc1_name), peft.take(module)
     with without_autocast(hidden_states.device.type):
         y = fusedmlp.moe_experts(
             hidden_states if options.recipe else hidden_states.to(fc1_weight.dtype),
@@ -168,6 +171,8 @@ def _experts_forward(
             recipe=options.recipe,
             wgrad=options.wgrad,
             batch_invariant=options.batch_invariant,
+            fc1_lora=adapters.get(fc1_name),
+            fc2_lora=adapters.get("down_proj"),
         )
     return y.to(hidden_states.dtype)
 
@@ -182,11 +187,6 @@ def _refuse_old_versions() -> None:
             "accepts only Transformers' own names, and experts lack is_concatenated, which says whether gate and "
             "linear channels alternate"
         )
-
-
-def _uses_interface(module: nn.Module) -> bool:
-    """Whether Transformers' decorator made the module's class."""
-    return hasattr(module, "has_gate") and hasattr(module, "is_concatenated")
 
 
 def _calls(module: nn.Module, function: object) -> bool:
