@@ -114,7 +114,7 @@ def test_lora_trains_as_with_eager_experts_and_frozen_experts_compute_no_wgrad(o
         ids, dy = models.batch()
         model(ids).logits.backward(dy)
         grads[implementation] = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert len(wgrad_gemms) == (4 if of_experts else 0)  # two layers, fc1 and fc2
+    assert wgrad_gemms == []
     assert len(grads["eager"]) == trained
     for name, expected in grads["eager"].items():
         assert expected.any(), name
