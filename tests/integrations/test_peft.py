@@ -1,9 +1,12 @@
 """PEFT's LoRA on the experts of Transformers' models, taken over by fusedmlp, beside PEFT with eager experts."""
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import torch
+from support import forked
 from support import peft_experts as adapted
 from support import transformers_models as models
 from support import transformers_training as training
@@ -13,6 +16,7 @@ from bench.oracle.tolerance import errors_of
 from fusedmlp.integrations.peft import report
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+ROOT = Path(__file__).parents[2]
 # Larger tolerances would pass anything; a token that rounding sends to other experts would cause one.
 MEANINGFUL = {torch.float32: 1e-5, torch.bfloat16: 0.1}
 
@@ -84,3 +88,13 @@ def test_a_step_allocates_nothing_as_large_as_a_stack_of_weights():
     assert found["fusedmlp"] == {"copies": 0, "allocations": 0}
     # For each of two weights of two layers: W + B A, once more as PEFT's check, and the gradient of all weights.
     assert found["grouped_mm"]["allocations"] >= 12
+
+
+@pytest.mark.slow
+def test_the_example_trains():
+    done = forked.run(str(ROOT / "examples" / "lora_qwen3_moe.py"), "--steps", "8")
+    assert done.returncode == 0, done.stderr[-3000:]
+    layers = re.findall(r"layers\.\d\.mlp\.experts: (.*)", done.stdout)
+    assert layers == ["gate_up_proj: fused, down_proj: fused"] * 2
+    first, last = map(float, re.findall(r"loss, \w+ step: ([\d.]+)", done.stdout))
+    assert last < first - 0.1

@@ -13,6 +13,7 @@ from support import peft_experts as adapted
 from support import transformers_models as models
 from support import transformers_training as training
 from support.compiler import DYNAMO_WARNS, in_graphs
+from support.world import launch
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
@@ -278,3 +279,12 @@ def test_frozen_experts_without_an_adapter_are_said():
     assert word(model) == BOTH
     assert word(models.build("mixtral", "fusedmlp")) == NONE
     assert report(fusedmlp.GroupedMLP(2, 8, 8)) == {}
+
+
+@pytest.mark.slow
+def test_fsdp2_over_two_ranks(tmp_path):
+    for found in launch("integrations.peft_fsdp2:gradients", 2, tmp_path):
+        assert len(found) == 2
+        for number, error, words in found.values():
+            assert (number, words) == (8, [BOTH])
+            assert error < 1e-5
