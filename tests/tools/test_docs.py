@@ -108,6 +108,12 @@ GIVEN = {
         def loss(model, batch):
             return model(batch).float().square().mean()
         """,
+    "lora": """
+        import warnings
+        from support import transformers_models
+        base = transformers_models.build("qwen3_moe", "eager")
+        warnings.simplefilter("ignore")  # PEFT's, of the first finding
+        """,
     "pipelining": """
         import torch
         import fusedmlp
