@@ -22,7 +22,6 @@ from torch import nn
 from fusedmlp import validate
 from fusedmlp.lora import MOST, LoRA
 
-NAME = "fusedmlp"
 _NONE = "no adapter on these experts"
 
 
@@ -68,18 +67,16 @@ def install() -> None:
         try:
             yield
             if key in _handed.adapters:
-                raise RuntimeError(
-                    f"{type(experts).__name__}: expected its forward to take the adapter of {weight}, which had no "
-                    "effect; use another experts_implementation for this model"
-                )
+                name = type(experts).__name__
+                raise RuntimeError(f"{name}: its forward did not take the adapter of {weight}, which had no effect")
         finally:
             _handed.adapters.pop(key, None)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if owner := _foreign(self):
             raise NotImplementedError(
-                f"{self.parameter_name}: expected PEFT's own ParamWrapper.forward; got one of {owner}, whose adapters "
-                "fusedmlp may not see; use another experts_implementation for this model"
+                f"{self.parameter_name}: expected PEFT's own ParamWrapper.forward; got one of {owner}, which may keep "
+                "adapters from fusedmlp; use another experts_implementation for this model"
             )
         return nn.Module.__call__(self, *args, **kwargs)
 
@@ -90,8 +87,7 @@ def install() -> None:
 def report(model: nn.Module) -> dict[str, str]:
     """Say how LoRA of each layer of experts is computed, by the name of the layer.
 
-    For each weight with an adapter: "fused", or "dense", where PEFT adds `B A` to the weights, with the reason. For a
-    layer without: "no adapter on these experts".
+    "fused", or "dense" and why PEFT adds `B A` to the weights; "no adapter on these experts". See docs/lora.md.
     """
     wrapper_class = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
     words: dict[nn.Module, list[str]] = {}
@@ -111,11 +107,9 @@ def warn_of_none(model: nn.Module) -> None:
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     without = [name for name in found if found[name] == _NONE and not any(t.startswith(f"{name}.") for t in trained)]
     if without and any("lora_" in name for name in trained):
-        warnings.warn(
-            f"{len(without)} of {len(found)} layers of experts have no adapter, and are not trained, as "
-            f"{without[0]}; to train them, name their weights in LoraConfig(target_parameters=[...])",
-            stacklevel=3,
-        )
+        text = f"{len(without)} of {len(found)} layers of experts have no adapter, and are not trained: {without[0]}, "
+        text += "for example; name their weights in LoraConfig(target_parameters=[...]) to train them"
+        warnings.warn(text, stacklevel=3)
 
 
 class _InDtypeOfA:
@@ -134,13 +128,13 @@ class _InDtypeOfA:
 def _factors(wrapper: Any, adapter: str) -> LoRA:
     """Return PEFT's factors as A and B; their product has the shape of the stored weights."""
     left, right, scaling = type(wrapper).get_delta_factors(_InDtypeOfA(wrapper, adapter), adapter)
-    transposed = wrapper.get_base_layer().is_transposed
-    return LoRA(left.mT, right.mT, scaling) if transposed else LoRA(right, left, scaling)
+    stored_in_out = wrapper.get_base_layer().is_transposed
+    return LoRA(left.mT, right.mT, scaling) if stored_in_out else LoRA(right, left, scaling)
 
 
 def _is_fused(wrapper: Any) -> bool:
     experts = wrapper.get_base_layer()
-    return uses_interface(experts) and experts.config._experts_implementation == NAME
+    return uses_interface(experts) and experts.config._experts_implementation == "fusedmlp"
 
 
 def _foreign(wrapper: Any) -> str:
@@ -172,5 +166,4 @@ def _word(wrapper: Any) -> str:
         return "merged" if wrapper.merged else "not active"
     if owner := _foreign(wrapper):
         return f"refused (ParamWrapper.forward is one of {owner})"
-    reason = _why_dense(wrapper, adapters)
-    return f"dense ({reason})" if reason else "fused"
+    return f"dense ({reason})" if (reason := _why_dense(wrapper, adapters)) else "fused"

@@ -32,7 +32,7 @@ from fusedmlp.integrations.transformers_activation import activation_of, guard_i
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerCallback
 
-_NAME = peft.NAME
+_NAME = "fusedmlp"
 
 
 class _Options(NamedTuple):
