@@ -155,9 +155,8 @@ def _why_dense(wrapper: Any, adapters: list[str]) -> str:
     weight = wrapper.get_param()
     if weight.dim() != 3 or weight.dtype not in validate.FLOAT_DTYPES:
         return f"no weights in 16 or 32 bits, but {weight.dim()}-dimensional, {weight.dtype}"
-    if wrapper.r[adapters[0]] > MOST:
-        return f"rank {wrapper.r[adapters[0]]}, more than {MOST}"
-    return "" if weight.device.type in ("cpu", "meta") else "kernels of an MLP take no adapters yet"
+    rank = wrapper.r[adapters[0]]
+    return f"rank {rank}, more than {MOST}" if rank > MOST else ""
 
 
 def _word(wrapper: Any) -> str:

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fusedmlp
+from fusedmlp import environment
 from fusedmlp.integrations import peft, transformers
 from fusedmlp.integrations.peft import report
 
@@ -145,6 +146,14 @@ def test_gradients_of_float32_adapters_of_bf16_experts_are_not_rounded():
     grads = [p.grad for p in model.parameters() if p.requires_grad]
     assert len(grads) == 8
     assert all(g.dtype == torch.float32 and (g.bfloat16() != g).any() for g in grads)
+
+
+@pytest.mark.skipif(not environment.triton_interpret(), reason="kernels are interpreted")
+def test_in_kernels(monkeypatch):
+    expected = adapted.results(adapted.build("gpt_oss", "eager"))
+    monkeypatch.setattr(fusedmlp, "moe_experts", partial(fusedmlp.moe_experts, impl="triton"))
+    actual = adapted.results(adapted.build("gpt_oss", "fusedmlp"))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @in_graphs
