@@ -23,7 +23,6 @@ from fusedmlp.kernels.gemm.launch import grouped_gemm_, plan_dprobs
 from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.launching.run import Operator
 from fusedmlp.kernels.operands import quantized
-from fusedmlp.kernels.operands.adapter import Adapter
 from fusedmlp.kernels.operands.arrays import Array, contiguous_strides
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
@@ -32,6 +31,7 @@ from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
+from fusedmlp.operators import triton_adapters as adapters
 from fusedmlp.operators import triton_eight_bit as eight_bit
 from fusedmlp.operators.types import (
     MLPArguments,
@@ -114,10 +114,10 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     h_RG = builder.empty((num_rows, fc1_EGH.base.shape[-2]), dtype)
     y_RH = builder.empty((num_rows, x_RH.shape[1]), dtype)
     a_RF = builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
-    adapter1 = _adapter(builder, x_RH, given.lora1, schedule, row_ids_R)
+    adapter1 = adapters.plan(builder, x_RH, given.lora1, schedule, row_ids_R)
     epilogue: dict[str, Any] = {"bias_EG": bias1_EG, "probs_R": probs_R, "row_ids_R": row_ids_R}
     grouped_fc1_act_.plan(builder, h_RG, a_RF, x_RH, fc1_EGH, schedule, act, adapter=adapter1, **epilogue)
-    adapter2 = _adapter(builder, a_RF, given.lora2, schedule)
+    adapter2 = adapters.plan(builder, a_RF, given.lora2, schedule)
     scale_R = probs_R if bias2_EH else None
     grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R, adapter=adapter2)
     made: Any = y_RH, h_RG, adapter1 and adapter1.t_Rr, adapter2 and adapter2.t_Rr
@@ -147,13 +147,13 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     fc2_EHF = _experts(given.fc2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     bias2_EH = _optional(given.bias2, 1) if probs_R is not None else None
-    adapter2 = _adapter(builder, dy_RH, _transposed(given.lora2), schedule, row_ids_R)
+    adapter2 = adapters.plan(builder, dy_RH, adapters.transposed(given.lora2), schedule, row_ids_R)
     epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": row_ids_R, "adapter": adapter2}
     partial_PR = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, **epilogue)
     dx_RH = dprobs = None
     if partial_PR is not None and probs_R is not None:
         dprobs = Dprobs(partial_PR, given.places, builder.empty((num_rows,), probs_R.dtype))
-    adapter1 = _adapter(builder, dh_RG, _transposed(given.lora1), schedule)
+    adapter1 = adapters.plan(builder, dh_RG, adapters.transposed(given.lora1), schedule)
     if given.need_dx:
         dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype)
         fc1_EHG = _experts(given.fc1, 2).T
@@ -162,14 +162,8 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
         plan_dprobs(builder, dprobs)
     row_ids = [] if row_ids_R is None else [row_ids_R]
     wgrad_ = partial(launch_grouped_wgrad_.plan, builder, order=schedule.order)
-    for dlora, adapter, t, dy, x, dy_row_ids, x_row_ids in (
-        (given.dlora2, adapter2, given.t2, dy_RH, a_RF, row_ids, []),
-        (given.dlora1, adapter1, given.t1, dh_RG, x_RH, [], row_ids),
-    ):
-        if dlora and adapter is not None:
-            dA, dB = (ExpertTensors.packed(grad, 2) for grad in dlora)
-            wgrad_(dA, None, [adapter.t_Rr], [x], [given.offsets], accumulate=False, x_row_ids=x_row_ids)
-            wgrad_(dB, None, [dy], [t], [given.offsets], accumulate=False, dy_row_ids=dy_row_ids)
+    adapters.plan_grads_(wgrad_, given.dlora2, adapter2, given.t2, dy_RH, a_RF, given.offsets, dy_row_ids=row_ids)
+    adapters.plan_grads_(wgrad_, given.dlora1, adapter1, given.t1, dh_RG, x_RH, given.offsets, x_row_ids=row_ids)
     for dw, db, dy, x, gathered, accumulate in (
         (given.dw2, given.db2, dy_RH, a_RF, {"dy_row_ids": row_ids, "scale_R": probs_R}, given.accumulate2),
         (given.dw1, given.db1, dh_RG, x_RH, {"x_row_ids": row_ids}, given.accumulate1),
@@ -220,27 +214,6 @@ def _as_new(builder: Builder, given: Any, *names: str) -> Any:
     """In a batch-invariant call, copy these arguments unless they lie as new tensors do: paths depend on that."""
     arrays = {name: getattr(given, name) for name in names if given.batch_invariant}
     return given._replace(**{name: array and builder.as_new(array) for name, array in arrays.items()})
-
-
-def _adapter(
-    builder: Builder, x_RK: Array, lora: Sequence[Array] | None, schedule: Schedule, row_ids_R: Array | None = None
-) -> Adapter | None:
-    """Plan `t = x @ A^T` with an adapter `[A, B]`, which a pass then multiplies with B."""
-    if not lora:
-        return None
-    A, B = (ExpertTensors.packed(factor, 2) for factor in lora)
-    num_rows = (x_RK if row_ids_R is None else row_ids_R).shape[0]
-    t_Rr = builder.empty((num_rows, A.base.shape[1]), x_RK.dtype)
-    grouped_gemm_.plan(builder, t_Rr, x_RK, A, schedule, row_ids_R=row_ids_R)
-    return Adapter(t_Rr, B)
-
-
-def _transposed(lora: Sequence[Array] | None) -> list[Array]:
-    """An adapter's `[B^T, A^T]`, as backward applies it."""
-    swapped = (
-        (f, (f.shape[0], f.shape[2], f.shape[1]), (f.strides[0], f.strides[2], f.strides[1])) for f in lora or ()
-    )
-    return [factor.at(0, shape, strides) for factor, shape, strides in swapped][::-1]
 
 
 def _refuse_adapters(given: Any) -> None:

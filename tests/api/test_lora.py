@@ -44,9 +44,9 @@ def test_frozen_parts(function, frozen, poison):
 @pytest.mark.parametrize("ranks", RANKS.values(), ids=RANKS)
 @pytest.mark.parametrize("layout", ["out_in", "in_out"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("where", ["one tensor", "apart"])
+@pytest.mark.parametrize("where", ["packed", "apart", "reversed"])
 def test_kernels(function, ranks, layout, dtype, where, poison):
-    Layer(function, ranks, dtype, layout=layout, apart=where == "apart").check(impl="triton")
+    Layer(function, ranks, dtype, layout=layout, where=where).check(impl="triton")
 
 
 @pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")

@@ -28,7 +28,7 @@ class Layer:
         of_adapters=torch.float32,
         activation="swiglu",
         layout="out_in",
-        apart=False,
+        where="packed",
         **options,
     ):
         generator = torch.Generator().manual_seed(3)
@@ -38,7 +38,7 @@ class Layer:
         def randn(*shape, of=dtype, scale=1.0):
             return (scale * torch.randn(*shape, generator=generator)).to(of)
 
-        self.function, self.scalings, self.layout, self.apart = function, (0.5, 2.0), layout, apart
+        self.function, self.scalings, self.layout, self.where = function, (0.5, 2.0), layout, where
         self.activation = activation, options
         gated = fusedmlp.Activation(activation).gated
         G = 2 * F if gated else F
@@ -70,8 +70,10 @@ class Layer:
 
     def fused(self, leaves, **options):
         weights = [leaves[name] for name in ("fc1", "fc2") if name in leaves]
-        if self.apart:
+        if self.where == "apart":
             weights = [[w.clone() for w in weight] for weight in weights]
+        if self.where == "reversed":  # in one buffer, from the last expert to the first
+            weights = [[*reversed(weight.flip(0).unbind())] for weight in weights]
         options |= {"weight_layout": self.layout}
         if self.function == "grouped_linear":
             given = leaves["x"], *weights, self.COUNTS
