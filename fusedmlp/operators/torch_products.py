@@ -124,8 +124,15 @@ class Rows:
             return None
         A, B = lora
         t_Rr = self.product(x_RK, [A], transposed=True)
-        if out_RN is not None:
+        if out_RN is None:
+            return t_Rr
+        if self._batch_invariant or not (self.even or out_RN.dtype == torch.float32):  # oneDNN takes longer to add
             out_RN += self.product(t_Rr, [B], transposed=True)
+        elif self.even:
+            self._by_expert(out_RN).baddbmm_(self._by_expert(t_Rr), B.mT)
+        else:
+            for out, t, B_Nr in zip(self.split(out_RN), self.split(t_Rr), B, strict=True):
+                out.addmm_(t, B_Nr.t())
         return t_Rr
 
     def adapter_grads_(
