@@ -86,6 +86,8 @@ def _timings(device: str, peers: bool, shapes: tuple[str, ...], others: tuple[st
     for shape in shapes:
         found += both(shape, "even", *OURS, alone=alone)
     found.append(step("tiny" if not others else "host", "even", "default", "host"))
+    adapted = shapes[1:2] or shapes
+    found += [each for shape in adapted for each in both(shape, "even", "lora")]
     if peers:
         found += [step(shape, "even", "default", "compiled") for shape in shapes]
     for shape in others:

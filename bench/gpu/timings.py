@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 import fusedmlp
+from bench.gpu import lora as adapted
 from bench.gpu import peers
 from bench.gpu.card import Card
 from bench.gpu.rows import COLUMNS, Table
@@ -163,6 +164,15 @@ def host(on: Subject) -> Rows:
         yield on.row(f"host {name}", measure.host_ms(run))
 
 
+def lora(on: Subject) -> Rows:
+    """Adapters beside frozen experts: no pass of `roofline.py` is theirs."""
+    for prefix, layer in (("", on.layer), ("tokens ", on.tokens)):
+        for what, run in adapted.steps(layer).items() if layer else ():
+            yield on.row(f"{prefix}{what}", measure.time_ms(run, 6))
+            yield {"what": f"{prefix}{what}, peak memory", "mib": round(measure.peak_bytes(run) / 2**20)}
+    yield from on.kernels("LoRA", adapted.steps(on.layer)["LoRA step"])
+
+
 def grouped_mm(on: Subject, name: str = "grouped_mm", activate: Any = peers.activate) -> Rows:
     peer = peers.GroupedMM(on.layer, activate)
     yield from on.burst(f"{name} ", peer.forward, peer.step, "+add")
@@ -181,7 +191,7 @@ def _from_tokens(make: Callable[..., peers.Steps], on: Subject) -> Rows:
         yield on.sustained(f"{make.__name__} sustained {what}", run)
 
 
-_OWN = (ceilings, steps, passes, sustained, tokens, eight_bit, grouped_mm, peak, host, compiled)
+_OWN = (ceilings, steps, passes, sustained, tokens, eight_bit, lora, grouped_mm, peak, host, compiled)
 GROUPS: dict[str, Callable[[Subject], Rows]] = {each.__name__: each for each in _OWN}
 GROUPS |= {each.__name__: partial(_from_tokens, each) for each in (peers.liger, peers.sonicmoe)}
 
