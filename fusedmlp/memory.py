@@ -30,6 +30,7 @@ class Layer(NamedTuple):
     micro_batches: int = 4
     dtype: torch.dtype = torch.bfloat16
     recipe: str | None = None
+    lora_rank: int = 0  # of adapters in float32 beside frozen weights; 0: weights are trained
 
 
 class Bytes(NamedTuple):
@@ -37,7 +38,9 @@ class Bytes(NamedTuple):
 
     mode: str
     weights: int
-    copies: int  # of the weights, that a recipe multiplies: in 16 bits, or in 8 bits for both directions
+    copies: (
+        int  # of the weights, that a recipe multiplies: in 16 bits, or in 8 bits for both directions; PEFT's W + B A
+    )
     gradients: int  # that stay from one micro-batch to the next
     temporaries: int  # weight gradients that a backward holds beside `gradients`
     activations: int  # that one forward saves for its backward, and the queue's operands of all micro-batches
@@ -65,6 +68,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the weights"
     )
+    parser.add_argument("--lora-rank", type=positive, default=0, help="frozen weights, with adapters of this rank")
     parser.add_argument("--recipe", choices=[*DTYPES], help="of grouped_mlp; default: none")
     parser.add_argument("--json", action="store_true", help="print a list of objects instead of a table")
     parser.set_defaults(run=run)
@@ -97,12 +101,13 @@ def _table(rows: list[Bytes]) -> str:
 
 
 def modes(layer: Layer) -> list[Bytes]:
-    """A line for plain PyTorch with `.grad` and with an owner's fp32 `main_grad`, and for each mode of fusedmlp.
+    """A line for plain PyTorch with `.grad` and with an owner's fp32 `main_grad`, and for each mode of fusedmlp; with
+    adapters, a line for PEFT and one for fusedmlp.
 
     Raises:
         ValueError: blocks of an 8-bit recipe do not fit the weights.
     """
-    E, H, F, T, K, micro_batches, dtype, recipe = layer
+    E, H, F, T, K, micro_batches, dtype, recipe, rank = layer
     R, b = T * K, dtype.itemsize
     c = b if recipe is None else DTYPES[recipe].itemsize
     fc1, fc2 = 2 * E * H * F, E * H * F
@@ -115,6 +120,12 @@ def modes(layer: Layer) -> list[Bytes]:
     cast = c * (fc1 + fc2) if c != b else 0
     # Saved: x, once per token; h; row ids and places, probs of rows and first rows; top_k_weights.
     fused = c * T * H + R * (c * 2 * F + 4 + 4 + 4 + 4) + 4 * (E + 1)
+    if rank:
+        adapters = 4 * rank * E * (H + 2 * F + F + H)
+        return [  # PEFT saves W + B A, and makes the gradient of one after the other; fusedmlp saves A x
+            Bytes("plain, PEFT", weights + adapters, c * (fc1 + fc2), adapters, c * fc1, plain),
+            Bytes("LoRA", weights + adapters, copies, adapters, 0, fused + 2 * c * R * rank),
+        ]
     queued = micro_batches * (c * (2 * T * H + R * 3 * F) + 4 * R)  # x, dy, dh, act; row ids
     return [
         Bytes("plain, .grad", weights, cast, in_grad, b * fc1 * again, plain),

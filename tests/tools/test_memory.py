@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from fusedmlp import GroupedMLP, MainGradBuffer, quantize_weights
+from fusedmlp import GroupedMLP, LoRA, MainGradBuffer, moe_experts, quantize_weights
 from fusedmlp.__main__ import main
 from fusedmlp.memory import Layer, modes
 
@@ -92,6 +92,39 @@ def test_formulas_are_what_is_allocated(mode, dtype):
         # On the CPU alone, 16-bit products and gradients are added to float32 through scratch memory.
         del got["temporaries"], expected["temporaries"]
     assert got == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["plain, PEFT", "LoRA"])
+def test_formulas_of_adapters_are_what_is_allocated(mode):
+    torch.manual_seed(0)
+    E, H, F1, T, K, _ = SIZES.values()
+    (found,) = (each for each in modes(Layer(**SIZES, dtype=torch.float32, lora_rank=2)) if each.mode == mode)
+    weights = torch.randn(E, 2 * F1, H), torch.randn(E, H, F1)
+    adapters = [(torch.randn(E, 2, w.shape[2]), torch.randn(E, w.shape[1], 2)) for w in weights]
+    leaves = [factor.requires_grad_() for adapter in adapters for factor in adapter]
+    x, probs = torch.randn(T, H, requires_grad=True), torch.rand(T, K, requires_grad=True)
+    ids = torch.tensor([[t % 2, 2 + t % 2] for t in range(T)])
+    own, saved = {t.untyped_storage().data_ptr() for t in (*weights, *leaves)}, {}
+
+    def pack(t):
+        saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        if mode == "LoRA":
+            loras = [LoRA(*adapter) for adapter in adapters]
+            y = moe_experts(x, ids, probs, *weights, fc1_lora=loras[0], fc2_lora=loras[1])
+        else:
+            y = plain(x, ids, probs, *(torch.baddbmm(w, B, A) for w, (A, B) in zip(weights, adapters, strict=True)))
+    smallest = weights[1].nbytes
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        y.backward(torch.ones_like(y))
+    sizes = [e.nbytes() for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    assert max(size if size >= smallest else 0 for size in sizes) == found.temporaries
+    assert found.weights == sum(t.nbytes for t in (*weights, *leaves))
+    assert found.gradients == sum(t.grad.nbytes for t in leaves)
+    kept = sum(size for address, size in saved.items() if address not in own)
+    assert found.copies + found.activations == pytest.approx(kept, rel=0.01)
 
 
 def test_the_first_micro_batch_needs_no_temporary_in_grad():
