@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmlp
 from fusedmlp import LoRA
+from fusedmlp.kernels.launching.run import recording
 
 pytestmark = pytest.mark.sparse
 E, H, R, COUNTS = 4, Layer.H, 40, list(Layer.COUNTS)
@@ -47,6 +48,39 @@ def test_frozen_parts(function, frozen, poison):
 @pytest.mark.parametrize("where", ["packed", "apart", "reversed"])
 def test_kernels(function, ranks, layout, dtype, where, poison):
     Layer(function, ranks, dtype, layout=layout, where=where).check(impl="triton")
+
+
+class Even(Layer):
+    COUNTS = (10, 10, 10, 10)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_even_loads(function, dtype, poison):
+    Even(function, dtype=dtype).check()
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_reversed_experts_in_kernels(function, poison):
+    Layer(function, where="reversed").check(impl="triton")
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
+@pytest.mark.parametrize("layout", ["out_in", "in_out"])
+@pytest.mark.parametrize("function", ["grouped_mlp", "moe_experts"])
+def test_kernels_keep_the_paths_of_a_layer_without_adapters(function, layout):
+    """Whatever the rank: `A` and `B` are made to lie as the weights do, in whole vectors."""
+    paths = []
+    for ranks in ((3, 5), (None, None)):
+        layer = Layer(function, ranks, layout=layout)
+        with recording() as launches:
+            layer.results(layer.fused, impl="triton")
+        paths.append([launch.path for launch in launches if launch.name in ("grouped_fc1_act", "grouped_dgrad_act")])
+        multiplied = [launch for launch in launches if launch.name == "grouped_gemm"]
+        assert {launch.path for launch in multiplied} <= {"tma", "gather"}
+        assert len(multiplied) == 2 + 2 * sum(rank is not None for rank in ranks)
+    assert paths[0] == paths[1]
 
 
 @pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
@@ -144,6 +178,24 @@ def test_nothing_as_large_as_the_weights_and_the_products_that_are_needed(functi
     base = sum(2 * layer.leaves[name][0].numel() for name in ("fc1", "fc2") if name in layer.leaves)
     adapters = sum(3 * 2 * layer.leaves[name][0].numel() for name in ("A1", "B1", "A2", "B2") if name in layer.leaves)
     assert flops.get_total_flops() == rows * (2 * base + adapters)
+
+
+@pytest.mark.skipif("triton" not in IMPLS, reason="needs TRITON_INTERPRET=1")
+def test_costs_of_launches():
+    """An adapter's t and b are read by the pass that adds their product."""
+    frozen, costs = ("fc1", "fc2", "b1", "b2"), []
+    for ranks in ((16, 16), (None, None)):
+        layer = Layer("grouped_mlp", ranks)
+        with recording() as launches:
+            layer.results(layer.fused, frozen=frozen, impl="triton")
+        costs.append([launch.cost_of(COUNTS) for launch in launches if launch.cost])
+    rows, factors = sum(COUNTS), sum(factor[0].numel() for factor in Layer("grouped_mlp", (16, 16)).adapters())
+    flops = [sum(cost.flops for cost in each) for each in costs]
+    assert flops[0] - flops[1] == 3 * 2 * rows * factors
+    G, F, used = 2 * Layer.F, Layer.F, 3
+    for name, width in (("fc1_act", G), ("dgrad_act", F)):
+        with_it, without = (next(cost.bytes for cost in each if cost.kernel == name) for each in costs)
+        assert with_it - without == 4 * 16 * (rows + used * width)
 
 
 def test_a_saved_program_has_adapters(tmp_path):

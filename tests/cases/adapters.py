@@ -68,6 +68,10 @@ class Layer:
     def adapter(self, leaves, i):
         return LoRA(leaves[f"A{i}"], leaves[f"B{i}"], self.scalings[i - 1]) if f"A{i}" in leaves else None
 
+    def adapters(self):
+        """A and B of all adapters."""
+        return [leaf for name, leaf in self.leaves.items() if name[0] in "AB"]
+
     def fused(self, leaves, **options):
         weights = [leaves[name] for name in ("fc1", "fc2") if name in leaves]
         if self.where == "apart":
