@@ -118,7 +118,7 @@ class GroupedLinear(torch.autograd.Function):
         dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, *options)
         grads = _grads_like(adapter, adapter_nodes, call.impl)
         adapters.backward_(dx, grads, dy, x, t, call.adapter(adapter, 0, dy), offsets, *options[1:])
-        rest = _returned(db, bias) + lora.returned(grads, adapter, *call.scalings)
+        rest = _returned(db, bias) + lora.returned(grads, adapter, call.scalings[0])
         return (None, *call.finish(route, dy, x, offsets), *rest, dx, None)
 
 
