@@ -26,10 +26,11 @@ _NONE = "no adapter on these experts"
 
 
 class _Handed(local):
-    """Adapters that a `ParamWrapper` handed over in this thread, until the experts take them."""
+    """Adapters that a `ParamWrapper` handed over in this thread, until its forward ends; and those that were taken."""
 
     def __init__(self) -> None:
         self.adapters: dict[tuple[nn.Module, str], LoRA] = {}
+        self.taken: dict[tuple[nn.Module, str], bool] = {}
 
 
 _handed = _Handed()
@@ -41,9 +42,14 @@ def uses_interface(module: nn.Module) -> bool:
 
 
 def take(experts: nn.Module) -> dict[str, LoRA]:
-    """Return the adapters that were handed to these experts for this forward, by the name of the weight."""
+    """Return the adapters that were handed to these experts, by the name of the weight.
+
+    They stay until the wrapper's forward ends, as some compute the experts in several calls, of parts of the tokens.
+    """
     keys = [key for key in _handed.adapters if key[0] is experts]
-    return {key[1]: _handed.adapters.pop(key) for key in keys}
+    for key in keys:
+        _handed.taken[key] = True
+    return {key[1]: _handed.adapters[key] for key in keys}
 
 
 @cache
@@ -66,11 +72,12 @@ def install() -> None:
         _handed.adapters[key] = _factors(self, adapters[0])
         try:
             yield
-            if key in _handed.adapters:
+            if key not in _handed.taken:
                 name = type(experts).__name__
                 raise RuntimeError(f"{name}: its forward did not take the adapter of {weight}, which had no effect")
         finally:
             _handed.adapters.pop(key, None)
+            _handed.taken.pop(key, None)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if owner := _foreign(self):

@@ -182,7 +182,21 @@ def test_an_adapter_that_experts_do_not_take_raises():
     experts.forward = lambda x, *_: torch.zeros_like(x)
     with pytest.raises(RuntimeError, match=r"^MixtralExperts: .* did not take the adapter of gate_up_proj"):
         adapted.logits(model)
-    assert not peft._handed.adapters
+    assert not (peft._handed.adapters or peft._handed.taken)
+
+
+def test_experts_that_are_called_twice_take_their_adapters_twice():
+    found = {}
+    for implementation in ("eager", "fusedmlp"):
+        model = adapted.build("mixtral", implementation)
+        experts = model.get_base_model().model.layers[1].mlp.experts.get_base_layer()
+
+        def in_parts(*args, forward=experts.forward):
+            return torch.cat([forward(*parts) for parts in zip(*(t.split(5) for t in args), strict=True)])
+
+        experts.forward = in_parts
+        found[implementation] = adapted.results(model)
+    torch.testing.assert_close(found["fusedmlp"], found["eager"], rtol=1e-4, atol=1e-5)
 
 
 def test_an_exception_in_a_forward_leaves_nothing_behind(monkeypatch):
@@ -196,7 +210,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(monkeypatch):
         patch.setattr(transformers, "activation_of", fail)  # before the experts take adapters
         with pytest.raises(ValueError, match="no"):
             adapted.logits(model)
-    assert not peft._handed.adapters
+    assert not (peft._handed.adapters or peft._handed.taken)
     with model.disable_adapter():
         without = adapted.logits(model)
     torch.testing.assert_close(without, adapted.logits(models.build("mixtral", "fusedmlp")))
