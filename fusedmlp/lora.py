@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedmlp import validate
-from fusedmlp.contract.checks import fresh_like
+from fusedmlp.contract.checks import grad_dtype
 from fusedmlp.validate import ExpertWeight, Input
 
 MOST = 128  # the largest rank
@@ -78,20 +78,20 @@ def computed(adapter: list[Tensor], scaling: float, dtype: torch.dtype, transpos
 
 
 def outs_like(adapter: list[Tensor], impl: str) -> list[Tensor]:
-    """Uninitialised outputs for the gradients of what `computed` returns, in the adapter's dtype."""
+    """Uninitialised float32 outputs for the gradients of what `computed` returns."""
     A, B = adapter
-    (num_experts, rank, columns), rank_of_outs = A.shape, A.shape[1] + _missing(A, impl)
-    if rank == rank_of_outs:
-        return [fresh_like(A), fresh_like(B)]
-    return [A.new_empty(num_experts, rank_of_outs, columns), B.new_empty(*B.shape[:2], rank_of_outs)]
+    num_experts, rank, columns = A.shape
+    rank += _missing(A, impl)
+    shapes = (num_experts, rank, columns), (num_experts, B.shape[1], rank)
+    return [A.new_empty(shape, dtype=torch.float32) for shape in shapes]
 
 
 def returned(outs: list[Tensor], adapter: list[Tensor], scaling: float) -> list[Tensor | None]:
     """Gradients of A and B, from `outs_like` that operators wrote; None for each without them."""
     if not outs:
         return [None] * len(adapter)
-    rank = adapter[0].shape[1]
-    return [outs[0][:, :rank].mul_(scaling), outs[1][:, :, :rank]]
+    rank, dtype = adapter[0].shape[1], grad_dtype(adapter[0])
+    return [outs[0][:, :rank].mul_(scaling).to(dtype), outs[1][:, :, :rank].to(dtype)]
 
 
 def _missing(A: Tensor, impl: str) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedmlp import debug, lora
-from fusedmlp.autograd import adapters
+from fusedmlp.autograd import linear
 from fusedmlp.autograd.call import Call
 from fusedmlp.contract import engine
 from fusedmlp.contract.checks import fresh_like
@@ -97,7 +97,7 @@ class GroupedLinear(torch.autograd.Function):
         ctx.call, ctx.local_weights = call, call.local(weight)
         options = call.batch_invariant, call.impl
         y: Tensor = ops.grouped_gemm(x, call.computed(weight, x), bias, offsets, call.recipe, *options)
-        t = adapters.forward_(y, x, call.adapter(adapter, 0, x), offsets, *options)
+        t = linear.add_adapter_(y, x, call.adapter(adapter, 0, x), offsets, *options)
         ctx.save_for_backward(*tensors, t)
         return y
 
@@ -114,41 +114,11 @@ class GroupedLinear(torch.autograd.Function):
         db = _grads_like(bias, bias_nodes)
         need_dx, dw = x_node is not None, call.logical(route.outs)
         w = call.computed(weight, dy) if need_dx else []
-        options = call.recipe, call.batch_invariant, call.impl
-        dx = linear_backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, *options)
-        grads = _grads_like(adapter, adapter_nodes, call.impl)
-        adapters.backward_(dx, grads, dy, x, t, call.adapter(adapter, 0, dy), offsets, *options[1:])
+        grads, factors = _grads_like(adapter, adapter_nodes, call.impl), call.adapter(adapter, 0, dy)
+        options = call.recipe, call.batch_invariant, call.impl, grads, factors, t
+        dx = linear.backward(dy, x, w, offsets, dw, db, need_dx, route.accumulate, *options)
         rest = _returned(db, bias) + lora.returned(grads, adapter, call.scalings[0])
         return (None, *call.finish(route, dy, x, offsets), *rest, dx, None)
-
-
-def linear_backward(
-    dy: Tensor,
-    x: Tensor,
-    w: Sequence[Tensor],
-    offsets: Tensor,
-    dw: list[Tensor],
-    db: list[Tensor],
-    need_dx: bool,
-    accumulate: bool,
-    recipe: str,
-    batch_invariant: bool,
-    impl: str,
-) -> Tensor | None:
-    """The backward of `ops.grouped_gemm`: write or add to `dw`, write `db`, return dx; an empty list is skipped."""
-    report = None
-    if debug.enabled and (w or dw):
-        read = {"dy": debug.Rows(dy, offsets, w or dw), "x": debug.Rows(x, offsets, w or dw), "weight": w}
-        report = debug.watch(dy, read | {"the earlier gradient of weight": dw if accumulate else None})
-    dx = None
-    if need_dx:
-        dx = ops.grouped_gemm(dy, [t.mT for t in w], [], offsets, recipe, batch_invariant, impl)
-    if dw or db:
-        ops.grouped_wgrad_(dw, db, [dy], [x], [offsets], [], [], accumulate, recipe, impl)
-    if report is not None:
-        report("dgrad of grouped_linear", dx)
-        report("wgrad of grouped_linear", [*dw, *db])
-    return dx
 
 
 class GroupedMLP(torch.autograd.Function):

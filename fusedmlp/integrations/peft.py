@@ -162,6 +162,9 @@ def _why_dense(wrapper: Any, adapters: list[str]) -> str:
     weight = wrapper.get_param()
     if weight.dim() != 3 or weight.dtype not in validate.FLOAT_DTYPES:
         return f"no weights in 16 or 32 bits, but {weight.dim()}-dimensional, {weight.dtype}"
+    of_factors = {factors[adapters[0]].weight.dtype for factors in (wrapper.lora_A, wrapper.lora_B)}
+    if len(of_factors) > 1 or not of_factors <= {*validate.FLOAT_DTYPES}:
+        return f"A and B in {' and '.join(sorted(map(str, of_factors)))}"
     rank = wrapper.r[adapters[0]]
     return f"rank {rank}, more than {MOST}" if rank > MOST else ""
 

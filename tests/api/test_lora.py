@@ -10,7 +10,7 @@ from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedmlp
-from fusedmlp import LoRA
+from fusedmlp import LoRA, debug
 from fusedmlp.kernels.launching.run import recording
 
 pytestmark = pytest.mark.sparse
@@ -149,6 +149,29 @@ def test_gradients_of_fp32_adapters_are_not_rounded(impl):
         assert torch.equal(dA[0], (dy @ B[0]).T @ x.relu())
         assert torch.equal(dB[0], dy.T @ (x.relu() @ A[0].T))
         assert not torch.equal(dB, dB.bfloat16().float())
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("counts", [[64], [60, 4]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_float16_adapters_do_not_need_operands_in_the_range_of_float16(impl, counts, dtype):
+    size, number = len(counts), sum(counts)
+    x, w, dy = torch.full((number, 16), 2.0**17), torch.zeros(size, 16, 16), torch.full((number, 16), 2.0**-27)
+    A, B = (torch.ones(size, *shape, dtype=torch.float16, requires_grad=True) for shape in ((4, 16), (16, 4)))
+    y = fusedmlp.grouped_linear(x.to(dtype), w.to(dtype), counts, lora=LoRA(A, B, 2.0**-10), impl=impl)
+    dA, dB = torch.autograd.grad(y, (A, B), dy.to(dtype))
+    for e, count in enumerate(counts):
+        assert torch.equal(dA[e], torch.full_like(dA[e], count * 2.0**-16))
+        assert torch.equal(dB[e], torch.full_like(dB[e], count * 2.0**-16))
+
+
+def test_debug_mode_names_an_adapter_that_is_not_finite(monkeypatch, caplog):
+    monkeypatch.setattr(debug, "enabled", True)
+    layer = Layer("grouped_linear")
+    layer.leaves["A1"][0, 0, 0] = float("nan")
+    layer.results(layer.fused)
+    assert "not finite before it: lora" in caplog.text
+    assert "wgrad of grouped_linear: expected finite gradients" in caplog.text
 
 
 def test_delayed_weight_gradients_and_main_grad():

@@ -61,6 +61,15 @@ def of_projections(name):
     return adapted.filled(get_peft_model(models.build("qwen3_moe", name), config))
 
 
+def in_float64(name):
+    model = built()(name)
+    for module in model.modules():
+        if isinstance(module, peft_layer.ParamWrapper):
+            module.lora_A.double()
+            module.lora_B.double()
+    return model
+
+
 def of_biases(name):
     return adapted.build("gpt_oss", name, target_parameters=["experts.gate_up_proj", "experts.gate_up_proj_bias"])
 
@@ -82,6 +91,10 @@ TRAINED = {
     "rank 129": (
         built(rank_pattern={r".*\.down_proj": 129}),
         r"gate_up_proj: fused, down_proj: dense \(rank 129, more than 128\)",
+    ),
+    "A and B in float64": (
+        in_float64,
+        r"gate_up_proj: dense \(A and B in torch.float64\), down_proj: dense \(A and B in torch.float64\)",
     ),
     "the second of two": (lambda name: second(built()(name), "other"), BOTH),
     "two at once": (
@@ -182,7 +195,7 @@ def test_an_adapter_that_experts_do_not_take_raises():
     experts.forward = lambda x, *_: torch.zeros_like(x)
     with pytest.raises(RuntimeError, match=r"^MixtralExperts: .* did not take the adapter of gate_up_proj"):
         adapted.logits(model)
-    assert not (peft._handed.adapters or peft._handed.taken)
+    assert (peft._handed.adapters, peft._handed.taken) == ({}, {})
 
 
 def test_experts_that_are_called_twice_take_their_adapters_twice():
@@ -210,7 +223,7 @@ def test_an_exception_in_a_forward_leaves_nothing_behind(monkeypatch):
         patch.setattr(transformers, "activation_of", fail)  # before the experts take adapters
         with pytest.raises(ValueError, match="no"):
             adapted.logits(model)
-    assert not (peft._handed.adapters or peft._handed.taken)
+    assert (peft._handed.adapters, peft._handed.taken) == ({}, {})
     with model.disable_adapter():
         without = adapted.logits(model)
     torch.testing.assert_close(without, adapted.logits(models.build("mixtral", "fusedmlp")))
