@@ -1,6 +1,6 @@
 """A step of frozen experts with LoRA (PEFT, rank 16), by who computes them, and without LoRA: time and memory.
 
-    pytest bench/cpu/bench_lora.py --benchmark-only
+    pytest bench/cpu/lora.py --benchmark-only
 
 Each one's results are compared with float64 before it is timed.
 """
