@@ -6,7 +6,8 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from fusedmlp.integrations.transformers import _uses_interface, activation_of
+from fusedmlp.integrations.peft import uses_interface
+from fusedmlp.integrations.transformers import activation_of
 
 # Sizes are multiples of 8: `grouped_mm` wants rows of 16 bytes or more.
 _BASE = {
@@ -113,7 +114,7 @@ def describe(architecture: str) -> str:
     """An architecture's experts in words: the activation and its options, biases, layout."""
     tester = Tester(architecture)
     model = tester.base_model_class(tester.get_config())
-    experts = next(module for module in model.modules() if _uses_interface(module))
+    experts = next(module for module in model.modules() if uses_interface(module))
     activation = activation_of(experts)
     words = [f"`{activation.name}`"]
     words += ["interleaved"] if activation.interleaved else []
