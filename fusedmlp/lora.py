@@ -61,20 +61,21 @@ def check(name: str, given: object, weight: ExpertWeight, x: Input) -> list[Tens
         raise ValueError(f"{name}.B: expected shape {expected[1]}; got {tuple(given.B.shape)}")
     if isinstance(given.scaling, Tensor) or not isinstance(given.scaling, (int, float)):
         raise TypeError(f"{name}.scaling: expected a number; got {validate.kind(given.scaling)}")
-    return [given.A.contiguous(), given.B.contiguous()]
+    return [given.A, given.B]
 
 
 def computed(adapter: list[Tensor], scaling: float, dtype: torch.dtype, transposed: bool, impl: str) -> list[Tensor]:
-    """`[scaling * A, B]` as operators take them, in the dtype that a layer computes in; an empty list without an
-    adapter. `transposed`: weights lie as `[E, in, out]`, and for kernels so do A, `[E, in, r]`, and B, `[E, r, out]`.
+    """`[scaling * A, B]` as operators take them, in the dtype that a layer computes in.
+
+    For kernels both lie as the weights: if those are `transposed`, `[E, in, out]`, as `[E, in, r]` and `[E, r, out]`.
+    On the CPU both have rows of the layer's width, which is up to twice as fast.
     """
-    if not adapter:
-        return []
     A, B = adapter
     A, B, missing = (A * scaling).to(dtype), B.to(dtype), _missing(A, impl)
     if missing:
         A, B = F.pad(A, (0, 0, 0, missing)), F.pad(B, (0, missing))
-    return [w.mT.contiguous().mT if transposed and impl == "triton" else w for w in (A, B)]
+    flipped = (transposed, transposed) if impl == "triton" else (False, True)
+    return [w.mT.contiguous().mT if flip else w.contiguous() for w, flip in zip((A, B), flipped, strict=True)]
 
 
 def outs_like(adapter: list[Tensor], impl: str) -> list[Tensor]:
@@ -82,8 +83,9 @@ def outs_like(adapter: list[Tensor], impl: str) -> list[Tensor]:
     A, B = adapter
     num_experts, rank, columns = A.shape
     rank += _missing(A, impl)
-    shapes = (num_experts, rank, columns), (num_experts, B.shape[1], rank)
-    return [A.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    shapes = (num_experts, rank, columns), (num_experts, rank, B.shape[1])
+    dA, dB = (A.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    return [dA, dB.mT if impl == "torch" else dB.view(num_experts, B.shape[1], rank)]
 
 
 def returned(outs: list[Tensor], adapter: list[Tensor], scaling: float) -> list[Tensor | None]:

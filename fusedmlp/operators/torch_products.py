@@ -119,21 +119,25 @@ class Rows:
                     out_cN.copy_(product_NC.t()[:size, :N])
 
     def adapt_(self, out_RN: Tensor | None, x_RK: Tensor, lora: Sequence[Tensor] | None) -> Tensor | None:
-        """`out += B (A x)` with an adapter `[A, B]`; return `A x`, `[R, r]`. None without an adapter."""
+        """`out += B (A x)` with an adapter `[A, B]`; return `A x`, `[R, r]`. None without an adapter.
+
+        In fp32: narrow products in 16 bits take longer.
+        """
         if not lora:
             return None
-        A, B = lora
-        t_Rr = self.product(x_RK, [A], transposed=True)
-        if out_RN is None:
-            return t_Rr
-        if self._batch_invariant or not (self.even or out_RN.dtype == torch.float32):  # oneDNN takes longer to add
-            out_RN += self.product(t_Rr, [B], transposed=True)
-        elif self.even:
-            self._by_expert(out_RN).baddbmm_(self._by_expert(t_Rr), B.mT)
-        else:
-            for out, t, B_Nr in zip(self.split(out_RN), self.split(t_Rr), B, strict=True):
-                out.addmm_(t, B_Nr.t())
-        return t_Rr
+        A, B = (factor.float() for factor in lora)
+        t_Rr = self.product(x_RK.float(), [A], transposed=True)
+        if out_RN is not None:
+            sum_RN = out_RN.float()
+            if self._batch_invariant:
+                sum_RN += self.product(t_Rr, [B], transposed=True)
+            elif self.even:
+                self._by_expert(sum_RN).baddbmm_(self._by_expert(t_Rr), B.mT)
+            else:
+                for out, t, B_Nr in zip(self.split(sum_RN), self.split(t_Rr), B, strict=True):
+                    out.addmm_(t, B_Nr.t())
+            out_RN.copy_(sum_RN)
+        return t_Rr.to(x_RK.dtype)
 
     def adapter_grads_(
         self, dlora: Sequence[Tensor], dy_RN: Tensor, x_RK: Tensor, t_Rr: Tensor | None, u_Rr: Tensor | None
