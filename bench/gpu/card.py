@@ -18,7 +18,8 @@ def facts(device: str) -> dict[str, str] | None:
     """The columns that all rows of a run have in common; None without a GPU."""
     if device == "cuda" and not torch.cuda.is_available():
         return None
-    name, driver = (torch.cuda.get_device_name(), _smi("driver_version")) if device == "cuda" else (f"no {device}", "")
+    absent = "no GPU" if device == "cpu" else f"no {device}"
+    name, driver = (torch.cuda.get_device_name(), _smi("driver_version")) if device == "cuda" else (absent, "")
     versions = {"torch": torch.__version__, "triton": triton.__version__, "commit": archive.commit()}
     return {"gpu": name, "driver": driver, **versions, "date": time.strftime("%Y-%m-%d")}
 

@@ -13,6 +13,15 @@ SHAPES = ("sonic-c", "qwen3-30b-8k", "sonic-a", "mixtral", "sonic-d")
 OTHERS = ("gpt-oss-20b", "deepseek-ep", "qwen3-30b-32k", "sonic-b", "qwen3.5")
 UNEVEN = ("qwen3-30b-8k", "sonic-c", "deepseek-ep")
 
+# Widths that each stack trains, and the stacks that compile models; see `stacks/`.
+STACKS = {
+    "transformers": ("qwen3-30b", "mixtral", "deepseek-v3"),
+    "megatron": ("qwen3-30b", "mixtral", "deepseek-v3"),
+    "torchtitan": ("qwen3-30b",),
+    "ddp": ("qwen3-30b",),
+}
+COMPILED = ("transformers", "torchtitan")
+
 # Groups of times, see `timings.py`. Kernels of 8 bits are the same with either kind.
 OURS = ("steps", "passes", "sustained", "tokens")
 
@@ -31,14 +40,27 @@ class Step:
     @property
     def beside_others(self) -> bool:
         """True if it may run beside others; nothing runs beside what is timed."""
-        return self.module == "gpu.checks" and not self.prefix
+        return (self.module == "gpu.checks" and not self.prefix) or "cpu" in self.arguments
 
 
 def steps(device: str, small: bool, large_peers: bool = True) -> list[Step]:
     """All steps; without `large_peers`, peers run in tiny shapes alone."""
     timings = _timings(device, large_peers or small, ("tiny",) if small else SHAPES, () if small else OTHERS)
     first = 1 + 2 * len(SHAPES)
-    return [*_checks(device, small), *timings[:first], *_memory_checker(device), *timings[first:]]
+    found = [*_checks(device, small), *timings[:first], *_memory_checker(device), *timings[first:]]
+    return found + (stacks(device) if device == "cuda" and not small else [])
+
+
+def stacks(device: str) -> list[Step]:
+    """Trainings of whole models, on "cuda", or tiny ones on "cpu"."""
+    found = []
+    for compiled in (False, True):
+        for stack, widths in STACKS.items():
+            for name in widths if not compiled or stack in COMPILED else ():
+                arguments = (stack, name, *(["--compiled"] if compiled else []), "--device", device)
+                mode = "compiled" if compiled else "eager"
+                found.append(Step(f"stack {stack}, {name}, {mode}", "bench.gpu.stacks", arguments, 240))
+    return found
 
 
 def _kernels(kernels: str) -> dict[str, str]:

@@ -157,7 +157,7 @@ def everything(steps: list[Step], out: Path, device: str, deadline: float, jobs:
     here = {name: machine[name] for name in ("gpu", "torch", "triton", "commit")} | {"small": str(small)}
     ended = Table(out / "steps.csv")
     if fresh:
-        for name in ("steps.csv", "timings.csv", "measured.txt", "log.txt"):
+        for name in ("steps.csv", "timings.csv", "stacks.csv", "measured.txt", "log.txt"):
             (out / name).unlink(missing_ok=True)
     for row in (before := ended.read()):
         if (found := {name: row[name] for name in here}) != here:
@@ -178,7 +178,8 @@ def everything(steps: list[Step], out: Path, device: str, deadline: float, jobs:
                 print(f"[{time.monotonic() - start:4.0f} s] {outcome}", flush=True)
                 print(f"== {outcome.step.name}: {outcome.status}\n{outcome.output}", file=log, flush=True)
                 ended.append({"step": outcome.step.name, "status": outcome.status, **here})
-    print(compare.summary(out), end="\n\n")
-    compare.main(out)
+    if (out / "timings.csv").exists():
+        print(compare.summary(out), end="\n\n")
+        compare.main(out)
     print(f"{len(missing) - failed} of {len(missing)} steps ok; {archive.kernels() - kernels} kernels compiled here")
     return int(bool(failed))

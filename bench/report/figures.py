@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from bench.report import gpu, gpu_pages, results
+from bench.report import gpu, gpu_pages, gpu_stacks, results
 from bench.report.pictures import PICTURES
 from bench.report.pictures import demo as draw_demo
 from fusedmlp.integrations import INTEGRATIONS
@@ -137,6 +137,7 @@ FIGURES = {
         gpu.gpu_machine,
         gpu.gpu_steps,
         gpu.gpu_passes,
+        gpu_stacks.gpu_stacks,
         comparison,
         machine,
         host_cost,
