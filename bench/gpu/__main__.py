@@ -1,7 +1,7 @@
 """Everything that needs a GPU: checks of the kernels, then times.
 
     python -m bench.gpu --out DIR [--minutes 9]     run; again with the same DIR, what is there is not run again
-    python -m bench.gpu stacks --out DIR            train whole models with every stack that is installed
+    python -m bench.gpu stacks --out DIR            train whole models with Transformers and others
     python -m bench.gpu prepare --out FILE.tar.xz   compile for it, on any machine, and pack
     python -m bench.gpu compare DIR                 compare with the committed results of the same GPU
 
@@ -9,8 +9,9 @@ A machine without network needs Python, PyTorch and a C compiler: unpack the arc
 in its folder. With `--with-triton` the archive has Triton, too. The versions of Triton and the minor version of Python
 must be those of the machine that prepared it; else kernels are compiled where they run.
 
-A run writes DIR/timings.csv (a row a time, as it comes), DIR/stacks.csv (a row a training), DIR/steps.csv (how each step ended) and DIR/log.txt. Exit
-status: 1 if a step failed, of the command `compare` if a time is longer by more than 5%; 2 if there is no GPU.
+A run writes DIR/timings.csv (a row a time, as it comes), DIR/stacks.csv (a row a training), DIR/steps.csv (how each
+step ended) and DIR/log.txt. Exit status: 1 if a step failed, of the command `compare` if a time is longer by more than
+5%; 2 if there is no GPU.
 
 `--unsupported-versions` is for GPU machines that have nothing newer than torch 2.11 and Triton 3.6: kernels run there,
 but the library does not work with them (docs/limits.md), so nothing else may set FUSEDMLP_UNSUPPORTED_VERSIONS.
@@ -39,6 +40,7 @@ def _common(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument(
         "--only", metavar="TEXT", nargs="+", default=[""], help="steps whose name contains one of these"
     )
+
 
 def _small(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="tiny shapes and few cases, to try this program")

@@ -23,7 +23,7 @@ STACKS = {
 COMPILED = ("transformers", "torchtitan")
 
 # Groups of times, see `timings.py`. Kernels of 8 bits are the same with either kind.
-OURS = ("steps", "passes", "sustained", "tokens")
+OURS = ("steps", "first", "passes", "sustained", "tokens")
 
 
 @dataclass(frozen=True)

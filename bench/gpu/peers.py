@@ -56,10 +56,14 @@ class GroupedMM:
         a = self.activate(F.grouped_mm(layer.x, layer.fc1.mT, offs=self.ends), layer.probs)
         return F.grouped_mm(a, layer.fc2.mT, offs=self.ends)
 
-    def step(self) -> None:
-        """Forward, backward and the adds."""
+    def first_step(self) -> None:
+        """Forward and backward, which leaves its gradients in `.grad`."""
         self.layer.reset()
         self.forward().backward(self.layer.dy)
+
+    def step(self) -> None:
+        """Forward, backward and the adds."""
+        self.first_step()
         add(self.layer)
 
 

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 
 from bench.gpu import archive, run
 from bench.gpu.jobs import Step
+from bench.gpu.packages import copy_stacks
 
 NAME = "fusedmlp-gpu"
 # Parts of Triton that nothing here uses: profilers, tools.
@@ -22,7 +23,7 @@ LEFT_OUT = ("__pycache__", "libproton.so", "profiler", "cupti", "lib*cupti*", "p
 TOOLS = ("cuobjdump", "nvdisasm")
 
 
-def main(out: Path, steps: list[Step], target: str, jobs: int, with_triton: bool) -> int:
+def main(out: Path, steps: list[Step], target: str, jobs: int, with_triton: bool, mib_of_stacks: float) -> int:
     """Compile by running the steps on a driver that does nothing, then pack; return 1 if a step failed."""
     if out.suffix not in (".xz", ".gz", ".tar"):
         print(f"prepare: expected --out to end with .tar.xz, .tar.gz or .tar; got {out}", file=sys.stderr)
@@ -46,8 +47,10 @@ def main(out: Path, steps: list[Step], target: str, jobs: int, with_triton: bool
             print(f"{number} of {len(steps)} steps: {outcome}", flush=True)
         about = archive.manifest() | {"target": target, "kernels": str(archive.kernels())}
         (stage / "manifest.json").write_text(json.dumps(about, indent=1))
+        if mib_of_stacks:
+            copy_stacks(stage / "site", mib_of_stacks)
         print(f"packing {about['kernels']} kernels for {target}", flush=True)
-        pack(out, stage, with_triton)
+        pack(out, stage)
     print(
         f"prepare: {about['kernels']} kernels in {time.monotonic() - start:.0f} s; {_size(out)} in {out}: " + _how(out)
     )
@@ -79,8 +82,8 @@ def copy_triton(site: Path, target: str) -> None:
     print(f"copied Triton of {source}: libtriton.so {before}, stripped {_size(library)}", flush=True)
 
 
-def pack(out: Path, stage: Path, with_triton: bool) -> None:
-    """Write the archive: the project's files, and in `prepared/` the kernels."""
+def pack(out: Path, stage: Path) -> None:
+    """Write the archive: the project's files, and in `prepared/` the kernels and packages."""
     done = subprocess.run(["git", "ls-files", "-z"], cwd=archive.ROOT, capture_output=True, text=True, check=True)
     with tarfile.open(out, f"w:{out.suffix.removeprefix('.').removeprefix('tar')}") as file:
         for name in filter(None, done.stdout.split("\0")):
@@ -90,7 +93,7 @@ def pack(out: Path, stage: Path, with_triton: bool) -> None:
         file.add(stage / "manifest.json", f"{prepared}/manifest.json")
         for path in [*(stage / "cache").glob("*/*.cubin"), *_described(stage / "cache")]:
             file.add(path, f"{prepared}/cache/{path.relative_to(stage / 'cache')}")
-        if with_triton:
+        if (stage / "site").exists():
             file.add(stage / "site", f"{prepared}/site")
 
 

@@ -104,6 +104,17 @@ def steps(on: Subject) -> Rows:
     yield on.row("step, overwrite", measure.time_ms(partial(on.layer.step, True), 6), STEP)
 
 
+def first(on: Subject) -> Rows:
+    """The first micro-batch of a step, which stores gradients and reads none; bf16 ones where there is no main_grad."""
+    if on.tokens:
+        yield on.row("tokens step, overwrite", measure.time_ms(partial(on.tokens.step, True), 6), STEP)
+        on.tokens.overwrite(False)
+    for name, layer in (("step, grad None", on.layer), ("tokens step, grad None", on.tokens)):
+        if layer:
+            with layer.without_main_grad():
+                yield on.row(name, measure.time_ms(layer.step, 6), STEP)
+
+
 def passes(on: Subject) -> Rows:
     for name, ms in measure.pass_times(on.layer.step, 5).items():
         yield on.row(f"pass {name}", ms, (name,))
@@ -176,6 +187,7 @@ def lora(on: Subject) -> Rows:
 def grouped_mm(on: Subject, name: str = "grouped_mm", activate: Any = peers.activate) -> Rows:
     peer = peers.GroupedMM(on.layer, activate)
     yield from on.burst(f"{name} ", peer.forward, peer.step, "+add")
+    yield on.row(f"{name} step, grad None", measure.time_ms(peer.first_step, 6), STEP)
     yield on.sustained(f"{name} sustained step+add", peer.step)
 
 
@@ -191,7 +203,7 @@ def _from_tokens(make: Callable[..., peers.Steps], on: Subject) -> Rows:
         yield on.sustained(f"{make.__name__} sustained {what}", run)
 
 
-_OWN = (ceilings, steps, passes, sustained, tokens, eight_bit, lora, grouped_mm, peak, host, compiled)
+_OWN = (ceilings, steps, first, passes, sustained, tokens, eight_bit, lora, grouped_mm, peak, host, compiled)
 GROUPS: dict[str, Callable[[Subject], Rows]] = {each.__name__: each for each in _OWN}
 GROUPS |= {each.__name__: partial(_from_tokens, each) for each in (peers.liger, peers.sonicmoe)}
 

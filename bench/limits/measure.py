@@ -67,6 +67,16 @@ class Layer:
         self.reset()
         self.forward(overwrite).backward(self.dy)
 
+    @contextmanager
+    def without_main_grad(self) -> Iterator[None]:
+        """Inside, weights have no main_grad: a step stores its gradients in `.grad`, in bfloat16."""
+        buffers = [vars(weight).pop("main_grad") for weight in self.weights]
+        try:
+            yield
+        finally:
+            for weight, buffer in zip(self.weights, buffers, strict=True):
+                weight.main_grad = buffer  # type: ignore[attr-defined]
+
     def reset(self) -> None:
         """Drop the gradients of the last step; main_grad stays."""
         for tensor in (self.x, self.probs, *self.weights):

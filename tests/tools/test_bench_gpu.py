@@ -76,9 +76,23 @@ def _run(there, out):
     assert tuple(found[0]) == rows.COLUMNS
     of = {(row["kernels"], row["load"], row["what"]): row for row in found}
     for kernels in ("default", "warp_specialized"):
-        for what in ("step", "step, overwrite", "sustained step", "pass wgrad fc1, overwrite", "tokens step"):
+        whats = (
+            "step",
+            "step, overwrite",
+            "step, grad None",
+            "sustained step",
+            "pass wgrad fc1, overwrite",
+            "tokens step",
+        )
+        for what in (*whats, "tokens step, overwrite", "tokens step, grad None"):
             assert math.isfinite(float(of[kernels, "even", what]["ms"]))
-    for what in ("fp8 step, weights kept", "grouped_mm step+add", "grouped_mm compiled step+add", "host tokens step"):
+    for what in (
+        "fp8 step, weights kept",
+        "grouped_mm step+add",
+        "grouped_mm step, grad None",
+        "grouped_mm compiled step+add",
+        "host tokens step",
+    ):
         assert ("default", "even", what) in of
     assert of["default", "even", "peak memory"]["mib"]
     assert of["default", "", "dense product"]["tflops"]
@@ -98,7 +112,7 @@ def _resume(there, out):
     assert re.search(r": 0 of \d+ steps to run", done.stdout)
     assert (out / "timings.csv").read_text() == before
     steps = (out / "steps.csv").read_text().splitlines(keepends=True)
-    (out / "steps.csv").write_text("".join(line for line in steps if "default: steps+passes" not in line))
+    (out / "steps.csv").write_text("".join(line for line in steps if "default: steps+first" not in line))
     groups = (out / "measured.txt").read_text()
     (out / "measured.txt").write_text(groups.replace("tiny, even, default: peak\n", ""))
     done = bench_gpu(*arguments, cwd=there)
@@ -171,8 +185,10 @@ def test_every_step_can_start():
             assert shape in shapes
             assert load in timings.LOADS
             assert set(groups) <= set(timings.GROUPS)
-        else:
+        elif step.module == "gpu.checks":
             assert step.arguments[0] in checks.STEPS
+        else:
+            assert step in jobs.stacks("cuda")
     measured = {
         group for step in jobs.steps("cuda", small=False) for group in step.arguments if group in timings.GROUPS
     }
@@ -184,6 +200,7 @@ def test_checks_run_beside_each_other_and_times_alone():
     beside = [step.beside_others for step in steps]
     assert beside == sorted(beside, reverse=True)
     assert all(step.beside_others == (step.module == "gpu.checks") for step in steps if not step.prefix)
+    assert all(step.beside_others for step in jobs.stacks("cpu"))
 
 
 def test_every_time_of_ours_is_prepared():

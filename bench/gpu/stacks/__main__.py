@@ -1,4 +1,4 @@
-"""Train with one stack: `python -m bench.gpu.stacks STACK WIDTHS [--compiled]`. Rows go to stacks.csv in $BENCH_GPU_OUT."""
+"""Train with one stack: `python -m bench.gpu.stacks STACK WIDTHS [--compiled]`; rows go to stacks.csv."""
 
 from __future__ import annotations
 

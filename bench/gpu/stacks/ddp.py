@@ -1,4 +1,4 @@
-"""PyTorch's DDP on one rank, around Transformers' model: buckets that gradients are copied to, and `grads_in_buckets`."""
+"""PyTorch's DDP on one rank around Transformers' model: gradients copied into buckets, and `grads_in_buckets`."""
 
 from __future__ import annotations
 

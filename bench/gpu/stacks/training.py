@@ -17,8 +17,8 @@ from bench.gpu.stacks.widths import VOCABULARY, Widths
 
 STEPS, UNTIMED, MICRO_BATCHES = 20, 5, 2
 REHEARSED, HOOKED = 4, 3  # steps on the CPU; steps after all others, in which experts are timed
-# Largest differences in bfloat16 between gradients of the same weights: of norms, relative; of their correlation with the
-# weights, in units of that of random numbers.
+# Largest differences in bfloat16 between gradients of the same weights: of norms, relative; of their correlation with
+# the weights, in units of that of random numbers.
 OF_NORM, OF_CORRELATION = 0.05, 0.2
 
 
@@ -88,7 +88,10 @@ def _gradient(experts: nn.Module) -> Gradient:
     pairs = [(p, grad) for p in experts.parameters() if (grad := getattr(p, "main_grad", p.grad)) is not None]
     local = [[t.to_local() if isinstance(t, DTensor) else t for t in (p.detach(), grad)] for p, grad in pairs]
     product = sum(float((weight.float() * grad).sum(dtype=torch.float64)) for weight, grad in local)
-    norms = [sum(float(t.float().square().sum(dtype=torch.float64)) for t in each) ** 0.5 for each in zip(*local, strict=True)]
+    norms = [
+        sum(float(t.float().square().sum(dtype=torch.float64)) for t in each) ** 0.5
+        for each in zip(*local, strict=True)
+    ]
     number = sum(weight.numel() for weight, _ in local)
     return Gradient(norms[1], product * number**0.5 / (norms[0] * norms[1] or 1.0))
 
