@@ -13,6 +13,7 @@ from .quantize.weights_launch import grouped_quantize_weights_
 from .routing.combine import combine_
 from .routing.order import order_rows
 from .routing.plan import Schedule, plan_of_counts
+from .routing.spread import spread_
 from .wgrad.launch import grouped_wgrad_
 from .wgrad.quantized_launch import grouped_wgrad_quantized_
 
@@ -35,4 +36,5 @@ __all__ = [
     "grouped_wgrad_quantized_",
     "order_rows",
     "plan_of_counts",
+    "spread_",
 ]

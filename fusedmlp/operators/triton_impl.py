@@ -33,6 +33,7 @@ from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
 from fusedmlp.operators import triton_adapters as adapters
 from fusedmlp.operators import triton_eight_bit as eight_bit
+from fusedmlp.operators import triton_tokens as tokens
 from fusedmlp.operators.types import (
     MLPArguments,
     MLPBackwardArguments,
@@ -125,7 +126,7 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
 
 
 def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
-    """Passes (3) to (6): dx early, so that its consumers can start, then the gradients of the weights."""
+    """Passes (3) to (6): dx, then gradients of weights; dx last where rows of tokens are sorted in its place."""
     given: Any = _as_new(builder, MLPBackwardArguments(*args), "dy", "h", "probs")  # of arrays
     dy_RH, x_RH, h_RG, row_ids_R, probs_R = given.dy, given.x, given.h, given.row_ids, given.probs
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
@@ -144,33 +145,41 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
         return eight_bit.plan_grouped_mlp_backward_(
             builder, grads, dy_RH, x, h_RG, weights, rows_of, act, wanted, formats
         )
-    fc2_EHF = _experts(given.fc2, 2)
+    fc2_EHF, dw1, dw2 = _experts(given.fc2, 2), _optional(given.dw1, 2), _optional(given.dw2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
+    dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype) if given.need_dx else None
+    first = tokens.choose(builder.target, given, schedule, fc2_EHF, dw1, dw2)
+    dy = tokens.rows(builder, dy_RH, given, dx_RH if first.dy else None)
     bias2_EH = _optional(given.bias2, 1) if probs_R is not None else None
     adapter2 = adapters.plan(builder, dy_RH, adapters.transposed(given.lora2), schedule, row_ids_R)
-    epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": row_ids_R, "adapter": adapter2}
-    partial_PR = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy_RH, h_RG, fc2_EHF, schedule, act, **epilogue)
-    dx_RH = dprobs = None
+    epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": dy.row_ids, "adapter": adapter2}
+    partial_PR = grouped_dgrad_act_.plan(builder, dh_RG, a_RF, dy.array, h_RG, fc2_EHF, schedule, act, **epilogue)
+    dprobs = None
     if partial_PR is not None and probs_R is not None:
         dprobs = Dprobs(partial_PR, given.places, builder.empty((num_rows,), probs_R.dtype))
     adapter1 = adapters.plan(builder, dh_RG, adapters.transposed(given.lora1), schedule)
-    if given.need_dx:
-        dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype)
-        fc1_EHG = _experts(given.fc1, 2).T
-        grouped_gemm_.plan(builder, dx_RH, dh_RG, fc1_EHG, schedule, dprobs=dprobs, adapter=adapter1)
-    elif dprobs is not None:
-        plan_dprobs(builder, dprobs)
-    row_ids = [] if row_ids_R is None else [row_ids_R]
+
+    def plan_dx() -> None:
+        if dx_RH is not None:
+            fc1_EHG = _experts(given.fc1, 2).T
+            grouped_gemm_.plan(builder, dx_RH, dh_RG, fc1_EHG, schedule, dprobs=dprobs, adapter=adapter1)
+        elif dprobs is not None:
+            plan_dprobs(builder, dprobs)
+
+    if not any(first):
+        plan_dx()
     wgrad_ = partial(launch_grouped_wgrad_.plan, builder, order=schedule.order)
-    adapters.plan_grads_(wgrad_, given.dlora2, adapter2, given.t2, dy_RH, a_RF, given.offsets, dy_row_ids=row_ids)
-    adapters.plan_grads_(wgrad_, given.dlora1, adapter1, given.t1, dh_RG, x_RH, given.offsets, x_row_ids=row_ids)
-    for dw, db, dy, x, gathered, accumulate in (
-        (given.dw2, given.db2, dy_RH, a_RF, {"dy_row_ids": row_ids, "scale_R": probs_R}, given.accumulate2),
-        (given.dw1, given.db1, dh_RG, x_RH, {"x_row_ids": row_ids}, given.accumulate1),
-    ):
-        dw_ENK, db_EN = _optional(dw, 2), _optional(db, 1)
-        if dw_ENK or db_EN:
-            wgrad_(dw_ENK, db_EN, [dy], [x], [given.offsets], accumulate=accumulate, **gathered)
+    adapters.plan_grads_(wgrad_, given.dlora2, adapter2, given.t2, dy_RH, a_RF, given.offsets, dy_row_ids=dy.segment)
+    adapters.plan_grads_(wgrad_, given.dlora1, adapter1, given.t1, dh_RG, x_RH, given.offsets, x_row_ids=dy.segment)
+    if dw2 or given.db2:
+        of_rows: dict[str, Any] = {"scale_R": probs_R, "dy_row_ids": dy.segment, "accumulate": given.accumulate2}
+        wgrad_(dw2, _optional(given.db2, 1), [dy.array], [a_RF], [given.offsets], **of_rows)
+    x = tokens.rows(builder, x_RH, given, dx_RH if first.x else None)
+    if dw1 or given.db1:
+        of_rows = {"x_row_ids": x.segment, "accumulate": given.accumulate1}
+        wgrad_(dw1, _optional(given.db1, 1), [dh_RG], [x.array], [given.offsets], **of_rows)
+    if any(first):
+        plan_dx()
     kept = (dh_RG, a_RF) if given.keep else (None, None)
     return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
 

@@ -227,6 +227,11 @@ def combine(T: int, K: int, H: int, itemsize: int) -> Cost:
     return Cost("combine", T * K * H, itemsize * (T * K + T) * H + _INT32 * T * K)
 
 
+def spread(T: int, K: int, H: int, itemsize: int) -> Cost:
+    """Reads x `[T, H]` and rows `[T * K]`, writes `[T * K, H]`."""
+    return Cost("spread", 0, itemsize * (T * K + T) * H + _INT32 * T * K)
+
+
 def _read(R: int, columns: int, itemsize: int, tokens: int | None) -> int:
     """Bytes of `[R, columns]`, or of its tokens and the index."""
     return itemsize * R * columns if tokens is None else itemsize * min(tokens, R) * columns + _INT32 * R
