@@ -21,8 +21,11 @@ from fusedmlp.operators import triton_impl
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
 from fusedmlp.targets import TARGETS
 
-# Launches of a step in their order, by the names that `bench --roofline` uses, and those that gather no rows of tokens.
-STEP, SORTED = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1"), ("fc2", "dx")
+# Launches of a step in their order, by the names that `bench --roofline` uses; in the second, backward sorts rows of
+# tokens. Then those that read no rows of tokens.
+STEP = ("fc1_act", "fc2", "dgrad_act", "dx", "wgrad fc2", "wgrad fc1")
+STEP_SORTED = ("fc1_act", "fc2", "dgrad_act", "wgrad fc2", "wgrad fc1", "dx")
+OF_ROWS = ("fc2", "dx")
 # Reasons for the ring and the epilogue of a warp-specialized kernel.
 _REGIMES = {
     "any": "",
@@ -38,7 +41,7 @@ _EXPERTS, _ROWS = 3, 64
 def passes(layer: dict[str, Any], target: str, *, tokens: bool = False) -> list[dict[str, str]]:
     """Plan a forward and a backward with fp32 `main_grad`; return the kernel, path, tile and reason of each launch.
 
-    `tokens`: return only those that gather rows, planned as for `moe_experts`.
+    `tokens`: return only those that read rows of tokens, planned as for `moe_experts`.
     """
     shape = None if layer["batch_invariant"] else table.shape_class(layer["R"] / layer["E"])
     planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.WARP_SPECIALIZED)
@@ -49,9 +52,11 @@ def passes(layer: dict[str, Any], target: str, *, tokens: bool = False) -> list[
     )
     launches = [(launch, launch.chosen) for program in programs for launch in program.launches if launch.chosen]
     rows = []
-    for name, (launch, chosen) in zip(STEP, launches, strict=True):
-        if not tokens or name not in SORTED:
+    names = STEP_SORTED if launches[-1][1].key.kernel == "gemm" else STEP
+    for name, (launch, chosen) in zip(names, launches, strict=True):
+        if not tokens or name not in OF_ROWS:
             why = _why(launch, chosen, layer, target)
+            why += "; rows of tokens are sorted first" if tokens and not _gathers(launch) else ""
             why += f"; not warp-specialized: {chosen.refused}" if chosen.refused else ""
             row = {"name": f"{name}, tokens" if tokens else name, "kernel": launch.name, "path": launch.path}
             rows.append(row | {"tile": launch.sizes, "why": why})
@@ -108,6 +113,11 @@ def experts(where: str, count: int, shape: tuple[int, ...], dtype: torch.dtype) 
     size = prod(shape)
     buffer = torch.empty(count * size, dtype=dtype)
     return [buffer[e * size : (e + 1) * size].view(shape) for e in reversed(range(count))]
+
+
+def _gathers(launch: Launch) -> bool:
+    """Return whether the kernel itself gathers rows."""
+    return any("row_ids" in name and value is not None for name, value in launch.arguments.items())
 
 
 def _why(launch: Launch, chosen: Chosen, layer: dict[str, Any], target: str) -> str:

@@ -46,7 +46,7 @@ def choose(
     dw1: ExpertTensors | None,
     dw2: ExpertTensors | None,
 ) -> Sorted:
-    """Decide by FLOPs of the kernels that read the rows, and bytes of the copy; `given`: arguments of backward, as
+    """Decide by FLOPs of the kernels that read the rows, and bytes of a copy; `given`: arguments of backward, as
     arrays. `dw1`, `dw2`: what it writes now, or None.
 
     Without dx there is no place for sorted rows. Adapters gather, and so do batch-invariant calls, whose bits may not
@@ -63,7 +63,7 @@ def choose(
     dgrad_act = 0 if fc2_EHF.table else cost.product_flops(num_rows, fc2_EHF.base.shape[-1], H)
     dy = dgrad_act + _flops(dw2, given.accumulate2, schedule, rule)
     x = _flops(dw1, given.accumulate1, schedule, rule)
-    least = rule.flops_a_byte * cost.spread(T, num_rows // T, H, given.dy.dtype.itemsize).bytes
+    least = rule.flops_a_byte * 2 * num_rows * H * given.dy.dtype.itemsize
     return Sorted(dy >= least, x >= least)
 
 

@@ -22,6 +22,7 @@ from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import sizes_of_plan
+from fusedmlp.kernels.routing.spread import spread_
 from fusedmlp.kernels.tiles import table
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
 from fusedmlp.kernels.wgrad.mxfp8_triton_kernel import _grouped_wgrad_mxfp8_triton_kernel
@@ -138,6 +139,15 @@ def test_rows_of_a_token(memory):
     places = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
     for i in range(2):
         combine_(out[i], y[i], places)
+    same(out)
+
+
+def test_copies_of_a_token(memory):
+    far = Far(memory)
+    x, out = far(3, H), far(R, H, fill=float("nan"))
+    places = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
+    for i in range(2):
+        spread_(out[i], x[i], places)
     same(out)
 
 

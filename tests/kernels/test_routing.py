@@ -1,4 +1,4 @@
-"""Sorting by counting against torch's stable sort, and the sum of a token's rows against float64."""
+"""Sorting by counting against torch's stable sort, the sum of a token's rows against float64, and copies of its row."""
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.sort import sort
+from fusedmlp.kernels.routing.spread import spread_
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("poison")
@@ -124,12 +125,32 @@ def test_tokens_that_choose_no_expert_are_zero():
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize(("top_k", "H"), [(1, 16), (2, 33), (8, 48), (11, 1500), (20, 7)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_every_row_of_a_token_gets_a_copy(top_k, H, dtype):
+    x = torch.randn(30, H + 3).to(dtype)[:, 3:]  # rows that lie apart, and nowhere aligned
+    x[7] = float("nan")
+    places = torch.randperm(30 * top_k)
+    out = torch.full((30 * top_k, H), 9.0, dtype=dtype, device=DEVICE)
+    spread_(out, x.to(DEVICE), places.to(DEVICE, torch.int32))
+    expected = x[places.argsort() // top_k]
+    assert torch.equal(out.cpu().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize(("rows", "tokens", "H"), [(0, 0, 8), (0, 5, 8), (5, 5, 0)])
+def test_nothing_to_copy(rows, tokens, H):
+    out, x = torch.empty(rows, H, device=DEVICE), torch.empty(tokens, H, device=DEVICE)
+    spread_(out, x, torch.arange(rows, device=DEVICE))
+
+
 def test_least_traffic_is_reported():
     with recording() as recorded:
         order.order_rows(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
         combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
+        spread_(torch.empty(30, 16, device=DEVICE), torch.empty(10, 16, device=DEVICE), torch.arange(30).to(DEVICE))
     assert {launch.path for launch in recorded} == {"pointer"}
     assert [launch.cost for launch in recorded if launch.cost] == [
         Cost("order_rows", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30),
         Cost("combine", 30 * 16, 4 * 40 * 16 + 4 * 30),
+        Cost("spread", 0, 4 * 40 * 16 + 4 * 30),
     ]
