@@ -26,6 +26,7 @@ from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing.plan import Schedule
+from fusedmlp.kernels.routing.spread import spread_
 from fusedmlp.kernels.tiles.select import Target
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.operators import triton_impl
@@ -169,6 +170,15 @@ def _many_experts(dtype: torch.dtype) -> Calls:
     for width in (256, 255):
         y, places = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
         yield triton_impl.combine, (y, places, num_rows // 8)
+        yield _spread, (y[: num_rows // 8], places)
+
+
+def _plan_spread(builder: Builder, x_TH: Array, places_R: Array) -> None:
+    out_RH = builder.empty((places_R.shape[0], x_TH.shape[1]), x_TH.dtype)
+    spread_.plan(builder, out_RH, x_TH, places_R)
+
+
+_spread = Operator(_plan_spread, None)
 
 
 def _plan_quantize(

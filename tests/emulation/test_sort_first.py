@@ -22,6 +22,14 @@ CASES = {
 }
 
 
+QUICK = {("swiglu", False), ("overwrite", True)}
+CELLS = [
+    pytest.param(kind, large, marks=[] if (kind, large) in QUICK else [pytest.mark.exhaustive])
+    for kind in CASES
+    for large in (False, True)
+]
+
+
 def ran(inputs, rule, large):
     """Results of a case, and the launches of its backward."""
     rules = {key: table.SortFirst(*rule) for key in table.SORT_FIRST if rule}
@@ -33,8 +41,7 @@ def ran(inputs, rule, large):
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize(("kind", "large"), CELLS)
 def test_layer_from_tokens(kind, large):
     case = Case(
         **{"T": 150, "K": 2, "E": 3, "H": 128, "F": 64, "dtype": torch.bfloat16, "mode": "main_grad"} | CASES[kind]

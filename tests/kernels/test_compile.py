@@ -49,7 +49,7 @@ def test_rows_cover_kernels_dtypes_and_instructions(sm_90):
     assert {row["dtype"] for row in rows} == {"bf16", "fp16", "fp32", "tf32"}
     assert {row["config"].split()[0] for row in rows if row["dtype"] == "bf16"} == set(get_args(table.Path))
     gemms = {"grouped_fc1_act", "grouped_gemm", "grouped_dgrad_act", "grouped_wgrad"}
-    routing = {"routing_counts", "routing_places", "combine"}
+    routing = {"routing_counts", "routing_places", "combine", "spread"}
     quantizing = {"quantize", "quantize_weights", "act_quantize", "dgrad_act_quantize"}
     assert {row["kernel"] for row in rows} >= gemms | routing | quantizing | {"plan", "wgrad_plan"}
     for kernel in gemms:

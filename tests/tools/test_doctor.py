@@ -119,6 +119,7 @@ def test_paths_are_those_that_the_launchers_choose():
         ("sm_90", {"R": 640}),
         ("sm_90", {"tokens": True}),
         ("sm_90", {"tokens": True, "R": 640}),
+        ("sm_90", {"tokens": True, "F": 256}),
         ("sm_90", {"R": 640, "batch_invariant": True}),
         ("sm_90", {"weight_layout": "in_out"}),
         ("sm_90", {"weight_layout": "in_out", "tokens": True}),
@@ -126,16 +127,18 @@ def test_paths_are_those_that_the_launchers_choose():
     ]
     done = forked.run("-c", _PATHS, json.dumps([LAYER, cases]))
     assert done.returncode == 0, done.stderr
-    packed, old, odd, fp32, separate, megatron, ddp, short, tokens, few_tokens, invariant, *in_out = json.loads(
-        done.stdout
-    )
+    packed, old, odd, fp32, separate, megatron, ddp, short, *rest = json.loads(done.stdout)
+    tokens, few_tokens, narrow_tokens, invariant, *in_out = rest
     assert {path for path, _, _ in packed} == {path for path, _, _ in tokens} == {"warp_specialized"}
     assert [rows[0] for rows in in_out[:2]] == [packed[0], tokens[0]]  # fc1 with halves of [H, 2F], too
     assert in_out[2][0][0] == "unaligned"
     assert invariant == packed[:4] + short[4:]
     ahead = "; main_grad is loaded ahead: few rows an expert, so memory is the limit"
     assert [why for _, _, why in packed[4:]] == [f"descriptors, warp-specialized{ahead}"] * 2
-    assert [why for _, _, why in tokens[2:]] == [f"descriptors, warp-specialized, threads copy rows{ahead}"] * 2
+    first = "; rows of tokens are sorted first"
+    assert [why for _, _, why in tokens[2:]] == [f"descriptors, warp-specialized{ahead}{first}"] * 2
+    copy = "descriptors, warp-specialized, threads copy rows"
+    assert [why for _, _, why in narrow_tokens[2:]] == [f"{copy}{ahead}"] * 2
     assert {path for path, _, _ in few_tokens} == {"gather"}
     assert {why for _, _, why in few_tokens} == {"descriptors, but for rows that are gathered: threads load these"}
     assert {(path, why) for path, _, why in old} == {("pointer", "pointers: sm_80 has no TMA")}
