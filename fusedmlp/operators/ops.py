@@ -241,7 +241,7 @@ grouped_mlp = _register(
 )
 # -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
 # weight gradients. With `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that
-# is to row `places[i]`. Given both, and R = T * K, they are those of `order_rows`: row `places[t * K + k]` is of token t.
+# is to row `places[i]`. With both, and R = T * K, row `places[t * K + k]` is of token t, as those of `order_rows` are.
 grouped_mlp_backward_ = _register(
     f"grouped_mlp_backward_({_fields(MLPBackwardArguments, 'abcdef')}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,
