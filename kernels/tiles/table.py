@@ -65,10 +65,11 @@ class SortFirst(NamedTuple):
     grad_flops_a_byte: int  # wgrad counts among them if it has so many for each byte of main_grad
 
 
-# sm_90, on an H200 (ms: what sorted rows save in dgrad_act and wgrad of fc2; in wgrad of fc1; a copy): 0.56, 0.77 and
-# 0.32 in sonic-c, 0.14, 0.21 and 0.09 in qwen3-30b-8k, 0.06, 0.16 and 0.18 in sonic-a. That is in proportion to FLOPs,
-# and for each byte there are F of them: 1,024, 768 and 256. On an H100, with 160 rows an expert (40 FLOPs for a byte of
-# main_grad) both wgrads took as long with gathered rows, as main_grad is the limit; with 512 rows they did not.
+# sm_90, on an H200 (ms: what sorted rows save in dgrad_act and wgrad of fc2; in wgrad of fc1; combine, which moves as
+# many bytes as a copy): 0.56, 0.77 and 0.32 in sonic-c, 0.14, 0.21 and 0.09 in qwen3-30b-8k, 0.06, 0.16 and 0.18 in
+# sonic-a. They save in proportion to FLOPs, and for each byte of a copy there are F: 1,024, 768 and 256. On an H100,
+# with 160 rows an expert (40 FLOPs for a byte of main_grad) both wgrads took as long with gathered rows, as main_grad
+# is the limit; with 512 rows (128 FLOPs) they did not.
 SORT_FIRST: Mapping[tuple[str, Format, ShapeClass], SortFirst] = {
     ("sm_90", "bf16", "long"): SortFirst(600, FLOPS_A_BYTE // 2),
     ("sm_90", "fp16", "long"): SortFirst(600, FLOPS_A_BYTE // 2),
