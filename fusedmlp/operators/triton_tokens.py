@@ -78,8 +78,8 @@ def _flops(dw: ExpertTensors | None, accumulate: bool, schedule: Schedule, rule:
 
 
 def rows(builder: Builder, tokens: Array, given: Any, sorted_RH: Array | None) -> Rows:
-    """Rows of tokens: sorted into `sorted_RH`, if that is given."""
+    """Rows of tokens: sorted into `sorted_RH`, if that is given. Those of no expert here are not written there."""
     if sorted_RH is None:
         return Rows(tokens, given.row_ids)
-    spread_.plan(builder, sorted_RH, tokens, given.places)
+    spread_.plan(builder, sorted_RH, tokens, given.places, given.offsets)
     return Rows(sorted_RH, None)

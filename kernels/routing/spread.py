@@ -20,7 +20,9 @@ from ..tiles.rounding import cdiv, power_of_2
 def _spread_kernel(
     x_ptr,
     rows_ptr,
+    offsets_ptr,
     out_ptr,
+    E,
     K,
     H,
     stride_x_t,
@@ -28,7 +30,11 @@ def _spread_kernel(
     UNROLL: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """`x` `[T, H]`, `rows` `[T * K]` integers, `out` `[T * K, H]`; one program for each token and BLOCK_H columns."""
+    """`x` `[T, H]`, `rows` `[T * K]` and `offsets` `[E + 1]` integers, `out` `[T * K, H]`.
+
+    There is one program for each token and BLOCK_H columns.
+    """
+    end = tl.load(offsets_ptr + E)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < H
@@ -36,15 +42,17 @@ def _spread_kernel(
     for first in range(0, K, UNROLL):
         # The numbers of UNROLL rows are loaded at once.
         for k in tl.static_range(UNROLL):
-            row = tl.load(rows_ptr + token * K + first + k, mask=first + k < K, other=0).to(tl.int64)
+            row = tl.load(rows_ptr + token * K + first + k, mask=first + k < K, other=end).to(tl.int64)
             # A number for each column: Triton 3.9's interpreter makes integers of one condition for all of them.
-            used = tl.zeros_like(columns) + (first + k) < K
+            used = tl.zeros_like(columns) + row < end
             tl.store(out_ptr + row * stride_out_r + columns, x, mask=mask & used)
 
 
 @Launcher
-def spread_(builder: Builder, out_RH: Array, x_TH: Array, places_R: Array) -> None:
-    """Writes the rows of `out` that `places`, `[T * K]` integers, names; `out` and `x` have unit column stride."""
+def spread_(builder: Builder, out_RH: Array, x_TH: Array, places_R: Array, offsets: Array) -> None:
+    """Writes the rows of `out` that `places`, `[T * K]` integers, names, but none from the last of `offsets` on: those
+    are of no expert here. `out` and `x` have unit column stride.
+    """
     (T, H), K = x_TH.shape, places_R.shape[0] // max(1, x_TH.shape[0])
     if not T * K * H:
         return
@@ -52,7 +60,9 @@ def spread_(builder: Builder, out_RH: Array, x_TH: Array, places_R: Array) -> No
     arguments = {
         "x_ptr": x_TH,
         "rows_ptr": places_R,
+        "offsets_ptr": offsets,
         "out_ptr": out_RH,
+        "E": offsets.shape[0] - 1,
         "K": K,
         "H": H,
         "stride_x_t": x_TH.strides[0],

@@ -138,7 +138,7 @@ LORA = [torch.empty(EXPERTS, 16, 4096, dtype=torch.bfloat16), torch.empty(EXPERT
         ({"rows": 256}, GATHERS),
         ({"rows": 256, "adds": False}, SORTS),  # half the traffic of main_grad
     ],
-    ids=str,
+    ids=" ".join,
 )
 def test_calls_of_one_layer(options, expected):
     assert names(planned("sonic-c", **options)) == expected

@@ -147,7 +147,7 @@ def test_copies_of_a_token(memory):
     x, out = far(3, H), far(R, H, fill=float("nan"))
     places = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
     for i in range(2):
-        spread_(out[i], x[i], places)
+        spread_(out[i], x[i], places, torch.tensor([0, R], dtype=torch.int32, device=DEVICE))
     same(out)
 
 

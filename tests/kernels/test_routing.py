@@ -127,27 +127,30 @@ def test_tokens_that_choose_no_expert_are_zero():
 
 @pytest.mark.parametrize(("top_k", "H"), [(1, 16), (2, 33), (8, 48), (11, 1500), (20, 7)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_every_row_of_a_token_gets_a_copy(top_k, H, dtype):
+def test_every_row_of_a_token_that_an_expert_has_gets_a_copy(top_k, H, dtype):
     x = torch.randn(30, H + 3).to(dtype)[:, 3:]  # rows that lie apart, and nowhere aligned
     x[7] = float("nan")
     places = torch.randperm(30 * top_k)
     out = torch.full((30 * top_k, H), 9.0, dtype=dtype, device=DEVICE)
-    spread_(out, x.to(DEVICE), places.to(DEVICE, torch.int32))
+    offsets = torch.tensor([0, 3, 29 * top_k], dtype=torch.int32, device=DEVICE)
+    spread_(out, x.to(DEVICE), places.to(DEVICE, torch.int32), offsets)
     expected = x[places.argsort() // top_k]
+    expected[29 * top_k :] = 9.0  # not written
     assert torch.equal(out.cpu().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize(("rows", "tokens", "H"), [(0, 0, 8), (0, 5, 8), (5, 5, 0)])
 def test_nothing_to_copy(rows, tokens, H):
     out, x = torch.empty(rows, H, device=DEVICE), torch.empty(tokens, H, device=DEVICE)
-    spread_(out, x, torch.arange(rows, device=DEVICE))
+    spread_(out, x, torch.arange(rows, device=DEVICE), torch.tensor([0, rows], device=DEVICE))
 
 
 def test_least_traffic_is_reported():
     with recording() as recorded:
         order.order_rows(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
         combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
-        spread_(torch.empty(30, 16, device=DEVICE), torch.empty(10, 16, device=DEVICE), torch.arange(30).to(DEVICE))
+        places, offsets = (torch.tensor(values, device=DEVICE) for values in (range(30), (0, 30)))
+        spread_(torch.empty(30, 16, device=DEVICE), torch.empty(10, 16, device=DEVICE), places, offsets)
     assert {launch.path for launch in recorded} == {"pointer"}
     assert [launch.cost for launch in recorded if launch.cost] == [
         Cost("order_rows", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30),
