@@ -170,12 +170,12 @@ def _many_experts(dtype: torch.dtype) -> Calls:
     for width in (256, 255):
         y, places = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
         yield triton_impl.combine, (y, places, num_rows // 8)
-        yield _spread, (y[: num_rows // 8], places, torch.empty(9, dtype=torch.int32))
+        yield _spread, (y[: num_rows // 8], places, offsets)
 
 
 def _plan_spread(builder: Builder, x_TH: Array, places_R: Array, offsets: Array) -> None:
     out_RH = builder.empty((places_R.shape[0], x_TH.shape[1]), x_TH.dtype)
-    spread_.plan(builder, out_RH, x_TH, places_R, offsets)
+    spread_.plan(builder, out_RH, x_TH, places_R, Schedule(offsets, places_R.shape[0]))
 
 
 _spread = Operator(_plan_spread, None)

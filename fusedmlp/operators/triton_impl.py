@@ -149,7 +149,7 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype) if given.need_dx else None
     first = tokens.choose(builder.target, given, schedule, fc2_EHF, dw1, dw2)
-    dy = tokens.rows(builder, dy_RH, given, dx_RH if first.dy else None)
+    dy = tokens.rows(builder, dy_RH, given, schedule, dx_RH if first.dy else None)
     bias2_EH = _optional(given.bias2, 1) if probs_R is not None else None
     adapter2 = adapters.plan(builder, dy_RH, adapters.transposed(given.lora2), schedule, row_ids_R)
     epilogue: dict[str, Any] = {"bias_EH": bias2_EH, "probs_R": probs_R, "row_ids_R": dy.row_ids, "adapter": adapter2}
@@ -174,7 +174,7 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     if dw2 or given.db2:
         of_rows: dict[str, Any] = {"scale_R": probs_R, "dy_row_ids": dy.segment, "accumulate": given.accumulate2}
         wgrad_(dw2, _optional(given.db2, 1), [dy.array], [a_RF], [given.offsets], **of_rows)
-    x = tokens.rows(builder, x_RH, given, dx_RH if first.x else None)
+    x = tokens.rows(builder, x_RH, given, schedule, dx_RH if first.x else None)
     if dw1 or given.db1:
         of_rows = {"x_row_ids": x.segment, "accumulate": given.accumulate1}
         wgrad_(dw1, _optional(given.db1, 1), [dh_RG], [x.array], [given.offsets], **of_rows)

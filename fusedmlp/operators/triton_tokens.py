@@ -77,9 +77,9 @@ def _flops(dw: ExpertTensors | None, accumulate: bool, schedule: Schedule, rule:
     return 0 if hidden else cost.product_flops(N, K, schedule.num_rows)
 
 
-def rows(builder: Builder, tokens: Array, given: Any, sorted_RH: Array | None) -> Rows:
+def rows(builder: Builder, tokens: Array, given: Any, schedule: Schedule, sorted_RH: Array | None) -> Rows:
     """Rows of tokens: sorted into `sorted_RH`, if that is given. Those of no expert here are not written there."""
     if sorted_RH is None:
         return Rows(tokens, given.row_ids)
-    spread_.plan(builder, sorted_RH, tokens, given.places, given.offsets)
+    spread_.plan(builder, sorted_RH, tokens, given.places, schedule)
     return Rows(sorted_RH, None)

@@ -14,6 +14,7 @@ from ..launching.program import Builder
 from ..launching.run import Launcher
 from ..operands.arrays import Array
 from ..tiles.rounding import cdiv, power_of_2
+from .plan import Schedule
 
 
 @triton.jit
@@ -30,7 +31,7 @@ def _spread_kernel(
     UNROLL: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """`x` `[T, H]`, `rows` `[T * K]` and `offsets` `[E + 1]` integers, `out` `[T * K, H]`.
+    """`x` `[T, H]`, `rows` `[T * K]` integers, `offsets` starts with `[E + 1]` integers, `out` `[T * K, H]`.
 
     There is one program for each token and BLOCK_H columns.
     """
@@ -49,9 +50,9 @@ def _spread_kernel(
 
 
 @Launcher
-def spread_(builder: Builder, out_RH: Array, x_TH: Array, places_R: Array, offsets: Array) -> None:
-    """Writes the rows of `out` that `places`, `[T * K]` integers, names, but none from the last of `offsets` on: those
-    are of no expert here. `out` and `x` have unit column stride.
+def spread_(builder: Builder, out_RH: Array, x_TH: Array, places_R: Array, schedule: Schedule) -> None:
+    """Writes the rows of `out` that `places`, `[T * K]` integers, names, but none that is of no expert of the schedule.
+    `out` and `x` have unit column stride.
     """
     (T, H), K = x_TH.shape, places_R.shape[0] // max(1, x_TH.shape[0])
     if not T * K * H:
@@ -60,9 +61,9 @@ def spread_(builder: Builder, out_RH: Array, x_TH: Array, places_R: Array, offse
     arguments = {
         "x_ptr": x_TH,
         "rows_ptr": places_R,
-        "offsets_ptr": offsets,
+        "offsets_ptr": schedule.offsets,
         "out_ptr": out_RH,
-        "E": offsets.shape[0] - 1,
+        "E": schedule.num_experts,
         "K": K,
         "H": H,
         "stride_x_t": x_TH.strides[0],

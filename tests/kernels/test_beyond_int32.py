@@ -21,7 +21,7 @@ from fusedmlp.kernels.quantize.weights_kernel import _quantize_weights_kernel
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
-from fusedmlp.kernels.routing.plan import sizes_of_plan
+from fusedmlp.kernels.routing.plan import Schedule, sizes_of_plan
 from fusedmlp.kernels.routing.spread import spread_
 from fusedmlp.kernels.tiles import table
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_
@@ -147,7 +147,7 @@ def test_copies_of_a_token(memory):
     x, out = far(3, H), far(R, H, fill=float("nan"))
     places = torch.tensor([5, 0, 3, 1, 4, 2], dtype=torch.int32, device=DEVICE)
     for i in range(2):
-        spread_(out[i], x[i], places, torch.tensor([0, R], dtype=torch.int32, device=DEVICE))
+        spread_(out[i], x[i], places, Schedule(torch.tensor([0, R], dtype=torch.int32, device=DEVICE), R))
     same(out)
 
 

@@ -12,6 +12,7 @@ from fusedmlp.kernels.launching.cost import Cost
 from fusedmlp.kernels.launching.run import recording
 from fusedmlp.kernels.routing import order
 from fusedmlp.kernels.routing.combine import combine_
+from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.routing.sort import sort
 from fusedmlp.kernels.routing.spread import spread_
 
@@ -133,7 +134,7 @@ def test_every_row_of_a_token_that_an_expert_has_gets_a_copy(top_k, H, dtype):
     places = torch.randperm(30 * top_k)
     out = torch.full((30 * top_k, H), 9.0, dtype=dtype, device=DEVICE)
     offsets = torch.tensor([0, 3, 29 * top_k], dtype=torch.int32, device=DEVICE)
-    spread_(out, x.to(DEVICE), places.to(DEVICE, torch.int32), offsets)
+    spread_(out, x.to(DEVICE), places.to(DEVICE, torch.int32), Schedule(offsets, 30 * top_k))
     expected = x[places.argsort() // top_k]
     expected[29 * top_k :] = 9.0  # not written
     assert torch.equal(out.cpu().view(torch.uint8), expected.contiguous().view(torch.uint8))
@@ -142,15 +143,17 @@ def test_every_row_of_a_token_that_an_expert_has_gets_a_copy(top_k, H, dtype):
 @pytest.mark.parametrize(("rows", "tokens", "H"), [(0, 0, 8), (0, 5, 8), (5, 5, 0)])
 def test_nothing_to_copy(rows, tokens, H):
     out, x = torch.empty(rows, H, device=DEVICE), torch.empty(tokens, H, device=DEVICE)
-    spread_(out, x, torch.arange(rows, device=DEVICE), torch.tensor([0, rows], device=DEVICE))
+    offsets = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
+    spread_(out, x, torch.arange(rows, device=DEVICE), Schedule(offsets, rows))
 
 
 def test_least_traffic_is_reported():
+    schedule = Schedule(torch.tensor([0, 30], dtype=torch.int32, device=DEVICE), 30)
     with recording() as recorded:
         order.order_rows(torch.zeros(10, 3, dtype=torch.int64, device=DEVICE), torch.rand(10, 3, device=DEVICE), 7)
         combine_(torch.empty(10, 16, device=DEVICE), torch.empty(30, 16, device=DEVICE), torch.arange(30).to(DEVICE))
-        places, offsets = (torch.tensor(values, device=DEVICE) for values in (range(30), (0, 30)))
-        spread_(torch.empty(30, 16, device=DEVICE), torch.empty(10, 16, device=DEVICE), places, offsets)
+        places = torch.arange(30).to(DEVICE)
+        spread_(torch.empty(30, 16, device=DEVICE), torch.empty(10, 16, device=DEVICE), places, schedule)
     assert {launch.path for launch in recorded} == {"pointer"}
     assert [launch.cost for launch in recorded if launch.cost] == [
         Cost("order_rows", 0, 30 * 8 + 4 * (8 + 30 + 30) + 2 * 4 * 30),
