@@ -10,7 +10,7 @@ from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
 STACKS = ("transformers", "megatron-core", "torchtitan")  # the first is the last to be left out
-# What a machine with PyTorch has, and Triton, which is packed by itself.
+# Packages that the other machine has, or, as Triton, gets by another option.
 PRESENT = ("torch", "triton")
 LEFT_OUT = re.compile(r"(^|/)(__pycache__|tests?)/|\.pyi$|^\.\.")
 

@@ -9,6 +9,7 @@ from bench.gpu.rows import Table
 from bench.report.gpu import FOLDER, table
 
 HEADER = ["stack, model, mode", "experts", "ms a step", "in experts", "tokens/s", "peak GiB", "loss", "gradients"]
+_AGREES = {"True": "agree", "False": "**differ**", "": "not compared"}
 Rows = list[dict[str, str]]
 
 
@@ -28,7 +29,7 @@ def _cells(row: dict[str, str]) -> list[str]:
     ms, experts, mib = (float(row[name] or "nan") for name in ("ms", "experts_ms", "mib"))
     share, peak = (f"{experts / ms:.0%}", f"{mib / 1024:.1f}")
     cells = [row["experts"], f"{ms:.1f}", share, f"{1e3 * int(row['tokens']) / ms:,.0f}", peak]
-    cells += [f"{row['first_loss']} to {row['last_loss']}", "agree" if row["agrees"] == "True" else "**differ**"]
+    cells += [f"{row['first_loss']} to {row['last_loss']}", _AGREES[row["agrees"]]]
     return [cell.replace("nan%", "-").replace("nan", "-") for cell in cells]
 
 

@@ -59,7 +59,7 @@ def regime_of_wgrad(rows_per_expert: float, accumulate: bool, grad_bytes: int) -
 
 
 class SortFirst(NamedTuple):
-    """Where backward sorts rows of tokens by a copy, for kernels that would otherwise gather them."""
+    """Least FLOPs from which backward sorts rows of tokens by a copy, before kernels that would else gather them."""
 
     flops_a_byte: int  # least FLOPs of those kernels for each byte of a copy, read and written
     grad_flops_a_byte: int  # wgrad counts among them if it has so many for each byte of main_grad

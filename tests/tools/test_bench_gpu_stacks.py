@@ -3,6 +3,7 @@
 import csv
 from itertools import groupby
 from operator import itemgetter
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from support import forked
 from torch import nn
 
 from bench.gpu import jobs, packages
+from bench.gpu.stacks import __main__ as command
 from bench.gpu.stacks import training
 from bench.gpu.stacks.__main__ import COLUMNS
 from bench.gpu.stacks.widths import WIDTHS
@@ -51,24 +53,24 @@ class Experts(nn.Module):
         return torch.stack([weight for each in self.weights for weight in each.view(-1, 16, 16)]) @ x
 
 
-def _measured(change=lambda grad: grad, apart=False, name="grad"):
+def _training(change=lambda grad: grad, apart=False, name="grad"):
     """A training whose gradients are changed."""
+    experts = Experts(apart)
 
-    def build():
-        experts = Experts(apart)
+    def step(text, update):
+        x = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        loss = experts(x).square().sum()
+        loss.backward()
+        for parameter in experts.parameters():
+            grad, parameter.grad = change(parameter.grad), None
+            setattr(parameter, name, grad)
+        return float(loss.detach())
 
-        def step(text, update):
-            x = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-            loss = experts(x).square().sum()
-            loss.backward()
-            for parameter in experts.parameters():
-                grad, parameter.grad = change(parameter.grad), None
-                setattr(parameter, name, grad)
-            return float(loss.detach())
+    return training.Training(step, [experts])
 
-        return training.Training(step, [experts])
 
-    return training.run(build, WIDTHS["mixtral"].tiny, "cpu", compiled=False)
+def _measured(*args, **options):
+    return training.run(lambda: _training(*args, **options), WIDTHS["mixtral"].tiny, "cpu", compiled=False)
 
 
 def test_gradients_are_compared_wherever_a_stack_keeps_them():
@@ -109,6 +111,22 @@ def test_the_page_names_what_is_not_measured_and_what_differs(tmp_path):
         writer.writerow(step | times)
     line = "| ddp, qwen3-30b, eager | fusedmlp | 100.0 | 25% | 163,840 | 2.0 | 5.5 to 4.5 | **differ** |"
     assert line in gpu_stacks.gpu_stacks(tmp_path).splitlines()
+
+
+def test_nothing_agrees_with_experts_that_failed(tmp_path, monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("no memory")
+
+    stack = SimpleNamespace(variants=lambda *_: {"own": fails, "fusedmlp": lambda: _training(torch.neg)})
+    monkeypatch.setattr(command, "import_module", lambda _: stack)
+    monkeypatch.setenv("BENCH_GPU_OUT", str(tmp_path))
+    (tmp_path / "machine.json").write_text("{}")
+    assert command.main(["ddp", "qwen3-30b", "--device", "cpu"]) == 1
+    assert "FAIL own: RuntimeError: no memory" in capsys.readouterr().out
+    with (tmp_path / "stacks.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["experts"], row["agrees"]) == ("fusedmlp", "")
+    assert "| not compared |" in gpu_stacks.table(gpu_stacks.HEADER, gpu_stacks.lines([row | {"mib": "1"}]))
 
 
 def test_packages_are_packed_as_far_as_they_fit(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,10 @@ COLUMNS = (
 
 
 def main(arguments: list[str]) -> int:
-    """Command line; returns 1 if a training failed, or its losses differ from those of the stack's own experts."""
+    """Command line; returns 1 if a training failed, or its gradients differ from those of the stack's own experts.
+
+    Without results of those, which come first, "agrees" is left empty.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("stack", choices=STACKS)
     parser.add_argument("widths", choices=WIDTHS)
@@ -40,7 +43,7 @@ def main(arguments: list[str]) -> int:
     fixed["tokens"] = training.MICRO_BATCHES * widths.batch * widths.length
     fixed |= json.loads((out / "machine.json").read_text()) | {"version": version(STACKS[parsed.stack])}
     own, failed = None, 0
-    for name, build in stack.variants(widths, parsed.device, parsed.compiled).items():
+    for number, (name, build) in enumerate(stack.variants(widths, parsed.device, parsed.compiled).items()):
         try:
             found = training.run(build, widths, parsed.device, parsed.compiled)
         except Exception as error:
@@ -48,11 +51,12 @@ def main(arguments: list[str]) -> int:
             traceback.print_exc()
             print(f"FAIL {name}: {type(error).__name__}: {str(error)[:200]}")
             continue
-        own = own or found
-        if differs := training.differ(own, found):
+        own = found if number == 0 else own
+        differs = training.differ(own, found) if own else ""
+        if differs:
             failed += 1
             print(f"FAIL {name}: {differs}")
-        row = {"experts": name, "ms": round(found.ms, 3), "mib": found.mib, "agrees": not differs}
+        row = {"experts": name, "ms": round(found.ms, 3), "mib": found.mib, "agrees": not differs if own else None}
         row |= {"first_loss": round(found.losses[0], 4), "last_loss": round(found.losses[-1], 4)}
         row["experts_ms"] = None if found.experts_ms is None else round(found.experts_ms, 3)
         Table(out / "stacks.csv").append({**fixed, **row}, COLUMNS)

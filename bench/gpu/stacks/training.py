@@ -25,13 +25,13 @@ OF_NORM, OF_CORRELATION = 0.05, 0.2
 class Training(NamedTuple):
     """A model that a stack trains."""
 
-    # Of micro-batches, `[batch, length + 1]` token ids, and whether to update weights afterwards; returns their loss.
+    # Takes micro-batches, `[batch, length + 1]` token ids, and True to update weights afterwards; returns their loss.
     step: Callable[[Sequence[Tensor], bool], float]
     experts: Sequence[nn.Module]  # of all layers, as the stack calls them
 
 
 class Gradient(NamedTuple):
-    """What is compared of a gradient of one layer's experts: it does not depend on how a stack stores weights."""
+    """Two numbers of the gradient of one layer's experts, which do not depend on how a stack stores weights."""
 
     norm: float
     correlation: float  # with the weights, times the square root of their number: 1 is usual for random numbers
