@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -22,11 +22,12 @@ from fusedmlp.functional import grouped_mlp, moe_experts
 from fusedmlp.operators import triton_impl
 from fusedmlp.targets import Target
 
-# Rows an expert, on average, of loads that between them launch every kernel: tiles and formats differ from 64 rows on,
-# and wgrad's tiles where MMAs begin to take longer than main_grad does (`regime_of_wgrad`), at most at 732 rows.
+# Rows an expert, on average, of loads that between them launch every kernel: tiles and formats differ from 64 rows on.
 MEANS = (0, 1, 48, 64, 128, 256, 512, 1024)
-# Micro-batches of a step. wgrad's tiles depend on the rows of all that one launch computes: 16 times 48 are past 732.
+# Micro-batches of a step. wgrad's tiles depend on the rows of all that one launch computes.
 _MICRO_BATCHES, _FUSED_MICRO_BATCHES = (2,), (2, 4, 8, 16)
+# Whether wgrad's limit is memory or MMAs depends on the card: kernels for either are planned.
+_FLOPS_A_BYTE = (0.0, float("inf"))
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,8 @@ def launches(layer: Layer, target: Target) -> list[Planned]:
     """
     # PyTorch's setting of TF32 for products of float32 may be either.
     settings = (False, True) if layer.dtype == torch.float32 and not target.is_amd else (False,)
-    targets = [target.planned_for(warp_specialized=triton_impl.WARP_SPECIALIZED, tf32=tf32) for tf32 in settings]
+    planned_for = [target.planned_for(warp_specialized=triton_impl.WARP_SPECIALIZED, tf32=tf32) for tf32 in settings]
+    targets = [replace(each, flops_a_byte=ratio) for each in planned_for for ratio in _FLOPS_A_BYTE]
     queues = [None, *(WgradQueue(fuse_microbatches=fuse) for fuse in (False, True) if layer.delay_wgrad)]
     with warnings.catch_warnings(), FakeTensorMode(), Planning(targets) as planning:
         # Kept copies of weights compare addresses, which are 0 here.

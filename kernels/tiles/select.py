@@ -15,7 +15,20 @@ import torch
 import triton
 import triton.language as tl
 
-from .table import BY_DESCRIPTORS, FORMATS, TABLES, TRITON, Key, Path, Recipe, Regime, Tile, Tiles, shape_class
+from .table import (
+    BY_DESCRIPTORS,
+    FLOPS_A_BYTE,
+    FORMATS,
+    TABLES,
+    TRITON,
+    Key,
+    Path,
+    Recipe,
+    Regime,
+    Tile,
+    Tiles,
+    shape_class,
+)
 
 
 class Chosen(NamedTuple):
@@ -41,6 +54,7 @@ class Target:
     # Whether warp-specialized kernels are used wherever the tables have them; None: where a GPU has timed them.
     warp_specialized: bool | None = None
     tf32: bool = False  # whether fp32 products may be computed in TF32
+    flops_a_byte: float = FLOPS_A_BYTE["H200"]  # of the card; where wgrad has fewer, memory is the limit
 
     def precision(self, dtype: torch.dtype) -> str:
         """Precision of products of that dtype, as `tl.dot` takes it."""
@@ -91,10 +105,12 @@ def allows_tf32(dtype: torch.dtype) -> bool:
 def _target(device: torch.device, warp_specialized: bool | None, tf32: bool) -> Target:
     name = architecture(device)
     if triton.knobs.runtime.interpret:
-        multiprocessors = 3  # few, so that tests see programs with several tiles
-    else:
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return Target(name, multiprocessors, TABLES[name], warp_specialized, tf32)
+        return Target(
+            name, 3, TABLES[name], warp_specialized, tf32
+        )  # few, so that tests see programs with several tiles
+    card = torch.cuda.get_device_properties(device)
+    known = [ratio for model, ratio in FLOPS_A_BYTE.items() if model in card.name]
+    return Target(name, card.multi_processor_count, TABLES[name], warp_specialized, tf32, *known[:1])
 
 
 @lru_cache

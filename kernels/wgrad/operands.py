@@ -115,7 +115,8 @@ def plan_operands(
     rows_per_expert = left.num_rows / num_experts
     regime: Regime = "any"
     if dw_ENK:
-        regime = choose_regime(dw_ENK, (left.columns, right.columns), rows_per_expert, accumulate)
+        size, itemsize = (left.columns, right.columns), left.arrays[0].dtype.itemsize
+        regime = choose_regime(target, dw_ENK, size, rows_per_expert, itemsize, accumulate)
     refused = ""
     for chosen in choices("wgrad", left.arrays[0].dtype, target, rows_per_expert, gathered, regime):
         if chosen.path == "warp_specialized" and dw_ENK:
@@ -139,9 +140,21 @@ def _refusal(target: Target, left: Operand, right: Operand) -> str:
     return refusal(target, described=described, gathered=len(gathered), vectors=vectors, segments=segments)
 
 
-def choose_regime(dw_ENK: ExpertTensors, size: tuple[int, int], rows_per_expert: float, accumulate: bool) -> Regime:
-    """The regime for `dw`, matrices of this size; TMA adds to one that cannot be loaded ahead."""
-    regime = regime_of_wgrad(rows_per_expert, accumulate, dw_ENK.base.dtype.itemsize)
+def choose_regime(
+    target: Target,
+    dw_ENK: ExpertTensors,
+    size: tuple[int, int],
+    rows_per_expert: float,
+    itemsize: int,
+    accumulate: bool,
+) -> Regime:
+    """The regime for `dw`, matrices of this size, and operands with elements of `itemsize` bytes.
+
+    TMA adds to a `dw` that cannot be loaded ahead.
+    """
+    N, K = size
+    moved = (2 if accumulate else 1) * dw_ENK.base.dtype.itemsize * N * K + itemsize * rows_per_expert * (N + K)
+    regime = regime_of_wgrad(2 * rows_per_expert * N * K, moved, accumulate, target.flops_a_byte)
     return "mma_add" if regime == "memory_add" and not _can_load_ahead(dw_ENK, size) else regime
 
 

@@ -50,7 +50,7 @@ def grouped_wgrad_quantized_(
         left, right, dw_ENK, N, K = x, dy, dw_ENK.T, K, N
     # About the mean: the bound `max_tiles` counts a tile for each expert and micro-batch beside those that rows fill.
     rows_per_expert = TILE_ROWS * (sum(max_tiles) / num_experts - len(max_tiles))
-    regime = choose_regime(dw_ENK, (N, K), rows_per_expert, accumulate)
+    regime = choose_regime(target, dw_ENK, (N, K), rows_per_expert, 1, accumulate)
     chosen = eight_bit("wgrad", recipe, target, gluon_missing(), regime)
     tile = chosen.tile
     token_tiles = plan_token_tiles(builder, offsets, max_tiles, num_experts, order)

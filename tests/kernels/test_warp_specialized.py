@@ -1,11 +1,13 @@
 """When warp-specialized kernels are launched, and what happens where they cannot be."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from support import forked
 
+from bench.limits.shapes import SHAPES
 from bench.proof import cases
 from fusedmlp.activation import Activation
 from fusedmlp.kernels import warp_specialized
@@ -80,21 +82,26 @@ def test_why_a_kernel_cannot_do_a_launch(architecture, facts, said):
 
 
 @pytest.mark.parametrize(
-    ("rows", "accumulate", "dtype", "regime"),
+    ("card", "rows", "accumulate", "dtype", "regime"),
     [
-        (747, True, torch.float32, "memory_add"),
-        (749, True, torch.float32, "mma_add"),
-        (373, False, torch.float32, "memory_write"),
-        (375, False, torch.float32, "mma_write"),
-        (365, True, torch.bfloat16, "mma_add"),  # TMA does not add to 16 bits, so nothing is loaded ahead
-        (182, False, torch.bfloat16, "memory_write"),
+        # 2 R N K FLOPs beside 8 N K + 2 R (N + K) bytes, N = K = 1,024
+        ("H200", 1178, True, torch.float32, "memory_add"),
+        ("H200", 1179, True, torch.float32, "mma_add"),
+        ("H200", 589, False, torch.float32, "memory_write"),
+        ("H200", 590, False, torch.float32, "mma_write"),
+        ("H200", 365, True, torch.bfloat16, "mma_add"),  # TMA does not add to 16 bits, so nothing is loaded ahead
+        ("H200", 294, False, torch.bfloat16, "memory_write"),
+        ("H200", 295, False, torch.bfloat16, "mma_write"),
+        ("H100", 2180, True, torch.float32, "memory_add"),
+        ("H100", 2181, True, torch.float32, "mma_add"),
     ],
 )
-def test_the_ring_and_the_epilogue_of_wgrad(rows, accumulate, dtype, regime):
-    dw, dy = torch.empty(2, 256, 256, dtype=dtype), torch.empty(2 * rows, 256, dtype=torch.bfloat16)
+def test_the_ring_and_the_epilogue_of_wgrad(card, rows, accumulate, dtype, regime):
+    dw, dy = torch.empty(2, 1024, 1024, dtype=dtype), torch.empty(2 * rows, 1024, dtype=torch.bfloat16)
     offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
     arguments = [dw], [], (dy,), (dy,), (offsets,), (), (), accumulate, ""
-    launch = triton_impl.wgrad_of_segments_.program(target(), *arguments).launches[-1]
+    on = replace(target(), flops_a_byte=table.FLOPS_A_BYTE[card])
+    launch = triton_impl.wgrad_of_segments_.program(on, *arguments).launches[-1]
     assert launch.chosen.key == Key("wgrad", "warp_specialized", "bf16", "long", False, regime)
     assert len(launch.arguments["dw_desc"].block if launch.arguments["dw_desc"] else ()) == (
         5 if regime == "memory_add" else 0 if accumulate and dtype == torch.bfloat16 else 3
@@ -104,16 +111,16 @@ def test_the_ring_and_the_epilogue_of_wgrad(rows, accumulate, dtype, regime):
 @pytest.mark.parametrize(
     ("rows", "segments", "accumulate", "dtype", "slots"),
     [
-        (640, 1, True, torch.float32, 4),
-        (896, 1, True, torch.float32, 0),
-        (384, 2, True, torch.float32, 0),  # 768 rows an expert
+        (896, 1, True, torch.float32, 4),
+        (1024, 1, True, torch.float32, 0),
+        (512, 2, True, torch.float32, 0),  # 1,024 rows an expert
         (256, 2, True, torch.float32, 4),
         (640, 1, False, torch.float32, 0),
         (640, 1, True, torch.bfloat16, 0),
     ],
 )
 def test_wgrad_in_8_bits_loads_ahead_where_memory_is_the_limit(rows, segments, accumulate, dtype, slots):
-    dw, dy = torch.empty(2, 256, 256, dtype=dtype), torch.empty(2 * rows, 256, dtype=torch.bfloat16)
+    dw, dy = torch.empty(2, 1024, 1024, dtype=dtype), torch.empty(2 * rows, 1024, dtype=torch.bfloat16)
     offsets = torch.tensor([0, rows, 2 * rows], dtype=torch.int32)
     each = [(t,) * segments for t in (dy, dy, offsets)]
     arguments = [dw], [], *each, (), (), accumulate, "fp8_block/fp8_block"
@@ -215,6 +222,7 @@ import json, sys, torch
 from fusedmlp.kernels import warp_specialized
 if sys.argv[1] == "without":
     warp_specialized.gluon_missing = lambda: "not there"
+from bench.limits.shapes import SHAPES
 from bench.proof import cases
 from fusedmlp.targets import TARGETS
 from fusedmlp.operators import triton_impl
@@ -268,3 +276,31 @@ def test_doctor_says_why_not(monkeypatch):
     assert facts.machine()["warp_specialized"].startswith("yes, on Hopper; ")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
     assert facts.machine()["warp_specialized"] == "no, in 16 bits: FUSEDMLP_WARP_SPECIALIZED=0"
+
+
+@pytest.mark.parametrize(
+    ("layer", "card", "regimes"),
+    [
+        # On the H100, whose memory is slower, with main_grad loaded ahead: there the ring for MMAs had lost.
+        ("sonic-a", "H100", ["memory_add", "memory_add"]),
+        ("sonic-b", "H100", ["memory_add", "memory_add"]),
+        ("gpt-oss-20b", "H100", ["memory_add", "memory_add"]),
+        ("qwen3-30b-8k", "H100", ["memory_add", "memory_add"]),
+        ("sonic-c", "H100", ["mma_add", "mma_add"]),
+        ("mixtral", "H100", ["mma_add", "mma_add"]),
+        ("sonic-a", "H200", ["mma_add", "memory_add"]),
+        ("gpt-oss-20b", "H200", ["mma_add", "mma_add"]),
+        ("sonic-c", "H200", ["mma_add", "mma_add"]),
+        ("qwen3-30b-8k", "H200", ["memory_add", "memory_add"]),
+    ],
+)
+def test_rings_of_layers_that_were_timed(layer, card, regimes):
+    (shape,) = [each for each in SHAPES if each.name == layer]
+    on, R = replace(target(), flops_a_byte=table.FLOPS_A_BYTE[card]), 2 * shape.R // shape.E
+    found = []
+    for N, K in ((2 * shape.F, shape.H), (shape.H, shape.F)):
+        dy, x = (torch.empty(R, size, dtype=torch.bfloat16) for size in (N, K))
+        offsets = torch.empty(3, dtype=torch.int32)
+        arguments = [torch.empty(2, N, K)], [], (dy,), (x,), (offsets,), (), (), True, ""
+        found.append(triton_impl.wgrad_of_segments_.program(on, *arguments).launches[-1].chosen.key.regime)
+    assert found == regimes
