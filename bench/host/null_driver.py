@@ -79,7 +79,7 @@ def install() -> Counters:
             return GPUTarget("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], 32)
 
     triton.runtime.driver.set_active(NullDriver())
-    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS, gcnArchName="")
+    properties = SimpleNamespace(name="", multi_processor_count=MULTIPROCESSORS, gcnArchName="")
     torch.cuda.get_device_properties = lambda _=None: properties  # type: ignore[assignment]
     torch.cuda.get_device_capability = lambda _=None: CAPABILITY  # type: ignore[assignment]
     torch.cuda.current_device = lambda: 0
