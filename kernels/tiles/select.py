@@ -105,9 +105,8 @@ def allows_tf32(dtype: torch.dtype) -> bool:
 def _target(device: torch.device, warp_specialized: bool | None, tf32: bool) -> Target:
     name = architecture(device)
     if triton.knobs.runtime.interpret:
-        return Target(
-            name, 3, TABLES[name], warp_specialized, tf32
-        )  # few, so that tests see programs with several tiles
+        few = 3  # so that tests see programs with several tiles
+        return Target(name, few, TABLES[name], warp_specialized, tf32)
     card = torch.cuda.get_device_properties(device)
     known = [ratio for model, ratio in FLOPS_A_BYTE.items() if model in card.name]
     return Target(name, card.multi_processor_count, TABLES[name], warp_specialized, tf32, *known[:1])
