@@ -176,19 +176,21 @@ def rows() -> dict[str, Row]:
 @contextmanager
 def as_on_a_gpu() -> Iterator[null_driver.Counters]:
     """Make CPU tensors in this context take the code paths of tensors on a GPU."""
-    counters, empty = null_driver.install(), torch.empty
+    counters, allocate, strided, ones = null_driver.install(), torch.empty, torch.empty_strided, torch.ones
 
-    def allocate(*size: Any, **options: Any) -> Tensor:
-        tensor = empty(*size, **options)
-        if not options.get("dtype", DTYPE).is_floating_point:
-            tensor.numpy().fill(1)  # kernels, which write nothing, would fill indices, sizes and flags
-        return tensor
+    # Kernels, which write nothing, would fill indices, sizes and flags.
+    def empty(*size: Any, **options: Any) -> Tensor:
+        return (allocate if options.get("dtype", DTYPE).is_floating_point else ones)(*size, **options)
+
+    def empty_strided(size: Any, strides: Any, **options: Any) -> Tensor:
+        return strided(size, strides, **options) if options["dtype"].is_floating_point else ones(size, **options)
 
     with ExitStack() as patches:
         for patch in (
             mock.patch.object(environment, "triton_interpret", _yes),  # lets impl="triton" take CPU tensors
             mock.patch.object(calls, "offsets", _offsets),
-            mock.patch.object(torch, "empty", allocate),
+            mock.patch.object(torch, "empty", empty),
+            mock.patch.object(torch, "empty_strided", empty_strided),
         ):
             patches.enter_context(patch)
         yield counters

@@ -25,6 +25,7 @@ from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.quantize.launch import grouped_quantize_
 from fusedmlp.kernels.quantize.weights_launch import grouped_quantize_weights_
+from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.routing.spread import spread_
 from fusedmlp.kernels.tiles.select import Target
@@ -42,6 +43,7 @@ def launches(calls: Calls, target: Target) -> Iterator[Launch]:
         yield from operator.program(target, *args).launches
 
 
+_MANY = (6000, 0, 1)  # rows; with wide matrices, MMAs are wgrad's limit
 _SWIGLU = Activation("swiglu")
 _GPT_OSS = Activation("swiglu", interleaved=True, limit=7.0, alpha=1.702, linear_offset=1.0)
 
@@ -92,6 +94,7 @@ class Layer:
             bias2=biases[1],
             offsets=offsets,
             row_ids=row_ids,
+            places=row_ids,
             probs=probs,
             activation=self.activation.encoded,
             recipe=self.recipe,
@@ -110,7 +113,6 @@ class Layer:
             dlora2=adapter_grads[1],
             dy=dy,
             h=h,
-            places=row_ids,
             accumulate1=self.add,
             accumulate2=self.add,
             need_dx=self.need_dx,
@@ -169,8 +171,12 @@ def _many_experts(dtype: torch.dtype) -> Calls:
     yield triton_impl.order_rows, (ids, probs, num_experts)
     for width in (256, 255):
         y, places = torch.empty(num_rows, width, dtype=dtype), torch.empty(num_rows, dtype=torch.int32)
-        yield triton_impl.combine, (y, places, num_rows // 8)
+        yield _combine, (y, places, num_rows // 8)
         yield _spread, (y[: num_rows // 8], places, offsets)
+
+
+def _plan_combine(builder: Builder, y_RH: Array, places_R: Array, num_tokens: int) -> None:
+    combine_.plan(builder, builder.empty((num_tokens, y_RH.shape[1]), y_RH.dtype), y_RH, places_R)
 
 
 def _plan_spread(builder: Builder, x_TH: Array, places_R: Array, offsets: Array) -> None:
@@ -178,7 +184,7 @@ def _plan_spread(builder: Builder, x_TH: Array, places_R: Array, offsets: Array)
     spread_.plan(builder, out_RH, x_TH, places_R, Schedule(offsets, places_R.shape[0]))
 
 
-_spread = Operator(_plan_spread, None)
+_combine, _spread = Operator(_plan_combine, None), Operator(_plan_spread, None)
 
 
 def _plan_quantize(
@@ -311,7 +317,7 @@ def eight_bit(recipe: str) -> Cases:
     """Cases of layers whose GEMMs multiply in 8 bits."""
     own = f"{recipe}/{recipe}"
     demanding = Layer(_GPT_OSS, biases=True, experts="apart", gathered=True, recipe=own)
-    many: Cases = {"many rows": Layer(counts=(3000, 0, 1), recipe=own)}  # TMA adds
+    many: Cases = {"many rows": Layer(sizes=(1024, 512), counts=_MANY, recipe=own)}  # TMA adds
     layers: Cases = {
         "main_grad": Layer(recipe=own),
         **(many if recipe == "fp8_block" else {}),
@@ -362,10 +368,10 @@ WARP_SPECIALIZED: Cases = {
     "gelu, experts apart": Layer(Activation("gelu"), experts="apart"),
     "geglu, in_out, biases": DEMANDING["geglu, in_out, biases"],
     "first micro-batch": Layer(add=False),
-    "many rows, wide": Layer(sizes=(4096, 128), counts=(3000, 0, 1)),
-    "many rows, wide, gathered": Layer(sizes=(4096, 128), counts=(3000, 0, 1), gathered=True),
-    "many rows, first micro-batch": Layer(counts=(3000, 0, 1), add=False),
-    "many rows, gathered, first micro-batch": Layer(counts=(3000, 0, 1), add=False, gathered=True),
+    "many rows, wide": Layer(sizes=(4096, 1024), counts=_MANY),
+    "many rows, wide, gathered": Layer(sizes=(4096, 1024), counts=_MANY, gathered=True),
+    "many rows, first micro-batch": Layer(sizes=(1024, 512), counts=_MANY, add=False),
+    "many rows, gathered, first micro-batch": Layer(sizes=(1024, 512), counts=_MANY, add=False, gathered=True),
     "gathered micro-batches": DEMANDING["gathered micro-batches"],
     **_SEVERAL,
     "adapters, gathered, gpt-oss, biases": DEMANDING["adapters, gathered, gpt-oss, biases"],

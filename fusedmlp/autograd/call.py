@@ -38,10 +38,11 @@ class Call:
 
     def split(self, tensors: Sequence[Any]) -> list[list[Any]]:
         """The groups that `lengths` counts, then a last one with the rest."""
-        groups, start = [], 0
-        for length in (*self.lengths, len(tensors) - sum(self.lengths)):
-            groups.append(list(tensors[start : start + length]))
+        rest, groups, start = list(tensors), [], 0
+        for length in self.lengths:
+            groups.append(rest[start : start + length])
             start += length
+        groups.append(rest[start:])
         return groups
 
     def logical(self, weights: list[Tensor]) -> list[Tensor]:

@@ -135,9 +135,7 @@ class GroupedMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: Tensor | None) -> Tensor:
         """Run both GEMMs; add up the rows of each token."""
-        x, *_, places, _ = call.split(tensors)[-1][:6]
-        y = GroupedMLP.run(ctx, call, *tensors).y
-        return y if places is None else ops.combine(y, places, x.shape[0], call.impl)
+        return GroupedMLP.run(ctx, call, *tensors).y
 
     @staticmethod
     def run(ctx: Any, call: Call, *tensors: Tensor | None) -> MLPOutput:
@@ -159,6 +157,7 @@ class GroupedMLP(torch.autograd.Function):
                     bias2=bias2,
                     offsets=offsets,
                     row_ids=row_ids,
+                    places=places,
                     probs=probs if places is None else row_probs,
                     activation=call.activation,
                     recipe=call.recipe,
@@ -227,9 +226,7 @@ class GroupedMLP(torch.autograd.Function):
                 )
             )
         )
-        dx = dprobs = None
-        if need_dx:
-            dx = grads.dx if places is None else ops.combine(grads.dx, places, x.shape[0], call.impl)
+        dx, dprobs = (grads.dx if need_dx else None), None
         if probs is not None and grads.dprobs is not None:
             dprobs = grads.dprobs if places is None else grads.dprobs.view_as(probs)
         # fc2 leaves a queue before fc1.

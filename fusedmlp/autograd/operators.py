@@ -67,24 +67,18 @@ class _MLP(layers.GroupedMLP):
 def _grouped_mlp(*args: Any) -> Any:
     given = MLPArguments(*args)
     x, groups = given.x, (given.fc1, given.fc2, given.bias1, given.bias2, given.lora1, given.lora2)
-    if given.row_ids is not None:  # dy is per row, so x has to be, too; a token's rows are added up in fp32
+    rest: tuple[Tensor | None, ...] = given.probs, None, None, None
+    if given.places is not None:  # the gradient of probs is by flat position
+        probs = (
+            (None, None) if given.probs is None else (given.probs.index_select(0, given.places), given.probs.detach())
+        )
+        rest = probs[0], given.row_ids, given.places, probs[1]
+    elif given.row_ids is not None:  # dy is per row, so x has to be, too; a token's rows are added up in fp32
         x = x.float().index_select(0, given.row_ids).to(x.dtype)
     call = _call(groups, given.impl, given.recipe, given.batch_invariant, given.activation)
     tensors: list[Tensor | None] = [tensor for group in groups for tensor in group or ()]
-    tensors += [x.contiguous(), given.offsets, given.probs, None, None, None]
+    tensors += [x.contiguous(), given.offsets, *rest]
     return MLPOutput(*_MLP.apply(call, *tensors))  # type: ignore[no-untyped-call]
-
-
-def _save_combine(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
-    y, places, num_tokens, _ = inputs
-    ctx.save_for_backward(places)
-    ctx.num_rows, ctx.choices = y.shape[0], places.numel() // max(num_tokens, 1)
-
-
-def _combine_backward(ctx: Any, dout: Tensor) -> Any:
-    (places,) = ctx.saved_tensors
-    of_rows = dout.repeat_interleave(ctx.choices, 0)
-    return dout.new_zeros(ctx.num_rows, dout.shape[1]).index_add(0, places, of_rows), None, None, None
 
 
 def _save_order_rows(ctx: Any, inputs: Sequence[Any], output: Any) -> None:
@@ -118,8 +112,5 @@ def register() -> None:
     for name, derivative in (("grouped_gemm", _grouped_gemm), ("grouped_mlp", _grouped_mlp)):
         operator = getattr(torch.ops.fusedmlp, name).default
         ops.library.impl(name, partial(_differentiable, operator, derivative), "Autograd")
-    for name, backward, save in (
-        ("combine", _combine_backward, _save_combine),
-        ("order_rows", _order_rows_backward, _save_order_rows),
-    ):
-        torch.library.register_autograd(f"fusedmlp::{name}", backward, setup_context=save, lib=ops.library)
+    order_rows: dict[str, Any] = {"setup_context": _save_order_rows, "lib": ops.library}
+    torch.library.register_autograd("fusedmlp::order_rows", _order_rows_backward, **order_rows)

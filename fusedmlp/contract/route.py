@@ -43,19 +43,16 @@ DESTINATIONS: tuple[Destination, ...] = (
     Returned(),
 )
 MODES = ("auto", *dict.fromkeys(destination.name for destination in DESTINATIONS))
+_NAMED = {mode: [each for each in DESTINATIONS if mode in (each.name, each.automatic and "auto")] for mode in MODES}
 
 
 def beside_grad(mode: Mode, params: Sequence[Tensor]) -> Destination | None:
     """The destination in which gradients of a weight go past `.grad`, if any of its parameters has one, or must."""
     if mode != "off" and params and all(memory is not None for memory in lent(params)):
         return None
-    named = [destination for destination in _named(mode) if destination.beside_grad]
+    named = [destination for destination in _NAMED[mode] if destination.beside_grad]
     having = (destination for destination in named if any(destination.find(params)))
     return next(having, None if mode == "auto" or not named else named[-1])
-
-
-def _named(mode: str) -> list[Destination]:
-    return [other for other in DESTINATIONS if other.name == mode or (mode == "auto" and other.automatic)]
 
 
 def choose(
@@ -69,7 +66,7 @@ def choose(
     if mode != "off" and (in_buffer or any(memory is not None for memory in lent(params))):
         mode = "grad"
     trains_all = uses.count(ACCUMULATE) == len(uses)
-    for destination in _named(mode):
+    for destination in _NAMED[mode]:
         having: Sequence[bool | None] = destination.find(params)
         if mode == "auto" and destination.beside_grad and True in having and (False in having or not trains_all):
             having = refuse_mixed(name, destination, params, [use is ACCUMULATE for use in uses])

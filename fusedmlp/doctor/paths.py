@@ -93,9 +93,9 @@ def _arguments(layer: dict[str, Any], tokens: bool) -> tuple[MLPArguments, MLPBa
     dw1, dw2 = (stored(layer["weights"], shape, torch.float32) for shape in ((2 * F, H), (H, F)))
     swiglu = Activation("swiglu").encoded
     settings: dict[str, Any] = {"recipe": "", "batch_invariant": layer["batch_invariant"], "impl": "triton"}
-    forward = MLPArguments(x, None, fc1, fc2, [], [], offsets, row_ids, probs, swiglu, **settings)
+    forward = MLPArguments(x, None, fc1, fc2, [], [], offsets, row_ids, row_ids, probs, swiglu, **settings)
     rest: dict[str, Any] = {"accumulate1": True, "accumulate2": True, "need_dx": True, "keep": False}
-    rest |= {"dw1": dw1, "dw2": dw2, "dy": dy, "h": h, "places": row_ids}
+    rest |= {"dw1": dw1, "dw2": dw2, "dy": dy, "h": h}
     rest |= {name: [] for name in ("db1", "db2", "dlora1", "dlora2")}
     return forward, MLPBackwardArguments.of(forward, **rest)
 

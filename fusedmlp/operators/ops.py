@@ -174,17 +174,18 @@ def _fake_grouped_mlp(*args: Any) -> MLPOutput:
     x, num_rows = given.x, (given.x if given.row_ids is None else given.row_ids).shape[0]
     dtype = x.dtype if given.x_scales is None else torch.bfloat16
     ranks = (lora[0].shape[1] if lora else 0 for lora in (given.lora1, given.lora2))
-    y, h = (x.new_empty(num_rows, size, dtype=dtype) for size in (x.shape[1], given.fc1[0].shape[-2]))
+    h = x.new_empty(num_rows, given.fc1[0].shape[-2], dtype=dtype)
+    y = x.new_empty(num_rows if given.places is None else x.shape[0], x.shape[1], dtype=dtype)
     return MLPOutput(y, h, *(x.new_empty((num_rows, r) if r else 0, dtype=dtype) for r in ranks))
 
 
 def _fake_grouped_mlp_backward_(*args: Any) -> MLPGrads:
     given = MLPBackwardArguments(*args)
     dy, h, probs = given.dy, given.h, given.probs
-    num_rows = h.shape[0]  # not that of x, where rows are gathered from tokens
+    num_rows = h.shape[0]  # not that of dy, where rows are gathered from tokens
     F = given.fc2[0].shape[-2 if is_quantized(given.fc2) else -1]
     return MLPGrads(
-        dy.new_empty(num_rows, dy.shape[1]) if given.need_dx else dy.new_empty(0),
+        dy.new_empty((num_rows if given.places is None else dy.shape[0], dy.shape[1]) if given.need_dx else 0),
         dy.new_empty(0) if probs is None else probs.new_empty(num_rows),
         torch.empty_like(h) if given.keep else h.new_empty(0),
         h.new_empty(num_rows, F) if given.keep else h.new_empty(0),
@@ -204,11 +205,6 @@ expert_offsets = _register(
 order_rows = _register(
     "order_rows(Tensor top_k_index, Tensor probs, int num_experts, str impl) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_order_rows,
-)
-# out[t] = sum over k of y[places[t * K + k]], in that order, in fp32: [T, H]. Padding rows of y are zero.
-combine = _register(
-    "combine(Tensor y, Tensor places, SymInt num_tokens, str impl) -> Tensor",
-    lambda y, _, num_tokens, *__: y.new_empty(num_tokens, y.shape[1]),
 )
 # w: weights alone, float32 or bfloat16, rounded to bfloat16 first -> WeightCopies; `recipe` is an 8-bit recipe's name.
 quantize_weights = _register(
@@ -234,14 +230,15 @@ grouped_wgrad_ = _register(
     "Tensor[] dy_row_ids, Tensor[] x_row_ids, bool accumulate, str recipe, str impl) -> ()",
     lambda *_: None,
 )
-# -> (y, h, t1, t2): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`.
+# -> (y, h, t1, t2): MLPOutput. With `row_ids`, x is [T, H]; with `x_scales`, a copy by `quantize_rows`. With `places`,
+# those of `order_rows`, y is [T, H], too: y[t] = sum over k of row places[t * K + k], in that order, in fp32.
 grouped_mlp = _register(
     f"grouped_mlp({_fields(MLPArguments)}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp,
 )
-# -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed
-# weight gradients. With `row_ids`, dy and x are [T, H]; with `places` [R], `dprobs[i]` belongs to flat position i, that
-# is to row `places[i]`. With both, and R = T * K, row `places[t * K + k]` is of token t, as those of `order_rows` are.
+# -> (dx, dprobs, dh, act_probs): MLPGrads, per row. The last two only if `keep`, for delayed weight gradients. With
+# `row_ids`, dy and x are [T, H]; with `places`, dx is, too, a sum as y is, and `dprobs[i]` belongs to flat position i,
+# that is to row `places[i]`.
 grouped_mlp_backward_ = _register(
     f"grouped_mlp_backward_({_fields(MLPBackwardArguments, 'abcdef')}) -> (Tensor, Tensor, Tensor, Tensor)",
     _fake_grouped_mlp_backward_,

@@ -48,8 +48,10 @@ def order_rows(top_k_index: Tensor, probs: Tensor, num_experts: int) -> RowOrder
     return RowOrder(offsets, row_ids.int(), places, probs.flatten().index_select(0, slots))
 
 
-def combine(y_RH: Tensor, places_R: Tensor, num_tokens: int) -> Tensor:
-    """Sum of every token's rows, `[T, H]`, in fp32, in the order of its choices."""
+def _combine(y_RH: Tensor, places_R: Tensor | None, num_tokens: int) -> Tensor:
+    """Sum of every token's rows, `[T, H]`, in fp32, in the order of its choices; without places, the rows."""
+    if places_R is None:
+        return y_RH
     places_TK = places_R.view(num_tokens, places_R.numel() // max(num_tokens, 1))
     out_TH = y_RH.new_empty(num_tokens, y_RH.shape[1])
     step = max(1, BLOCK_ELEMENTS // y_RH.shape[1])
@@ -110,7 +112,7 @@ def grouped_mlp(*args: Any) -> MLPOutput:
     t2_Rr = rows.adapt_(y_RH, a_RF, given.lora2)
     if given.bias2:
         rows.add_bias_(y_RH, given.bias2, probs_R1)
-    return MLPOutput(y_RH, h_RG, t1_Rr, t2_Rr)
+    return MLPOutput(_combine(y_RH, given.places, x_RH.shape[0]), h_RG, t1_Rr, t2_Rr)
 
 
 def grouped_mlp_backward_(*args: Any) -> MLPGrads:
@@ -164,7 +166,8 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
     if given.probs is not None:
         dprobs = rows.pad(dprobs_R)
         dprobs = (dprobs if given.places is None else dprobs.index_select(0, given.places)).to(given.probs.dtype)
-    return MLPGrads(dx_RH, dprobs, rows.pad(dh_RG) if given.keep else None, act_probs_RF if given.keep else None)
+    dx = None if dx_RH is None else _combine(dx_RH, given.places, given.dy.shape[0])
+    return MLPGrads(dx, dprobs, rows.pad(dh_RG) if given.keep else None, act_probs_RF if given.keep else None)
 
 
 def grouped_wgrad_(

@@ -27,7 +27,6 @@ from fusedmlp.kernels.operands.arrays import Array, contiguous_strides
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
 from fusedmlp.kernels.operands.quantized import Quantized
 from fusedmlp.kernels.routing import order, plan
-from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.tiles.table import Recipe
 from fusedmlp.kernels.wgrad.launch import grouped_wgrad_ as launch_grouped_wgrad_
@@ -97,7 +96,7 @@ def _plan_grouped_gemm(
 
 
 def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
-    """Passes (1) and (2): `(y, h)`."""
+    """Passes (1) and (2), and the sums of tokens: `(y, h)`."""
     given: Any = _as_new(builder, MLPArguments(*args), "x", "probs")  # of arrays
     x_RH, row_ids_R, probs_R = given.x, given.row_ids, given.probs
     num_rows, dtype = (x_RH if row_ids_R is None else row_ids_R).shape[0], x_RH.dtype
@@ -108,7 +107,8 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
         _refuse_adapters(given)
         rows = eight_bit.RowsOf(schedule, row_ids_R, None, probs_R)
         x = x_RH if given.x_scales is None else Quantized(x_RH, given.x_scales)
-        return eight_bit.plan_grouped_mlp(builder, x, weights, bias1_EG, rows, act, gemms)
+        out = eight_bit.plan_grouped_mlp(builder, x, weights, bias1_EG, rows, act, gemms)
+        return out._replace(y=tokens.combined(builder, out.y, given.places, x_RH.shape[0]))
     if given.x_scales is not None:
         raise TypeError("x: expected rows, without a recipe or without rows; got an 8-bit copy of them")
     fc1_EGH, fc2_EHF = _experts(given.fc1, 2), _experts(given.fc2, 2)
@@ -121,12 +121,15 @@ def _plan_grouped_mlp(builder: Builder, *args: Any) -> MLPOutput:
     adapter2 = adapters.plan(builder, a_RF, given.lora2, schedule)
     scale_R = probs_R if bias2_EH else None
     grouped_gemm_.plan(builder, y_RH, a_RF, fc2_EHF, schedule, bias_EN=bias2_EH, scale_R=scale_R, adapter=adapter2)
-    made: Any = y_RH, h_RG, adapter1 and adapter1.t_Rr, adapter2 and adapter2.t_Rr
+    y = tokens.combined(builder, y_RH, given.places, x_RH.shape[0])
+    made: Any = y, h_RG, adapter1 and adapter1.t_Rr, adapter2 and adapter2.t_Rr
     return MLPOutput(*made)
 
 
 def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
-    """Passes (3) to (6): dx, then gradients of weights; dx last where rows of tokens are sorted in its place."""
+    """Passes (3) to (6): dx, then gradients of weights; dx last where rows of tokens are sorted in its place. Then the
+    sums of tokens, as the operands of the others have been freed.
+    """
     given: Any = _as_new(builder, MLPBackwardArguments(*args), "dy", "h", "probs")  # of arrays
     dy_RH, x_RH, h_RG, row_ids_R, probs_R = given.dy, given.x, given.h, given.row_ids, given.probs
     (num_rows, G), dtype = h_RG.shape, h_RG.dtype  # not the rows of x, where rows are gathered from tokens
@@ -142,9 +145,10 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
         rows_of = eight_bit.RowsOf(schedule, row_ids_R, given.places, probs_R)
         wanted = eight_bit.Wanted(given.accumulate1, given.accumulate2, given.need_dx, given.keep)
         x = x_RH if given.x_scales is None else Quantized(x_RH, given.x_scales)
-        return eight_bit.plan_grouped_mlp_backward_(
+        made = eight_bit.plan_grouped_mlp_backward_(
             builder, grads, dy_RH, x, h_RG, weights, rows_of, act, wanted, formats
         )
+        return made._replace(dx=tokens.combined(builder, made.dx, given.places, dy_RH.shape[0]))
     fc2_EHF, dw1, dw2 = _experts(given.fc2, 2), _optional(given.dw1, 2), _optional(given.dw2, 2)
     dh_RG, a_RF = builder.empty((num_rows, G), dtype), builder.empty((num_rows, fc2_EHF.base.shape[-1]), dtype)
     dx_RH = builder.empty((num_rows, x_RH.shape[1]), x_RH.dtype) if given.need_dx else None
@@ -181,7 +185,8 @@ def _plan_grouped_mlp_backward_(builder: Builder, *args: Any) -> MLPGrads:
     if any(first):
         plan_dx()
     kept = (dh_RG, a_RF) if given.keep else (None, None)
-    return MLPGrads(dx_RH, dprobs and dprobs.out, *kept)  # type: ignore[arg-type]
+    dx = tokens.combined(builder, dx_RH, given.places, dy_RH.shape[0])
+    return MLPGrads(dx, dprobs and dprobs.out, *kept)
 
 
 def _plan_grouped_wgrad_(
@@ -205,13 +210,6 @@ def _plan_grouped_wgrad_(
         launch_grouped_wgrad_.plan(
             builder, dw_ENK, db_EN, dy, x, offsets, accumulate=accumulate, dy_row_ids=dy_row_ids, x_row_ids=x_row_ids
         )
-
-
-def _plan_combine(builder: Builder, y_RH: Array, places_R: Array, num_tokens: int) -> Array:
-    """`out[t] = sum over k of y[places[t * K + k]]`, `[T, H]`."""
-    out_TH = builder.empty((num_tokens, y_RH.shape[1]), y_RH.dtype)
-    combine_.plan(builder, out_TH, y_RH, places_R)
-    return out_TH
 
 
 def _plan_order_rows(builder: Builder, top_k_index: Array, probs: Array, num_experts: int) -> RowOrder:
@@ -263,7 +261,6 @@ def act_options(encoded: str) -> Options:
 quantize_weights = Operator(_plan_quantize_weights, WARP_SPECIALIZED)
 quantize_rows = Operator(_plan_quantize_rows, WARP_SPECIALIZED)
 order_rows = Operator(_plan_order_rows, WARP_SPECIALIZED)
-combine = Operator(_plan_combine, WARP_SPECIALIZED)
 grouped_gemm = Operator(_plan_grouped_gemm, WARP_SPECIALIZED)
 grouped_mlp = Operator(_plan_grouped_mlp, WARP_SPECIALIZED)
 grouped_mlp_backward_ = Operator(

@@ -1,4 +1,5 @@
-"""Rows of tokens in backward of the `triton` implementation: gathered by each kernel that reads them, or sorted first.
+"""Rows of tokens in the `triton` implementation: added up and, in backward, gathered by each kernel that reads them, or
+sorted first.
 
 dy, x and dx, `[R, H]` in the order of experts, are never needed together. So sorted rows lie where dx is written last,
 and take no memory of their own.
@@ -13,6 +14,7 @@ from fusedmlp.kernels.launching.program import Builder
 from fusedmlp.kernels.operands.arrays import Array
 from fusedmlp.kernels.operands.descriptors import fits
 from fusedmlp.kernels.operands.expert_tensors import ExpertTensors
+from fusedmlp.kernels.routing.combine import combine_
 from fusedmlp.kernels.routing.plan import Schedule
 from fusedmlp.kernels.routing.spread import spread_
 from fusedmlp.kernels.tiles.select import Target
@@ -83,3 +85,12 @@ def rows(builder: Builder, tokens: Array, given: Any, schedule: Schedule, sorted
         return Rows(tokens, given.row_ids)
     spread_.plan(builder, sorted_RH, tokens, given.places, schedule)
     return Rows(sorted_RH, None)
+
+
+def combined(builder: Builder, of_rows_RH: Any, places_R: Array | None, num_tokens: int) -> Any:
+    """Sums of every token's rows, `[T, H]`; the rows where there are no places, None where there are no rows."""
+    if of_rows_RH is None or places_R is None:
+        return of_rows_RH
+    out_TH = builder.empty((num_tokens, of_rows_RH.shape[1]), of_rows_RH.dtype)
+    combine_.plan(builder, out_TH, of_rows_RH, places_R)
+    return out_TH

@@ -51,6 +51,7 @@ class MLPArguments(NamedTuple):
     bias2: Sequence[Tensor] | None
     offsets: Tensor
     row_ids: Tensor | None  # [R]
+    places: Tensor | None  # [R], with `row_ids`: y is `[T, H]`
     probs: Tensor | None  # [R]
     activation: str
     recipe: str
@@ -83,7 +84,7 @@ class MLPBackwardArguments(NamedTuple):
     bias2: Sequence[Tensor]
     offsets: Tensor
     row_ids: Tensor | None  # [R]
-    places: Tensor | None  # [R]
+    places: Tensor | None  # [R], with `row_ids`: dx is `[T, H]`
     probs: Tensor | None  # [R]
     activation: str
     accumulate1: bool  # add to `dw1`; otherwise overwrite it
@@ -110,9 +111,9 @@ class MLPBackwardArguments(NamedTuple):
 
 
 class MLPOutput(NamedTuple):
-    """Forward: the output `[R, H]`, and what backward needs: the pre-activation `[R, F1]`, and of each adapter
-    `scaling * A x`, `[R, r]`. Without an adapter that is None; an operator, which cannot return None, returns an empty
-    tensor.
+    """Forward: the output `[R, H]`, or with `places` `[T, H]`, and what backward needs: the pre-activation `[R, F1]`,
+    and of each adapter `scaling * A x`, `[R, r]`. Without an adapter that is None; an operator, which cannot return
+    None, returns an empty tensor.
     """
 
     y: Tensor
@@ -124,7 +125,7 @@ class MLPOutput(NamedTuple):
 class MLPGrads(NamedTuple):
     """Backward: a gradient that was not asked for is None; from an operator, which cannot return that, it is empty."""
 
-    dx: Tensor | None  # [R, H], dtype of x
+    dx: Tensor | None  # [R, H], or with `places` [T, H], dtype of x
     dprobs: Tensor | None  # [R], dtype of probs; by row, or with `places` by flat position
     dh: Tensor | None  # [R, F1]: kept for a delayed gradient of fc1
     act_probs: Tensor | None  # [R, F]: kept for a delayed gradient of fc2

@@ -18,8 +18,8 @@ from ..operands.arrays import Array, kind_of
 from ..operands.expert_tensors import ExpertTensors
 from ..operands.quantized import Quantized, is_quantized
 
-_TENSORS = (Tensor, torch.nn.Parameter)
-_CONSTANTS = (type(None), bool, int, str)
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_CONSTANTS = frozenset((type(None), bool, int, str))
 
 
 class Arguments(NamedTuple):
@@ -36,20 +36,21 @@ class Arguments(NamedTuple):
         tensors: list[Tensor] = []
         addresses: list[int] = []
         for arg in args:
-            tensor, type_of = arg, type(arg)
-            if type_of not in _TENSORS:
-                if type_of in _CONSTANTS:
-                    kinds.append(arg)
-                    continue
-                if type_of is list and len(arg) == 1:
-                    (tensor,) = arg
-                elif isinstance(arg, (list, tuple)):
-                    kinds.append(_kinds_of_many(arg, tensors, addresses) if arg else ())
-                    continue
-                elif not isinstance(arg, Tensor):
-                    raise TypeError(
-                        f"operator: expected a tensor, a list, a tuple, None, a bool, int or str; got {arg!r}"
-                    )
+            type_of = type(arg)
+            if type_of in _CONSTANTS:
+                kinds.append(arg)
+                continue
+            if type_of in _TENSORS:
+                tensor = arg
+            elif type_of is list and len(arg) == 1:
+                (tensor,) = arg
+            elif isinstance(arg, (list, tuple)):
+                kinds.append(_kinds_of_many(arg, tensors, addresses) if arg else ())
+                continue
+            elif isinstance(arg, Tensor):
+                tensor = arg
+            else:
+                raise TypeError(f"operator: expected a tensor, a list, a tuple, None, a bool, int or str; got {arg!r}")
             tensors.append(tensor)
             address = tensor.data_ptr()
             addresses.append(address)

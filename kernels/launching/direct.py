@@ -9,7 +9,7 @@ or a patched `JITFunction.run`, under the interpreter, and on AMD.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -86,10 +86,10 @@ class Step(NamedTuple):
     maps: list[tuple[int, int, int, TensorMaps]]
 
 
-def launch_steps(steps: Sequence[Step], active: Any, addresses: Sequence[int]) -> None:
-    """Launch on the current stream; `addresses` are those of the program's sources."""
+def launch_steps(steps: Sequence[Step], active: Any, addresses: Sequence[int], memory: Iterable[None]) -> None:
+    """Launch on the current stream; `addresses` are those of the program's sources, which `memory` puts there."""
     launch, stream = active.utils.launch, active.get_current_stream(active.get_current_device())
-    for grid, passed, template, places, maps in steps:
+    for (grid, passed, template, places, maps), _ in zip(steps, memory, strict=False):
         values = template.copy()
         for place, source, offset in places:
             values[place] = addresses[source] + offset

@@ -60,6 +60,7 @@ class Allocation(NamedTuple):
     """A contiguous tensor."""
 
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
     copied: Array | None = None  # an argument whose values it gets; None: uninitialised
 
@@ -71,11 +72,47 @@ class Addresses(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Allocations, launches and results of an operator."""
+    """Allocations, launches and results of an operator. Its sources are the arguments, then the allocations."""
 
+    num_arguments: int
     allocations: tuple[Allocation | Addresses, ...]
     launches: tuple[Launch, ...]
     results: Any  # numbers of allocations: None, one number, or a named tuple of numbers and None
+
+    def lifetimes(self) -> list[Lifetimes]:
+        """What is freed and allocated before each launch, and after the last; what nothing uses is not allocated.
+
+        Kernels run in the order of launches, so what has been freed after one may be allocated again before the next.
+        """
+        last = len(self.launches)
+        results = {self.results} if type(self.results) is int else {*(self.results or ())} - {None}
+        used: dict[int, list[int]] = {self.num_arguments + number: [last] for number in sorted(results)}
+
+        def use(value: Any, launch: int) -> None:
+            array = value.array if isinstance(value, Descriptor) else value
+            if not isinstance(array, Array) or array.source < self.num_arguments:
+                return
+            allocation = self.allocations[array.source - self.num_arguments]
+            for element in allocation.elements if isinstance(allocation, Addresses) else ():
+                use(element, launch)
+            used.setdefault(array.source, []).append(launch)
+
+        for i, launch in enumerate(self.launches):
+            for value in launch.arguments.values():
+                use(value, i)
+        steps = [Lifetimes([], []) for _ in range(last + 1)]
+        for source, at in used.items():
+            steps[min(at)].made.append((source, self.allocations[source - self.num_arguments]))
+            if max(at) < last:
+                steps[max(at) + 1].freed.append(source)
+        return steps
+
+
+class Lifetimes(NamedTuple):
+    """Sources of a program that are freed, and others that are then allocated."""
+
+    freed: list[int]
+    made: list[tuple[int, Allocation | Addresses]]
 
 
 class Builder:
@@ -89,13 +126,14 @@ class Builder:
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
         """A new contiguous tensor."""
-        return self._new(Allocation(tuple(shape), dtype), shape, dtype)
+        return self._new(Allocation(tuple(shape), contiguous_strides(shape), dtype), shape, dtype)
 
     def as_new(self, array: Array) -> Array:
         """Return an argument if it lies as a new tensor would; otherwise plan a contiguous, aligned copy of it."""
-        if array.aligned and array.strides == contiguous_strides(array.shape):
+        strides = contiguous_strides(array.shape)
+        if array.aligned and array.strides == strides:
             return array
-        return self._new(Allocation(array.shape, array.dtype, array), array.shape, array.dtype)
+        return self._new(Allocation(array.shape, strides, array.dtype, array), array.shape, array.dtype)
 
     def addresses(self, elements: Sequence[Array | int]) -> Array:
         """A table of addresses and numbers."""
@@ -141,4 +179,4 @@ class Builder:
 
         named = hasattr(results, "_make")
         numbers = results._make(map(number, results)) if named else number(results)
-        return Program(tuple(self._allocations), tuple(self._launches), numbers)
+        return Program(self._num_arguments, tuple(self._allocations), tuple(self._launches), numbers)

@@ -24,7 +24,7 @@ from ..tiles.select import Target
 from . import direct
 from .arguments import Arguments, described, seen
 from .direct import INTERPRETED
-from .program import Allocation, Builder, Launch, Program
+from .program import Allocation, Builder, Launch, Lifetimes, Program
 
 _MOST = 256  # kinds of calls of one operator that are kept
 _recordings: list[list[Launch]] = []
@@ -46,6 +46,7 @@ class _Bound:
 
     def __init__(self, program: Program) -> None:
         self.program = program
+        self.lifetimes = program.lifetimes()
         self.kernels = tuple({id(launch.kernel): launch.kernel for launch in program.launches}.values())
         self.steps: list[direct.Step] | None = None
 
@@ -125,30 +126,19 @@ def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any)
     program = bound.program
     for recording in _recordings:
         recording += program.launches
-    made: list[Tensor] = []
-    addresses = arguments.addresses.copy()
-    for allocation in program.allocations:
-        if isinstance(allocation, Allocation):
-            shape, dtype, copied = allocation
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            if copied is not None:
-                tensor.copy_(_tensor(copied, arguments.tensors))
-        else:
-            elements = (addresses[e.source] + e.offset if isinstance(e, Array) else e for e in allocation.elements)
-            tensor = device_table(tuple(elements), device)
-        address = tensor.data_ptr()
-        if address & 15:
-            raise RuntimeError(f"allocator: expected new tensors at multiples of 16 bytes; got {address:#x}")
-        made.append(tensor)
-        addresses.append(address)
+    later: list[Any] = [None] * len(program.allocations)
+    sources, addresses = arguments.tensors + later, arguments.addresses + later
+    memory = _memory(bound.lifetimes, sources, addresses, device)
     if active is None or not direct.is_possible(active, bound.kernels):
-        for launch in program.launches:
-            _by_triton(launch, [*arguments.tensors, *made])
+        for launch, _ in zip(program.launches, memory, strict=False):
+            _by_triton(launch, sources)
     elif bound.steps is None:
-        _bind(bound, [*arguments.tensors, *made], active, addresses)
+        _bind(bound, sources, active, addresses, memory)
     else:
-        direct.launch_steps(bound.steps, active, addresses)
-    results = program.results
+        direct.launch_steps(bound.steps, active, addresses, memory)
+    for _ in memory:  # after the last launch
+        pass
+    results, made = program.results, sources[program.num_arguments :]
     if results is None:
         return None
     if type(results) is int:
@@ -156,15 +146,38 @@ def _run(bound: _Bound, arguments: Arguments, device: torch.device, active: Any)
     return results._make([None if number is None else made[number] for number in results])
 
 
-def _bind(bound: _Bound, sources: Sequence[Tensor], active: Any, addresses: Sequence[int]) -> None:
+def _memory(
+    lifetimes: Sequence[Lifetimes], sources: list[Any], addresses: list[Any], device: torch.device
+) -> Iterator[None]:
+    """Free and allocate what a program does, one step of `lifetimes` at a time."""
+    for freed, made in lifetimes:
+        for source in freed:
+            sources[source] = None
+        for source, allocation in made:
+            if isinstance(allocation, Allocation):
+                shape, strides, dtype, copied = allocation
+                tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # faster than `empty`
+                if copied is not None:
+                    tensor.copy_(_tensor(copied, sources))
+            else:
+                elements = (addresses[e.source] + e.offset if isinstance(e, Array) else e for e in allocation.elements)
+                tensor = device_table(tuple(elements), device)
+            address = tensor.data_ptr()
+            if address & 15:
+                raise RuntimeError(f"allocator: expected new tensors at multiples of 16 bytes; got {address:#x}")
+            sources[source], addresses[source] = tensor, address
+        yield
+
+
+def _bind(bound: _Bound, sources: Sequence[Any], active: Any, addresses: Sequence[int], memory: Iterator[None]) -> None:
     """Launch, and keep the steps of later launches if all of them can be direct."""
     steps: list[direct.Step] = []
-    for launch in bound.program.launches:
+    for launch, step in zip(bound.program.launches, memory, strict=False):
         kind = direct.compiled_kind(launch)
         compiled = direct.known(kind)
         if compiled is not None:
             steps.append(direct.step_of(launch, compiled))
-            direct.launch_steps(steps[-1:], active, addresses)
+            direct.launch_steps(steps[-1:], active, addresses, [step])
         elif compiled := direct.keep(kind, _by_triton(launch, sources)):
             steps.append(direct.step_of(launch, compiled))
     if len(steps) == len(bound.program.launches):

@@ -58,7 +58,7 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     strides, stride = [], 1
     for size in reversed(shape):
         strides.append(stride)
-        stride *= size
+        stride *= max(size, 1)
     return tuple(reversed(strides))
 
 

@@ -70,8 +70,8 @@ def of_tokens(impl, grad):
     row_probs = row_probs.detach().requires_grad_(grad)
     given = mlp_arguments.forward(x=x, fc1=[fc1], fc2=[fc2], offsets=plan, impl=impl, probs=row_probs)
     yield OPS.grouped_mlp.default, given._replace(row_ids=row_ids)
-    (y,) = tensors(4, (T * K, H), grad=grad)
-    yield OPS.combine.default, (y, places, T, impl)
+    yield OPS.grouped_mlp.default, given._replace(row_ids=row_ids, places=places)
+    yield OPS.grouped_mlp.default, given._replace(row_ids=row_ids, places=places, probs=None)
 
 
 def of_copies(impl, grad):
@@ -248,9 +248,3 @@ def test_a_queue_is_refused_in_a_program():
     layer = fusedmlp.GroupedMLP(3, H, F, delay_wgrad=True)
     with pytest.raises(RuntimeError, match=r"wgrad_queue \(delay_wgrad=True\) inside"):
         torch.export.export(layer, (torch.randn(R, H), torch.tensor(COUNTS)), strict=False)
-
-
-def test_a_row_that_is_combined_twice_gets_both_gradients():
-    y, places = torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 1, 2], dtype=torch.int32)
-    OPS.combine(y, places, 2, "torch").backward(torch.tensor([[1.0], [10.0]]).expand(2, 4))
-    assert y.grad[:, 0].tolist() == [1, 11, 10]

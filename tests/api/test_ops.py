@@ -64,13 +64,21 @@ def test_order_rows_takes_ids_outside_as_padding_at_any_magnitude(impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_combine(impl, dtype):
-    y = torch.randn(6, 5, device=DEVICE).to(dtype)
+def test_rows_of_a_token_are_added_up(tensors, impl, dtype):
+    t = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    row_ids = torch.tensor([0, 1, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
     places = torch.tensor([4, 0, 1, 3, 5, 2], dtype=torch.int32, device=DEVICE)
-    out = check(OPS.combine, (y, places, 2, impl))
-    wide = y.float()
-    expected = [(wide[4] + wide[0]) + wide[1], (wide[3] + wide[5]) + wide[2]]
-    assert torch.equal(out, torch.stack(expected).to(dtype))  # to the bit: fp32, in order, one cast
+    given = forward(t | {"x": t["token_x"][:2], "probs": t["probs"][:6]}, impl)._replace(row_ids=row_ids)
+    with torch.no_grad():
+        (rows, h, *_), (y, *_) = (OPS.grouped_mlp(*given._replace(places=each)) for each in (None, places))
+        outs = [torch.empty_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
+        both = (backward_of(given, outs, dy=t["token_dy"][:2], h=h, places=each) for each in (None, places))
+        (dx_rows, dprobs, *_), (dx, by_position, *_) = (OPS.grouped_mlp_backward_(*each) for each in both)
+    for of_rows, of_tokens in ((rows, y), (dx_rows, dx)):
+        wide = of_rows.float()
+        expected = [(wide[4] + wide[0]) + wide[1], (wide[3] + wide[5]) + wide[2]]
+        assert torch.equal(of_tokens, torch.stack(expected).to(dtype))  # to the bit: fp32, in order, one cast
+    assert torch.equal(by_position, dprobs[places.long()])
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -132,7 +140,7 @@ def test_the_schemas_of_a_whole_mlp():
     """Programs that `torch.export` has saved hold them."""
     assert str(OPS.grouped_mlp.default._schema) == (
         "fusedmlp::grouped_mlp(Tensor x, Tensor? x_scales, Tensor[] fc1, Tensor[] fc2, Tensor[]? bias1, "
-        "Tensor[]? bias2, Tensor offsets, Tensor? row_ids, Tensor? probs, str activation, str recipe, "
+        "Tensor[]? bias2, Tensor offsets, Tensor? row_ids, Tensor? places, Tensor? probs, str activation, str recipe, "
         "bool batch_invariant, Tensor[]? lora1, Tensor[]? lora2, str impl) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     assert str(OPS.grouped_mlp_backward_.default._schema) == (
@@ -193,22 +201,29 @@ def test_grouped_wgrad_of_gathered_rows(tensors, impl, gathers):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("keep", [True, False])
-def test_grouped_mlp_of_gathered_rows(tensors, impl, keep):
+@pytest.mark.parametrize("combined", [True, False])
+def test_grouped_mlp_of_gathered_rows(tensors, impl, keep, combined):
     t, results = tensors, {}
-    tensors["row_ids"][6] = 0  # the index of a padding row
+    if combined:  # three rows for each of two tokens; none is padding
+        t |= {"row_ids": t["row_ids"][:6].clamp(max=1), "probs": t["probs"][:6]}
+        t |= {name: t[name][:2] for name in ("token_x", "token_dy")}
+    else:
+        t["row_ids"][6] = 0  # the index of a padding row
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0), dtype=torch.int32).to(DEVICE)
     for name, source, row_ids, run in (
         ("gathered", t | {"x": t["token_x"], "dy": t["token_dy"]}, t["row_ids"], check),
         ("plain", gathered(t), None, lambda op, arguments: op(*arguments)),
     ):
-        given = forward(source, impl)._replace(row_ids=row_ids)
+        places = order if combined and row_ids is not None else None
+        given = forward(source, impl)._replace(row_ids=row_ids, places=places)
         y, h, *_ = run(OPS.grouped_mlp, given)
         outs = [torch.ones_like(t[name]) for name in ("fc1", "fc2", "bias1", "bias2")]
-        places = None if row_ids is None else torch.randperm(7, generator=torch.Generator().manual_seed(0)).to(DEVICE)
-        grads = run(OPS.grouped_mlp_backward_, backward_of(given, outs, dy=source["dy"], h=h, places=places, keep=keep))
+        grads = run(OPS.grouped_mlp_backward_, backward_of(given, outs, dy=source["dy"], h=h, keep=keep))
         # Checking an operator runs it several times, and each run adds to the gradient of fc1: that is not compared.
         grads = MLPGrads(*grads)
-        if places is not None:  # number i is that of row places[i]
-            grads = grads._replace(dprobs=grads.dprobs[places.argsort()])
+        if combined and places is None:  # as tokens have them
+            y, dx = (of_rows[order.long()].view(2, 3, -1).sum(1) for of_rows in (y, grads.dx))
+            grads = grads._replace(dx=dx, dprobs=grads.dprobs[order.long()])
         results[name] = [y, h, *grads, *outs[1:]]
     for got, expected in zip(results["gathered"], results["plain"], strict=True):
         torch.testing.assert_close(got, expected)

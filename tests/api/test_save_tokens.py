@@ -258,7 +258,7 @@ def test_an_operator_that_multiplies_a_copy_of_x_has_no_derivative(recipe):
     offsets = torch.cat([offsets.new_zeros(1), offsets])
     rows, scales, *_ = ops.quantize_rows(layer.x, offsets, len(COUNTS), recipe, "torch")
     own = layer.activation.encoded, f"{recipe}/{recipe}", False
-    given = rows, scales, *layer.params, [], [], offsets, None, layer.probs, *own, None, None, "torch"
+    given = rows, scales, *layer.params, [], [], offsets, None, None, layer.probs, *own, None, None, "torch"
     y, *_ = torch.ops.fusedmlp.grouped_mlp(*given)
     assert torch.equal(y, layer(recipe=recipe))
     with pytest.raises(

@@ -474,7 +474,7 @@ def main(checks):
             (running, "_by_triton", _spy_triton),
             (running, "device_table", _spy_table),
             (expert_tensors, "device_table", _spy_table),
-            (torch, "empty", _spy_empty),
+            (torch, "empty_strided", _spy_empty),
         ):
             stack.enter_context(mock.patch.object(owner, name, partial(spy, getattr(owner, name))))
         for name in sys.argv[1:]:

@@ -58,7 +58,7 @@ def forward(lie="packed", *, tokens=False, probs=True, bias=False, activation="s
         bias1=biases[0],
         bias2=biases[1],
         offsets=triton_impl.expert_offsets(plan, rows),
-        row_ids=torch.zeros(rows, dtype=torch.int32) if tokens else None,
+        **{name: torch.zeros(rows, dtype=torch.int32) if tokens else None for name in ("row_ids", "places")},
         probs=torch.zeros(rows, dtype=dtype) if probs else None,
         activation=act.encoded,
         recipe="",
@@ -86,7 +86,6 @@ def backward(lie="packed", *, accumulate=True, need_dx=True, keep=False, grads=N
         dlora2=[],
         dy=torch.zeros_like(x),
         h=torch.zeros(rows, G, dtype=x.dtype),
-        places=None if row_ids is None else torch.zeros_like(row_ids),
         accumulate1=accumulate,
         accumulate2=accumulate,
         need_dx=need_dx,
@@ -119,7 +118,6 @@ LAYERS = ((triton_impl.grouped_mlp, forward_arguments), (triton_impl.grouped_mlp
 OTHERS = (
     (triton_impl.grouped_gemm, gemm_arguments),
     (triton_impl.order_rows, lambda: [torch.zeros(R, 2, dtype=torch.int64), torch.zeros(R, 2, dtype=BF16), E]),
-    (triton_impl.combine, lambda: [torch.zeros(R, H, dtype=BF16), torch.zeros(R, dtype=torch.int32), R // 2]),
     (triton_impl.checked_plan, lambda: [torch.zeros(E, dtype=torch.int64), R]),
 )
 LIES = (("packed", False), ("packed", True), ("apart", False), ("reversed", True))  # layout, gathered rows?
@@ -404,14 +402,14 @@ INVARIANT += tuple(f"{name}_warp_specialized" for name in INVARIANT)
 
 
 def check_memory_that_is_not_aligned_raises():
-    args, empty = forward_arguments(), torch.empty
+    args = forward_arguments()
 
-    def crooked(shape, *, dtype, device):
+    def crooked(shape, strides, *, dtype, device):
         size = torch.Size(shape).numel()
-        return empty((size + 1,), dtype=dtype, device=device)[1:].view(shape)
+        return torch.empty((size + 1,), dtype=dtype, device=device)[1:].view(shape)
 
     for _ in ("new", "remembered"):
-        with Launches() as seen, mock.patch.object(torch, "empty", crooked):
+        with Launches() as seen, mock.patch.object(torch, "empty_strided", crooked):
             with pytest.raises(RuntimeError, match="expected new tensors at multiples of 16 bytes; got 0x"):
                 triton_impl.grouped_mlp(*args)
         assert not seen.launches
