@@ -2,6 +2,8 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -222,7 +224,6 @@ import json, sys, torch
 from fusedmlp.kernels import warp_specialized
 if sys.argv[1] == "without":
     warp_specialized.gluon_missing = lambda: "not there"
-from bench.limits.shapes import SHAPES
 from bench.proof import cases
 from fusedmlp.targets import TARGETS
 from fusedmlp.operators import triton_impl
@@ -276,6 +277,22 @@ def test_doctor_says_why_not(monkeypatch):
     assert facts.machine()["warp_specialized"].startswith("yes, on Hopper; ")
     monkeypatch.setenv("FUSEDMLP_WARP_SPECIALIZED", "0")
     assert facts.machine()["warp_specialized"] == "no, in 16 bits: FUSEDMLP_WARP_SPECIALIZED=0"
+
+
+@pytest.mark.parametrize(
+    ("name", "flops_a_byte"),
+    [("NVIDIA H100 80GB HBM3", 264), ("NVIDIA H200", 187), ("NVIDIA GH200 480GB", 187), ("NVIDIA B200", 187)],
+)
+def test_a_card_is_known_by_its_name(name, flops_a_byte):
+    """Another one is planned for as an H200."""
+    properties = SimpleNamespace(name=name, multi_processor_count=132)
+    with (
+        mock.patch.object(select, "architecture", return_value="sm_90"),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
+        mock.patch.object(select.triton.knobs.runtime, "interpret", False),
+    ):
+        found = select._target.__wrapped__(torch.device("cuda", 0), None, False)
+    assert (found.multiprocessors, found.flops_a_byte) == (132, flops_a_byte)
 
 
 @pytest.mark.parametrize(
