@@ -218,7 +218,7 @@ class Operators(TorchDispatchMode):
                 return getattr(ops, func._opname).run(*args)
         new = sum(r.alias_info is None for r in func._schema.returns if "Tensor" in str(r.type))
         self.allocated += new
-        allocates = new and "empty" in func.__name__
+        allocates = new and func.__name__.startswith(("empty", "new_empty", "ones"))  # ones: see `as_on_a_gpu`
         self.launching += not (func.is_view or allocates)
         return func(*args, **(kwargs or {}))
 

@@ -91,6 +91,6 @@ def combined(builder: Builder, of_rows_RH: Any, places_R: Array | None, num_toke
     """Sums of every token's rows, `[T, H]`; the rows where there are no places, None where there are no rows."""
     if of_rows_RH is None or places_R is None:
         return of_rows_RH
-    out_TH = builder.empty((num_tokens, of_rows_RH.shape[1]), of_rows_RH.dtype)
+    out_TH = builder.empty((num_tokens, of_rows_RH.shape[1]), of_rows_RH.dtype, late=True)
     combine_.plan(builder, out_TH, of_rows_RH, places_R)
     return out_TH

@@ -62,6 +62,7 @@ class Allocation(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+    late: bool = False  # made right before its first use, not before all launches
     copied: Array | None = None  # an argument whose values it gets; None: uninitialised
 
 
@@ -82,7 +83,8 @@ class Program(NamedTuple):
     def lifetimes(self) -> list[Lifetimes]:
         """What is freed and allocated before each launch, and after the last; what nothing uses is not allocated.
 
-        Kernels run in the order of launches, so what has been freed after one may be allocated again before the next.
+        Allocated before the first launch, but for what is `late`: a program that runs out of memory has written
+        nothing. Kernels run in the order of launches, so what one has used last may be allocated again for the next.
         """
         last = len(self.launches)
         results = {self.results} if type(self.results) is int else {*(self.results or ())} - {None}
@@ -102,7 +104,9 @@ class Program(NamedTuple):
                 use(value, i)
         steps = [Lifetimes([], []) for _ in range(last + 1)]
         for source, at in used.items():
-            steps[min(at)].made.append((source, self.allocations[source - self.num_arguments]))
+            allocation = self.allocations[source - self.num_arguments]
+            late = isinstance(allocation, Allocation) and allocation.late
+            steps[min(at) if late else 0].made.append((source, allocation))
             if max(at) < last:
                 steps[max(at) + 1].freed.append(source)
         return steps
@@ -124,16 +128,16 @@ class Builder:
         self._allocations: list[Allocation | Addresses] = []
         self._launches: list[Launch] = []
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Array:
-        """A new contiguous tensor."""
-        return self._new(Allocation(tuple(shape), contiguous_strides(shape), dtype), shape, dtype)
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, *, late: bool = False) -> Array:
+        """A new contiguous tensor; `late`: it may lie where tensors did that no later launch uses."""
+        return self._new(Allocation(tuple(shape), contiguous_strides(shape), dtype, late), shape, dtype)
 
     def as_new(self, array: Array) -> Array:
         """Return an argument if it lies as a new tensor would; otherwise plan a contiguous, aligned copy of it."""
         strides = contiguous_strides(array.shape)
         if array.aligned and array.strides == strides:
             return array
-        return self._new(Allocation(array.shape, strides, array.dtype, array), array.shape, array.dtype)
+        return self._new(Allocation(array.shape, strides, array.dtype, copied=array), array.shape, array.dtype)
 
     def addresses(self, elements: Sequence[Array | int]) -> Array:
         """A table of addresses and numbers."""

@@ -155,7 +155,7 @@ def _memory(
             sources[source] = None
         for source, allocation in made:
             if isinstance(allocation, Allocation):
-                shape, strides, dtype, copied = allocation
+                shape, strides, dtype, _, copied = allocation
                 tensor = torch.empty_strided(shape, strides, dtype=dtype, device=device)  # faster than `empty`
                 if copied is not None:
                     tensor.copy_(_tensor(copied, sources))
@@ -166,6 +166,7 @@ def _memory(
             if address & 15:
                 raise RuntimeError(f"allocator: expected new tensors at multiples of 16 bytes; got {address:#x}")
             sources[source], addresses[source] = tensor, address
+            del tensor  # a generator keeps its variables
         yield
 
 

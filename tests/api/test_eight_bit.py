@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import mlp_arguments
 from support.eight_bit import RECIPES, along_rows, along_tokens, distances, weight
 from support.eight_bit_layer import COUNTS, LAYERS, F, H, Layer
 from torch.nn import Parameter
@@ -10,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedmlp
 from bench.oracle import reference
 from fusedmlp import GroupedLinear, GroupedMLP
+from fusedmlp.operators import triton_impl
+from fusedmlp.targets import TARGETS
 
 pytestmark = [
     pytest.mark.usefixtures("poison"),
@@ -124,8 +127,9 @@ def test_tokens_and_one_linear_layer(recipe):
     weights = [Parameter(w.detach().clone()) for w in (fc1, fc2)]
     each = fusedmlp.grouped_mlp(rows, *weights, counts, probs=probs.flatten()[order], recipe=recipe)
     each.sum().backward()
-    summed = torch.zeros(T, H).index_add_(0, order // 2, each.float())
-    assert distances({"y": y.detach().double()}, {"y": summed.detach().double()})["y"] < 2**-8
+    for name, mine, other in (("y", y, each), ("dx", x.grad, rows.grad)):
+        summed = torch.zeros(T, H, dtype=torch.float64).index_add_(0, order // 2, other.detach().double())
+        assert distances({name: mine.detach().double()}, {name: summed})[name] < 2**-8
     for mine, other in zip((fc1, fc2), weights, strict=True):
         assert torch.equal(mine.grad, other.grad)
     y = fusedmlp.grouped_linear(rows, fc1, counts, recipe=recipe)
@@ -134,6 +138,22 @@ def test_tokens_and_one_linear_layer(recipe):
     fc1.grad = None
     y.backward(torch.ones_like(y))
     assert fc1.grad.any()
+
+
+@pytest.mark.parametrize(("target", "recipe"), [("sm_90", "fp8_block"), ("sm_100", "mxfp8"), ("sm_120", "mxfp8")])
+def test_kernels_add_up_the_rows_of_tokens(target, recipe):
+    T, K, E = 128, 2, 3
+    x, fc1, fc2 = (torch.empty(*shape).bfloat16() for shape in ((T, H), (E, 2 * F, H), (E, H, F)))
+    ids, offsets = torch.empty(T * K, dtype=torch.int32), torch.empty(E + 1, dtype=torch.int32)
+    given = {"x": x, "fc1": [fc1], "fc2": [fc2], "offsets": offsets, "row_ids": ids, "places": ids}
+    forward = mlp_arguments.forward(**given, probs=torch.empty(T * K), recipe=f"{recipe}/{recipe}", impl="triton")
+    h = torch.empty(T * K, 2 * F).bfloat16()
+    dw = {"dw1": [torch.empty(fc1.shape)], "dw2": [torch.empty(fc2.shape)]}
+    backward = mlp_arguments.backward(forward, dy=x, h=h, **dw)
+    for operator, args in ((triton_impl.grouped_mlp, forward), (triton_impl.grouped_mlp_backward_, backward)):
+        program = operator.program(TARGETS[target].planned_for(), *args.without_impl)
+        assert program.launches[-1].name == "combine"
+        assert program.allocations[program.results[0]].shape == (T, H)
 
 
 @pytest.mark.parametrize("strict", [True, False])
