@@ -83,8 +83,8 @@ class Program(NamedTuple):
     def lifetimes(self) -> list[Lifetimes]:
         """What is freed and allocated before each launch, and after the last; what nothing uses is not allocated.
 
-        Allocated before the first launch, but for what is `late`: a program that runs out of memory has written
-        nothing. Kernels run in the order of launches, so what one has used last may be allocated again for the next.
+        Allocated before the first launch, but for what is `late`: where memory runs out, nothing has been written.
+        Kernels run in the order of launches, so what one has used last may be allocated again for the next.
         """
         last = len(self.launches)
         results = {self.results} if type(self.results) is int else {*(self.results or ())} - {None}
