@@ -112,6 +112,7 @@ def grouped_mlp(*args: Any) -> MLPOutput:
     t2_Rr = rows.adapt_(y_RH, a_RF, given.lora2)
     if given.bias2:
         rows.add_bias_(y_RH, given.bias2, probs_R1)
+    del a_RF  # larger than the sums, which are yet to come
     return MLPOutput(_combine(y_RH, given.places, x_RH.shape[0]), h_RG, t1_Rr, t2_Rr)
 
 
@@ -148,6 +149,8 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
         rows.dot_bias_(dprobs_R, dy_RH, given.bias2)
     dx_RH = rows.product(dh_RG, given.fc1, transposed=False, recipe=gemms) if given.need_dx else None
     u1_Rr = rows.adapt_(dx_RH, dh_RG, transposed(given.lora1))
+    dx = None if dx_RH is None else _combine(dx_RH, given.places, given.dy.shape[0])
+    del dx_RH  # as large as the rows of x, which are yet to come
     rows.adapter_grads_(given.dlora2, dy_RH, act_probs_RF, given.t2, u2_Rr)
     if given.dw2:
         rows.wgrad_(given.dw2, dy_RH, act_probs_RF, given.accumulate2, recipe=wgrad)
@@ -166,7 +169,6 @@ def grouped_mlp_backward_(*args: Any) -> MLPGrads:
     if given.probs is not None:
         dprobs = rows.pad(dprobs_R)
         dprobs = (dprobs if given.places is None else dprobs.index_select(0, given.places)).to(given.probs.dtype)
-    dx = None if dx_RH is None else _combine(dx_RH, given.places, given.dy.shape[0])
     return MLPGrads(dx, dprobs, rows.pad(dh_RG) if given.keep else None, act_probs_RF if given.keep else None)
 
 
