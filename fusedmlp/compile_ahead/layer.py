@@ -26,7 +26,7 @@ from fusedmlp.targets import Target
 MEANS = (0, 1, 48, 64, 128, 256, 512, 1024)
 # Micro-batches of a step. wgrad's tiles depend on the rows of all that one launch computes.
 _MICRO_BATCHES, _FUSED_MICRO_BATCHES = (2,), (2, 4, 8, 16)
-# Whether wgrad's limit is memory or MMAs depends on the card: kernels for either are planned.
+# On one card memory limits a wgrad, on another MMAs do: the kernels for both are planned.
 _FLOPS_A_BYTE = (0.0, float("inf"))
 
 

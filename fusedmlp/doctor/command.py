@@ -47,7 +47,8 @@ def _kernels(layer: dict[str, Any], target: str, machine: dict[str, Any]) -> dic
         return {"target": target, "layer": layer, "passes": [], "note": f"none shown: {why_none}"}
     from fusedmlp.doctor import paths  # needs Triton
 
-    passes = [row for tokens in (False, True) for row in paths.passes(layer, target, tokens=tokens)]
+    card = machine["gpu"] if target == machine["architecture"] else ""
+    passes = [row for tokens in (False, True) for row in paths.passes(layer, target, card, tokens=tokens)]
     return {"target": target, "layer": layer, "passes": passes, "note": paths.note(layer)}
 
 

@@ -7,6 +7,7 @@ is swiglu: E, H, F and R as in `fusedmlp.functional`, `dtype` by name, `weights`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from fusedmlp.activation import Activation
 from fusedmlp.kernels.launching.program import Launch
-from fusedmlp.kernels.tiles import table
+from fusedmlp.kernels.tiles import select, table
 from fusedmlp.kernels.tiles.select import Chosen
 from fusedmlp.operators import triton_impl
 from fusedmlp.operators.types import MLPArguments, MLPBackwardArguments
@@ -30,21 +31,23 @@ OF_ROWS = ("fc2", "dx")
 _REGIMES = {
     "any": "",
     "small": "; four stages or more: small sizes",
-    "mma_add": "; TMA adds to main_grad: many rows an expert, so MMAs are the limit",
-    "mma_write": "; TMA writes main_grad: many rows an expert, so MMAs are the limit",
-    "memory_add": "; main_grad is loaded ahead: few rows an expert, so memory is the limit",
-    "memory_write": "; TMA writes main_grad: few rows an expert, so memory is the limit",
+    "mma_add": "; TMA adds to main_grad, as MMAs are the limit",
+    "mma_write": "; TMA writes main_grad; MMAs are the limit",
+    "memory_add": "; main_grad is loaded ahead, as memory is the limit",
+    "memory_write": "; TMA writes main_grad; memory is the limit",
 }
 _EXPERTS, _ROWS = 3, 64
 
 
-def passes(layer: dict[str, Any], target: str, *, tokens: bool = False) -> list[dict[str, str]]:
+def passes(layer: dict[str, Any], target: str, card: str = "", *, tokens: bool = False) -> list[dict[str, str]]:
     """Plan a forward and a backward with fp32 `main_grad`; return the kernel, path, tile and reason of each launch.
 
-    `tokens`: return only those that read rows of tokens, planned as for `moe_experts`.
+    `card`: the name of the GPU, if one is known. `tokens`: return only those that read rows of tokens, planned as for
+    `moe_experts`.
     """
     shape = None if layer["batch_invariant"] else table.shape_class(layer["R"] / layer["E"])
     planned_for = TARGETS[target].planned_for(shape, warp_specialized=triton_impl.WARP_SPECIALIZED)
+    planned_for = replace(planned_for, flops_a_byte=select.flops_a_byte(card))
     forward, backward = _arguments(layer, tokens)
     programs = (
         triton_impl.grouped_mlp.program(planned_for, *forward.without_impl),

@@ -81,10 +81,11 @@ class Program(NamedTuple):
     results: Any  # numbers of allocations: None, one number, or a named tuple of numbers and None
 
     def lifetimes(self) -> list[Lifetimes]:
-        """What is freed and allocated before each launch, and after the last; what nothing uses is not allocated.
+        """The tensors to free and then to allocate before each launch, and after the last.
 
-        Allocated before the first launch, but for what is `late`: where memory runs out, nothing has been written.
-        Kernels run in the order of launches, so what one has used last may be allocated again for the next.
+        All but the `late` ones are allocated before the first launch: if memory runs out there, nothing has been
+        written. Those that no launch uses and that are no results are not allocated. Memory that is freed may be
+        allocated again at once, as kernels run in the order of launches.
         """
         last = len(self.launches)
         results = {self.results} if type(self.results) is int else {*(self.results or ())} - {None}

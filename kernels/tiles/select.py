@@ -54,7 +54,7 @@ class Target:
     # Whether warp-specialized kernels are used wherever the tables have them; None: where a GPU has timed them.
     warp_specialized: bool | None = None
     tf32: bool = False  # whether fp32 products may be computed in TF32
-    flops_a_byte: float = FLOPS_A_BYTE["H200"]  # of the card; where wgrad has fewer, memory is the limit
+    flops_a_byte: float = FLOPS_A_BYTE["H200"]  # see `flops_a_byte`
 
     def precision(self, dtype: torch.dtype) -> str:
         """Precision of products of that dtype, as `tl.dot` takes it."""
@@ -108,8 +108,15 @@ def _target(device: torch.device, warp_specialized: bool | None, tf32: bool) -> 
         few = 3  # so that tests see programs with several tiles
         return Target(name, few, TABLES[name], warp_specialized, tf32)
     card = torch.cuda.get_device_properties(device)
-    known = [ratio for model, ratio in FLOPS_A_BYTE.items() if model in card.name]
-    return Target(name, card.multi_processor_count, TABLES[name], warp_specialized, tf32, *known[:1])
+    ratio = flops_a_byte(card.name)
+    return Target(name, card.multi_processor_count, TABLES[name], warp_specialized, tf32, ratio)
+
+
+def flops_a_byte(card: str) -> float:
+    """FLOPs of this card for each byte of its memory; a wgrad with fewer is limited by memory. Unknown cards get those
+    of an H200.
+    """
+    return next((ratio for model, ratio in FLOPS_A_BYTE.items() if model in card), FLOPS_A_BYTE["H200"])
 
 
 @lru_cache

@@ -1,4 +1,4 @@
-"""What programs allocate: before they launch, or late, when other tensors have been freed; freed when none uses it."""
+"""Tensors of programs: allocated before the first launch or late, and freed after the last launch that uses them."""
 
 import gc
 import weakref

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -283,15 +282,13 @@ def test_doctor_says_why_not(monkeypatch):
     ("name", "flops_a_byte"),
     [("NVIDIA H100 80GB HBM3", 264), ("NVIDIA H200", 187), ("NVIDIA GH200 480GB", 187), ("NVIDIA B200", 187)],
 )
-def test_a_card_is_known_by_its_name(name, flops_a_byte):
+def test_a_card_is_known_by_its_name(name, flops_a_byte, monkeypatch):
     """Another one is planned for as an H200."""
     properties = SimpleNamespace(name=name, multi_processor_count=132)
-    with (
-        mock.patch.object(select, "architecture", return_value="sm_90"),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
-        mock.patch.object(select.triton.knobs.runtime, "interpret", False),
-    ):
-        found = select._target.__wrapped__(torch.device("cuda", 0), None, False)
+    monkeypatch.setattr(select, "architecture", lambda _: "sm_90")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(select.triton.knobs.runtime, "interpret", False)
+    found = select._target.__wrapped__(torch.device("cuda", 0), None, False)
     assert (found.multiprocessors, found.flops_a_byte) == (132, flops_a_byte)
 
 

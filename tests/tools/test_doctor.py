@@ -11,7 +11,7 @@ from support import forked
 
 import fusedmlp
 from fusedmlp import versions
-from fusedmlp.doctor import command, facts, selftest
+from fusedmlp.doctor import command, facts, paths, selftest
 from fusedmlp.kernels import warp_specialized
 from fusedmlp.kernels.tiles import select
 from fusedmlp.operators import ops
@@ -93,14 +93,15 @@ def test_wrong_switches_are_problems_with_an_exit_status_of_their_own():
     assert re.search(r"^  fc1_act           warp_specialized ", done.stdout, re.MULTILINE)
 
 
+_GPT_OSS_20B = {"E": 32, "H": 2880, "F": 2880, "R": 32768}
 _PATHS = """
 import json, sys
 from fusedmlp.doctor import paths
 layer, cases = json.loads(sys.argv[1])
 rows = []
 for target, options in cases:
-    tokens = options.pop("tokens", False)
-    passes = paths.passes(layer | options, target, tokens=tokens)
+    tokens, card = options.pop("tokens", False), options.pop("card", "")
+    passes = paths.passes(layer | options, target, card, tokens=tokens)
     rows.append([[row["path"], row["tile"], row["why"]] for row in passes])
 print(json.dumps(rows))
 """
@@ -124,17 +125,23 @@ def test_paths_are_those_that_the_launchers_choose():
         ("sm_90", {"weight_layout": "in_out"}),
         ("sm_90", {"weight_layout": "in_out", "tokens": True}),
         ("sm_90", {"weight_layout": "in_out", "F": 776}),
+        ("sm_90", _GPT_OSS_20B | {"card": "NVIDIA H100 80GB HBM3"}),
+        ("sm_90", _GPT_OSS_20B | {"card": "NVIDIA H200"}),
     ]
     done = forked.run("-c", _PATHS, json.dumps([LAYER, cases]))
     assert done.returncode == 0, done.stderr
     packed, old, odd, fp32, separate, megatron, ddp, short, *rest = json.loads(done.stdout)
-    tokens, few_tokens, narrow_tokens, invariant, *in_out = rest
+    tokens, few_tokens, narrow_tokens, invariant, *in_out, h100, h200 = rest
     assert {path for path, _, _ in packed} == {path for path, _, _ in tokens} == {"warp_specialized"}
     assert [rows[0] for rows in in_out[:2]] == [packed[0], tokens[0]]  # fc1 with halves of [H, 2F], too
     assert in_out[2][0][0] == "unaligned"
     assert invariant == packed[:4] + short[4:]
-    ahead = "; main_grad is loaded ahead: few rows an expert, so memory is the limit"
+    ahead = "; main_grad is loaded ahead, as memory is the limit"
     assert [why for _, _, why in packed[4:]] == [f"descriptors, warp-specialized{ahead}"] * 2
+    assert [why for _, _, why in h100[4:]] == [f"descriptors, warp-specialized{ahead}"] * 2
+    assert {why for _, _, why in h200[4:]} == {
+        "descriptors, warp-specialized; TMA adds to main_grad, as MMAs are the limit"
+    }
     first = "; rows of tokens are sorted first"
     assert [why for _, _, why in tokens[2:]] == [f"descriptors, warp-specialized{ahead}{first}"] * 2
     copy = "descriptors, warp-specialized, threads copy rows"
@@ -302,6 +309,18 @@ def one_gpu(monkeypatch):
     select.architecture.cache_clear()
     yield capability
     select.architecture.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("target", "here", "card"), [("sm_90", "sm_90", "NVIDIA H100"), ("sm_90", "sm_80", ""), ("sm_90", None, "")]
+)
+def test_kernels_are_planned_for_the_card_that_is_here(target, here, card, monkeypatch):
+    planned = []
+    monkeypatch.setattr(command.environment, "triton_interpret", lambda: False)
+    monkeypatch.setattr(paths, "passes", lambda _, *of, **options: planned.append(of) or [])
+    gpu = None if here is None else "NVIDIA H100"
+    command._kernels(LAYER, target, {"triton": "3.7.1", "gpu": gpu, "architecture": here})
+    assert planned == [(target, card)] * 2
 
 
 def test_a_gpu_is_described(one_gpu):
